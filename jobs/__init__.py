@@ -1,0 +1,1 @@
+"""The commands: ``python -m jobs.VERB``, one file a verb."""

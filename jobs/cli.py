@@ -1,0 +1,107 @@
+"""What the commands share: resource flags in sbatch's spelling, and errors as three lines with the right exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from trainkit.config import yaml
+from trainkit.errors import TrainkitError, UserError, did_you_mean
+
+# sbatch's flag -> its short form, what it stands for. Their configuration keys are launch.<flag with underscores>.
+RESOURCES: dict[str, tuple[str | None, str]] = {
+    "nodes": ("N", "number of nodes"),
+    "gpus-per-node": (None, "GPUs on each node; 0 trains on CPU"),
+    "ntasks-per-node": (None, "ranks on each node (default: one per GPU, or one on CPU)"),
+    "cpus-per-task": ("c", "CPUs for each rank"),
+    "mem": (None, "memory per node: 32G"),
+    "time": ("t", "time limit: minutes, H:MM:SS, D-HH:MM:SS"),
+    "partition": ("p", "partition"),
+    "account": ("A", "account to charge"),
+    "qos": ("q", "quality of service"),
+    "constraint": ("C", "node features"),
+    "nodelist": ("w", "run on these nodes"),
+    "exclude": ("x", "do not run on these nodes"),
+    "reservation": (None, "reservation"),
+    "gres": (None, "generic resources, instead of --gpus-per-node: gpu:4"),
+    "job-name": ("J", "name of the job"),
+    "dependency": ("d", "start after: afterok:JOBID"),
+    "mail-user": (None, "mail address"),
+    "mail-type": (None, "mail on: BEGIN,END,FAIL"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but mistakes are `UserError`s and flags are never abbreviated."""
+
+    def __init__(self, prog: str, description: str, **options: Any) -> None:
+        super().__init__(
+            prog=f"python -m jobs.{prog}",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        fix = f"`{self.prog} --help` lists the flags."
+        if message.startswith("unrecognized arguments: "):
+            word = message.split(": ", 1)[1].split()[0]
+            known = [flag for action in self._actions for flag in action.option_strings]
+            fix = did_you_mean(word.split("=")[0], known, otherwise=fix)
+        raise UserError(f"{message[0].upper()}{message[1:]}.", why=f"It was given to `{self.prog}`.", fix=fix)
+
+
+def add_resource_flags(parser: argparse.ArgumentParser) -> None:
+    """Add sbatch's flags. Their values stay text here; the configuration checks them."""
+    group = parser.add_argument_group("resources (sbatch's own flags)")
+    for flag, (short, text) in RESOURCES.items():
+        names = [f"--{flag}"] + ([f"-{short}"] if short else [])
+        group.add_argument(*names, metavar=flag.split("-")[-1].upper(), help=text)
+    group.add_argument("--sbatch", metavar="KEY=VALUE", action="append", default=[], help="any other sbatch option")
+    group.add_argument("--srun", metavar="KEY=VALUE", action="append", default=[], help="any other srun option")
+
+
+def resource_settings(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+    """Configuration key -> (value, flag) of the resource flags that were given."""
+    settings: dict[str, tuple[Any, str]] = {}
+    for flag in RESOURCES:
+        key = flag.replace("-", "_")
+        value = getattr(args, key)
+        if value is not None:
+            numeric = flag in ("nodes", "gpus-per-node", "ntasks-per-node", "cpus-per-task")
+            settings[f"launch.{key}"] = (yaml.parse_value(value) if numeric else value, f"--{flag}")
+    for program in ("sbatch", "srun"):
+        pairs = dict(_pair(text, f"--{program}") for text in getattr(args, program))
+        if pairs:
+            settings[f"launch.{program}"] = (pairs, f"--{program}")
+    return settings
+
+
+def _pair(text: str, flag: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key:
+        raise UserError(f"{flag} {text!r} has no key.", why=f"{flag} takes KEY=VALUE.", fix=f"For example {flag} comment=thesis.")
+    return key.lstrip("-"), value if equals else ""
+
+
+def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:
+    """Run a command on this process's arguments and environment and exit with its code.
+
+    The environment is read here, once, and handed down.
+    """
+    try:
+        code = main(sys.argv[1:], dict(os.environ))
+        sys.stdout.flush()
+    except TrainkitError as error:
+        print(error, file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # `... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise SystemExit(code)

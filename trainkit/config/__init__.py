@@ -1,0 +1,1 @@
+"""What a run is: the typed, frozen configuration and how it is read."""

@@ -1,0 +1,99 @@
+"""YAML as people write it, with the line of every key.
+
+PyYAML follows YAML 1.1, where `3e-4` is text, `no` is False, `010` is 8 and `1:00:00` is 3600. Everybody writes these
+and means something else, so scalars are resolved by the core schema of YAML 1.2, plus numbers like `3e-4`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainkit.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  PyYAML's own class attribute, emptied
+
+
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+for _tag, _pattern, _first in (
+    ("tag:yaml.org,2002:null", re.compile(r"~|null|Null|NULL|"), ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")),
+    ("tag:yaml.org,2002:int", _INT, list("-+0123456789")),
+    ("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern.pattern})$"), _first)
+# YAML 1.1 reads 010 as octal; here it is ten.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override: ``3e-4``, ``true``, ``[a, b]``, ``null`` or plain text."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in a YAML file, and the line (from 1) of every dotted key in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read {path}.", why=str(error), fix="Check the path and its permissions.") from None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        lines: dict[str, int] = {}
+        value = {} if node is None else _construct(loader, node, "", lines, path)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise UserError(f"{where} is not valid YAML.", why=problem, fix="Correct that line.") from None
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{path} holds no settings.", why=f"It is a {type(value).__name__}.", fix="Write `section: {key: value}`."
+        )
+    return value, lines
+
+
+def _construct(loader: _Loader, node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) -> Any:
+    if not isinstance(node, yaml.MappingNode):
+        return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = str(loader.construct_object(key_node))  # type: ignore[no-untyped-call]
+        dotted = f"{prefix}{key}"
+        line = key_node.start_mark.line + 1
+        if key in result:
+            raise UserError(
+                f"'{dotted}' stands twice in {path}.",
+                why=f"Lines {lines[dotted]} and {line}; the second would win silently.",
+                fix="Remove one of them.",
+            )
+        lines[dotted] = line
+        result[key] = _construct(loader, value_node, f"{dotted}.", lines, path)
+    return result
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def dump(value: Mapping[str, Any]) -> str:
+    """YAML text of plain values, keys in their order, short lists on one line."""
+    _Dumper.add_representer(
+        str,
+        lambda dumper, text: dumper.represent_scalar(
+            "tag:yaml.org,2002:str", text, style=None if parse_value(text) == text else "'"
+        ),
+    )
+    return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)

@@ -1,0 +1,66 @@
+"""The order of the data is a pure function of (seed, epoch, position).
+
+It depends neither on the number of ranks nor on loader processes nor on where a run was resumed: global step ``s`` sees
+the same samples however many GPUs share them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def mix(*parts: int) -> int:
+    """A 32-bit key from integers of any size.
+
+    Hashed, because torch's CPU generator looks at the low 32 bits of a seed only: a seed composed by shifting, such as
+    ``seed << 32 | epoch``, would lose its upper part.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """The permutation of ``range(num_samples)`` (int64) that epoch ``epoch`` walks through."""
+    import torch
+
+    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
+    """Optimizer steps in one epoch. The remainder is dropped; the next permutation brings it back."""
+    if num_samples < global_batch_size:
+        raise UserError(
+            f"train.global_batch_size={global_batch_size} is larger than the training data.",
+            why=f"The training split has {num_samples} images, so that not even one step fits into an epoch.",
+            fix=f"Use train.global_batch_size={largest_power_of_two(num_samples)}, or more data.",
+        )
+    return num_samples // global_batch_size
+
+
+def largest_power_of_two(limit: int) -> int:
+    """The largest power of two that is at most ``limit`` (at least 1)."""
+    return 1 << max(limit.bit_length() - 1, 0)
+
+
+def micro_batches(
+    order: Tensor, position: int, *, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
+) -> Iterator[Tensor]:
+    """The index batches (int64 [micro_batch_size]) of ``rank`` for the global batch that starts at ``position``.
+
+    Micro step ``m`` takes one slice of ``world_size * micro_batch_size`` samples, of which rank ``r`` takes the r-th part:
+    together the ranks see exactly ``order[position : position + global_batch_size]``.
+    """
+    per_micro_step = world_size * micro_batch_size
+    assert global_batch_size % per_micro_step == 0, (global_batch_size, per_micro_step)
+    assert position + global_batch_size <= len(order)
+    first = position + rank * micro_batch_size
+    for start in range(first, first + global_batch_size, per_micro_step):
+        yield order[start : start + micro_batch_size]

@@ -1,0 +1,69 @@
+"""The one exception tree.
+
+    TrainkitError            shown to users as three lines, what / why / fix, without a traceback
+    ├── UserError            exit 2   the input is wrong: a key, a flag, a file
+    ├── RefusedError         exit 3   the input is well-formed but cannot run here: no such GPUs, time over the limit
+    ├── SchedulerError       exit 4   the scheduler said no
+    └── RunFailedError       exit 1   the run itself failed
+
+Everything else that is raised is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TrainkitError(Exception):
+    """An error for users: what happened, why, and how to fix it."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.why, self.fix = what, why, fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are pickled with their `args` only; ours also carry why and fix across processes.
+        return (_rebuild, (type(self), self.what, self.why, self.fix))
+
+
+def _rebuild(cls: type[TrainkitError], what: str, why: str, fix: str) -> TrainkitError:
+    return cls(what, why=why, fix=fix)
+
+
+class UserError(TrainkitError):
+    """The user's input is wrong."""
+
+    exit_code = 2
+
+
+class RefusedError(TrainkitError):
+    """The input is well-formed, but validation refuses it: it cannot run on this machine or site."""
+
+    exit_code = 3
+
+
+class SchedulerError(TrainkitError):
+    """The scheduler refused, or did not answer."""
+
+    exit_code = 4
+
+
+class RunFailedError(TrainkitError):
+    """The run itself failed."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """``Did you mean 'x'?`` with the nearest of ``known``, or ``otherwise`` when nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"Did you mean '{near[0]}'?" if near else otherwise

@@ -1,0 +1,137 @@
+"""Plugins: a file in a package of ours with a function ``build``, or ``package.module:function`` of the user's own.
+
+The options of a plugin are the keyword-only parameters of its function. They are read from the source by `ast`, so that
+a misspelt option is refused at submission, in milliseconds, without importing torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a plugin's function accepts as options."""
+
+    options: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_any: bool  # it has **kwargs
+
+
+def available(package: str) -> list[str]:
+    """Names of the plugins in ``package``: its modules that define ``build`` at top level."""
+    folder = _package_folder(package)
+    return sorted(file.stem for file in folder.glob("*.py") if _find_function(file, "build") is not None)
+
+
+def load(package: str, name: str) -> Callable[..., Any]:
+    """Import the function of plugin ``name``: a file of ``package``, or ``some.module:function``."""
+    if ":" in name:
+        module_name, function = name.split(":", 1)
+        _source_of_user_module(module_name, name)
+        found = getattr(importlib.import_module(module_name), function, None)
+        if not callable(found):
+            raise UserError(
+                f"'{name}' names no function.",
+                why=f"Module '{module_name}' has no function '{function}'.",
+                fix=f"Define '{function}' in {module_name}.py, or correct the name.",
+            )
+        return found  # type: ignore[no-any-return]
+    _require(package, name)
+    return importlib.import_module(f"{package}.{name}").build  # type: ignore[no-any-return]
+
+
+def signature(package: str, name: str) -> Signature:
+    """The options of plugin ``name``, read without importing it."""
+    if ":" in name:
+        module_name, function = name.split(":", 1)
+        file = _source_of_user_module(module_name, name)
+        node = _find_function(file, function)
+        if node is None:
+            # It may be assigned or imported there; only importing could tell, so let the run decide.
+            return Signature((), (), takes_any=True)
+    else:
+        _require(package, name)
+        node = _find_function(_package_folder(package) / f"{name}.py", "build")
+        assert node is not None
+    options = tuple(arg.arg for arg in node.args.kwonlyargs)
+    required = tuple(
+        arg.arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None
+    )
+    return Signature(options, required, takes_any=node.args.kwarg is not None)
+
+
+def check_options(package: str, name: str, options: Iterable[str], *, where: str) -> None:
+    """Refuse options that plugin ``name`` does not have, and name the nearest it has.
+
+    ``where`` is the configuration section, for the message: ``strategy``, ``data``, ``model``.
+    """
+    sig = signature(package, name)
+    for option in options:
+        if option not in sig.options and not sig.takes_any:
+            has = ", ".join(sig.options) or "no options"
+            raise UserError(
+                f"Unknown key '{where}.{option}'.",
+                why=f"{where} '{name}' has: {has}.",
+                fix=did_you_mean(option, sig.options, otherwise=f"Remove '{where}.{option}'."),
+            )
+    for option in sig.required:
+        if option not in options:
+            raise UserError(f"{where} '{name}' needs '{where}.{option}'.", fix=f"Add {where}.{option}=VALUE.")
+
+
+def _require(package: str, name: str) -> None:
+    names = available(package)
+    if name not in names:
+        kind = package.rsplit(".", 1)[-1]
+        raise UserError(
+            f"Unknown name '{name}'.",
+            why=f"{package} has: {', '.join(names)}.",
+            fix=did_you_mean(name, names, otherwise=f"Use one of them, or package.module:function ({kind} of your own)."),
+        )
+
+
+@lru_cache(maxsize=None)
+def _package_folder(package: str) -> Path:
+    # Our own packages lie beside this file; asking the import system would import their parents.
+    return Path(__file__).parent.joinpath(*package.split(".")[1:])
+
+
+def _source_of_user_module(module_name: str, name: str) -> Path:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"No module '{module_name}' for '{name}'.",
+            why="It is neither installed nor in the current folder.",
+            fix=f"Start from the folder that holds {module_name.replace('.', '/')}.py, or install its package.",
+        )
+    return Path(spec.origin)
+
+
+@lru_cache(maxsize=None)
+def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
+    if file.suffix != ".py" or not file.exists():
+        return None
+    source = file.read_text(encoding="utf-8")
+    if f"def {name}(" not in source:  # parsing every file of a package for one name would be slow
+        return None
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    return None

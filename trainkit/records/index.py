@@ -1,0 +1,33 @@
+"""Where this user's runs are, so that `status`, `logs` and `cancel` find them from any folder.
+
+Paths only: what a run is doing is asked from its folder and its scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def _file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "trainkit" / "runs"
+
+
+def remember(path: Path) -> None:
+    """Add a run folder. A home that cannot be written costs only the convenience, so it is no error."""
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with _file().open("a", encoding="utf-8") as out:
+            out.write(f"{path}\n")
+    except OSError:
+        return
+
+
+def known() -> list[Path]:
+    """Run folders that were remembered and still exist, oldest first."""
+    try:
+        lines = _file().read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [path for path in map(Path, dict.fromkeys(lines)) if (path / "config.yaml").is_file()]

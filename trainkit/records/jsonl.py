@@ -1,0 +1,45 @@
+"""JSON lines: one record a line, appended in one write, read leniently."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one record. The line goes out in a single write, so that records of several processes do not mix.
+
+    A line that a killed process left torn is closed first, or it would swallow this record.
+    """
+    line = json.dumps({key: _plain(value) for key, value in record.items()}, default=str) + "\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = "\n" + line
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole record; nothing if there is no file. Torn lines are passed over."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _plain(value: Any) -> Any:
+    # JSON has no NaN or infinity; a diverged loss must not make the file unreadable for other tools.
+    return None if isinstance(value, float) and not math.isfinite(value) else value

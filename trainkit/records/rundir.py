@@ -1,0 +1,204 @@
+"""A run is a folder, and it is complete. `RunDir` is the one place that knows its file names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.errors import UserError, did_you_mean
+from trainkit.records import index
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. ``path`` is absolute."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "submit.sbatch"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def submitit(self) -> Path:
+        """submitit's own files: the pickle with one path in it, and the results of the tasks."""
+        return self.path / ".submitit"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def hardware(self, host: str) -> Path:
+        """Hardware samples of one host."""
+        return self.path / f"system-{host}.jsonl"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        """Log folder of one attempt: ``rank-<n>.out`` and ``rank-<n>.err``."""
+        return self.logs / str(attempt)
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts that have started, in order."""
+        if not self.logs.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.logs.iterdir() if entry.is_dir() and entry.name.isdigit())
+
+    def requeue_marker(self, attempt: int) -> Path:
+        """Written by rank 0 of an attempt that saved and wants to be started again."""
+        return self.attempt_logs(attempt) / "requeue"
+
+    @classmethod
+    def create(cls, path: Path, config_yaml: str) -> RunDir:
+        """Make the folder of a new run; it holds its configuration from the first moment that it has its name.
+
+        Raises:
+            UserError: something of that name exists, or the folder cannot be written.
+        """
+        path = path.absolute()
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            partial.mkdir(parents=True)
+            (partial / "config.yaml").write_text(config_yaml, encoding="utf-8")
+            (partial / "logs").mkdir()
+            if path.exists() or path.is_symlink():
+                raise FileExistsError(path)
+            partial.rename(path)
+        except OSError as error:
+            _remove(partial)
+            if path.exists():
+                raise UserError(
+                    f"{path} exists already.",
+                    why="A run is never written over.",
+                    fix="Give another --run-dir, or continue that one with `python -m jobs.resume`.",
+                ) from None
+            raise UserError(
+                f"Cannot make the run folder {path}.",
+                why=f"{error.strerror}: {error.filename}",
+                fix="Choose a folder that you may write to with TRAINKIT_RUNS=FOLDER or --run-dir, or free some space.",
+            ) from None
+        index.remember(path)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run folder.
+
+        Raises:
+            UserError: there is none, or it is half-written.
+        """
+        path = path.absolute()
+        if not path.is_dir():
+            raise UserError(f"No run folder {path}.", fix="`python -m jobs.status` lists the runs.")
+        run_dir = cls(path)
+        if not run_dir.config.is_file():
+            raise UserError(
+                f"{path} is not a run folder, or only half of one.",
+                why="It has no config.yaml.",
+                fix="Choose another run; remove this folder if nothing in it is needed.",
+            )
+        return run_dir
+
+
+def runs_root(env: Mapping[str, str]) -> Path:
+    """Where new runs go: ``$TRAINKIT_RUNS``, else ``./runs``."""
+    return Path(env.get("TRAINKIT_RUNS") or "runs").expanduser().absolute()
+
+
+def next_path(root: Path, name: str) -> Path:
+    """Folder of the next run of that name: ``root/<name>-<id>``, ids counting up from 0001 over all runs in ``root``.
+
+    Sequential, so that a dry run prints the very script that the submission after it will queue.
+    """
+    safe = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.") or "run"
+    taken = [0]
+    if root.is_dir():
+        taken += [int(m[1]) for entry in root.iterdir() if (m := re.fullmatch(r".+-(\d{4,})", entry.name))]
+    return root / f"{safe}-{max(taken) + 1:04d}"
+
+
+def list_runs(root: Path) -> list[RunDir]:
+    """Every run in ``root``, runs of a sweep included, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [file.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for file in root.glob(pattern)]
+    runs = [RunDir(path) for path in found if path.name != "code" and not path.name.startswith(".")]
+    return sorted(runs, key=lambda run: run.config.stat().st_mtime)
+
+
+def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
+    """The run of a path, of a name in the runs folder, or of a name that this user has submitted from any folder."""
+    given = Path(reference).expanduser()
+    if given.is_dir():
+        return RunDir.open(given)
+    root = runs_root(env)
+    if (root / reference).is_dir():
+        return RunDir.open(root / reference)
+    remembered = [path for path in index.known() if path.name == reference or str(path).endswith(f"/{reference}")]
+    if len(remembered) == 1:
+        return RunDir.open(remembered[0])
+    if remembered:
+        raise UserError(
+            f"'{reference}' names {len(remembered)} runs.",
+            why=", ".join(str(path) for path in remembered),
+            fix="Give the path of one of them.",
+        )
+    names = [run.name for run in list_runs(root)] + [path.name for path in index.known()]
+    raise UserError(
+        f"No run '{reference}'.",
+        why=f"It is neither a folder, nor a run in {root}, nor one that you submitted from elsewhere.",
+        fix=did_you_mean(reference, names, otherwise="`python -m jobs.status` lists the runs."),
+    )
+
+
+def _remove(partial: Path) -> None:
+    for file in (partial / "config.yaml",):
+        file.unlink(missing_ok=True)
+    for folder in (partial / "logs", partial):
+        if folder.is_dir():
+            folder.rmdir()

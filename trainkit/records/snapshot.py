@@ -1,0 +1,95 @@
+"""What a run was made of: a copy of the code that it runs, and a manifest of everything around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainkit.records.rundir import RunDir
+
+PROJECT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "torchvision", "timm", "submitit", "hivemind", "tensorboard", "wandb", "pydantic", "numpy", "safetensors")
+# What looks like a credential on a command line; its value must not reach a shared file system.
+_SECRET = re.compile(r"(?i)([\w.-]*(?:key|token|secret|password)[\w.-]*[=:])\S+")
+_OWN = ("jobs", "trainkit", "configs")
+
+
+def write_code(run_dir: RunDir) -> None:
+    """Copy the packages that the job runs, so that edits after submission do not change a queued or requeued job.
+
+    The user's own modules beside them (``package.module:function``) come along when git tracks them, or when the
+    folder is no git checkout and they are Python files.
+    """
+    for name in _OWN:
+        shutil.copytree(
+            PROJECT / name, run_dir.code / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.ipynb")
+        )
+    here = Path.cwd()
+    for file in _user_modules(here):
+        target = run_dir.code / file
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(here / file, target)
+
+
+def write_manifest(run_dir: RunDir, command: list[str]) -> None:
+    """Record git commit, uncommitted changes, package versions, host, command line. Never the environment."""
+    manifest: dict[str, Any] = {
+        "command": [_SECRET.sub(r"\1***", word) for word in command],
+        "cwd": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": sys.version.split()[0],
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "git": {
+            "commit": _git("rev-parse", "HEAD"),
+            "diff": _SECRET.sub(r"\1***", _git("diff", "HEAD") or ""),
+            "untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
+        },
+    }
+    run_dir.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _user_modules(here: Path) -> list[Path]:
+    if here == PROJECT or (here / "trainkit" / "errors.py").is_file():
+        skip = {*_OWN, "tests", "slurm", "runs", "data"}
+    else:
+        skip = {"runs", "data"}
+    found: list[Path] = []
+    for folder, folders, files in os.walk(here):
+        inside = Path(folder).relative_to(here)
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and name not in ("__pycache__", "node_modules", "site-packages")
+            and not (inside == Path() and name in skip)
+            and len(inside.parts) < 4
+        ]
+        found += [inside / name for name in files if name.endswith(".py")]
+        if len(found) > 2000:  # someone submits from a home directory: that is no project
+            return []
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
