@@ -1,0 +1,76 @@
+"""SLURM's compact lists: host names (``gpu[03-05,9],cpu1``) and task counts (``4(x2),3``)."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+from trainkit.errors import UserError
+
+_ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")  # a comma inside brackets does not end an item
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand(nodelist: str) -> list[str]:
+    """The host names of ``nodelist`` in its order, which is SLURM's order of nodes.
+
+    ``rack[1-2]-n[03-04]`` is ``rack1-n03, rack1-n04, rack2-n03, rack2-n04``; leading zeros are kept.
+    Raises UserError if it is empty or malformed.
+    """
+    hosts: list[str] = []
+    position = 0
+    while position < len(nodelist):
+        item = _ITEM.match(nodelist, position)
+        if item is None:
+            raise _malformed(nodelist)
+        hosts += _expand_item(item.group(), nodelist)
+        position = item.end()
+        if position < len(nodelist):
+            if nodelist[position] != "," or position + 1 == len(nodelist):
+                raise _malformed(nodelist)
+            position += 1
+    if not hosts:
+        raise _malformed(nodelist)
+    return hosts
+
+
+def expand_counts(counts: str) -> list[int]:
+    """SLURM_TASKS_PER_NODE, one number per node: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
+    numbers: list[int] = []
+    for item in counts.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise UserError(
+                f"Cannot read the tasks per node '{counts}'.", why="SLURM writes them like '4' or '2(x3),1'."
+            )
+        numbers += [int(match[1])] * int(match[2] or 1)
+    return numbers
+
+
+def _expand_item(item: str, nodelist: str) -> Iterator[str]:
+    # re.split with a group alternates text, bracket content, text, ...
+    parts = re.split(r"\[([^\]]*)\]", item)
+    choices = [[part] if i % 2 == 0 else _expand_ranges(part, nodelist) for i, part in enumerate(parts)]
+    return map("".join, itertools.product(*choices))
+
+
+def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if match is None:
+            raise _malformed(nodelist)
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise _malformed(nodelist)
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _malformed(nodelist: str) -> UserError:
+    return UserError(
+        f"Cannot read the host list '{nodelist}'.",
+        why="SLURM writes them like 'n1,n2' or 'gpu[03-05,9]'.",
+        fix="Give host names, or a list that 'scontrol show hostnames' can read.",
+    )
