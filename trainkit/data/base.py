@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainkit.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 Transform = Callable[[Any], "Tensor"]
-"""Raw image -> uint8 tensor [in_chans, image_size, image_size]. Randomness comes from torch's default generator only."""
+"""Raw image -> uint8 tensor [in_chans, image_size, image_size]. Random numbers come from torch's default generator."""
 
 
 class Samples(Protocol):
@@ -65,3 +67,13 @@ def normalize(images: Tensor, info: DataInfo) -> Tensor:
     scale_t = torch.tensor(scale, dtype=torch.float32).to(images.device, non_blocking=True).view(view)
     shift_t = torch.tensor(shift, dtype=torch.float32).to(images.device, non_blocking=True).view(view)
     return images.to(torch.float32).mul_(scale_t).add_(shift_t)
+
+
+def require(condition: bool, option: str, value: object, must_be: str) -> None:
+    """Refuse the value of a data option."""
+    if not condition:
+        raise UserError(
+            f"data.{option}={value} is not possible.",
+            why=f"data.{option} must be {must_be}.",
+            fix=f"Give data.{option} such a value, or leave it out.",
+        )

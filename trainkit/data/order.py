@@ -55,8 +55,8 @@ def micro_batches(
 ) -> Iterator[Tensor]:
     """The index batches (int64 [micro_batch_size]) of ``rank`` for the global batch that starts at ``position``.
 
-    Micro step ``m`` takes one slice of ``world_size * micro_batch_size`` samples, of which rank ``r`` takes the r-th part:
-    together the ranks see exactly ``order[position : position + global_batch_size]``.
+    Micro step ``m`` takes one slice of ``world_size * micro_batch_size`` samples, of which rank ``r`` takes the r-th
+    part: together the ranks see exactly ``order[position : position + global_batch_size]``.
     """
     per_micro_step = world_size * micro_batch_size
     assert global_batch_size % per_micro_step == 0, (global_batch_size, per_micro_step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainkit.data.base import Transform
-from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,10 +80,3 @@ def tensor_transforms(image_size: int, *, augment: bool, shift: int, flip: bool)
     """Train and eval transform for images that are small tensors: shift and mirror at their own size, then resize."""
     resize = Resize(image_size)
     return (Sequential(ShiftFlip(shift, flip=flip), resize) if augment else resize), resize
-
-
-def require(condition: bool, option: str, value: object, must: str) -> None:
-    """Refuse a value of a data option: ``data.image_size=0: must be positive``."""
-    if not condition:
-        raise UserError(f"data.{option}={value} is not possible.", why=f"data.{option} must be {must}.",
-                        fix=f"Give data.{option} such a value, or leave it out.")

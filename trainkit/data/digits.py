@@ -1,0 +1,57 @@
+"""scikit-learn's digits: 1,797 real handwritten digits of 8x8 pixels that need no download."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from trainkit.data.base import DataInfo, Splits, require
+from trainkit.data.splitting import stratified_split
+from trainkit.errors import UserError
+
+
+def build(root: Path, *, image_size: int = 8, in_chans: int = 1, augment: bool = True, shift: int = 1) -> Splits:
+    """About 70 / 15 / 15 % train, val, test, stratified, whatever the seed. Augmented by shifts of up to ``shift``."""
+    import torch
+    from sklearn.datasets import load_digits
+
+    from trainkit.data.tensors import TensorSamples, tensor_transforms
+
+    locate(root, image_size=image_size, in_chans=in_chans, shift=shift)
+    digits = load_digits()
+    images = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)[:, None].expand(-1, in_chans, -1, -1)
+    labels = torch.from_numpy(digits.target).to(torch.int64)
+    train, val, test = (
+        TensorSamples(images[part], labels[part]) for part in stratified_split(labels.tolist(), (0.15, 0.15))
+    )
+    train_transform, eval_transform = tensor_transforms(image_size, augment=augment, shift=shift, flip=False)
+    return Splits(
+        info=DataInfo(
+            name="digits",
+            num_classes=10,
+            in_chans=in_chans,
+            image_size=image_size,
+            class_names=tuple(str(digit) for digit in range(10)),
+            mean=(0.3054,) * in_chans,
+            std=(0.3761,) * in_chans,
+        ),
+        train=train,
+        val=val,
+        test=test,
+        train_transform=train_transform,
+        eval_transform=eval_transform,
+        in_memory=True,
+    )
+
+
+def locate(root: Path, *, image_size: int, in_chans: int, shift: int, **others: object) -> None:
+    """Check the options. The data comes with scikit-learn, wherever ``root`` is."""
+    require(image_size >= 8, "image_size", image_size, "8 or more")
+    require(in_chans in (1, 3), "in_chans", in_chans, "1, or 3 (the gray channel thrice)")
+    require(0 <= shift < 8, "shift", shift, "between 0 and 7 pixels")
+    if importlib.util.find_spec("sklearn") is None:
+        raise UserError(
+            "The data set 'digits' needs scikit-learn.",
+            why="It is not installed in this environment.",
+            fix="pip install scikit-learn",
+        )

@@ -1,0 +1,33 @@
+"""A fixed, stratified split: the same for every seed, machine and version of every library."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+
+def stratified_split(
+    labels: Sequence[int], fractions: Sequence[float], *, keys: Sequence[str] | None = None
+) -> list[list[int]]:
+    """Indices of ``len(fractions) + 1`` parts: what is left over, then one part for each fraction.
+
+    Within each class the samples are ordered by a hash of their key (their index by default), not by a library's random
+    numbers, which may change from one version to the next. Each part is sorted. A class gives each part at least one
+    sample as long as it keeps one itself.
+    """
+    by_class: dict[int, list[int]] = {}
+    for index, label in enumerate(labels):
+        by_class.setdefault(label, []).append(index)
+    parts: list[list[int]] = [[] for _ in range(len(fractions) + 1)]
+    for label in sorted(by_class):
+        members = sorted(by_class[label], key=lambda i: _hash(keys[i] if keys else str(i)))
+        for part, fraction in enumerate(fractions, start=1):
+            count = min(max(round(fraction * len(by_class[label])), 1), len(members) - 1) if fraction > 0 else 0
+            parts[part] += members[:count]
+            members = members[count:]
+        parts[0] += members
+    return [sorted(part) for part in parts]
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.blake2b(key.encode(), digest_size=8).digest()

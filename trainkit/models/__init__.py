@@ -1,0 +1,1 @@
+"""Models: one file a model of our own, beside timm's, torchvision's, and the user's."""
