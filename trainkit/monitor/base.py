@@ -1,0 +1,118 @@
+"""Loggers: what one is, and how rank 0 opens those of the configuration.
+
+A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
+``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.records.metrics`), with plain Python numbers.
+
+Training outlives its loggers: one that raises (a full disk, a crash of its client) is reported once on stderr and not
+used again. The exception is `jsonl`, which keeps the record itself: it raises `RunFailedError`, because weeks of
+training that left no record cannot be reported, and the same full disk would lose the next checkpoint too. What was
+trained so far is in the last checkpoint, from which `resume` goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trainkit import plugins
+from trainkit.config.schema import Config
+from trainkit.errors import TrainkitError
+from trainkit.records.rundir import RunDir
+
+
+class Logger(Protocol):
+    """Where metrics go."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Take one metrics record."""
+
+    def close(self) -> None:
+        """Write what is still held back. Called once, also when training failed."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known when an attempt of a run starts."""
+
+    total_steps: int
+    """Optimizer updates of the whole run."""
+    params: int = 0
+    """Trainable parameters of the model."""
+    world_size: int = 1
+    resumed_step: int = 0
+    """Updates that earlier attempts have done; 0 for the first."""
+
+
+class NullLogger:
+    """Takes everything, keeps nothing: the logger of every rank but the first."""
+
+    def log(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _FanOut:
+    def __init__(self) -> None:
+        self._loggers: dict[str, Logger] = {}
+
+    def open(self, name: str, run_dir: RunDir, config: Config, start: Start) -> None:
+        with self._outlived(name):
+            self._loggers[name] = plugins.load(__package__, name)(run_dir, config, start)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        record = {"time": round(time.time(), 3), **record}
+        for name, logger in list(self._loggers.items()):
+            with self._outlived(name):
+                logger.log(record)
+
+    def close(self) -> None:
+        for name, logger in list(self._loggers.items()):
+            with self._outlived(name):
+                logger.close()
+
+    @contextmanager
+    def _outlived(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except TrainkitError:  # meant for the user: the record itself cannot be kept
+            raise
+        except Exception as error:
+            self._loggers.pop(name, None)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"Logger '{name}' is off from here on: {reason}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def open_loggers(
+    config: Config,
+    run_dir: RunDir,
+    *,
+    total_steps: int,
+    params: int = 0,
+    world_size: int = 1,
+    resumed_step: int = 0,
+    is_main: bool = True,
+) -> Iterator[Logger]:
+    """One logger that hands every record to all of ``monitor.loggers``, and adds ``time`` where it is missing.
+
+    Only the main rank opens them; elsewhere this gives a `NullLogger`, so that nobody asks for the rank afterwards.
+
+    Raises:
+        RunFailedError: ``metrics.jsonl`` cannot be written.
+    """
+    if not is_main:
+        yield NullLogger()
+        return
+    start = Start(total_steps=total_steps, params=params, world_size=world_size, resumed_step=resumed_step)
+    fan_out = _FanOut()
+    # The record first: what the others show must also be on disk.
+    for name in sorted(config.monitor.loggers, key=lambda name: name != "jsonl"):
+        fan_out.open(name, run_dir, config, start)
+    try:
+        yield fan_out
+    finally:
+        fan_out.close()

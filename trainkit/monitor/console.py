@@ -1,0 +1,78 @@
+"""Progress for a person: a bar on a terminal, plain lines everywhere else (log files, pipes)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainkit.config.schema import Config
+from trainkit.monitor import lines
+from trainkit.monitor.base import Logger, Start
+from trainkit.records.rundir import RunDir
+
+
+class _Plain:
+    """One line a record, flushed, so that `logs -f` shows it at once."""
+
+    def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = start.total_steps
+        self._first = start.resumed_step  # the steps of earlier attempts took none of this attempt's time
+        self._began = clock()
+        self._clock = clock
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        eta = self._eta(record.get("step", 0)) if record.get("split") == "train" else None
+        print(lines.record_line(record, total_steps=self._total, eta_seconds=eta), flush=True)
+
+    def close(self) -> None: ...
+
+    def _eta(self, step: int) -> float | None:
+        done = step - self._first
+        return (self._clock() - self._began) / done * (self._total - step) if done > 0 else None
+
+
+class _Bar:
+    """A bar for training, and a line above it for every evaluation.
+
+    No redirection of stdout and no refreshing thread: `breakpoint()` must still find a usable terminal.
+    """
+
+    def __init__(self, start: Start) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._total = start.total_steps
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            speed_estimate_period=120.0,
+        )
+        self._task = self._progress.add_task("", total=start.total_steps, completed=start.resumed_step, text="")
+        self._progress.start()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if record.get("split") == "train":
+            text = "  ".join(lines.metric_words(record))
+            self._progress.update(self._task, completed=record.get("step", 0), text=text, refresh=True)
+        else:
+            self._progress.print(lines.record_line(record, total_steps=self._total), highlight=False, markup=False)
+            self._progress.refresh()
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
+    """A progress bar if stdout is a terminal, else one line a record.
+
+    The debug executor gets lines as well: a bar drawn over a debugger's prompt would help nobody.
+    """
+    if sys.stdout.isatty() and config.launch.executor != "debug":
+        return _Bar(start)
+    return _Plain(start)

@@ -1,0 +1,228 @@
+"""Following a run from outside: by what it writes into its folder, so that it works for every executor."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainkit.monitor import lines
+from trainkit.records.metrics import read_metrics
+from trainkit.records.rundir import RunDir
+
+POLL_SECONDS = 0.2
+ALIVE_SECONDS = 2.0  # asking may cost a scheduler something
+
+
+def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
+    """Show a run's progress until it has finished or failed, across requeues.
+
+    On a terminal this is one bar; elsewhere one line a record. Events before the newest ``submitted`` are history of
+    earlier submissions of the same run and end nothing.
+
+    Args:
+        is_alive: whether the job may still write; asked at most every two seconds. False ends the following, for a
+            run that was killed leaves no event.
+    """
+    events, metrics = _Tail(run_dir.events), _Tail(run_dir.metrics)
+    view: _View = _BarView() if sys.stdout.isatty() else _LineView()
+    with view.shown():
+        history = events.read()
+        since = max((index for index, event in enumerate(history) if event.get("event") == "submitted"), default=0)
+        for event in history[:since]:
+            if event.get("event") == "started":
+                view.started(event)
+        ended = _show_events(view, history[since:])
+        asked = time.monotonic()
+        while not ended:
+            alive = True
+            if time.monotonic() - asked >= ALIVE_SECONDS:
+                alive, asked = is_alive(), time.monotonic()
+            # Read after asking: what a run wrote before it died must still be shown.
+            new_metrics, new_events = metrics.read(), events.read()
+            view.records(new_metrics)
+            ended = _show_events(view, new_events) or not alive
+            if not ended:
+                time.sleep(POLL_SECONDS)
+        view.records(metrics.read())
+
+
+def summary_lines(run_dir: RunDir) -> list[str]:
+    """What a run came to and where its files are, for the end of a command.
+
+    The first line holds results, as far as there are any; the others are ``what  path or command``.
+    """
+    results = _results(run_dir)
+    found = [" · ".join(results) if results else "No results yet."]
+    places: list[tuple[str, Path | str, bool]] = [
+        ("run folder", run_dir.path, True),
+        ("metrics", run_dir.metrics, run_dir.metrics.exists()),
+        ("best checkpoint", run_dir.checkpoints / "best", (run_dir.checkpoints / "best").exists()),
+        ("tensorboard", f"tensorboard --logdir {run_dir.tensorboard}", run_dir.tensorboard.is_dir()),
+        ("wandb", f"wandb sync {run_dir.wandb}/offline-run-*", any(run_dir.wandb.glob("offline-run-*"))),
+        ("log book", f"python -m jobs.report {run_dir.path}", run_dir.metrics.exists()),
+    ]
+    return found + [f"{name:16} {place}" for name, place, exists in places if exists]
+
+
+def _results(run_dir: RunDir) -> list[str]:
+    summary = _summary(run_dir)
+    words = []
+    scored = [record for record in read_metrics(run_dir, "val") if isinstance(record.get("acc1"), int | float)]
+    if scored:
+        chosen = [record for record in scored if record["step"] == summary.get("best_step")]
+        best = (chosen or [max(scored, key=lambda record: float(record["acc1"]))])[0]
+        words.append(f"val acc1 {best['acc1']:.2f} % (best, step {best['step']})")
+    tested = [record for record in read_metrics(run_dir, "test") if isinstance(record.get("acc1"), int | float)]
+    if tested:
+        words.append(f"test acc1 {tested[-1]['acc1']:.2f} %")
+    if isinstance(seconds := summary.get("train_seconds"), int | float):
+        words.append(f"{seconds:.1f} s" if seconds < 60 else lines.duration(seconds))
+    if isinstance(speed := summary.get("images_per_sec"), int | float):
+        words.append(f"{speed:,.0f} images/s")
+    return words
+
+
+def _summary(run_dir: RunDir) -> dict[str, Any]:
+    try:
+        summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+class _Tail:
+    """What was appended to a JSON-lines file since the last look. A line without its end is left for the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError:  # not there yet
+            return []
+        self._offset += len(whole) + len(newline)
+        records = []
+        for line in whole.splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                records.append(record)
+        return records
+
+
+class _View(Protocol):
+    def shown(self) -> Any: ...
+    def started(self, event: dict[str, Any]) -> None: ...
+    def records(self, batch: list[dict[str, Any]]) -> None: ...
+    def say(self, line: str) -> None: ...
+
+
+def _show_events(view: _View, events: list[dict[str, Any]]) -> bool:
+    """Show events in order; whether one of them ended the run."""
+    for event in events:
+        kind = event.get("event")
+        if kind == "started":
+            view.started(event)
+            view.say(_started_line(event))
+        elif kind == "signalled":
+            view.say("Told to stop: saving.")
+        elif kind == "requeued":
+            view.say("Requeued; goes on from its last checkpoint.")
+        elif kind == "failed":
+            view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
+        if kind in ("finished", "failed"):
+            return True
+    return False
+
+
+def _started_line(event: dict[str, Any]) -> str:
+    ranks = event.get("world_size", "?")
+    words = [f"Attempt {event.get('attempt', '?')}: {ranks} rank{'' if ranks == 1 else 's'}"]
+    if hosts := event.get("hosts"):
+        unique = list(dict.fromkeys(hosts))
+        words.append("on " + (", ".join(unique[:4]) + (f" and {len(unique) - 4} more" if len(unique) > 4 else "")))
+    words += [f"{key} {event[key]}" for key in ("device", "precision") if key in event]
+    if "total_steps" in event:
+        words.append(f"{event['total_steps']} steps")
+    return ", ".join(words)
+
+
+class _LineView:
+    """For pipes and log files."""
+
+    def __init__(self) -> None:
+        self._total = 0
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        yield
+
+    def started(self, event: dict[str, Any]) -> None:
+        self._total = event.get("total_steps", self._total)
+
+    def records(self, batch: list[dict[str, Any]]) -> None:
+        for record in batch:
+            self.say(lines.record_line(record, total_steps=self._total))
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+
+class _BarView:
+    """One bar: where training is, its loss and speed, and the newest validation accuracy."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.fields[where]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+            refresh_per_second=8,
+            speed_estimate_period=120.0,
+        )
+        self._task = self._progress.add_task("", total=None, where="waiting for the first step", text="")
+        self._loss = self._speed = self._accuracy = ""
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        with self._progress:
+            yield
+
+    def started(self, event: dict[str, Any]) -> None:
+        if "total_steps" in event:
+            self._progress.update(self._task, total=event["total_steps"])
+
+    def records(self, batch: list[dict[str, Any]]) -> None:
+        # One update for all of them: a thousand old records read at once must not look like a thousand steps a second.
+        for record in batch:
+            split = record.get("split")
+            if split == "train":
+                self._loss = f"loss {lines.number(record.get('loss'), '.4f')}"
+                if "images_per_sec" in record:
+                    self._speed = lines.number(record["images_per_sec"], ",.0f", " images/s")
+            elif split == "val" and "acc1" in record:
+                self._accuracy = f"val acc1 {lines.number(record['acc1'], '.2f', ' %')}"
+            elif split == "test":
+                self.say(lines.record_line(record, total_steps=record.get("step", 0)))
+        if batch:
+            step, epoch = batch[-1].get("step", 0), batch[-1].get("epoch")
+            where = f"step {step}" + (f"  epoch {epoch:.1f}" if epoch is not None else "")
+            text = "  ".join(word for word in (self._loss, self._accuracy, self._speed) if word)
+            self._progress.update(self._task, completed=step, where=where, text=text)
+
+    def say(self, line: str) -> None:
+        self._progress.print(line, highlight=False, markup=False)

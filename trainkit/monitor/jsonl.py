@@ -1,0 +1,34 @@
+"""The record: ``metrics.jsonl`` of the run folder, one line a record, on disk at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.config.schema import Config
+from trainkit.errors import RunFailedError
+from trainkit.monitor.base import Logger, Start
+from trainkit.records import jsonl
+from trainkit.records.rundir import RunDir
+
+
+class _Jsonl:
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        try:
+            jsonl.append(self._run_dir.metrics, record)
+        except OSError as error:
+            raise RunFailedError(
+                f"Cannot write {self._run_dir.metrics}.",
+                why=f"{error.strerror}. A run that leaves no record is not worth going on with.",
+                fix=f"Free some space, then go on with `python -m jobs.resume {self._run_dir.path}`.",
+            ) from error
+
+    def close(self) -> None: ...
+
+
+def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
+    """Append to ``run_dir.metrics``. The only logger whose failure ends the run."""
+    return _Jsonl(run_dir)

@@ -1,0 +1,48 @@
+"""Metrics as text: the one place that decides how numbers look on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``12:34``, ``1:02:03``, ``2d 03:04:05``."""
+    whole = max(0, round(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}:{second:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def number(value: Any, spec: str, unit: str = "") -> str:
+    """A number in ``spec``; ``nan`` for what the record holds as null, because JSON has no NaN."""
+    return ("nan" if value is None else format(value, spec)) + unit
+
+
+def metric_words(record: Mapping[str, Any]) -> list[str]:
+    """The measured values of a record, each with its name and unit; what is absent is left out."""
+    formats = {
+        "loss": lambda value: f"loss {number(value, '.4f')}",
+        "acc1": lambda value: f"acc1 {number(value, '.2f', ' %')}",
+        "lr": lambda value: f"lr {number(value, '.2e')}",
+        "images_per_sec": lambda value: number(value, ",.0f", " images/s"),
+    }
+    words = [formats[key](record[key]) for key in formats if key in record]
+    if record.get("split") != "train" and "acc5" in record:
+        words.append(f"acc5 {number(record['acc5'], '.2f', ' %')}")
+    return words
+
+
+def record_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: float | None = None) -> str:
+    """One record as one line: split, epoch, step, metrics and, when known, the time to go."""
+    width = len(str(total_steps))
+    head = f"{record.get('split', '?'):5}"
+    if "epoch" in record:
+        head += f"  epoch {number(record['epoch'], '6.2f')}"
+    words = [f"{head}  step {record.get('step', 0):>{width}}/{total_steps}", *metric_words(record)]
+    if eta_seconds is not None:
+        words.append(f"ETA {duration(eta_seconds)}")
+    return "  ".join(words)
