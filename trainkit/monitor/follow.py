@@ -36,19 +36,16 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
         for event in history[:since]:
             if event.get("event") == "started":
                 view.started(event)
-        ended = _show_events(view, history[since:])
-        asked = time.monotonic()
-        while not ended:
-            alive = True
+        ended, alive, asked = _show_events(view, history[since:]), True, time.monotonic()
+        while True:
+            # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
+            view.records(metrics.read())
+            if ended or not alive:
+                return
+            time.sleep(POLL_SECONDS)
             if time.monotonic() - asked >= ALIVE_SECONDS:
                 alive, asked = is_alive(), time.monotonic()
-            # Read after asking: what a run wrote before it died must still be shown.
-            new_metrics, new_events = metrics.read(), events.read()
-            view.records(new_metrics)
-            ended = _show_events(view, new_events) or not alive
-            if not ended:
-                time.sleep(POLL_SECONDS)
-        view.records(metrics.read())
+            ended = _show_events(view, events.read())
 
 
 def summary_lines(run_dir: RunDir) -> list[str]:
@@ -147,10 +144,10 @@ def _show_events(view: _View, events: list[dict[str, Any]]) -> bool:
 
 def _started_line(event: dict[str, Any]) -> str:
     ranks = event.get("world_size", "?")
-    words = [f"Attempt {event.get('attempt', '?')}: {ranks} rank{'' if ranks == 1 else 's'}"]
-    if hosts := event.get("hosts"):
-        unique = list(dict.fromkeys(hosts))
-        words.append("on " + (", ".join(unique[:4]) + (f" and {len(unique) - 4} more" if len(unique) > 4 else "")))
+    who = f"Attempt {event.get('attempt', '?')}: {ranks} rank{'' if ranks == 1 else 's'}"
+    if hosts := list(dict.fromkeys(event.get("hosts") or ())):
+        who += f" on {', '.join(hosts[:4])}" + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    words = [who]
     words += [f"{key} {event[key]}" for key in ("device", "precision") if key in event]
     if "total_steps" in event:
         words.append(f"{event['total_steps']} steps")
@@ -182,19 +179,19 @@ class _BarView:
     """One bar: where training is, its loss and speed, and the newest validation accuracy."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.fields[where]}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
             TimeRemainingColumn(compact=True),
             refresh_per_second=8,
             speed_estimate_period=120.0,
         )
         self._task = self._progress.add_task("", total=None, where="waiting for the first step", text="")
+        self._total: int | None = None
         self._loss = self._speed = self._accuracy = ""
 
     @contextmanager
@@ -203,8 +200,8 @@ class _BarView:
             yield
 
     def started(self, event: dict[str, Any]) -> None:
-        if "total_steps" in event:
-            self._progress.update(self._task, total=event["total_steps"])
+        self._total = event.get("total_steps", self._total)
+        self._progress.update(self._task, total=self._total)
 
     def records(self, batch: list[dict[str, Any]]) -> None:
         # One update for all of them: a thousand old records read at once must not look like a thousand steps a second.
@@ -219,8 +216,8 @@ class _BarView:
             elif split == "test":
                 self.say(lines.record_line(record, total_steps=record.get("step", 0)))
         if batch:
-            step, epoch = batch[-1].get("step", 0), batch[-1].get("epoch")
-            where = f"step {step}" + (f"  epoch {epoch:.1f}" if epoch is not None else "")
+            step = batch[-1].get("step", 0)
+            where = f"step {step}/{self._total}" if self._total else f"step {step}"
             text = "  ".join(word for word in (self._loss, self._accuracy, self._speed) if word)
             self._progress.update(self._task, completed=step, where=where, text=text)
 
