@@ -1,1 +1,160 @@
-"""Models: one file a model of our own, beside timm's, torchvision's, and the user's."""
+"""Models: one file a model of our own, beside timm's, torchvision's, and the user's.
+
+The file of a model has ``build(info, *, <options>)`` and ``check(<options>)``, which refuses values without torch.
+
+A name is looked up in this order: a file here with a ``build``; ``package.module:function``; timm; torchvision.
+``timm/NAME`` and ``torchvision/NAME`` say which of the two is meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainkit import options, plugins
+from trainkit.errors import UserError
+from trainkit.models.catalogue import timm_models, torchvision_models
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from trainkit.data.base import DataInfo
+
+# timm's own ways to name a model outside its zoo. They hold a colon, as the user's functions do: look here first.
+TIMM_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
+_FROM_THE_DATA = ("num_classes", "in_chans")
+
+
+class ModelChoice(Protocol):
+    """What this package needs of `trainkit.config.schema.ModelConfig`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+
+def check_model(config: ModelChoice) -> None:
+    """Refuse, without importing torch, a model that does not exist and options that it cannot have."""
+    home, name = resolve(config.name)
+    if home == "user":
+        plugins.check_options(__name__, name, config.options, where="model")
+    elif home == "trainkit":
+        plugins.check_options(__name__, name, config.options, where="model")
+        module = importlib.import_module(f"{__name__}.{name}")
+        module.check(**options.fill(module.build, config.options, where="model"))
+    else:
+        _check_library_options(home, config.options)
+
+
+def build_model(config: ModelChoice, info: DataInfo, seed: int) -> nn.Module:
+    """The model of a configuration for the data ``info`` describes, on the CPU, its weights a function of ``seed``.
+
+    Raises UserError for what `check_model` refuses, for options that the model does not take, for weights that cannot
+    be downloaded, and where the model cannot take images of the data's size. Leaves global random numbers as they were.
+    """
+    import torch
+
+    from trainkit.models import libraries
+    from trainkit.models.shapes import check_shapes
+
+    home, name = resolve(config.name)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if home in ("user", "trainkit"):
+            plugins.check_options(__name__, name, config.options, where="model")
+            build = plugins.load(__name__, name)
+            model: nn.Module = build(info, **options.fill(build, config.options, where="model"))
+        else:
+            _check_library_options(home, config.options)
+            create = libraries.timm_model if home == "timm" else libraries.torchvision_model
+            model = create(name, info, dict(config.options))
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(
+            f"{name} returned no model.",
+            why=f"It returned {type(model).__name__}, not a torch.nn.Module.",
+            fix="Return the module that maps images to scores, one per class.",
+        )
+    check_shapes(model, info, config.name)
+    return model
+
+
+def resolve(name: str) -> tuple[str, str]:
+    """Where a model comes from (``trainkit``, ``user``, ``timm`` or ``torchvision``) and its name there."""
+    if name.startswith(TIMM_SOURCES):
+        return "timm", name
+    library, slash, rest = name.partition("/")
+    if slash and library in ("timm", "torchvision"):
+        known = timm_models() if library == "timm" else torchvision_models()
+        if library == "timm" and (rest.startswith(TIMM_SOURCES) or _is_timm(rest)):
+            return library, rest
+        if library == "torchvision" and rest in known:
+            return library, rest
+        raise _unknown(name, [f"{library}/{item}" for item in known], library)
+    if name in plugins.available(__name__):
+        return "trainkit", name
+    if ":" in name:
+        return "user", name
+    if _is_timm(name):
+        return "timm", name
+    if name in torchvision_models():
+        return "torchvision", name
+    raise _unknown(name, [*plugins.available(__name__), *timm_models(), *torchvision_models()], None)
+
+
+def _is_timm(name: str) -> bool:
+    base, dot, tag = name.partition(".")
+    if base not in timm_models():
+        return False
+    tags = timm_models()[base]
+    if dot and tags and tag not in tags:
+        raise UserError(
+            f"timm's {base} has no pretrained weights '{tag}'.",
+            why=f"There are: {', '.join(tags)}.",
+            fix=f"Use model.name={_nearest(f'{base}.{tag}', [f'{base}.{item}' for item in tags])[0]}.",
+        )
+    return True
+
+
+def _unknown(name: str, known: list[str], library: str | None) -> UserError:
+    for package in (library,) if library else ("timm", "torchvision"):
+        if package and importlib.util.find_spec(package) is None:
+            return UserError(
+                f"Unknown model '{name}'.", why=f"{package} is not installed here.", fix=f"pip install {package}"
+            )
+    near = _nearest(name, known)
+    return UserError(
+        f"Unknown model '{name}'.",
+        why=f"Neither trainkit ({', '.join(plugins.available(__name__))}) nor timm nor torchvision has it."
+        if library is None
+        else f"{library} has no such classification model.",
+        fix=f"Did you mean {' or '.join(repr(item) for item in near)}?"
+        if near
+        else "Use a name of timm or torchvision, or package.module:function for a model of your own.",
+    )
+
+
+def _nearest(name: str, known: list[str]) -> list[str]:
+    return difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.6) or known[:1] * (len(known) < 20)
+
+
+def _check_library_options(home: str, given: Mapping[str, Any]) -> None:
+    for option in _FROM_THE_DATA:
+        if option in given:
+            raise UserError(
+                f"model.{option} cannot be set.",
+                why="It follows from the data.",
+                fix="Remove it." if option == "num_classes" else f"Remove it; use data.{option}.",
+            )
+    if not isinstance(given.get("pretrained", False), bool):
+        raise UserError(
+            f"model.pretrained={given['pretrained']} is not possible.",
+            why="It is true or false; which weights is part of a timm name.",
+            fix="Use model.pretrained=true with model.name=NAME.TAG."
+            if home == "timm"
+            else "Use model.weights=NAME for certain weights of torchvision's.",
+        )

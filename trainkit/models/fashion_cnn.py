@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from trainkit.errors import UserError, did_you_mean
+from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from trainkit.data.base import DataInfo
 
 
-def build(info: DataInfo, *, width: int = 32, dropout: float = 0.0, norm: str = "group") -> nn.Module:
+def build(
+    info: DataInfo, *, width: int = 32, dropout: float = 0.0, norm: Literal["group", "batch"] = "group"
+) -> nn.Module:
     """Stages of two 3x3 convolutions; each halves the image and doubles the channels (to 8 x width), until 4x4 is left.
 
     ``norm="group"`` looks at one image at a time, so that the same numbers come out on 1 GPU and on 8; ``"batch"``
@@ -21,24 +23,7 @@ def build(info: DataInfo, *, width: int = 32, dropout: float = 0.0, norm: str = 
     """
     from torch import nn
 
-    if norm not in ("group", "batch"):
-        raise UserError(
-            f"model.norm={norm} is not possible.",
-            why="model 'fashion_cnn' has: group, batch.",
-            fix=did_you_mean(str(norm), ("group", "batch"), otherwise="Use model.norm=group."),
-        )
-    if width < 8 or width % 8:
-        raise UserError(
-            f"model.width={width} is not possible.",
-            why="The channels are normalised in 8 groups.",
-            fix=f"Use model.width={max(8, round(width / 8) * 8)}.",
-        )
-    if not 0.0 <= dropout < 1.0:
-        raise UserError(
-            f"model.dropout={dropout} is not possible.",
-            why="It is the share of features that is dropped.",
-            fix="Use a value from 0 up to, not including, 1.",
-        )
+    check(width=width, dropout=dropout, norm=norm)
 
     def stage(inputs: int, outputs: int) -> list[nn.Module]:
         layers: list[nn.Module] = []
@@ -57,3 +42,19 @@ def build(info: DataInfo, *, width: int = 32, dropout: float = 0.0, norm: str = 
         channels = outputs
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels, info.num_classes)]
     return nn.Sequential(*layers)
+
+
+def check(*, width: int, dropout: float, norm: str) -> None:
+    """Refuse values that make no network."""
+    if width < 8 or width % 8:
+        raise UserError(
+            f"model.width={width} is not possible.",
+            why="The channels are normalised in 8 groups.",
+            fix=f"Use model.width={max(8, round(width / 8) * 8)}.",
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise UserError(
+            f"model.dropout={dropout} is not possible.",
+            why="It is the share of features that is dropped.",
+            fix="Use a value from 0 up to, not including, 1.",
+        )

@@ -1,0 +1,137 @@
+"""Models of timm and torchvision, fitted to the data: its classes, channels and image size."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from trainkit.errors import TrainkitError, UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainkit.data.base import DataInfo
+
+
+def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
+    """``timm.create_model`` with the data's classes, channels and, where its input has a fixed size, image size."""
+    import timm
+    from timm.models import get_pretrained_cfg, is_model
+
+    settings: dict[str, Any] = {"num_classes": info.num_classes, "in_chans": info.in_chans, **options}
+    fixed = get_pretrained_cfg(name) if is_model(name) else None
+    if "img_size" not in options and fixed is not None and _other_fixed_size(vars(fixed), info):
+        settings["img_size"] = info.image_size
+    try:
+        model: nn.Module = timm.create_model(name, **settings)
+        # Models from the Hub bring their input size along, so it is known only now.
+        if (
+            fixed is None
+            and "img_size" not in options
+            and _other_fixed_size(getattr(model, "pretrained_cfg", {}), info)
+        ):
+            model = timm.create_model(name, **settings, img_size=info.image_size)
+    except Exception as error:
+        raise _explain(error, name, options, "timm") from error
+    return model
+
+
+def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
+    """``torchvision.models.get_model`` with the data's classes; ``pretrained`` takes the library's default weights."""
+    import torchvision
+
+    if info.in_chans != 3:
+        raise UserError(
+            f"torchvision's {name} takes images of 3 channels, not {info.in_chans}.",
+            why=f"The data set '{info.name}' has data.in_chans={info.in_chans}; torchvision's models are made for RGB.",
+            fix="Use data.in_chans=3 (gray thrice), or a model of timm, which takes any number.",
+        )
+    settings = dict(options)
+    pretrained = settings.pop("pretrained", False) or settings.get("weights") is not None
+    if pretrained:
+        settings.setdefault("weights", "DEFAULT")
+    else:
+        settings["num_classes"] = info.num_classes
+    if name in ("googlenet", "inception_v3"):
+        # Their auxiliary heads make the output a tuple in training only; modern recipes do without.
+        settings.setdefault("aux_logits", False)
+        settings.setdefault("init_weights", not pretrained)
+    if name.startswith("vit_") and info.image_size != 224 and not pretrained:
+        settings.setdefault("image_size", info.image_size)
+    try:
+        model: nn.Module = torchvision.models.get_model(name, **settings)
+    except Exception as error:
+        raise _explain(error, name, options, "torchvision") from error
+    if pretrained:
+        _replace_head(model, info.num_classes)
+    return model
+
+
+def _other_fixed_size(pretrained_cfg: dict[str, Any], info: DataInfo) -> bool:
+    size = pretrained_cfg.get("input_size")
+    return bool(pretrained_cfg.get("fixed_input_size")) and size is not None and size[-1] != info.image_size
+
+
+def _replace_head(model: nn.Module, num_classes: int) -> None:
+    """A new last layer for other classes than the weights were trained on."""
+    from torch import nn
+
+    heads = [
+        (path, module)
+        for path, module in model.named_modules()
+        if (isinstance(module, nn.Linear) and module.out_features == 1000)
+        or (isinstance(module, nn.Conv2d) and module.out_channels == 1000)  # SqueezeNet's
+    ]
+    path, head = heads[-1]
+    if num_classes == 1000:
+        return
+    new: nn.Module
+    if isinstance(head, nn.Linear):
+        new = nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
+    else:
+        assert isinstance(head, nn.Conv2d)
+        new = nn.Conv2d(head.in_channels, num_classes, kernel_size=1)
+    parent, _, last = path.rpartition(".")
+    setattr(model.get_submodule(parent), last, new)
+
+
+def _explain(error: Exception, name: str, options: dict[str, Any], library: str) -> TrainkitError:
+    message = str(error).strip().split("\n")[0] or type(error).__name__
+    unexpected = re.search(r"unexpected keyword argument '(\w+)'", message)
+    if unexpected:
+        option = unexpected[1]
+        return UserError(
+            f"Unknown key 'model.{option}'.",
+            why=f"{library}'s {name} takes no '{option}'.",
+            fix=f"Remove 'model.{option}'.",
+        )
+    wants_weights = options.get("pretrained") or options.get("weights") or name.startswith(("hf-hub:", "hf_hub:"))
+    if wants_weights and _is_download(error):
+        cache = os.environ.get("HF_HOME", "~/.cache/huggingface") if library == "timm" else "~/.cache/torch/hub"
+        load = (
+            f"import timm; timm.create_model({name!r}, pretrained=True)"
+            if library == "timm"
+            else f"import torchvision; torchvision.models.get_model({name!r}, weights='DEFAULT')"
+        )
+        return UserError(
+            f"The pretrained weights of {library}'s {name} could not be downloaded.",
+            why=f"{message} (compute nodes often have no internet).",
+            fix=f'On a machine that has, run: python -c "{load}"; it keeps them in {cache}, which the nodes must see.',
+        )
+    given = ", ".join(f"model.{key}={value}" for key, value in options.items())
+    return UserError(
+        f"{library} cannot build {name}{f' with {given}' if given else ''}.",
+        why=f"{type(error).__name__}: {message}",
+        fix="Correct these options." if given else "Choose another model.name, or another data.image_size.",
+    )
+
+
+def _is_download(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, came from the network or from a library that fetches from it."""
+    while error is not None:
+        home = type(error).__module__.split(".")[0]
+        if isinstance(error, OSError) or home in ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
