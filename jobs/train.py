@@ -1,0 +1,92 @@
+"""``python -m jobs.train PRESET|RUN``: one rank. The same under srun, torchrun, mpirun, submitit, or alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jobs import cli
+from trainkit.config.loading import Loaded, load, to_yaml
+from trainkit.config.schema import Config
+from trainkit.distributed.stop import StopFlag, stop_on_signal
+from trainkit.errors import TrainkitError, UserError
+from trainkit.records.rundir import RunDir, next_path, runs_root
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, train, say how it ended."""
+    parser = cli.Parser("train", __doc__)
+    parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--run-dir", type=Path, help="run folder to make, or to go on with if it is there")
+    args = parser.parse_intermixed_args(argv)
+    with stop_on_signal() as stop:
+        loaded = load(args.run, args.overrides, env=env)
+        given = Path(args.run)
+        run_dir = given if (given / "config.yaml").is_file() else args.run_dir
+        if run_dir is None and env.get("TRAINKIT_RUN_DIR"):
+            run_dir = Path(env["TRAINKIT_RUN_DIR"])
+        outcome, done = _train(loaded.config, env, stop, lambda: _open(loaded, run_dir, env))
+    if "TRAINKIT_ATTEMPT" not in env and done is not None:
+        if outcome == "preempted":
+            print(f"Stopped and saved. Go on with: python -m jobs.train {done.path}", flush=True)
+        else:
+            from trainkit.monitor.follow import summary_lines
+
+            print("\n".join(summary_lines(done)), flush=True)
+    return 0
+
+
+def run_rank(run: str) -> str:
+    """Train one rank of the run in folder ``run``; what submitit calls in every task. How it ended.
+
+    The signal handlers come first: until they are in place, the signal of a time limit would kill the task.
+    """
+    with stop_on_signal() as stop:
+        try:
+            run_dir = RunDir.open(Path(run))
+            config = load(str(run_dir.config)).config
+            outcome, _ = _train(config, os.environ, stop, lambda: run_dir)
+        except TrainkitError as error:
+            print(error, file=__import__("sys").stderr, flush=True)
+            raise SystemExit(error.exit_code) from None
+    return outcome
+
+
+def _train(
+    config: Config, env: Mapping[str, str], stop: StopFlag, open_run: "cli.Callable[[], RunDir]"
+) -> tuple[str, RunDir | None]:
+    from trainkit.launch.ranks import RankEnv
+
+    rank_env = RankEnv.from_mapping(env)
+    attempt = int(env["TRAINKIT_ATTEMPT"]) if env.get("TRAINKIT_ATTEMPT", "").isdigit() else None
+    from trainkit import experiment
+
+    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, attempt=attempt)
+    return outcome, run_dir if rank_env.is_main else None
+
+
+def _open(loaded: Loaded, path: Path | None, env: Mapping[str, str]) -> RunDir:
+    """The run folder that was asked for, made if it is not there."""
+    if path is None:
+        path = next_path(runs_root(env), loaded.name)
+    if not path.exists():
+        return RunDir.create(path, to_yaml(loaded.config))
+    run_dir = RunDir.open(path)
+    if _settings(load(str(run_dir.config)).config) != _settings(loaded.config):
+        raise UserError(
+            f"{path} was started with other settings.",
+            why="Its config.yaml differs from what was asked for now.",
+            fix=f"Go on with it as it is (`python -m jobs.train {path}`), or give another --run-dir.",
+        )
+    return run_dir
+
+
+def _settings(config: Config) -> Config:
+    """The configuration without where and how it is launched, which may differ from start to start."""
+    return config.model_copy(update={"launch": type(config.launch)()})
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,52 @@
+"""What is in a checkpoint: full tensors, gathered from however many ranks, and handed out again to however many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from trainkit.distributed.process_group import Distributed
+
+# Names are those of the plain model's parameters: neither DDP's nor a sharding's trace is left in them.
+_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+_HAND_OUT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, flatten_optimizer_state_dict=True)
+
+
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Full weights and optimizer state on rank 0's CPU, empty elsewhere. Every rank must call it.
+
+    Only tensors are kept of the optimizer: learning rates and the like come from the configuration.
+    """
+    weights = {name: value.detach().clone() for name, value in get_model_state_dict(model, options=_GATHER).items()}
+    flat = get_optimizer_state_dict(model, optimizer, options=_GATHER)
+    moments = {name: value.detach().clone() for name, value in flat.items() if isinstance(value, Tensor)}
+    return weights, moments
+
+
+def hand_out_model(model: nn.Module, weights: dict[str, Tensor], dist: Distributed) -> None:
+    """Load rank 0's ``weights`` into the model of every rank; the other ranks pass an empty dict."""
+    options = _HAND_OUT if dist.world_size > 1 else StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, weights, options=options)
+
+
+def hand_out_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, Tensor], dist: Distributed
+) -> None:
+    """Load rank 0's optimizer state into the optimizer of every rank; the other ranks pass an empty dict."""
+    current = get_optimizer_state_dict(model, optimizer, options=_GATHER)
+    settings: dict[str, Any] = {name: value for name, value in current.items() if not isinstance(value, Tensor)}
+    options = (
+        _HAND_OUT
+        if dist.world_size > 1
+        else StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    )
+    set_optimizer_state_dict(model, optimizer, {**settings, **moments} if dist.is_main else {}, options=options)

@@ -1,0 +1,1 @@
+"""Ranks together: the process group, and stopping at the same step."""

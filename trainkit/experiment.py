@@ -1,0 +1,332 @@
+"""Composition: configuration + run folder + ranks -> everything built, loop called, results written."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainkit import plugins
+from trainkit.checkpoint import files
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.config.loading import to_yaml
+from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.data.base import Splits
+from trainkit.data.loader import resolve_workers
+from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.distributed.stop import StopFlag
+from trainkit.errors import TrainkitError, UserError
+from trainkit.launch.ranks import RankEnv
+from trainkit.models import build_model
+from trainkit.monitor.base import open_loggers
+from trainkit.monitor.hardware import sample_hardware
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+from trainkit.strategies.base import Strategy
+from trainkit.training.evaluate import evaluate
+from trainkit.training.loop import Progress, Training, train
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import Precision, choose_precision
+
+Outcome = Literal["finished", "preempted"]
+
+
+def run(
+    config: Config,
+    env: RankEnv,
+    stop: StopFlag,
+    *,
+    open_run: Callable[[], RunDir],
+    attempt: int | None,
+) -> tuple[Outcome, RunDir]:
+    """Train one rank's share of a run to its end, or until all ranks have been told to stop and have saved.
+
+    Args:
+        open_run: makes or opens the run folder; called on rank 0 only, once the ranks have met.
+        attempt: number of this start of the run, for its events; null: the next.
+
+    Raises:
+        TrainkitError: what a user can mend. It has been written to the run's events.
+    """
+    splits = build_data(config.data)
+    with distributed(env, use_gpu=wants_gpu(config)) as dist:
+        run_dir = _meet(config, dist, open_run)
+        attempt = dist.broadcast_object(attempt if attempt is not None else len(run_dir.attempts()))
+        with _failures_recorded(run_dir, dist):
+            outcome = _run(config, dist, stop, splits, run_dir, attempt)
+    return outcome, run_dir
+
+
+def wants_gpu(config: Config) -> bool:
+    """Train on GPU: there is one, and the configuration does not say zero."""
+    return config.launch.gpus_per_node != 0 and torch.cuda.is_available()
+
+
+def _run(
+    config: Config, dist: Distributed, stop: StopFlag, splits: Splits, run_dir: RunDir, attempt: int
+) -> Outcome:
+    model, strategy, precision = build_parts(config, dist, splits)
+    optimizer = build_optimizer(model, config.optim)
+    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+    restored = checkpoints.restore(model, optimizer)
+    progress = Progress(**restored["progress"]) if restored else Progress()
+    if restored:
+        precision.load_state_dict(restored["precision"])
+    training = Training(
+        config=config,
+        dist=dist,
+        splits=splits,
+        model=model,
+        strategy=strategy,
+        optimizer=optimizer,
+        precision=precision,
+        workers=resolve_workers(config.data.workers, splits, _cpus(dist)),
+        metrics=None,  # type: ignore[arg-type]  # opened below, with what only `training` knows
+        progress=progress,
+        save=lambda: _save(training, checkpoints, run_dir),
+        stop_requested=lambda: stop.requested,
+    )
+    _check_batch_sizes(training)
+    params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    hosts = dist.gather_objects(socket.gethostname())
+    if dist.is_main:
+        append_event(
+            run_dir,
+            "started",
+            attempt=attempt,
+            step=progress.step,
+            total_steps=training.total_steps,
+            steps_per_epoch=training.steps_per_epoch,
+            world_size=dist.world_size,
+            hosts=list(dict.fromkeys(hosts)),
+            device=_device_name(dist.device),
+            precision=precision.name,
+            params=params,
+        )
+    loggers = open_loggers(
+        config,
+        run_dir,
+        total_steps=training.total_steps,
+        params=params,
+        world_size=dist.world_size,
+        resumed_step=progress.step,
+        is_main=dist.is_main,
+    )
+    with loggers as metrics, _hardware(config, run_dir, dist):
+        training.metrics = metrics
+        if not train(training):
+            _hand_back(run_dir, dist, stop, progress.step, attempt, requeue=config.launch.requeue)
+            return "preempted"
+        test = _test(training, checkpoints)
+        metrics.log({"step": progress.step, "epoch": progress.step / training.steps_per_epoch, "split": "test", **test})
+    if dist.is_main:
+        _write_summary(training, run_dir, test, params)
+        append_event(run_dir, "finished", attempt=attempt, step=progress.step)
+    return "finished"
+
+
+def build_parts(config: Config, dist: Distributed, splits: Splits) -> tuple[nn.Module, Strategy, Precision]:
+    """The model as its strategy makes it, the strategy, and the number format, on this rank's device."""
+    name = config.strategy.name
+    plugins.check_options("trainkit.strategies", name, config.strategy.options, where="strategy")
+    strategy: Strategy = plugins.load("trainkit.strategies", name)(dist, **config.strategy.options)
+    precision = Precision(choose_precision(config.train.precision, dist.device), dist)
+    model = build_model(config.model, splits.info, config.seed).to(dist.device)
+    return strategy.parallelize(model), strategy, precision
+
+
+def _meet(config: Config, dist: Distributed, open_run: Callable[[], RunDir]) -> RunDir:
+    """Rank 0 opens the run folder and all ranks learn its path, or all fail alike."""
+    settings = to_yaml(config.model_copy(update={"launch": type(config.launch)()}))
+    others = dist.gather_objects(settings)
+    if any(other != settings for other in others):
+        different = [rank for rank, other in enumerate(others) if other != others[0]]
+        raise UserError(
+            f"The ranks were started with different settings: rank {different[0]} differs from rank 0.",
+            why="One run has one configuration.",
+            fix="Give the same preset and overrides on every node.",
+        )
+    path: Path | TrainkitError | None = None
+    if dist.is_main:
+        try:
+            path = open_run().path
+        except TrainkitError as error:
+            path = error
+    path = dist.broadcast_object(path)
+    if isinstance(path, TrainkitError):
+        raise path
+    assert path is not None
+    path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk: for its own samples
+    return RunDir(path)
+
+
+@contextmanager
+def _failures_recorded(run_dir: RunDir, dist: Distributed) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            words = error.what if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
+            append_event(run_dir, "failed", rank=dist.rank, host=socket.gethostname(), error=words)
+        raise
+
+
+@contextmanager
+def _hardware(config: Config, run_dir: RunDir, dist: Distributed) -> Iterator[None]:
+    """Samples of this host, by its first rank."""
+    if dist.env.local_rank != 0 or (dist.env.node_rank != 0 and dist.env.launcher == "submitit-local"):
+        yield
+        return
+    with sample_hardware(run_dir, socket.gethostname(), config.monitor.hardware_every_seconds, str(dist.device)):
+        yield
+
+
+def _save(t: Training, checkpoints: Checkpoints, run_dir: RunDir) -> None:
+    progress = t.progress
+    checkpoints.save(
+        t.model,
+        t.optimizer,
+        step=progress.step,
+        state={"progress": asdict(progress), "precision": t.precision.state_dict(), "world_size": t.dist.world_size},
+        best_step=progress.best_step,
+    )
+    if t.dist.is_main:
+        append_event(run_dir, "saved", step=progress.step)
+
+
+def _hand_back(
+    run_dir: RunDir, dist: Distributed, stop: StopFlag, step: int, attempt: int, *, requeue: bool
+) -> None:
+    """Say that this attempt ended on request, and ask whoever started it for another."""
+    signals = sorted({name for names in dist.gather_objects(stop.signals) for name in names})
+    if dist.is_main:
+        append_event(run_dir, "signalled", attempt=attempt, step=step, signals=signals)
+        if requeue:
+            run_dir.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
+            run_dir.requeue_marker(attempt).write_text(f"step {step}\n", encoding="utf-8")
+
+
+def _test(t: Training, checkpoints: Checkpoints) -> dict[str, float]:
+    """Test metrics of the best weights."""
+    best = t.progress.best_step
+    if best is not None and best != t.progress.step:
+        checkpoints.load_weights(t.model, best)
+    result = evaluate(
+        t.model,
+        t.splits.test,
+        t.splits,
+        batch_size=t.micro_batch_size,
+        workers=t.workers,
+        precision=t.precision,
+        dist=t.dist,
+    )
+    assert result is not None
+    return result
+
+
+def _write_summary(t: Training, run_dir: RunDir, test: dict[str, float], params: int) -> None:
+    progress = t.progress
+    seconds = progress.train_seconds
+    summary: dict[str, Any] = {
+        "outcome": "finished",
+        "steps": progress.step,
+        "epochs": round(progress.step / t.steps_per_epoch, 4),
+        "best": {t.config.checkpoint.best: progress.best},
+        "best_step": progress.best_step,
+        "val": progress.val,
+        "test": test,
+        "train_seconds": round(seconds, 3),
+        "images_per_sec": round(progress.images / seconds, 2) if seconds else None,
+        "world_size": t.dist.world_size,
+        "grad_accum_steps": t.grad_accum_steps,
+        "micro_batch_size": t.micro_batch_size,
+        "precision": t.precision.name,
+        "skipped_steps": t.precision.skipped_steps,
+        "device": _device_name(t.dist.device),
+        "params": params,
+        "max_memory_mb": _max_memory_mb(t.dist.device),
+    }
+    partial = run_dir.summary.with_name(".summary.json.partial")
+    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    partial.replace(run_dir.summary)
+
+
+def _check_batch_sizes(t: Training) -> None:
+    size, world = t.config.train.global_batch_size, t.dist.world_size
+    per_pass = t.micro_batch_size * world
+    if not per_pass or size % per_pass:
+        one = world * (t.config.train.micro_batch_size or 1)
+        low = size // one * one
+        raise UserError(
+            f"train.global_batch_size={size} cannot be split evenly over {world} ranks"
+            + (f" of micro_batch_size={t.micro_batch_size}." if t.config.train.micro_batch_size else "."),
+            why=f"One pass over all ranks takes a multiple of {one} samples.",
+            fix=f"Use train.global_batch_size={f'{low} or ' if low else ''}{low + one}.",
+        )
+
+
+def _cpus(dist: Distributed) -> int | None:
+    """CPUs of this rank where several ranks of a machine share them unbound; None: what the process may use."""
+    if dist.env.launcher in ("slurm", "single"):
+        return None
+    import os
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // dist.env.local_world_size)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _max_memory_mb(device: torch.device) -> float:
+    """Peak memory: of the GPU's allocator, or of the process on CPU."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    import resource
+
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+
+
+def evaluate_checkpoint(config: Config, run_dir: RunDir, which: str, split: str) -> dict[str, float]:
+    """Metrics of a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
+
+    A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
+
+    Raises:
+        UserError: no such checkpoint, or it is broken.
+    """
+    step = files.resolve(run_dir.checkpoints, which)
+    try:
+        files.read_state(run_dir.checkpoints, step)
+    except files.BrokenCheckpointError as error:
+        raise UserError(
+            f"The checkpoint of step {step} is broken.",
+            why=f"{error}.",
+            fix=f"Use another: {', '.join(str(item) for item in files.steps(run_dir.checkpoints) if item != step)}.",
+        ) from None
+    single = config.model_copy(update={"strategy": type(config.strategy)(name="single")})
+    splits = build_data(config.data)
+    env = replace(RankEnv.single(), launcher="single")
+    with distributed(env, use_gpu=wants_gpu(config)) as dist:
+        model, _, precision = build_parts(single, dist, splits)
+        Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist).load_weights(model, step)
+        result = evaluate(
+            model,
+            {"train": splits.train, "val": splits.val, "test": splits.test}[split],
+            splits,
+            batch_size=min(config.train.global_batch_size, 256),
+            workers=resolve_workers(config.data.workers, splits),
+            precision=precision,
+            dist=dist,
+        )
+    assert result is not None
+    return {"step": step, **result}

@@ -1,0 +1,33 @@
+"""What the loop needs of a strategy; nothing else in the loop knows about DDP or FSDP."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import nn
+
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import UserError
+
+
+class Strategy(Protocol):
+    """How one model becomes a model on many ranks."""
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """The model to call. Make the optimizer from ``model`` afterwards: sharding replaces its parameters."""
+        ...
+
+    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
+        """Whether backward passes inside exchange gradients; off for all but the last micro batch of an update."""
+        ...
+
+
+def require_one_rank(dist: Distributed, name: str) -> None:
+    """Refuse to run a one-process strategy on several ranks."""
+    if dist.world_size > 1:
+        raise UserError(
+            f"strategy.name={name} runs in one process, but {dist.world_size} ranks were started.",
+            why="Each of them would train a model of its own.",
+            fix="Use strategy.name=ddp or fsdp, or start one rank.",
+        )

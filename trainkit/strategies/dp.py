@@ -1,0 +1,30 @@
+"""DataParallel: one process splits each batch over the GPUs that it sees."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from trainkit.distributed.process_group import Distributed
+from trainkit.strategies.base import require_one_rank
+
+
+class DataParallelStrategy:
+    """`nn.DataParallel` over every visible GPU; on CPU, or with one GPU, the model as it is."""
+
+    def __init__(self, dist: Distributed) -> None:
+        self._devices = list(range(torch.cuda.device_count())) if dist.device.type == "cuda" else []
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        return nn.DataParallel(model, device_ids=self._devices) if len(self._devices) > 1 else model
+
+    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def build(dist: Distributed) -> DataParallelStrategy:
+    """Raises UserError when there is more than one rank."""
+    require_one_rank(dist, "dp")
+    return DataParallelStrategy(dist)

@@ -1,0 +1,74 @@
+"""Evaluation with exact counts on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainkit.data.base import Samples, Splits, normalize
+from trainkit.data.loader import eval_batches
+from trainkit.distributed.process_group import Distributed
+from trainkit.training.meter import Meter
+from trainkit.training.precision import Precision
+
+
+def evaluate(
+    model: nn.Module,
+    samples: Samples,
+    splits: Splits,
+    *,
+    batch_size: int,
+    workers: int,
+    precision: Precision,
+    dist: Distributed,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """``loss``, ``acc1``, ``acc5`` and ``samples`` of one pass over ``samples``; None if it was told to stop.
+
+    Each sample counts once, whatever the number of ranks: the ranks run equally many forward passes, because
+    collectives inside them would otherwise wait for ever, and what pads the last ones is masked.
+
+    Args:
+        batch_size: samples per rank and forward pass.
+        should_stop: asked before each batch; must answer alike on all ranks.
+    """
+    was_training = model.training
+    model.eval()
+    meter = Meter(dist)
+    device = dist.device
+    loader = eval_batches(
+        samples,
+        splits.eval_transform,
+        batch_size=batch_size,
+        rank=dist.rank,
+        world_size=dist.world_size,
+        workers=workers,
+        pin_memory=device.type == "cuda",
+    )
+    try:
+        with torch.no_grad(), loader as batches:
+            for images, labels, mask in batches:
+                if should_stop():
+                    return None
+                labels = labels.to(device, non_blocking=True)
+                mask = mask.to(device, non_blocking=True)
+                with precision.autocast():
+                    logits = model(normalize(images.to(device, non_blocking=True), splits.info))
+                logits = logits.float()
+                meter.add(functional.cross_entropy(logits, labels, reduction="none"), logits, labels, mask)
+        return meter.read()
+    finally:
+        model.train(was_training)
+
+
+def sync_buffers(model: nn.Module, dist: Distributed) -> None:
+    """Give every rank rank 0's buffers (BatchNorm's running statistics).
+
+    Without it ranks that shard a model would evaluate with statistics of their own samples only.
+    """
+    if dist.world_size > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, src=0)

@@ -1,0 +1,107 @@
+"""Mixed precision: which number format, autocast, and loss scaling for fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import RefusedError
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_precision(asked: str, device: torch.device) -> str:
+    """What ``auto`` means on this device: the fastest format that trains well there.
+
+    GPU: bf16 from Ampere on (emulated before), fp16 on Volta and Turing, else fp32. CPU: bf16 where the processor
+    multiplies it natively (AVX512-BF16, AMX), else fp32.
+
+    Raises RefusedError when tf32 is asked for on a device without it.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if asked == "tf32" and capability < (8, 0):
+        raise RefusedError(
+            f"train.precision=tf32 does not exist on {device.type}.",
+            why="TF32 is a format of NVIDIA GPUs from Ampere on.",
+            fix="Use train.precision=auto.",
+        )
+    if asked != "auto":
+        return asked
+    if device.type == "cuda":
+        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    return "bf16" if _cpu_flags() & {"avx512_bf16", "amx_bf16"} else "fp32"
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("flags"):
+                return set(line.split())
+    except OSError:
+        pass
+    return set()
+
+
+class Precision:
+    """Autocast, backward and update in one number format.
+
+    ``skipped_steps`` counts the updates that fp16 skipped because a gradient overflowed.
+    """
+
+    def __init__(self, name: str, dist: Distributed) -> None:
+        self.name = name
+        self.skipped_steps = 0
+        self._dist = dist
+        self._dtype = _DTYPES.get(name)
+        self._scaler = torch.amp.GradScaler(dist.device.type, enabled=name == "fp16")
+        if dist.device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            torch.backends.cudnn.allow_tf32 = name == "tf32"
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around forward pass and loss."""
+        return torch.autocast(self._dist.device.type, dtype=self._dtype, enabled=self._dtype is not None)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of ``loss``, scaled if need be."""
+        self._scaler.scale(loss).backward()
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None
+    ) -> Tensor | None:
+        """Clip, update, clear the gradients. The gradients' global norm before clipping, if it was needed.
+
+        With fp16 an overflow on any rank skips the update on all: a sharded rank sees only its part of the gradients.
+        """
+        scaled = self._scaler.is_enabled()
+        if scaled:
+            self._scaler.unscale_(optimizer)
+            overflows = list(self._scaler._found_inf_per_device(optimizer).values())
+            for overflow in overflows:
+                if self._dist.world_size > 1:
+                    torch.distributed.all_reduce(overflow, op=torch.distributed.ReduceOp.MAX)
+            self.skipped_steps += int(any(bool(overflow.item()) for overflow in overflows))
+        norm = None
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: sum over the ranks
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers: the loss scale and its history."""
+        return {"skipped_steps": self.skipped_steps, "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; one of another precision has no scale, and the scaler starts anew."""
+        self.skipped_steps = int(state.get("skipped_steps", 0))
+        if self._scaler.is_enabled() and state.get("scaler"):
+            self._scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,42 @@
+"""Learning rates: a pure function of the step, so that resuming needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+
+from trainkit.config.schema import OptimConfig, ScheduleConfig
+
+# OneCycleLR's defaults: the cycle starts at lr/25 and ends at a 10,000th of where it started.
+_ONECYCLE_DIV = 25.0
+_ONECYCLE_FINAL_DIV = 1e4
+
+
+def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_epoch: int, total_steps: int) -> float:
+    """Learning rate of update ``step`` (from 0) of ``total_steps``.
+
+    onecycle: cosine from lr/25 up to lr over the warm-up, cosine down to almost nothing (Smith and Topin,
+    arXiv 1708.07120, with the annealing of `torch.optim.lr_scheduler.OneCycleLR`; momentum is left as it is).
+    cosine: linear warm-up, then half a cosine (Loshchilov and Hutter, arXiv 1608.03983).
+    Both end at ``final_lr_ratio`` of lr if that is higher. constant: linear warm-up, then lr.
+    """
+    peak = optim.lr
+    # At most half of a run that is shorter than its warm-up says (train.max_steps of a quick trial).
+    warmup = min(schedule.warmup_epochs * steps_per_epoch, total_steps / 2)
+    floor = schedule.final_lr_ratio * peak
+    if schedule.name == "onecycle":
+        start = peak / _ONECYCLE_DIV
+        end = max(floor, start / _ONECYCLE_FINAL_DIV)
+        # OneCycleLR's phases end on whole steps: the peak is reached at step warmup - 1.
+        top = warmup - 1
+        if step <= top:
+            return _cosine(start, peak, step / top if top > 0 else 1.0)
+        return _cosine(peak, end, (step - top) / max(1e-9, total_steps - 1 - top))
+    if step < warmup:
+        return peak * (step + 1) / max(1.0, math.ceil(warmup))
+    if schedule.name == "constant":
+        return peak
+    return _cosine(peak, floor, (step - warmup) / max(1.0, total_steps - warmup))
+
+
+def _cosine(start: float, end: float, fraction: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * min(max(fraction, 0.0), 1.0))) / 2
