@@ -1,0 +1,43 @@
+"""TensorBoard: ``tensorboard --logdir RUN/tensorboard``.
+
+Tags are ``<metric>/<split>``: TensorBoard shows train and val of a metric side by side, its Custom Scalars tab draws
+them in one plot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.config.schema import Config
+from trainkit.monitor.base import Logger, Start
+from trainkit.records.rundir import RunDir
+
+OVERLAID = ("loss", "acc1", "acc5")
+_NOT_CURVES = ("time", "step", "split")
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: RunDir, start: Start) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve would
+        # go back and forth. The resumed step itself was complete.
+        purge_step = start.resumed_step + 1 if start.resumed_step else None
+        self._writer = SummaryWriter(str(run_dir.tensorboard), purge_step=purge_step, flush_secs=10)
+        plots = {metric: ["Multiline", [f"{metric}/train", f"{metric}/val"]] for metric in OVERLAID}
+        self._writer.add_custom_scalars({"train and val": plots})
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        step, split = record["step"], record["split"]
+        for key, value in record.items():
+            if key not in _NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(f"{key}/{split}", value, step, walltime=record.get("time"))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
+    """Write event files into ``run_dir.tensorboard``; every attempt adds one."""
+    return _TensorBoard(run_dir, start)
