@@ -71,7 +71,7 @@ def _open(loaded: Loaded, path: Path | None, env: Mapping[str, str]) -> RunDir:
     """The run folder that was asked for, made if it is not there."""
     if path is None:
         path = next_path(runs_root(env), loaded.name)
-    if not path.exists():
+    if not (path / "config.yaml").exists() and (not path.exists() or "TRAINKIT_ATTEMPT" in env):
         return RunDir.create(path, to_yaml(loaded.config))
     run_dir = RunDir.open(path)
     if _settings(load(str(run_dir.config)).config) != _settings(loaded.config):

@@ -102,6 +102,12 @@ class RunDir:
         """
         path = path.absolute()
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        if _holds_only_logs(path):
+            # A plain sbatch script was here first: srun opens the ranks' logs before any Python runs.
+            partial.write_text(config_yaml, encoding="utf-8")
+            partial.rename(path / "config.yaml")
+            index.remember(path)
+            return cls(path)
         try:
             partial.mkdir(parents=True)
             (partial / "config.yaml").write_text(config_yaml, encoding="utf-8")
@@ -194,6 +200,10 @@ def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
         why=f"It is neither a folder, nor a run in {root}, nor one that you submitted from elsewhere.",
         fix=did_you_mean(reference, names, otherwise="`python -m jobs.status` lists the runs."),
     )
+
+
+def _holds_only_logs(path: Path) -> bool:
+    return path.is_dir() and [entry.name for entry in path.iterdir()] == ["logs"]
 
 
 def _remove(partial: Path) -> None:
