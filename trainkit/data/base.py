@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.errors import UserError
@@ -77,3 +78,12 @@ def require(condition: bool, option: str, value: object, must_be: str) -> None:
             why=f"data.{option} must be {must_be}.",
             fix=f"Give data.{option} such a value, or leave it out.",
         )
+
+
+def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
+    """The error for a data set that is not there, with the command that fetches it."""
+    return UserError(
+        f"The data set '{name}' is not in {root}.",
+        why=f"{absent} does not exist.",
+        fix=fix or f"python -m jobs.prepare {name} --root {root}",
+    )

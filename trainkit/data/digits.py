@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from trainkit.data.archives import Say
 from trainkit.data.base import DataInfo, Splits, require
 from trainkit.data.splitting import stratified_split
 from trainkit.errors import UserError
@@ -55,3 +56,8 @@ def locate(root: Path, *, image_size: int, in_chans: int, shift: int, **others: 
             why="It is not installed in this environment.",
             fix="pip install scikit-learn",
         )
+
+
+def prepare(root: Path, archives: list[Path], say: Say) -> None:
+    """Nothing to fetch."""
+    say("digits comes with scikit-learn: nothing to fetch.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit.data.archives import Say
 from trainkit.data.base import DataInfo, Splits, require
 from trainkit.data.order import mix
 
@@ -73,6 +74,11 @@ def locate(
     require(0.0 <= noise <= 1.0, "noise", noise, "between 0 and 1")
     for option, size in (("train_size", train_size), ("val_size", val_size), ("test_size", test_size)):
         require(size >= 1, option, size, "1 or more")
+
+
+def prepare(root: Path, archives: list[Path], say: Say) -> None:
+    """Nothing to fetch."""
+    say("synthetic images are computed: nothing to fetch.")
 
 
 class _Made:

@@ -1,0 +1,179 @@
+"""Downloads and archives: verified, and either complete under their final name or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from trainkit.errors import UserError
+
+Say = Callable[[str], None]
+"""How progress reaches the user."""
+
+CHUNK = 1 << 20
+
+
+def download(url: str, target: Path, md5: str, say: Say) -> None:
+    """Fetch ``url`` to ``target`` and verify it; nothing to do where ``target`` is already right.
+
+    Raises UserError where the machine has no internet, with what to do instead, and where it got some other file.
+    """
+    import urllib.error  # not at the top: `submit` imports the data sets, and this drags in a mail parser
+    import urllib.request
+
+    if target.exists():
+        if md5_of(target) == md5:
+            say(f"{target} is already there.")
+            return
+        say(f"{target} is damaged or cut short; fetching it again.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    say(f"Downloading {url}")
+    digest = hashlib.md5(usedforsecurity=False)
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": "trainkit"})
+        with urllib.request.urlopen(request, timeout=30) as response, partial.open("wb") as out:
+            total = int(response.headers.get("Content-Length") or 0)
+            done, shown = 0, 0
+            while chunk := response.read(CHUNK):
+                out.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                if total and done * 10 // total > shown:
+                    shown = done * 10 // total
+                    say(f"  {shown * 10} % of {total / 1e6:.0f} MB")
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        partial.unlink(missing_ok=True)
+        reason = getattr(error, "reason", None) or error
+        raise UserError(
+            f"{url} could not be downloaded.",
+            why=f"{reason}.",
+            fix=f"On a machine with internet fetch it, copy it to {target}, and give this command again.",
+        ) from None
+    if digest.hexdigest() != md5:
+        partial.unlink(missing_ok=True)
+        raise UserError(
+            f"{url} gave another file than the known one.",
+            why=f"Its MD5 is {digest.hexdigest()}, not {md5}: a login page, or a transfer cut short.",
+            fix=f"Try again; or fetch it elsewhere and copy it to {target}.",
+        )
+    os.replace(partial, target)
+
+
+def md5_of(path: Path) -> str:
+    """MD5 of a file, in hexadecimal. It tells a torn download from a whole one; it is no protection against malice."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
+    """A folder to fill that gets its final name once the block ends well.
+
+    A leftover of an earlier call is removed, or, with ``keep``, handed out again so that the work goes on where it was.
+    """
+    partial = final.with_name(final.name + ".partial")
+    if not keep:
+        shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True, exist_ok=keep)
+    yield partial
+    os.replace(partial, final)
+
+
+@contextmanager
+def opened_tar(archive: Path | IO[bytes] | HashingReader, *, stream: bool = False) -> Iterator[tarfile.TarFile]:
+    """A tar archive, compressed or not. ``stream`` reads it strictly forward, once.
+
+    Raises UserError where it is not one, is cut short, or holds members that point outside of it.
+    """
+    name = archive if isinstance(archive, Path) else getattr(archive, "name", "The archive")
+    source: Any = {"name": archive} if isinstance(archive, Path) else {"fileobj": archive}
+    try:
+        with tarfile.open(mode="r|*" if stream else "r:*", **source) as tar:
+            yield tar
+    except tarfile.FilterError as error:
+        raise UserError(
+            f"{name} is refused.",
+            why=f"It would write outside its folder: {error}.",
+            fix="Get the archive from the data set's own site.",
+        ) from None
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UserError(
+            f"{name} cannot be read as a tar archive.",
+            why=f"{error or type(error).__name__}.",
+            fix="Check that it was copied completely, and that the disk is not full.",
+        ) from None
+
+
+def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """One member below ``folder``; links to elsewhere, absolute paths, devices and foreign owners are refused."""
+    tar.extract(member, folder, filter="data")
+
+
+class HashingReader:
+    """A file that is read forward, and its MD5 on the way: one pass over 138 GB instead of two."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self.name = str(path)
+        self._file = path.open("rb")
+        self._digest = hashlib.md5(usedforsecurity=False)
+        self._total = path.stat().st_size
+        self._done = self._shown = 0
+        self._say = say
+
+    def read(self, size: int = -1) -> bytes:
+        """The next ``size`` bytes."""
+        data = self._file.read(size)
+        self._digest.update(data)
+        self._done += len(data)
+        if self._total and self._done * 20 // self._total > self._shown:
+            self._shown = self._done * 20 // self._total
+            self._say(f"  {self._shown * 5} % of {self._total / 1e9:.1f} GB")
+        return data
+
+    def finish(self) -> str:
+        """Read what is left, close, and give the MD5 in hexadecimal."""
+        while self.read(CHUNK):
+            pass
+        self._file.close()
+        return self._digest.hexdigest()
+
+
+def given_or_in(root: Path, name: str, archives: list[Path]) -> Path | None:
+    """The archive called ``name``: among those given on the command line, or in ``root``."""
+    for candidate in [*archives, root / name]:
+        if candidate.name == name and candidate.is_file():
+            return candidate
+    return None
+
+
+def verified(url: str, target: Path, md5: str, archives: list[Path], say: Say) -> Path:
+    """The file at ``url``: given on the command line (taken as it is, with a note where it is not the official one),
+    lying at ``target``, or downloaded to there."""
+    given = given_or_in(target.parent, target.name, archives)
+    if given is None or given == target:
+        download(url, target, md5, say)
+        return target
+    if md5_of(given) != md5:
+        say(f"Note: {given} is not the official file (another MD5). Taking it for data of your own in the same format.")
+    return given
+
+
+def require_names(archives: list[Path], names: Iterable[str]) -> None:
+    """Refuse archives under names that nobody would look for."""
+    for archive in archives:
+        if archive.name not in names:
+            raise UserError(
+                f"{archive} is not used.",
+                why=f"The data set comes in: {', '.join(names)}.",
+                fix="Give the file its original name, or leave it out.",
+            )
