@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -44,8 +46,12 @@ def sample_hardware(
     """
     mask = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
     stop = threading.Event()
-    arguments = (run_dir, host, every_seconds, _gpu_reader(mask) if device.startswith("cuda") else _no_gpus, stop)
-    thread = threading.Thread(target=_sample_until, args=arguments, name="hardware", daemon=True)
+    read_gpus = _gpu_reader(mask) if device.startswith("cuda") else _no_gpus
+    psutil.cpu_percent()  # psutil measures from one call to the next: these two set the beginning
+    processes: dict[int, psutil.Process] = {}
+    _process_tree(processes)
+    sampling = partial(_sample_until, run_dir.hardware(host), every_seconds, read_gpus, processes, stop)
+    thread = threading.Thread(target=sampling, name="hardware", daemon=True)
     thread.start()
     try:
         yield
@@ -76,11 +82,10 @@ def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
     return found
 
 
-def _sample_until(run_dir: RunDir, host: str, every_seconds: float, read_gpus: ReadGpus, stop: threading.Event) -> None:
+def _sample_until(
+    path: Path, every_seconds: float, read_gpus: ReadGpus, processes: dict[int, psutil.Process], stop: threading.Event
+) -> None:
     try:
-        processes: dict[int, psutil.Process] = {}
-        psutil.cpu_percent()  # psutil measures from one call to the next: this and the next line set the beginning
-        _process_tree(processes)
         ended = False
         while not ended:
             ended = stop.wait(every_seconds)
@@ -96,9 +101,9 @@ def _sample_until(run_dir: RunDir, host: str, every_seconds: float, read_gpus: R
             }
             if gpus := read_gpus():
                 sample["gpus"] = gpus
-            jsonl.append(run_dir.hardware(host), sample)
+            jsonl.append(path, sample)
     except Exception as error:
-        print(f"Hardware samples of {host} end here: {error}", file=sys.stderr, flush=True)
+        print(f"No more hardware samples in {path.name}: {error}", file=sys.stderr, flush=True)
 
 
 def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit import plugins
+from trainkit.config.schema import Config
+from trainkit.errors import RunFailedError
+from trainkit.monitor.base import NullLogger, open_loggers
+from trainkit.records.metrics import read_metrics
+from trainkit.records.rundir import RunDir
+
+TRAIN = {"step": 10, "epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
+
+
+def config(*loggers: str) -> Config:
+    return Config.model_validate({"monitor": {"loggers": loggers}})
+
+
+class Recorder:
+    """A logger of the test's own."""
+
+    def __init__(self, *, fails_at: int | None = None) -> None:
+        self.records: list[Mapping[str, Any]] = []
+        self.closed = 0
+        self._fails_at = fails_at
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if len(self.records) == self._fails_at:
+            raise OSError(28, "No space left on device")
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put loggers of the test's own in the place of named ones."""
+    real = plugins.load
+
+    def put(**loggers: Any) -> None:
+        def load(package: str, name: str) -> Any:
+            if name not in loggers:
+                return real(package, name)
+            if isinstance(loggers[name], Exception):
+                raise loggers[name]
+            return lambda run_dir, config, start: loggers[name]
+
+        monkeypatch.setattr(plugins, "load", load)
+
+    return put
+
+
+def test_every_logger_gets_every_record(run_dir: RunDir, use: Any) -> None:
+    first, second = Recorder(), Recorder()
+    use(console=first, wandb=second)
+    with open_loggers(config("console", "wandb"), run_dir, total_steps=20) as logger:
+        logger.log(TRAIN)
+    assert [record["step"] for record in first.records] == [record["step"] for record in second.records] == [10]
+
+
+def test_a_record_gets_the_time_if_it_has_none(run_dir: RunDir) -> None:
+    with open_loggers(config("jsonl"), run_dir, total_steps=20) as logger:
+        logger.log(TRAIN)
+        logger.log({**TRAIN, "step": 20, "time": 5.0})
+    records = read_metrics(run_dir)
+    assert records[0]["time"] > 1e9
+    assert records[1]["time"] == 5.0
+
+
+def test_ranks_other_than_the_main_one_write_nothing(run_dir: RunDir) -> None:
+    with open_loggers(config("jsonl", "console"), run_dir, total_steps=20, is_main=False) as logger:
+        logger.log(TRAIN)
+    assert isinstance(logger, NullLogger)
+    assert not run_dir.metrics.exists()
+
+
+def test_a_logger_that_fails_is_reported_once_and_the_others_go_on(
+    run_dir: RunDir, use: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Recorder(fails_at=1)
+    use(wandb=broken)
+    with open_loggers(config("wandb", "jsonl"), run_dir, total_steps=40) as logger:
+        for step in (10, 20, 30, 40):
+            logger.log({**TRAIN, "step": step})
+    assert [record["step"] for record in read_metrics(run_dir)] == [10, 20, 30, 40]
+    assert capsys.readouterr().err.splitlines() == [
+        "Logger 'wandb' is off from here on: [Errno 28] No space left on device"
+    ]
+    assert broken.closed == 0
+
+
+def test_a_logger_that_cannot_be_opened_does_not_stop_training(
+    run_dir: RunDir, use: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(tensorboard=ImportError("No module named 'tensorboard'"))
+    with open_loggers(config("tensorboard", "jsonl"), run_dir, total_steps=20) as logger:
+        logger.log(TRAIN)
+    assert len(read_metrics(run_dir)) == 1
+    assert "Logger 'tensorboard' is off from here on: No module named 'tensorboard'" in capsys.readouterr().err
+
+
+def test_a_record_that_cannot_be_written_ends_the_run_with_an_error_for_users(run_dir: RunDir) -> None:
+    run_dir.metrics.mkdir()  # root may write everywhere, but nobody appends to a folder
+    with (
+        pytest.raises(RunFailedError, match=r"Cannot write .*metrics\.jsonl"),
+        open_loggers(config("jsonl"), run_dir, total_steps=20) as logger,
+    ):
+        logger.log(TRAIN)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_is_named_as_the_reason(run_dir: RunDir) -> None:
+    run_dir.metrics.symlink_to("/dev/full")
+    with open_loggers(config("jsonl"), run_dir, total_steps=20) as logger, pytest.raises(RunFailedError) as caught:
+        logger.log(TRAIN)
+    assert "No space left on device" in caught.value.why
+    assert "jobs.resume" in caught.value.fix
+
+
+def test_the_record_is_written_before_other_loggers_show_it(run_dir: RunDir, use: Any) -> None:
+    seen: list[int] = []
+
+    class Looks(Recorder):
+        def log(self, record: Mapping[str, Any]) -> None:
+            seen.append(len(read_metrics(run_dir)))
+
+    use(console=Looks())
+    with open_loggers(config("console", "jsonl"), run_dir, total_steps=20) as logger:
+        logger.log(TRAIN)
+    assert seen == [1]
+
+
+def test_loggers_are_closed_when_training_raises(run_dir: RunDir, use: Any) -> None:
+    recorder = Recorder()
+    use(console=recorder)
+    with pytest.raises(ZeroDivisionError), open_loggers(config("console"), run_dir, total_steps=20):
+        raise ZeroDivisionError
+    assert recorder.closed == 1

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.schema import Config
+from trainkit.monitor import console
+from trainkit.monitor.base import Start
+from trainkit.records.rundir import RunDir
+
+TRAIN = {"epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
+VAL = {"step": 20, "epoch": 1.0, "split": "val", "loss": 1.4, "acc1": 45.0, "acc5": 80.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def test_without_a_terminal_every_record_is_one_plain_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = console.build(run_dir, Config(), Start(total_steps=40))
+    logger.log({**TRAIN, "step": 10})
+    logger.log(VAL)
+    logger.close()
+    train, val = capsys.readouterr().out.splitlines()
+    assert train.startswith("train  epoch   0.50  step 10/40  loss 1.5000  acc1 40.00 %")
+    assert val == "val    epoch   1.00  step 20/40  loss 1.4000  acc1 45.00 %  acc5 80.00 %"
+
+
+def test_the_time_to_go_counts_this_attempt_only(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    logger = console._Plain(Start(total_steps=1000, resumed_step=500), clock=lambda: now[0])
+    now[0] += 10.0
+    logger.log({**TRAIN, "step": 600})
+    assert capsys.readouterr().out.endswith("ETA 0:40\n")
+
+
+def test_on_a_terminal_there_is_a_bar_and_validation_stands_above_it(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    logger = console.build(run_dir, Config(), Start(total_steps=40))
+    logger.log({**TRAIN, "step": 10})
+    logger.log(VAL)
+    logger.close()
+    assert "step 10/40" in terminal.getvalue()
+    assert "val    epoch   1.00  step 20/40  loss 1.4000  acc1 45.00 %  acc5 80.00 %\n" in terminal.getvalue()
+
+
+def test_the_bar_leaves_stdout_to_a_debugger(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    logger = console.build(run_dir, Config(), Start(total_steps=40))
+    try:
+        assert sys.stdout is terminal
+    finally:
+        logger.close()
+
+
+def test_the_debug_executor_gets_lines_even_on_a_terminal(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    config = Config.model_validate({"launch": {"executor": "debug"}})
+    logger = console.build(run_dir, config, Start(total_steps=40))
+    logger.log(VAL)
+    assert terminal.getvalue() == "val    epoch   1.00  step 20/40  loss 1.4000  acc1 45.00 %  acc5 80.00 %\n"

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.monitor import follow as module
+from trainkit.monitor.follow import follow, summary_lines
+from trainkit.records import jsonl
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+
+STARTED = {
+    "attempt": 0, "world_size": 4, "hosts": ["n1", "n1", "n2"], "device": "cpu", "precision": "fp32", "total_steps": 40
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "ALIVE_SECONDS", 0.05)
+    run_dir = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
+    append_event(run_dir, "submitted", executor="local", job_id="1")
+    return run_dir
+
+
+def record(run_dir: RunDir, step: int, split: str = "train", **values: Any) -> None:
+    jsonl.append(run_dir.metrics, {"time": 1.0, "step": step, "epoch": step / 20, "split": split, **values})
+
+
+def in_background(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_run_is_shown_until_it_has_finished(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        append_event(run_dir, "started", **STARTED)
+        record(run_dir, 10, loss=1.5, images_per_sec=2100.0)
+        record(run_dir, 40, "val", loss=0.25, acc1=98.5)
+        append_event(run_dir, "finished")
+
+    thread = in_background(work)
+    follow(run_dir, lambda: True)
+    thread.join()
+    assert capsys.readouterr().out.splitlines() == [
+        "Attempt 0: 4 ranks on n1, n2, device cpu, precision fp32, 40 steps",
+        "train  epoch   0.50  step 10/40  loss 1.5000  2,100 images/s",
+        "val    epoch   2.00  step 40/40  loss 0.2500  acc1 98.50 %",
+    ]
+
+
+def test_following_ends_when_the_job_is_gone_without_a_word(run_dir: RunDir) -> None:
+    append_event(run_dir, "started", **STARTED)
+    follow(run_dir, lambda: False)
+
+
+def test_what_a_run_wrote_before_it_died_is_still_shown(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    def dies() -> bool:
+        record(run_dir, 30, loss=0.5)
+        return False
+
+    follow(run_dir, dies)
+    assert "step 30" in capsys.readouterr().out
+
+
+def test_a_failure_names_rank_and_reason(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    append_event(run_dir, "started", **STARTED)
+    append_event(run_dir, "failed", rank=3, error="ValueError: bad label")
+    follow(run_dir, lambda: True)
+    assert "Failed on rank 3: ValueError: bad label" in capsys.readouterr().out
+
+
+def test_a_requeued_run_is_followed_into_its_next_attempt(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    append_event(run_dir, "started", **STARTED)
+    append_event(run_dir, "signalled", attempt=0)
+    append_event(run_dir, "requeued")
+    append_event(run_dir, "started", **{**STARTED, "attempt": 1})
+    append_event(run_dir, "finished")
+    follow(run_dir, lambda: True)
+    assert [line.split(":")[0].split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "Attempt 0",
+        "Told to stop",
+        "Requeued",
+        "Attempt 1",
+    ]
+
+
+def test_the_failure_of_an_earlier_submission_ends_nothing(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    append_event(run_dir, "failed", rank=0, error="old")
+    append_event(run_dir, "submitted", executor="local", job_id="2")
+    append_event(run_dir, "started", **{**STARTED, "attempt": 1})
+    append_event(run_dir, "finished")
+    follow(run_dir, lambda: True)
+    out = capsys.readouterr().out
+    assert "Attempt 1" in out
+    assert "old" not in out
+
+
+def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = module._Tail(path)
+    assert tail.read() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert tail.read() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('ep": 2}\nnot json\n[3]\n')
+    assert tail.read() == [{"step": 2}]
+
+
+def test_on_a_terminal_one_bar_shows_loss_accuracy_and_speed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    append_event(run_dir, "started", **STARTED)
+    record(run_dir, 20, loss=1.5, images_per_sec=2100.0)
+    record(run_dir, 20, "val", loss=0.25, acc1=98.5)
+    append_event(run_dir, "finished")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    follow(run_dir, lambda: True)
+    shown = terminal.getvalue()
+    assert "step 20/40" in shown
+    assert "loss 1.5000  val acc1 98.50 %  2,100 images/s" in shown
+
+
+def test_the_summary_names_the_results_and_where_everything_is(run_dir: RunDir) -> None:
+    record(run_dir, 20, "val", acc1=97.5)
+    record(run_dir, 40, "val", acc1=99.26)
+    record(run_dir, 60, "val", acc1=99.1)
+    record(run_dir, 60, "test", acc1=98.9)
+    run_dir.summary.write_text(json.dumps({"train_seconds": 12.34, "images_per_sec": 2100.4, "best_step": 40}))
+    (run_dir.checkpoints / "best").mkdir(parents=True)
+    run_dir.tensorboard.mkdir()
+    (run_dir.wandb / "offline-run-20261120_100000-ddp-0001").mkdir(parents=True)
+    path = run_dir.path
+    assert summary_lines(run_dir) == [
+        "val acc1 99.26 % (best, step 40) · test acc1 98.90 % · 12.3 s · 2,100 images/s",
+        f"run folder       {path}",
+        f"metrics          {path}/metrics.jsonl",
+        f"best checkpoint  {path}/checkpoints/best",
+        f"tensorboard      tensorboard --logdir {path}/tensorboard",
+        f"wandb            wandb sync {path}/wandb/offline-run-*",
+        f"log book         python -m jobs.report {path}",
+    ]
+
+
+def test_a_run_without_results_has_a_summary_too(run_dir: RunDir) -> None:
+    assert summary_lines(run_dir) == ["No results yet.", f"run folder       {run_dir.path}"]
+
+
+def test_a_broken_summary_file_is_as_good_as_none(run_dir: RunDir) -> None:
+    run_dir.summary.write_text('{"train_sec')
+    assert summary_lines(run_dir)[0] == "No results yet."
+
+
+def test_following_never_loads_torch() -> None:
+    code = "import trainkit.monitor.follow, trainkit.monitor.hardware, sys; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

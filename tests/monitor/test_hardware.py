@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from trainkit.monitor.hardware import sample_hardware, visible_indices
+from trainkit.records.rundir import RunDir
+
+
+def samples(run_dir: RunDir, host: str = "node1") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run_dir.hardware(host).read_text().splitlines()]
+
+
+def test_a_run_shorter_than_the_interval_still_has_one_sample(tmp_path: Path) -> None:
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
+        pass
+    assert len(samples(RunDir(tmp_path))) == 1
+
+
+def test_samples_are_taken_all_along(tmp_path: Path) -> None:
+    with sample_hardware(RunDir(tmp_path), "node1", 0.02, "cpu"):
+        deadline = time.monotonic() + 10
+        while not (tmp_path / "system-node1.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.1)
+    times = [sample["time"] for sample in samples(RunDir(tmp_path))]
+    assert len(times) >= 2
+    assert times == sorted(times)
+
+
+def test_a_sample_has_cpu_and_memory_of_the_machine_and_of_this_process(tmp_path: Path) -> None:
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
+        began = time.process_time()
+        while time.process_time() - began < 0.1:
+            pass
+    sample = samples(RunDir(tmp_path))[0]
+    assert 0 <= sample["cpu_percent"] <= 100
+    assert sample["process_cpu_percent"] > 0
+    assert 0 < sample["process_memory_mb"] < sample["memory_total_mb"]
+    assert 0 < sample["memory_used_mb"] <= sample["memory_total_mb"]
+    assert abs(sample["time"] - time.time()) < 60
+
+
+def test_without_gpus_there_are_no_gpu_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=0))
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda", env={}):
+        pass
+    assert "gpus" not in samples(RunDir(tmp_path))[0]
+
+
+def test_a_machine_without_the_nvidia_driver_is_sampled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=0, driver=False))
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0", env={}):
+        pass
+    assert "gpus" not in samples(RunDir(tmp_path))[0]
+
+
+def test_the_gpus_of_the_mask_are_sampled_and_what_a_gpu_does_not_tell_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=4))
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0", env={"CUDA_VISIBLE_DEVICES": "2,1"}):
+        pass
+    assert samples(RunDir(tmp_path))[0]["gpus"] == [
+        {"index": 2, "util_percent": 92, "memory_used_mb": 2000.0, "memory_total_mb": 16000.0, "power_w": 62.5},
+        {"index": 1, "util_percent": 91, "memory_used_mb": 1000.0, "memory_total_mb": 16000.0, "power_w": 61.5},
+    ]
+
+
+def test_a_sampler_that_fails_says_so_and_leaves_training_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "system-node1.jsonl").mkdir()
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
+        pass
+    assert "No more hardware samples in system-node1.jsonl: " in capsys.readouterr().err
+
+
+UUIDS = ["GPU-aa11", "GPU-bb22", "GPU-bb33"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("0", [0]),
+        ("2,0", [2, 0]),
+        (" 1 , 2 ", [1, 2]),
+        ("1,7,0", [1]),
+        ("-1", []),
+        ("GPU-bb22,GPU-aa", [1, 0]),
+        ("GPU-bb", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_a_mask_is_read_as_cuda_reads_it(mask: str | None, indices: list[int]) -> None:
+    assert visible_indices(mask, UUIDS) == indices
+
+
+def fake_nvml(*, gpus: int, driver: bool = True) -> ModuleType:
+    """NVML with GPUs whose numbers tell their index, and which do not tell their temperature."""
+
+    class NVMLError(Exception):
+        pass
+
+    class Reading:
+        def __init__(self, **values: Any) -> None:
+            self.__dict__.update(values)
+
+    def fails(*arguments: Any) -> Any:
+        raise NVMLError("Not Supported")
+
+    nvml: Any = ModuleType("pynvml")
+    nvml.NVMLError, nvml.NVML_TEMPERATURE_GPU = NVMLError, 0
+    nvml.nvmlInit = (lambda: None) if driver else fails
+    nvml.nvmlDeviceGetCount = lambda: gpus
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: Reading(gpu=90 + handle)
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: Reading(used=handle * 1000 * 2**20, total=16000 * 2**20)
+    nvml.nvmlDeviceGetPowerUsage = lambda handle: 60500 + 1000 * handle
+    nvml.nvmlDeviceGetTemperature = fails
+    return nvml  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.schema import Config
+from trainkit.monitor import tensorboard
+from trainkit.monitor.base import Start
+from trainkit.records.rundir import RunDir
+
+TRAIN = {"time": 1.7e9, "epoch": 0.5, "split": "train", "acc1": 40.0, "acc5": 90.0, "lr": 1e-3, "images_per_sec": 2e3}
+VAL = {"time": 1.7e9, "step": 20, "epoch": 1.0, "split": "val", "loss": 1.25, "acc1": 45.0, "acc5": 80.0}
+
+
+def attempt(run_dir: RunDir, resumed_step: int, steps: range, loss: float) -> None:
+    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60, resumed_step=resumed_step))
+    for step in steps:
+        logger.log({**TRAIN, "step": step, "loss": loss})
+    logger.log(VAL | {"step": steps[-1]})
+    logger.close()
+
+
+def events_of(run_dir: RunDir) -> Any:
+    module = import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(run_dir.tensorboard))
+    events.Reload()
+    return events
+
+
+def scalars(run_dir: RunDir, tag: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in events_of(run_dir).Scalars(tag)]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def test_train_and_val_of_a_metric_stand_together(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10), loss=1.5)
+    for tag, value in [("loss/train", 1.5), ("loss/val", 1.25), ("acc1/train", 40), ("acc1/val", 45), ("acc5/val", 80)]:
+        assert scalars(run_dir, tag)[-1] == (20, value)
+    assert [round(lr, 6) for _, lr in scalars(run_dir, "lr/train")] == [1e-3, 1e-3]
+
+
+def test_train_and_val_are_drawn_into_one_plot(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10), loss=1.5)
+    layout = import_module("tensorboard.plugins.custom_scalar.layout_pb2").Layout()
+    layout.ParseFromString(events_of(run_dir).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    plots = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    assert plots["acc1"] == ["acc1/train", "acc1/val"]
+
+
+def test_after_a_restart_the_curve_has_no_double_points(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 60, 10), loss=1.5)  # killed at 50; its last checkpoint is that of step 30
+    attempt(run_dir, 30, range(40, 70, 10), loss=0.5)
+    assert scalars(run_dir, "loss/train") == [(10, 1.5), (20, 1.5), (30, 1.5), (40, 0.5), (50, 0.5), (60, 0.5)]
+
+
+def test_a_loss_that_is_no_number_is_left_out(run_dir: RunDir) -> None:
+    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
+    logger.log({**TRAIN, "step": 10, "loss": None, "note": "text"})
+    logger.close()
+    assert scalars(run_dir, "acc1/train") == [(10, 40.0)]

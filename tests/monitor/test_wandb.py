@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import netrc
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.schema import Config
+from trainkit.monitor import wandb as logger_module
+from trainkit.monitor.base import open_loggers
+from trainkit.records.rundir import RunDir
+
+SECRET = "0123456789abcdef" * 2 + "deadbeef"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
+    """A run folder, on a machine that is not logged in; the client's service is ended afterwards."""
+    import wandb
+
+    for variable in ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_API_KEY", "WANDB_PROJECT", "NETRC"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, folder in [("HOME", "home"), ("WANDB_CONFIG_DIR", "config"), ("WANDB_CACHE_DIR", "cache")]:
+        monkeypatch.setenv(variable, str(tmp_path / folder))
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    yield RunDir.create(tmp_path / "runs" / "ddp-0001", "seed: 0\n")
+    wandb.teardown()
+
+
+def attempt(run_dir: RunDir, resumed_step: int, steps: range) -> None:
+    config = Config.model_validate({"monitor": {"loggers": ["wandb"]}, "seed": 7})
+    with open_loggers(config, run_dir, total_steps=40, params=1234, world_size=2, resumed_step=resumed_step) as logger:
+        for step in steps:
+            logger.log({"step": step, "epoch": step / 10, "split": "train", "loss": 1 / step, "acc1": 50.0})
+        logger.log({"step": steps[-1], "epoch": 1.0, "split": "val", "loss": 0.25, "acc1": 75.0})
+
+
+def stored(run_dir: RunDir) -> list[list[Any]]:
+    """The protobuf records of every attempt, oldest attempt first."""
+    import wandb
+    from wandb.proto import wandb_internal_pb2 as proto
+
+    wandb.teardown()  # its service writes the file, and has written all of it once it is gone
+    attempts = []
+    for file in sorted(run_dir.wandb.glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        blobs = leveldb_log(file.read_bytes())
+        attempts.append([proto.Record.FromString(blob) for blob in blobs])  # type: ignore[attr-defined]
+    return attempts
+
+
+def leveldb_log(data: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log: 32 KiB blocks, a record in one piece (1) or as first (2), middle (3), last (4)."""
+    header, block, position, record = 7, 32768, 7, b""  # wandb's own file header is as long as a record's
+    while position + header <= len(data):
+        if block - position % block < header:
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        record += data[position + header : position + header + length]
+        position += header + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def history(records: list[Any]) -> list[dict[str, Any]]:
+    rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
+    return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+def run_of(records: list[Any]) -> Any:
+    return next(record.run for record in records if record.WhichOneof("record_type") == "run")
+
+
+def test_offline_the_values_are_in_the_datastore(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10))
+    (records,) = stored(run_dir)
+    rows = history(records)
+    assert [(row["step"], row.get("loss/train"), row.get("acc1/val")) for row in rows] == [
+        (10, 0.1, None),
+        (20, 0.05, None),
+        (20, None, 75.0),
+    ]
+
+
+def test_the_settings_of_the_training_are_the_runs_config(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10))
+    settings = {item.key: json.loads(item.value_json) for item in run_of(stored(run_dir)[0]).config.update}
+    assert (settings["seed"], settings["world_size"], settings["params"]) == (7, 2, 1234)
+    assert "launch" not in settings
+
+
+def test_a_restarted_run_keeps_its_id(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10))
+    attempt(run_dir, 20, range(30, 50, 10))
+    first, second = stored(run_dir)
+    assert run_of(first).run_id == run_of(second).run_id == logger_module.run_id(run_dir)
+    assert [row["step"] for row in history(second)] == [30, 40, 40]
+
+
+def test_the_step_is_the_x_axis(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10))
+    metrics = [record.metric for record in stored(run_dir)[0] if record.WhichOneof("record_type") == "metric"]
+    assert any(metric.step_metric == "step" for metric in metrics)
+
+
+def test_no_secret_reaches_the_disk(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    attempt(run_dir, 0, range(10, 30, 10))
+    files = [file for file in run_dir.path.rglob("*") if file.is_file()]
+    assert any(file.suffix == ".wandb" for file in files)
+    assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
+
+
+def test_neither_code_nor_packages_nor_the_machine_are_handed_over(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10))
+    assert {file.suffix for file in run_dir.wandb.rglob("*") if file.is_file()} == {".wandb", ".log"}
+    kinds = {record.WhichOneof("record_type") for record in stored(run_dir)[0]}
+    assert not kinds & {"files", "environment", "output", "output_raw", "stats"}
+
+
+def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(logger_module, "CLIENT_SECONDS", 1.0)
+    attempt(run_dir, 0, range(10, 30, 10))
+    assert "wandb cannot be reached and goes on offline" in capsys.readouterr().err
+    assert len(history(stored(run_dir)[0])) == 3
+
+
+def test_runs_of_one_name_in_different_folders_have_different_ids(tmp_path: Path) -> None:
+    assert logger_module.run_id(RunDir(tmp_path / "a" / "ddp-0001")) != logger_module.run_id(
+        RunDir(tmp_path / "b" / "ddp-0001")
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "netrc_machine", "expected"),
+    [
+        ({}, None, "offline"),
+        ({"WANDB_API_KEY": "x" * 40}, None, "online"),
+        ({}, "api.wandb.ai", "online"),
+        ({}, "github.com", "offline"),
+        ({"WANDB_MODE": "offline", "WANDB_API_KEY": "x" * 40}, None, "offline"),
+        ({"WANDB_MODE": "disabled"}, "api.wandb.ai", "disabled"),
+        ({"WANDB_MODE": "online"}, None, "online"),
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, "api.wandb.ai", "offline"),
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, "wandb.example.org", "online"),
+    ],
+)
+def test_online_only_when_logged_in(
+    tmp_path: Path, env: dict[str, str], netrc_machine: str | None, expected: str
+) -> None:
+    if netrc_machine:
+        (tmp_path / ".netrc").write_text(f"machine {netrc_machine} login user password key\n")
+        (tmp_path / ".netrc").chmod(0o600)
+        assert netrc.netrc(tmp_path / ".netrc").hosts
+    assert logger_module.mode(env, tmp_path) == expected
