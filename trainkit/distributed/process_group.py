@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -141,11 +142,15 @@ def distributed(
         device_id=device if use_gpu else None,
     )
     try:
-        yield (dist := Distributed(env, device))
+        dist = Distributed(env, device)
+        yield dist
         # On a clean exit only: a rank that leaves early can abort the others while the interpreter shuts down; after
         # an exception the others may never arrive, and waiting would turn a crash into a hang.
         dist.barrier()
     finally:
+        # A sharded model is full of cycles and holds the group; its threads would outlive it, ask for the interpreter
+        # lock while the interpreter shuts down, and abort the process (1 of 14 two-rank FSDP runs over gloo).
+        gc.collect()
         c10d.destroy_process_group()
 
 

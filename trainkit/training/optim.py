@@ -20,11 +20,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    # The fused kernels update all parameters in one pass, on GPU and CPU alike.
     if config.name == "sgd":
-        return torch.optim.SGD(
-            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
-        )
+        # Not fused: torch has no sharded version of that kernel.
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+    # The fused kernel updates all parameters in one pass, on GPU and CPU alike.
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
