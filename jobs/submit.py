@@ -1,0 +1,230 @@
+"""``python -m jobs.submit PRESET``: plan, validate, write the run folder, queue."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs import cli
+from trainkit.config import loading
+from trainkit.config.loading import Loaded
+from trainkit.errors import RunFailedError, UserError
+from trainkit.records.rundir import RunDir, next_path, runs_root
+
+EXECUTORS = ("auto", "slurm", "local", "debug")
+
+DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
+
+  python -m jobs.submit ddp --nodes 2 --gpus-per-node 4 --time 2:00:00 data.name=cifar10 optim.lr=3e-4"""
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of the commands that start a job: executor, cluster, following, resources."""
+    parser.add_argument("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this very process)")
+    parser.add_argument("--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and why; write nothing")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("-f", "--follow", action="store_true", default=None, help="show progress until the run ends")
+    group.add_argument("--no-follow", action="store_false", dest="follow", help="return at once, also for a local run")
+    group.add_argument("--wait", action="store_true", help="wait silently until the run ends")
+    cli.add_resource_flags(parser)
+
+
+def launch_settings(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+    """Configuration keys set by the flags of `add_launch_flags`."""
+    settings = cli.resource_settings(args)
+    if args.executor is not None:
+        settings["launch.executor"] = (args.executor, "--executor")
+    if args.cluster is not None:
+        settings["launch.cluster"] = (args.cluster, "--cluster")
+    return settings
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("submit", DESCRIPTION)
+    parser.add_argument("preset", help="a preset in configs/, a YAML file, or a run folder to repeat")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
+    parser.add_argument("--sweep", metavar="KEY=A,B,C", action="append", default=[], help="one run per value; repeatable")
+    parser.add_argument("--run-dir", metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)")
+    add_launch_flags(parser)
+    args = parser.parse_intermixed_args(list(argv))
+    settings = launch_settings(args)
+    variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
+    loadeds = [loading.load(args.preset, overrides, flags=settings, env=env) for overrides in variants]
+    for loaded in loadeds:
+        check(loaded)
+    folder = Path(args.run_dir).expanduser().absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
+    command = ["python", "-m", "jobs.submit", *argv]
+    return _submit(loadeds, variants, folder, args, command, env)
+
+
+def _submit(
+    loadeds: Sequence[Loaded], variants: Sequence[Sequence[str]], folder: Path, args: argparse.Namespace,
+    command: Sequence[str], env: Mapping[str, str],
+) -> int:  # fmt: skip
+    from trainkit.launch import submission
+    from trainkit.launch.plan import make_plan
+    from trainkit.launch.site import discover
+
+    site, cwd, points = discover(env), Path.cwd(), len(loadeds)
+    plans = [make_plan(loaded, site, folder, points=points) for loaded in loadeds]
+    plan = plans[0]
+    if any((other.world_size, other.directives) != (plan.world_size, plan.directives) for other in plans):
+        raise UserError("A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one.")
+    script = submission.script_text(plan, folder, cwd, points) if plan.executor == "slurm" else None
+    if args.dry_run:
+        from jobs.dry_run import show
+
+        show(plan, loadeds[0], folder, script)
+        return 0
+    submission.require_executor(plan, site)
+    if plan.executor == "debug" and points > 1:
+        raise UserError("A sweep does not run with --executor debug.", why="debug is one run in this process.", fix="Use local.")
+    configs = [submission.stored_config(loaded, cwd) for loaded in loadeds]
+    if points == 1:
+        runs = [submission.write_run(folder, configs[0], plan, script, command)]
+    else:
+        runs = _write_sweep(folder, configs, plan, script, command, variants)
+    return start(folder, runs, plan, args, cwd, env, new=True)
+
+
+def start(
+    folder: Path, runs: Sequence[RunDir], plan: Any, args: argparse.Namespace, cwd: Path, env: Mapping[str, str], *, new: bool
+) -> int:
+    """Hand written runs over, say what was done, and follow them if asked (local runs: unless asked not to)."""
+    from jobs.train import run_rank  # imports no torch
+    from trainkit.launch import submission
+
+    if plan.executor == "debug":
+        print(f"{runs[0].name}: rank 0 of 1 in this process. {_reason(plan, 'nodes')}".rstrip(), flush=True)
+        submission.run_here(runs[0], plan, run_rank, env)
+        return end_of(runs[0])
+    if new:
+        with submission.undone_on_error(folder):
+            job_ids = submission.hand_over(folder, runs, plan, run_rank, cwd=cwd, env=env)
+    else:
+        job_ids = submission.hand_over(folder, runs, plan, run_rank, cwd=cwd, env=env)
+    _announce(folder, plan, job_ids)
+    follow = args.follow if args.follow is not None else plan.executor == "local"
+    if args.wait:
+        return max(wait_for(run) for run in runs)
+    return max(follow_to_end(run) for run in runs) if follow else 0
+
+
+def check(loaded: Loaded) -> None:
+    """Refuse what the configuration names and is not there: data, model, strategy, their options. Without torch."""
+    from trainkit import plugins
+    from trainkit.data import check_data
+    from trainkit.models import check_model
+
+    config = loaded.config
+    check_data(config.data)
+    check_model(config.model)
+    if config.strategy.name != "hivemind":
+        plugins.check_options("trainkit.strategies", config.strategy.name, config.strategy.options, where="strategy")
+
+
+def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
+    """Overrides of every run: the product of all sweeps; one empty list without any."""
+    axes = []
+    for text in sweeps:
+        key, equals, values = text.partition("=")
+        if not equals or not values:
+            raise UserError(f"--sweep {text!r} has no values.", why="It takes KEY=A,B,C.", fix="For example --sweep optim.lr=1e-3,3e-3.")
+        if key.startswith("launch."):
+            raise UserError("A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one.")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    return [list(point) for point in itertools.product(*axes)]
+
+
+def _write_sweep(
+    folder: Path, configs: Sequence[Any], plan: Any, script: str | None, command: Sequence[str],
+    variants: Sequence[Sequence[str]],
+) -> list[RunDir]:  # fmt: skip
+    import json
+
+    from trainkit.launch import submission
+
+    if folder.exists():
+        raise UserError(f"{folder} exists already.", why="A run is never written over.", fix="Give another --run-dir.")
+    with submission.undone_on_error(folder):
+        runs = [
+            submission.write_run(folder / str(index), config, plan, script, command) for index, config in enumerate(configs)
+        ]
+        submission.write_launch(folder, plan, script)
+        points = [{"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)]
+        (folder / "sweep.json").write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
+    return runs
+
+
+def _announce(folder: Path, plan: Any, job_ids: Sequence[str]) -> None:
+    ranks = f"{plan.nodes} node{'s' * (plan.nodes > 1)} x {plan.ntasks_per_node} rank{'s' * (plan.ntasks_per_node > 1)}"
+    if plan.executor == "slurm":
+        what = job_ids[0] if len(job_ids) == 1 else f"{job_ids[0].split('_')[0]} (array of {len(job_ids)})"
+        print(f"Submitted job {what}: {ranks}.")
+    else:
+        why = _reason(plan, "executor")
+        how = f"simulating {ranks}" if plan.nodes > 1 else ranks
+        print(f"Running locally ({why or 'as asked'}): {how} on this machine through submitit's local execution.")
+    run = folder if len(job_ids) == 1 else folder / "0"
+    print(f"  run folder  {folder}")
+    print(f"  watch       python -m jobs.logs {run} -f")
+    print(f"  state       python -m jobs.status {run}")
+    print(f"  cancel      python -m jobs.cancel {folder}", flush=True)
+
+
+def _reason(plan: Any, name: str) -> str:
+    return next((str(item.reason) for item in plan.settings if item.name == name), "")
+
+
+def follow_to_end(run: RunDir) -> int:
+    """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
+    from trainkit.launch.queue import job_state
+    from trainkit.monitor.follow import follow
+
+    try:
+        follow(run, lambda: job_state(run).alive)
+    except KeyboardInterrupt:
+        print(f"\nDetached; the run goes on.\n  watch   python -m jobs.logs {run.path} -f\n  cancel  python -m jobs.cancel {run.path}")
+        return 130
+    return wait_for(run)
+
+
+def wait_for(run: RunDir) -> int:
+    """Wait until the run's job has ended, without a word. Returns the exit code, raises if it failed."""
+    from trainkit.launch.queue import job_state
+
+    pause = 0.1
+    while job_state(run).alive:
+        time.sleep(pause)
+        pause = min(pause * 1.5, 5.0)  # a scheduler is not asked more often than that
+    return end_of(run)
+
+
+def end_of(run: RunDir) -> int:
+    """Say how a run ended: its numbers and paths, or why it failed."""
+    from trainkit.launch.diagnose import failure_of
+    from trainkit.launch.queue import job_state
+    from trainkit.monitor.follow import summary_lines
+
+    state = job_state(run)
+    if state.state == "COMPLETED":
+        print("\n".join(summary_lines(run)))
+        return 0
+    failure = failure_of(run) if state.state not in ("CANCELLED", "PREEMPTED") else None
+    if failure is not None and failure.traceback:
+        print("\n".join(failure.traceback[-20:]), file=sys.stderr)
+    raise RunFailedError(
+        f"{run.name}: {state.state}" + (f", rank {failure.rank} first." if failure else "."),
+        why=(failure.error if failure else state.reason) or f"Its log is in {run.logs}.",
+        fix=f"`python -m jobs.logs {run.path}` shows more; `python -m jobs.resume {run.path}` goes on from the last checkpoint.",
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)

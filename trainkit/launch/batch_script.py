@@ -1,0 +1,106 @@
+"""The sbatch script of a run or of a sweep: pure text, the same for a dry run and for the submission after it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from trainkit.errors import UserError
+from trainkit.launch.plan import Plan
+
+# `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout would
+# run the checkout and not its snapshot. (`python -P` is 3.11 and newer.)
+TASK = (
+    'import sys; sys.path.sort(key="".__eq__); from submitit.core.submission import submitit_main; submitit_main()'
+)
+
+
+def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: int = 1) -> str:
+    """The whole script.
+
+    Args:
+        run_path: folder of the run; of the sweep, whose runs are its folders 0, 1, 2, ..., if ``points`` is above one.
+        cwd: where the job runs: the folder of the submission.
+        python: the interpreter.
+    """
+    _check_path(run_path)
+    _check_path(cwd)
+    run = shlex.quote(str(run_path)) + ('/"$SLURM_ARRAY_TASK_ID"' if points > 1 else "")
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{item.name}" + _value(item.value) for item in plan.directives]
+    lines += ["", "set -euo pipefail", f"cd {shlex.quote(str(cwd))}"]
+    if plan.setup:
+        # Site set-up scripts (module, conda) are not written for `set -u`.
+        lines += ["", "set +u", *plan.setup, "set -u"]
+    lines += [
+        "",
+        f"export TRAINKIT_RUN_DIR={run}",
+        'TRAINKIT_ATTEMPT=$(find "$TRAINKIT_RUN_DIR/logs" -mindepth 1 -maxdepth 1 -type d | wc -l)',
+        "export TRAINKIT_ATTEMPT",
+        'logs="$TRAINKIT_RUN_DIR/logs/$TRAINKIT_ATTEMPT"',
+        'mkdir "$logs"',
+        "# The snapshot of the code, and not what lies in the folder of the submission by now.",
+        'export PYTHONPATH="$TRAINKIT_RUN_DIR/code${PYTHONPATH:+:$PYTHONPATH}"',
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "export MASTER_ADDR=\"${MASTER_ADDR%%$'\\n'*}\"",
+        f'MASTER_PORT=$(cd "$TRAINKIT_RUN_DIR/code" && {shlex.quote(python)} -m trainkit.launch.rendezvous)',
+        "export MASTER_PORT",
+    ]
+    if plan.cpus_per_task:
+        lines += ["# Since 22.05 srun does not take this over from the job.", 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"']
+    else:
+        lines += ['export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"']
+    if not plan.gpus_per_node:
+        lines += ["# On the CPU, also where SLURM does not hide the GPUs of a node.", "export CUDA_VISIBLE_DEVICES="]
+    lines += ["export SUBMITIT_EXECUTOR=slurm"]
+    lines += _srun(plan, run_path, python)
+    lines += _ending(plan, run_path)
+    return "\n".join(lines) + "\n"
+
+
+def _srun(plan: Plan, run_path: Path, python: str) -> list[str]:
+    extra = [f"--{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in plan.srun]
+    return [
+        "",
+        "# A preemption signals this shell too; it must outlive it to requeue the job. The ranks get the signal from SLURM.",
+        "trap : TERM USR2",
+        "rc=0",
+        "# The ranks ignore both signals until Python has its own handlers.",
+        "srun --kill-on-bad-exit=1 --cpus-per-task=\"$SRUN_CPUS_PER_TASK\" --unbuffered \\",
+        *[f"    {option} \\" for option in extra],
+        '    --output="${logs//%/%%}/rank-%t.out" --error="${logs//%/%%}/rank-%t.err" \\',
+        "    bash -c 'trap \"\" USR2 TERM; exec \"$@\"' rank \\",
+        f"    {shlex.quote(python)} -u -c {shlex.quote(TASK)} {shlex.quote(str(run_path / '.submitit'))} || rc=$?",
+    ]  # fmt: skip
+
+
+def _ending(plan: Plan, run_path: Path) -> list[str]:
+    event = (
+        """printf '{"time": %s, "event": "requeued", "job_id": "%s"}\\n' "$(date +%s)" "$SLURM_JOB_ID" """
+        '>> "$TRAINKIT_RUN_DIR/events.jsonl"'
+    )
+    if not plan.requeue:
+        return ["", 'if [ -e "$logs/requeue" ]; then echo "Saved; requeue is off: python -m jobs.resume goes on."; fi', 'exit "$rc"']
+    return [
+        "",
+        "# Saved and handed back: queue the same job again, unless it is being cancelled.",
+        'if [ -e "$logs/requeue" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then',
+        f"    {event}",
+        '    if scontrol requeue "$SLURM_JOB_ID"; then sleep 120 || true; fi  # SLURM ends this script',
+        "fi",
+        'exit "$rc"',
+    ]
+
+
+def _value(value: object) -> str:
+    return "" if value is None else f"={shlex.quote(str(value))}"
+
+
+def _check_path(path: Path) -> None:
+    # sbatch's header has no escape that all versions read alike.
+    if any(char in str(path) for char in "'\"\\\n"):
+        raise UserError(
+            f"The folder {str(path)!r} cannot be written into a batch script.",
+            why="Its name holds a quote, a backslash or a line break.",
+            fix="Use a folder with a plainer name.",
+        )

@@ -1,0 +1,144 @@
+"""Handing jobs over. The only file that knows submitit: its pickles, job objects, arrays, and the sbatch call.
+
+Each task's pickle holds one path. The script's text, signals, requeueing and logs are ours (see `batch_script` and
+`controller`), because submitit's would save inside a signal handler and loses the work of a preempted job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit.core import utils
+from submitit.local.local import LocalExecutor, LocalJob
+from submitit.slurm.slurm import SlurmExecutor
+
+from trainkit.errors import SchedulerError
+from trainkit.launch.environment import leaked, scrubbed
+from trainkit.launch.processes import ProcessId
+from trainkit.records.rundir import RunDir
+
+# Kept, or Python would warn that they still run when this process forgets them; they are meant to.
+_CONTROLLERS: list[subprocess.Popen[bytes]] = []
+
+
+def submit_to_slurm(
+    folder: Path, runs: Sequence[RunDir], function: Callable[[str], str], script: Path, *, nodes: int, ntasks_per_node: int,
+    env: Mapping[str, str],
+) -> list[str]:  # fmt: skip
+    """Queue ``script`` with sbatch: one job, or one array with a task for each run. Returns the job id of each run.
+
+    Raises:
+        SchedulerError: sbatch refused; with its own words.
+    """
+    executor = _Batch(folder / ".submitit", script, leaked(env))
+    executor.update_parameters(nodes=nodes, ntasks_per_node=ntasks_per_node)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+            return [job.job_id for job in executor.submit_each(function, runs)]
+    except utils.FailedJobError as error:
+        words = str(error).strip() or "It gave no reason."
+        raise SchedulerError(
+            "sbatch refused the job.",
+            why=" ".join(words.replace("sbatch: ", "").split()),
+            fix="Change the flag that it names; `--dry-run` shows what is submitted.",
+        ) from None
+
+
+def submit_locally(
+    folder: Path, runs: Sequence[RunDir], function: Callable[[str], str], *, tasks: int, cwd: Path, env: Mapping[str, str]
+) -> tuple[list[str], ProcessId]:
+    """Start a controller process on this machine that runs the runs one after another and outlives this terminal.
+
+    Returns the job id of each run, and the controller.
+    """
+    executor = _Local(folder / ".submitit", runs[0], cwd, tasks, env)
+    jobs = executor.submit_each(function, runs)
+    return [job.job_id for job in jobs], ProcessId.of(_CONTROLLERS[-1].pid)
+
+
+class _PickleEach:
+    """One command for all runs, and a pickle for each of them.
+
+    submitit's own arrays are made by a plain copy of its executor, which would forget our script.
+    """
+
+    folder: Path
+    job_class: Any
+
+    def submit_each(self, function: Callable[[str], str], runs: Sequence[RunDir]) -> list[Any]:
+        """Submit ``function(path)`` for every run."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pickles = []
+        for run in runs:
+            path = self.folder / f"{uuid.uuid4().hex}.pkl"
+            utils.DelayedSubmission(function, str(run.path)).dump(path)
+            pickles.append(path)
+        try:
+            first = self._submit_command(self._submitit_command_str)  # type: ignore[attr-defined]
+        except BaseException:
+            for path in pickles:
+                path.unlink()
+            raise
+        jobs = [first] if len(runs) == 1 else [self._member(first, index) for index in range(len(runs))]
+        for job, path in zip(jobs, pickles, strict=True):
+            job.paths.move_temporary_file(path, "submitted_pickle")
+        return jobs
+
+    def _member(self, first: Any, index: int) -> Any:
+        return self.job_class(folder=self.folder, job_id=f"{first.job_id}_{index}", tasks=list(range(first.num_tasks)))
+
+
+class _Batch(_PickleEach, SlurmExecutor):  # type: ignore[misc]
+    """submitit's SLURM executor with our script, and sbatch called without the variables of a job around it."""
+
+    def __init__(self, folder: Path, script: Path, unset: Sequence[str]) -> None:
+        super().__init__(folder)
+        self._script, self._unset = script, unset
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._script.read_text(encoding="utf-8")
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        unset = [word for name in self._unset for word in ("-u", name)]
+        return ["env", *unset, "sbatch", "--parsable", str(self._script)]
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        # `--parsable` prints the id, or id;cluster; a site's wrapper may have its say before it.
+        text = string if isinstance(string, str) else string.decode()
+        match = re.search(r"^(\d+)(?:;.*)?$", text, flags=re.MULTILINE)
+        if match is None:
+            raise SchedulerError("sbatch gave no job id.", why=f"It said: {text.strip()!r}.", fix="Look at `squeue --me`.")
+        return match[1]
+
+
+class _Local(_PickleEach, LocalExecutor):  # type: ignore[misc]
+    """submitit's local executor on simulated nodes (its own refuses more than one), by a controller of ours."""
+
+    def __init__(self, folder: Path, first: RunDir, cwd: Path, tasks: int, env: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self._first, self._cwd, self._tasks, self._env = first, cwd, tasks, env
+
+    def _num_tasks(self) -> int:
+        return self._tasks
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        run_folder = self.folder.parent
+        log = run_folder / "logs" / "batch.out"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as out:
+            controller = subprocess.Popen(
+                [sys.executable, "-u", "-m", "trainkit.launch.controller", str(run_folder), str(self._cwd)],
+                cwd=self._first.code,  # the snapshot, so that edits cannot reach the attempts to come
+                env=scrubbed(self._env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+        _CONTROLLERS.append(controller)
+        return LocalJob(folder=self.folder, job_id=str(controller.pid), process=controller, tasks=list(range(self._tasks)))

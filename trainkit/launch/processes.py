@@ -1,0 +1,190 @@
+"""Child processes that belong together: the ranks that one machine starts by itself, without a scheduler.
+
+They start together and end together, and every signal goes to a process by its id, never to a stranger that got the id
+of one that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+POLL_SECONDS = 0.05
+NOTICE_SECONDS = 2.0
+"""After a rank has failed, how long the others have to notice by themselves: their own words help to see why."""
+GRACE_SECONDS = 3.0
+"""Between SIGTERM and SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process to start. Its output goes to the two files; None is this process's own."""
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    stdout: Path | None
+    stderr: Path | None
+
+
+class RankGroup:
+    """Ranks on this machine, from start to end."""
+
+    def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None) -> None:
+        self._children: list[subprocess.Popen[bytes]] = []
+        self.first_failed: int | None = None
+        """The rank that ended badly before the others did."""
+        try:
+            for rank in ranks:
+                self._children.append(_start(rank, cwd))
+        except BaseException:
+            self.end(grace_seconds=0)
+            raise
+
+    def exit_codes(self) -> list[int | None]:
+        """Exit code by rank, None while it runs; negative for the signal that killed it."""
+        codes = []
+        for rank, child in enumerate(self._children):
+            was_running = child.returncode is None
+            codes.append(child.poll())
+            if was_running and child.returncode is not None:
+                _kill_group(child.pid)  # whatever a rank leaves behind: data loaders of one that was killed
+                if child.returncode and self.first_failed is None:
+                    self.first_failed = rank
+        return codes
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that runs, not to its data loaders: they must live until the ranks have saved."""
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    def wait(self, tick: Callable[[], None] = lambda: None) -> list[int]:
+        """Wait until all have ended, calling ``tick`` often. If one fails, the others are ended within seconds."""
+        failed_at: float | None = None
+        while True:
+            codes = self.exit_codes()
+            if all(code is not None for code in codes):
+                return [code for code in codes if code is not None]
+            if failed_at is None and any(codes):
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > NOTICE_SECONDS:
+                return self.end()
+            tick()
+            time.sleep(POLL_SECONDS)
+
+    def end(self, grace_seconds: float = GRACE_SECONDS) -> list[int]:
+        """End all that still run: SIGTERM, and SIGKILL after ``grace_seconds``."""
+        if grace_seconds > 0:
+            self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_seconds
+        while any(code is None for code in self.exit_codes()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for child in self._children:
+            if child.poll() is None:
+                _kill_group(child.pid)
+        return [child.wait() for child in self._children]
+
+
+def _start(rank: Rank, cwd: Path | None) -> subprocess.Popen[bytes]:
+    libc = ctypes.CDLL(None)  # loaded before the fork
+    with contextlib.ExitStack() as files:
+        out, err = (_open(files, path) for path in (rank.stdout, rank.stderr))
+        return subprocess.Popen(
+            list(rank.command), env=dict(rank.env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            start_new_session=True, preexec_fn=lambda: _before_exec(libc),
+        )  # fmt: skip
+
+
+def _open(files: contextlib.ExitStack, path: Path | None) -> IO[Any] | None:
+    return None if path is None else files.enter_context(path.open("ab"))
+
+
+def _before_exec(libc: ctypes.CDLL) -> None:
+    # A signal must not kill a rank before Python has its handlers: ignoring is inherited.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # Should whoever started the ranks be killed outright, they must not go on as orphans.
+        libc.prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
+
+def _kill_group(pid: int) -> None:
+    # A rank leads a session and group of its own, so this reaches its children and nobody else's.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def caught_signals(numbers: Sequence[int], handler: Callable[[int], None]) -> Any:
+    """Handle these signals by ``handler``, which must only take note of them."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        handler(number)
+
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process that cannot be mistaken: its machine, its number, and when it started."""
+
+    host: str
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """That of a process which runs here now."""
+        return cls(socket.gethostname(), pid, _start_time(pid) or "")
+
+    def is_here(self) -> bool:
+        """Whether this is the machine that it runs on."""
+        return self.host == socket.gethostname()
+
+    def is_alive(self) -> bool:
+        """Whether it runs still. Only meaningful where `is_here`."""
+        return bool(self.started) and _start_time(self.pid) == self.started
+
+    def signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self.is_here() and self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, as text that only it has; None if it does not run (a zombie does not)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return _start_time_elsewhere(pid) if not Path("/proc/self/stat").exists() else None
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def _start_time_elsewhere(pid: int) -> str | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.Error:
+        return None

@@ -1,0 +1,175 @@
+"""What this machine and its site are: SLURM or not, partitions and their nodes, GPUs and CPUs here.
+
+`discover` asks; the rest are pure readers of what `scontrol` prints as text. Its JSON differs between SLURM's versions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainkit.config.schema import time_minutes
+from trainkit.launch.hostlist import expand
+
+_DOWN = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "FUTURE", "MAINT")
+_NO_CLUSTER = "Could not establish a configuration source"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One compute node."""
+
+    name: str
+    cpus: int
+    gpus: int
+    up: bool = True
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition; None where it sets no limit."""
+
+    name: str
+    nodes: tuple[Node, ...] = ()
+    default: bool = False
+    max_time_min: float | None = None
+    max_nodes: int | None = None
+    up: bool = True
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a command is given. ``gpus`` and ``cpus`` are those of this machine that this process may use."""
+
+    slurm: bool
+    gpus: int
+    cpus: int
+    partitions: tuple[Partition, ...] = ()
+    unknown: str = ""
+    """Why the partitions are not known, if SLURM is there but did not tell."""
+
+    def partition(self, name: str | None) -> Partition | None:
+        """The partition of that name, or the default one; None if unknown."""
+        for partition in self.partitions:
+            if partition.name == name or (name is None and partition.default):
+                return partition
+        return None
+
+
+def discover(env: Mapping[str, str]) -> Site:
+    """Ask this machine, and SLURM if it is here."""
+    gpus, cpus = local_gpus(env.get("CUDA_VISIBLE_DEVICES")), local_cpus()
+    if shutil.which("sbatch", path=env.get("PATH")) is None:
+        return Site(slurm=False, gpus=gpus, cpus=cpus)
+    try:
+        nodes = read_nodes(_ask("scontrol", "show", "node", "-o"))
+        partitions = read_partitions(_ask("scontrol", "show", "partition", "-o"), nodes)
+    except (OSError, subprocess.SubprocessError) as error:
+        words = " ".join((getattr(error, "stderr", None) or str(error)).split())
+        # SLURM's packages alone make no cluster: such a machine runs jobs itself.
+        here = _NO_CLUSTER not in words
+        return Site(slurm=here, gpus=gpus, cpus=cpus, unknown=words if here else "sbatch is here, but configured for no cluster")
+    return Site(slurm=True, gpus=gpus, cpus=cpus, partitions=partitions)
+
+
+def read_partitions(text: str, nodes: Mapping[str, Node]) -> tuple[Partition, ...]:
+    """Partitions from ``scontrol show partition -o``."""
+    return tuple(_partition(_fields(line), nodes) for line in text.splitlines() if line.startswith("PartitionName="))
+
+
+def read_nodes(text: str) -> dict[str, Node]:
+    """Nodes by name from ``scontrol show node -o``."""
+    found = [_node(_fields(line)) for line in text.splitlines() if line.startswith("NodeName=")]
+    return {node.name: node for node in found}
+
+
+def count_gpus(gres: str) -> int:
+    """GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has 4, ``gpu`` has 1."""
+    total = 0
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *rest = item.strip().removeprefix("gres/").replace("=", ":").split(":")
+        if kind == "gpu":
+            count = rest[-1] if rest and rest[-1].isdigit() else "1"
+            total += int(count)
+    return total
+
+
+def visible_gpus(mask: str | None, present: int) -> int:
+    """How many of the ``present`` GPUs a process with that CUDA_VISIBLE_DEVICES sees.
+
+    As CUDA reads it: the list ends at the first entry that names no device.
+    """
+    if mask is None:
+        return present
+    seen: list[str] = []
+    for entry in (part.strip() for part in mask.split(",")):
+        if entry in seen or (not entry.startswith(("GPU-", "MIG-")) and not (entry.isdigit() and int(entry) < present)):
+            break
+        seen.append(entry)
+    return len(seen) if present else 0
+
+
+def local_gpus(mask: str | None) -> int:
+    """GPUs of this machine that are visible under ``mask``; asked from the driver, without torch."""
+    try:
+        import pynvml
+    except ImportError:
+        return 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        return visible_gpus(mask, int(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def local_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _ask(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, stdin=subprocess.DEVNULL)
+    return done.stdout
+
+
+def _fields(line: str) -> dict[str, str]:
+    # Values may hold spaces (OS=, Reason=), so a field runs up to the next word with an equals sign.
+    return {name: value.strip() for name, value in re.findall(r"(\w+)=(.*?)(?=\s\w+=|$)", line)}
+
+
+def _partition(fields: Mapping[str, str], nodes: Mapping[str, Node]) -> Partition:
+    names = fields.get("Nodes", "(null)")
+    members = [] if names in ("(null)", "") else expand(names)
+    return Partition(
+        name=fields["PartitionName"],
+        nodes=tuple(nodes[name] for name in members if name in nodes),
+        default=fields.get("Default") == "YES",
+        max_time_min=_minutes(fields.get("MaxTime", "")),
+        max_nodes=int(fields["MaxNodes"]) if fields.get("MaxNodes", "").isdigit() else None,
+        up=fields.get("State", "UP") == "UP",
+    )
+
+
+def _minutes(text: str) -> float | None:
+    try:
+        return time_minutes(text)
+    except ValueError:  # UNLIMITED, NONE
+        return None
+
+
+def _node(fields: Mapping[str, str]) -> Node:
+    # CPUEfctv, where there is one, leaves out the cores that the site keeps for itself.
+    cpus = fields.get("CPUEfctv") or fields.get("CPUTot") or "1"
+    # CfgTRES is complete only where the site accounts for GPUs; Gres always names them.
+    gpus = count_gpus(fields.get("Gres", ""))
+    state = fields.get("State", "").upper()
+    return Node(fields["NodeName"], int(cpus), gpus, up=not any(word in state for word in _DOWN))

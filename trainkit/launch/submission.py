@@ -1,0 +1,149 @@
+"""From a plan to a job: the run folder written, the job handed over, and who did it recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trainkit.config.loading import Loaded, to_yaml
+from trainkit.config.schema import Config
+from trainkit.errors import RefusedError, UserError
+from trainkit.launch.batch_script import batch_script
+from trainkit.launch.plan import Plan
+from trainkit.launch.processes import ProcessId
+from trainkit.launch.site import Site
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+
+Function = Callable[[str], str]
+
+
+def stored_config(loaded: Loaded, cwd: Path) -> Config:
+    """The configuration as the run keeps it: the data's folder is absolute, so that it can be repeated from anywhere."""
+    data = loaded.config.data
+    root = str((cwd / Path(data.root).expanduser()).absolute())
+    return loaded.config.model_copy(update={"data": data.model_copy(update={"root": root})})
+
+
+def script_text(plan: Plan, folder: Path, cwd: Path, points: int = 1) -> str:
+    """The batch script of a run, or of a sweep of ``points`` runs."""
+    return batch_script(plan, folder, cwd=cwd, python=sys.executable, points=points)
+
+
+def write_run(path: Path, config: Config, plan: Plan, script: str | None, command: Sequence[str]) -> RunDir:
+    """Make a new run folder with everything that the job needs. What could not be made whole is taken away again."""
+    run_dir = RunDir.create(path, to_yaml(config))
+    with undone_on_error(path):
+        from trainkit.records.snapshot import write_code, write_manifest
+
+        write_code(run_dir)
+        write_manifest(run_dir, list(command))
+        write_launch(run_dir.path, plan, script)
+    return run_dir
+
+
+def write_launch(folder: Path, plan: Plan, script: str | None) -> None:
+    """Write plan.json and, for SLURM, submit.sbatch."""
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    if script is not None:
+        (folder / "submit.sbatch").write_text(script, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def undone_on_error(folder: Path) -> Iterator[None]:
+    """Remove a folder that this very command made, if what follows fails: nothing half-written stays behind."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"Cannot write the run folder {folder}.",
+                why=f"{error.strerror}: {error.filename}",
+                fix="Free some space, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
+            ) from None
+        raise
+
+
+def require_executor(plan: Plan, site: Site) -> None:
+    """Refuse to submit to a SLURM that is not here."""
+    if plan.executor == "slurm" and not site.slurm:
+        raise RefusedError(
+            "There is no SLURM on this machine.",
+            why="launch.executor is slurm, but sbatch is not found.",
+            fix="Use --executor local to run it here, or submit from a login node.",
+        )
+
+
+def hand_over(
+    folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]
+) -> list[str]:
+    """Queue the runs in ``folder`` with SLURM, or start them here, and write a ``submitted`` event into each.
+
+    Returns the job id of each run.
+    """
+    # submitit is imported here: a dry run and `--help` do without.
+    from trainkit.launch import executors
+
+    who: dict[str, object] = {}
+    attempts = [len(run.attempts()) for run in runs]
+    if plan.executor == "slurm":
+        job_ids = executors.submit_to_slurm(
+            folder, runs, function, folder / "submit.sbatch", nodes=plan.nodes, ntasks_per_node=plan.ntasks_per_node, env=env
+        )
+    else:
+        job_ids, controller = executors.submit_locally(folder, runs, function, tasks=plan.world_size, cwd=cwd, env=env)
+        who = _process_fields(controller)
+    for run, job_id, before in zip(runs, job_ids, attempts, strict=True):
+        append_event(run, "submitted", executor=plan.executor, job_id=job_id, attempts_before=before, **who)
+    return job_ids
+
+
+def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]) -> None:
+    """Run rank 0 of 1 in this very process, with its terminal, so that ``breakpoint()`` works."""
+    from trainkit.launch.environment import leaked
+
+    attempt = len(run.attempts())
+    me = ProcessId.of(os.getpid())
+    append_event(run, "submitted", executor="debug", job_id=str(me.pid), attempts_before=attempt, **_process_fields(me))
+    run.attempt_logs(attempt).mkdir(parents=True)
+    # This process becomes the rank, so its own environment is what the rank will read.
+    for name in leaked(env):
+        os.environ.pop(name, None)
+    os.environ.update(TRAINKIT_RUN_DIR=str(run.path), TRAINKIT_ATTEMPT=str(attempt))
+    if not plan.gpus_per_node:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    state = "FAILED"
+    try:
+        function(str(run.path))
+        state = "PREEMPTED" if run.requeue_marker(attempt).exists() else "COMPLETED"
+    except KeyboardInterrupt:
+        state = "CANCELLED"
+        raise
+    finally:
+        append_event(run, "ended", state=state, job_id=str(me.pid), attempt=attempt)
+
+
+def rank_commands(plan: Plan, folder: Path) -> list[str]:
+    """What a local run would start, one line a rank, for a dry run."""
+    from trainkit.launch.batch_script import TASK
+
+    lines = []
+    for rank in range(plan.world_size):
+        node, local_rank = divmod(rank, plan.ntasks_per_node)
+        env = (
+            f"TRAINKIT_SIMULATED_NODES={plan.nodes} SUBMITIT_LOCAL_NTASKS={plan.world_size} SUBMITIT_LOCAL_NODEID={node} "
+            f"SUBMITIT_LOCAL_LOCALID={local_rank} SUBMITIT_LOCAL_GLOBALID={rank}"
+        )
+        lines.append(f"{env} {shlex.join([sys.executable, '-u', '-c', TASK, str(folder / '.submitit')])}")
+    return lines
+
+
+def _process_fields(process: ProcessId) -> dict[str, object]:
+    return {"host": process.host, "pid": process.pid, "process_started": process.started}
+
