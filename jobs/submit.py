@@ -78,10 +78,7 @@ def _submit(
         raise UserError("A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one.")
     script = submission.script_text(plan, folder, cwd, points) if plan.executor == "slurm" else None
     if args.dry_run:
-        from jobs.dry_run import show
-
-        show(plan, loadeds[0], folder, script)
-        return 0
+        return dry_run(plan, loadeds[0], folder, script)
     submission.require_executor(plan, site)
     if plan.executor == "debug" and points > 1:
         raise UserError("A sweep does not run with --executor debug.", why="debug is one run in this process.", fix="Use local.")
@@ -127,6 +124,31 @@ def check(loaded: Loaded) -> None:
     check_model(config.model)
     if config.strategy.name != "hivemind":
         plugins.check_options("trainkit.strategies", config.strategy.name, config.strategy.options, where="strategy")
+
+
+def dry_run(plan: Any, loaded: Loaded, folder: Path, script: str | None) -> int:
+    """On stdout what would be submitted, on stderr every value with its source and reason. Writes nothing."""
+    from trainkit.launch import explain
+
+    if script is None:
+        script = f"# {plan.executor}: {plan.nodes} x {plan.ntasks_per_node} ranks on this machine, run folder {folder}\n"
+        script += "".join(f"{line}\n" for line in explain.rank_commands(plan, folder))
+    sys.stdout.write(script)
+    sys.stdout.flush()
+    rows = explain.plan_rows(plan) + explain.config_rows(loaded)
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("setting", "value", "source", "reason", box=None)
+        for row in rows:
+            table.add_row(*row)
+        Console(stderr=True).print(table)
+        return 0
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
+    for row in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip(), file=sys.stderr)
+    return 0
 
 
 def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:

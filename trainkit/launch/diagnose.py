@@ -11,6 +11,7 @@ from trainkit.records.rundir import RunDir
 
 # srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "... tasks 0-1: Killed".
 _SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[^:]*: (?!Terminated)(.+)")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts it before every line of a traceback
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def _traceback(path: Path) -> tuple[str, ...]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
+    lines = [_RANK_PREFIX.sub("", line) for line in lines]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
         return ()

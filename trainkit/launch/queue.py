@@ -18,6 +18,7 @@ from trainkit.records.rundir import RunDir
 ENDED = frozenset(
     "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT UNKNOWN".split()
 )
+_BY_EVENT = {"finished": "COMPLETED", "failed": "FAILED"}
 _SQUEUE_FORMAT = "%i|%T|%r|%M|%N"
 
 
@@ -48,7 +49,7 @@ def job_states(runs: Sequence[RunDir]) -> list[JobState]:
     states = []
     for run, submitted in zip(runs, submissions, strict=True):
         if submitted is None:
-            states.append(JobState("NOT SUBMITTED"))
+            states.append(_without_job(run))
         elif submitted.get("executor") == "slurm":
             job_id = str(submitted["job_id"])
             states.append(told.get(job_id) or _by_record(run, submitted, complaint))
@@ -116,13 +117,23 @@ def _ask_slurm(job_ids: Iterable[str]) -> tuple[dict[str, JobState], str]:
     return found, complaint
 
 
+def _without_job(run: RunDir) -> JobState:
+    """A run that nobody submitted: of torchrun, of a template, of `jobs.launch`. Only its own record speaks of it."""
+    for event in reversed(read_events(run)):
+        if event.get("event") in _BY_EVENT:
+            return JobState(_BY_EVENT[event["event"]], reason="by its own record")
+        if event.get("event") == "started":
+            return JobState("UNKNOWN", reason="started without jobs.submit, so nobody can be asked")
+    return JobState("NOT SUBMITTED")
+
+
 def _by_record(run: RunDir, submitted: Mapping[str, Any], complaint: str) -> JobState:
     """SLURM does not know the job: right after sbatch, or long after its end where there is no accounting."""
     job_id = str(submitted["job_id"])
     for event in reversed(_events_since(run, submitted)):
-        if event.get("event") in ("finished", "failed"):
-            state = "COMPLETED" if event["event"] == "finished" else "FAILED"
-            return JobState(state, job_id, "slurm", "by the run's own record; SLURM has forgotten the job")
+        if event.get("event") in _BY_EVENT:
+            reason = "by its own record; SLURM has forgotten the job"
+            return JobState(_BY_EVENT[event["event"]], job_id, "slurm", reason)
     return JobState("UNKNOWN", job_id, "slurm", complaint or "SLURM does not know the job")
 
 

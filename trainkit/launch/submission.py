@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,21 +126,6 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
         raise
     finally:
         append_event(run, "ended", state=state, job_id=str(me.pid), attempt=attempt)
-
-
-def rank_commands(plan: Plan, folder: Path) -> list[str]:
-    """What a local run would start, one line a rank, for a dry run."""
-    from trainkit.launch.batch_script import TASK
-
-    lines = []
-    for rank in range(plan.world_size):
-        node, local_rank = divmod(rank, plan.ntasks_per_node)
-        env = (
-            f"TRAINKIT_SIMULATED_NODES={plan.nodes} SUBMITIT_LOCAL_NTASKS={plan.world_size} SUBMITIT_LOCAL_NODEID={node} "
-            f"SUBMITIT_LOCAL_LOCALID={local_rank} SUBMITIT_LOCAL_GLOBALID={rank}"
-        )
-        lines.append(f"{env} {shlex.join([sys.executable, '-u', '-c', TASK, str(folder / '.submitit')])}")
-    return lines
 
 
 def _process_fields(process: ProcessId) -> dict[str, object]:

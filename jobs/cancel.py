@@ -1,0 +1,74 @@
+"""``python -m jobs.cancel RUN...``: end the job of a run, or all of a sweep's, on SLURM or on this machine."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from jobs import cli
+from jobs.status import runs_of
+from trainkit.errors import RefusedError, SchedulerError
+from trainkit.launch.queue import JobState, controller_of, job_states
+from trainkit.records.events import append_event, last_event
+from trainkit.records.rundir import RunDir
+
+PATIENCE_SECONDS = 20.0
+"""A local run has less than this to save and end; then it is killed."""
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("cancel", "End the jobs of runs. What they have saved stays, and `resume` goes on from it.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
+    args = parser.parse_args(list(argv))
+    runs = [run for reference in args.runs for run in runs_of(reference, env)]
+    states = job_states(runs)
+    on_slurm = [(run, state) for run, state in zip(runs, states, strict=True) if state.alive and state.executor == "slurm"]
+    local = [(run, state) for run, state in zip(runs, states, strict=True) if state.alive and state.executor != "slurm"]
+    for run, state in zip(runs, states, strict=True):
+        if not state.alive:
+            why = f" ({state.reason})" if state.reason else ""
+            print(f"{run.name}: nothing to cancel, it is {state.state}{why}.")
+    if on_slurm:
+        _scancel(on_slurm)
+    if local:
+        _end_locally(local)
+    return 0
+
+
+def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
+    command = ["scancel", *dict.fromkeys(state.job_id for _, state in jobs)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise SchedulerError("Cannot cancel: scancel did not answer.", why=str(error), fix="Try again on a login node.") from None
+    if done.returncode:
+        raise SchedulerError("scancel refused.", why=" ".join(done.stderr.split()), fix="Only a job's owner may cancel it.")
+    for run, state in jobs:
+        append_event(run, "cancelled", job_id=state.job_id)
+        print(f"{run.name}: cancelled job {state.job_id}.")
+
+
+def _end_locally(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
+    # The runs of a sweep share one controller.
+    for run, state in jobs:
+        process = controller_of(last_event(run, "submitted") or {})
+        if process is None or not process.is_here():
+            where = process.host if process else "another machine"
+            raise RefusedError(f"{run.name} runs on {where}.", why="A local run can only be ended there.", fix=f"Log in to {where}.")
+        if not process.is_alive():
+            continue  # its sweep has just been ended
+        append_event(run, "cancelled", job_id=state.job_id)
+        process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # Its ranks die with it: each has asked the kernel for that.
+        process.signal(signal.SIGKILL)
+    for run, state in jobs:
+        print(f"{run.name}: cancelled local job {state.job_id}.")
+
+
+if __name__ == "__main__":
+    cli.run(main)
