@@ -18,7 +18,6 @@ from trainkit.distributed.process_group import Distributed
 
 # Names are those of the plain model's parameters: neither DDP's nor a sharding's trace is left in them.
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-_HAND_OUT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, flatten_optimizer_state_dict=True)
 
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -34,7 +33,7 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 def hand_out_model(model: nn.Module, weights: dict[str, Tensor], dist: Distributed) -> None:
     """Load rank 0's ``weights`` into the model of every rank; the other ranks pass an empty dict."""
-    options = _HAND_OUT if dist.world_size > 1 else StateDictOptions(full_state_dict=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.world_size > 1)
     set_model_state_dict(model, weights, options=options)
 
 
@@ -42,11 +41,13 @@ def hand_out_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, Tensor], dist: Distributed
 ) -> None:
     """Load rank 0's optimizer state into the optimizer of every rank; the other ranks pass an empty dict."""
-    current = get_optimizer_state_dict(model, optimizer, options=_GATHER)
-    settings: dict[str, Any] = {name: value for name, value in current.items() if not isinstance(value, Tensor)}
-    options = (
-        _HAND_OUT
-        if dist.world_size > 1
-        else StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    # Nested, not flattened as it is stored: torch cannot broadcast a flattened optimizer state.
+    current = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
-    set_optimizer_state_dict(model, optimizer, {**settings, **moments} if dist.is_main else {}, options=options)
+    nested: dict[str, Any] = {"state": {}, "param_groups": current.get("param_groups", [])}
+    for name, value in moments.items():
+        parameter, _, kind = name.removeprefix("state.").rpartition(".")
+        nested["state"].setdefault(parameter, {})[kind] = value
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.world_size > 1)
+    set_optimizer_state_dict(model, optimizer, nested if dist.is_main else {}, options=options)
