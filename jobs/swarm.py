@@ -1,0 +1,150 @@
+"""``python -m jobs.swarm create PRESET | status [ADDRESS|RUN]``: collaborative runs.
+
+create   start a swarm on this machine, train in it, and print the line with which others join
+status   peers, rounds and loss of a swarm: at an address, of a run, or of the newest run here
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs import cli
+from trainkit.config.loading import load, to_yaml
+from trainkit.config.schema import Config
+from trainkit.errors import UserError
+from trainkit.records.rundir import RunDir, next_path, runs_root
+
+if TYPE_CHECKING:
+    from trainkit.collaborative.swarm import View
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse and call the verb."""
+    parser = cli.Parser("swarm", __doc__ or "")
+    parser.add_argument("verb", choices=("create", "status"), metavar="create|status", help="what to do")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="`create --help` lists its flags")
+    args = parser.parse_args(argv)
+    return (_create if args.verb == "create" else _status)(args.rest, env)
+
+
+def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
+    """The flags that every peer has."""
+    name = f"{env_user()}@{socket.gethostname()}"
+    parser.add_argument("--name", default=name, help=f"how others see this peer (default: {name})")
+    default = host or "0.0.0.0 with --public"
+    parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
+    parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
+    parser.add_argument("--identity", type=Path, metavar="FILE", help="keep this peer's key here, and so its id")
+    parser.add_argument("--run-dir", type=Path, help="folder to make for this run")
+
+
+def env_user() -> str:
+    """The user's login name, or ``peer``."""
+    return os.environ.get("USER") or os.environ.get("LOGNAME") or "peer"
+
+
+def check_peer_flags(args: argparse.Namespace) -> None:
+    """Refuse a port that does not exist, and a name that would not fit into a record."""
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
+    if not 0 < len(args.name) <= 64:
+        raise UserError("--name is too long or empty.", why="It has 1 to 64 characters.", fix="Use a short one.")
+
+
+def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
+    """The run folder of a peer, with its manifest."""
+    from trainkit.records.snapshot import write_manifest
+
+    run_dir = RunDir.create(path or next_path(runs_root(env), name), to_yaml(config))
+    write_manifest(run_dir, sys.argv)
+    return run_dir
+
+
+def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("swarm create", "Start a swarm on this machine, train in it, and keep its records.")
+    parser.add_argument("preset", metavar="PRESET", help="as a rule hivemind")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_peer_flags(parser, host="0.0.0.0")
+    args = parser.parse_intermixed_args(argv)
+    from trainkit.collaborative.peer import create_swarm, leave_on_interrupt
+    from trainkit.distributed.stop import stop_on_signal
+
+    check_peer_flags(args)
+    loaded = load(args.preset, args.overrides, env=env)
+    port = args.port or loaded.config.collaborative.port
+    with stop_on_signal() as stop, leave_on_interrupt(stop, say):
+        ending, run_dir = create_swarm(
+            loaded.config,
+            open_run=lambda config: make_run(config, args.run_dir, loaded.name, env),
+            name=args.name,
+            host=args.host,
+            port=port,
+            identity=args.identity,
+            stop=stop,
+            say=say,
+        )
+    say_end(ending, run_dir)
+    return 0
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def say_end(ending: str, run_dir: RunDir | None) -> None:
+    """What a peer's run came to."""
+    from trainkit.monitor.follow import summary_lines
+
+    endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
+    say(endings[ending])
+    if run_dir is not None:
+        say("\n".join(summary_lines(run_dir)))
+
+
+def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("swarm status", "Peers, rounds and loss of a swarm.")
+    parser.add_argument("swarm", nargs="?", metavar="ADDRESS|RUN", help="default: the newest swarm of this folder")
+    args = parser.parse_args(argv)
+    from trainkit.collaborative.swarm import look
+
+    print("\n".join(status_lines(look(args.swarm, env))))
+    return 0
+
+
+def status_lines(view: View) -> list[str]:
+    """The text of ``status``."""
+    state = "running" if view.running else "not running"
+    loss = f", loss {view.loss:.4f}" if view.loss is not None else ""
+    lines = [f"{view.name}: {state}, round {view.round}/{view.rounds}, {len(view.peers)} peers{loss}"]
+    if view.peers:
+        width = max(len("peer"), *(len(row.name) for row in view.peers))
+        lines.append(f"  {'peer':{width}}  id        round  group  samples  samples/s    loss  seen")
+        for row in view.peers:
+            lines.append(
+                f"  {row.name:{width}}  ..{row.peer[-6:]}  {row.round:5}  {row.group or 'alone':>5}  {row.samples:7}  "
+                f"{row.samples_per_sec:9,.0f}  {row.loss:6.4f}  {row.seconds_ago:.0f} s ago"
+            )
+    if view.history:
+        lines.append("  round  peers  train loss  val loss  val acc1")
+        for record in view.history:
+            lines.append(
+                f"  {record.get('round', '?'):>5}  {_cell(record.get('peers'), 'd'):>5}  "
+                f"{_cell(record.get('train_loss'), '.4f'):>10}  {_cell(record.get('loss'), '.4f'):>8}  "
+                f"{_cell(record.get('acc1'), '.2f'):>8}"
+            )
+    return lines
+
+
+def _cell(value: object, spec: str) -> str:
+    return format(value, spec) if isinstance(value, int | float) else "-"
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,368 @@
+"""DiLoCo (arXiv 2311.08105): every peer trains on its own for a round, then the peers agree on what was learned.
+
+A peer's *pseudo-gradient* is how far its weights have moved in a round, against their direction. The peers average
+theirs, weighted by samples, and each makes the same step of SGD with Nesterov momentum from the weights that they had
+in common. A round that fails costs nothing but the others' part: the peer goes on with its own pseudo-gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.allreduce import AllreduceException
+from hivemind.averaging.matchmaking import MatchmakingException
+from hivemind.compression import Float16Compression, NoCompression
+from torch import Tensor, nn
+
+from trainkit.collaborative import processes
+from trainkit.collaborative.dht import SwarmDHT
+from trainkit.config.schema import CollaborativeConfig
+from trainkit.errors import RunFailedError
+
+# An average more than so many times longer than this peer's own pseudo-gradient is refused.
+_LARGEST_RATIO = 10.0
+# A round has failed if no group is found within so many seconds after its end.
+_GRACE = 2.0
+# Weights that peers compare in each round, to see whether they still train the same model.
+_PROBE = 256
+# Relative distance of those beyond which a peer takes over the senior peer's state. Rounding to fp16 gives about 1e-5.
+_DRIFT = 1e-3
+
+
+@dataclass(frozen=True)
+class Round:
+    """How a round ended for this peer."""
+
+    group: int
+    """Peers that averaged, itself included; 0 when it went on alone."""
+    used: str
+    """"average", "own" or "nothing" (it had trained nothing, or not-a-number)."""
+    why: str
+    """Why the average was not used; empty if it was."""
+    samples_per_sec: float
+    """Of the whole group."""
+    drifted: bool
+    """This peer's weights are no longer those of the group."""
+
+
+class OuterState:
+    """What the peers have in common: weights ``theta``, their momentum, and the number of the next round.
+
+    Flat float32 vectors on the CPU. BatchNorm's running statistics, if any, lie behind the parameters in ``theta``;
+    they are averaged as they are.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float, momentum: float) -> None:
+        self._model = model
+        self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.num_parameters = sum(parameter.numel() for parameter in self.params)
+        self.lr, self.mu = lr, momentum
+        self.lock = threading.Lock()  # hivemind reads the state from a thread of its own
+        self.theta = _flatten(self._tensors())
+        self.momentum = torch.zeros(self.num_parameters)
+        self.round = 0
+        self.age = 0.0
+        """Rounds that this state has behind it with the group; of two that have drifted apart the older one counts."""
+        generator = torch.Generator().manual_seed(self.num_parameters)
+        self._probe = torch.randint(self.num_parameters, (_PROBE,), generator=generator)
+
+    def local(self) -> Tensor:
+        """This peer's contribution: pseudo-gradient, then buffers, in one vector."""
+        contribution = _flatten(self._tensors())
+        size = self.num_parameters
+        contribution[:size] = self.theta[:size] - contribution[:size]
+        return contribution
+
+    def probe(self) -> Tensor:
+        """Some of the weights, the same ones on every peer."""
+        return self.theta[self._probe].clone()
+
+    def step(self, contribution: Tensor | None, next_round: int, *, counts: bool = True) -> None:
+        """The outer update; None leaves the weights that the peers had in common. The model starts from them.
+
+        ``counts``: the round adds to the state's age.
+        """
+        size = self.num_parameters
+        with self.lock:
+            if contribution is not None:
+                gradient = contribution[:size]
+                self.momentum.mul_(self.mu).add_(gradient)
+                self.theta[:size] -= self.lr * (gradient + self.mu * self.momentum)
+                self.theta[size:] = contribution[size:]
+            self.round = next_round
+            self.age += counts
+        self.into_model()
+
+    @torch.no_grad()
+    def into_model(self) -> None:
+        """Copy the common weights into the model."""
+        position = 0
+        for tensor in self._tensors():
+            part = self.theta[position : position + tensor.numel()]
+            tensor.copy_(part.view_as(tensor))
+            position += tensor.numel()
+
+    def _tensors(self) -> list[Tensor]:
+        # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
+        return [*self.params, *(buffer for buffer in self._model.buffers() if buffer.is_floating_point())]
+
+    def load(self, theta: Tensor, momentum: Tensor, round_index: int, age: float) -> None:
+        """Go on from another peer's state, or from a checkpoint.
+
+        Raises ValueError when it does not fit or is not finite.
+        """
+        if theta.shape != self.theta.shape or momentum.shape != self.momentum.shape:
+            raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
+        if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
+            raise ValueError("it is not finite")
+        with self.lock:
+            self.theta.copy_(theta)
+            self.momentum.copy_(momentum)
+            self.round, self.age = round_index, age
+        self.into_model()
+
+
+class _Averager(DecentralizedAverager):  # type: ignore[misc]
+    """hivemind's averager. Its class name is part of the protocol between peers."""
+
+    outer: OuterState
+    parent: int
+
+    def run(self) -> None:
+        processes.become_helper(self._parent_pid)
+        super().run()
+
+    def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, Tensor], None]:
+        outer = self.outer
+        with outer.lock:
+            return {"round": outer.round, "age": outer.age}, (outer.theta.clone(), outer.momentum.clone()), None
+
+
+class Averaging:
+    """One peer's rounds."""
+
+    def __init__(self, averager: Any, outer: OuterState, config: CollaborativeConfig, *, can_share: bool) -> None:
+        self._averager, self._outer, self._config = averager, outer, config
+        self._can_share = can_share
+        self._control: Any = None
+        self._usual_norm = 0.0  # of the last average that was used
+
+    @property
+    def failed_helpers(self) -> bool:
+        """The averager's process has died; without it this peer is alone."""
+        return not self._averager.is_alive()
+
+    def share(self) -> None:
+        """From now on others may take over this peer's state; they prefer the oldest."""
+        if self._can_share:
+            self._averager.allow_state_sharing = True
+            self._averager.state_sharing_priority = self._outer.age + 1.0
+
+    def adopt(self, seconds: float) -> bool:
+        """Take over the state of the oldest peer that gives it. False if there is none, or it cannot be used."""
+        future = self._averager.load_state_from_peers(wait=False, timeout=seconds)
+        try:
+            found = future.result(seconds)
+        except FutureTimeoutError:
+            return False
+        if found is None:
+            return False
+        metadata, tensors = found
+        try:
+            theta, momentum = tensors
+            # Younger than the donor: it keeps the say, should the two drift apart.
+            self._outer.load(theta.float(), momentum.float(), int(metadata["round"]), float(metadata["age"]) - 0.5)
+        except (ValueError, KeyError, TypeError):
+            return False
+        return True
+
+    def begin(self, boundary: float, samples_per_sec: float) -> None:
+        """Look for the others, while training goes on. ``boundary``: when the round ends."""
+        assert self._control is None
+        if self.failed_helpers:
+            raise RunFailedError(
+                "The averaging process of this peer has died.",
+                why="Most often memory ran out.",
+                fix="Start the peer again.",
+            )
+        self._control = self._averager.step(
+            gather={
+                "shares": self._can_share,
+                "age": self._outer.age,
+                "rate": float(samples_per_sec),
+                "probe": self._outer.probe().numpy().tobytes(),
+            },
+            scheduled_time=max(boundary, time.time() + 0.3),
+            timeout=max(boundary - time.time(), 0.0) + _GRACE,
+            require_trigger=True,
+            wait=False,
+        )
+
+    @property
+    def begun(self) -> bool:
+        """Whether this round's search is under way."""
+        return self._control is not None
+
+    def finish(self, *, samples: int, trained: float, next_round: int, alone: bool) -> Round:
+        """Exchange, judge, and make the outer step.
+
+        Args:
+            samples: how many this peer has trained on in the round; its weight in the average.
+            trained: the share of the round in which it did.
+            alone: nobody else has shown up lately, so there is little to wait for.
+        """
+        outer, control = self._outer, self._control
+        self._control = None
+        own = outer.local()
+        own_norm = float(own[: outer.num_parameters].norm())
+        usable = samples > 0 and math.isfinite(own_norm) and bool(torch.isfinite(own).all())
+        if not usable:
+            # Stay in the group without a say: zero weight, and the common buffers.
+            own = torch.cat([torch.zeros(outer.num_parameters), outer.theta[outer.num_parameters :]])
+        average, members, why = self._exchange(control, own, samples if usable else 0, alone=alone)
+        if average is not None:
+            why = self._objection(average, own_norm / max(trained, 0.05) if usable else 0.0)
+        if average is not None and not why:
+            self._usual_norm = float(average[: outer.num_parameters].norm())
+            used = "average"
+        else:
+            used = "own" if usable else "nothing"
+            average = own if usable else None
+        drifted = self._has_drifted(members)
+        # A peer that went its own way while there were others must not be the one that they listen to later.
+        outer.step(average, next_round, counts=used == "average" or alone)
+        if not drifted:
+            self.share()
+        return Round(
+            group=len(members) if used == "average" else 0,
+            used=used,
+            why=why,
+            samples_per_sec=sum(_number(member.get("rate")) for member in members.values()),
+            drifted=drifted,
+        )
+
+    def _exchange(
+        self, control: Any, own: Tensor, weight: int, *, alone: bool
+    ) -> tuple[Tensor | None, dict[str, dict[str, Any]], str]:
+        if control is None:
+            return None, {}, "the round was too short to look for others"
+        (shared,) = self._averager._averaged_tensors
+        lock = self._averager.lock_averaged_tensors
+        if not lock.acquire(timeout=_GRACE):
+            control.cancel()
+            return None, {}, "the round before is still being exchanged"
+        try:
+            shared.copy_(own)
+        finally:
+            lock.release()
+        control.weight = float(weight)
+        control.allow_allreduce()
+        # What is left before the search of the next round begins, so that a slow round is not followed by a missed one.
+        config = self._config
+        patience = max(_GRACE, config.round_seconds - config.matchmaking_seconds) + 0.5
+        try:
+            members = self._wait(control, patience, alone=alone)
+        except (FutureTimeoutError, CancelledError, AllreduceException, MatchmakingException, OSError) as error:
+            with suppress(Exception):
+                control.cancel()
+            return None, {}, "no others" if "could not find a group" in str(error) else _first_line(error)
+        except Exception as error:  # of libp2p, by way of the averager's process: what it is does not matter here
+            return None, {}, _first_line(error)
+        with lock:
+            average = shared.clone()
+        found = {str(peer): value if isinstance(value, dict) else {} for peer, value in (members or {}).items()}
+        return average, found, ""
+
+    def _wait(self, control: Any, patience: float, *, alone: bool) -> Mapping[Any, Any]:
+        if alone and not control.began_allreduce:
+            # Long enough for a newcomer who has just asked; a lonely creator does not idle for seconds each round.
+            with suppress(FutureTimeoutError):
+                return control.result(0.7)  # type: ignore[no-any-return]
+            if not control.began_allreduce:
+                raise FutureTimeoutError("could not find a group")
+        return control.result(patience)  # type: ignore[no-any-return]
+
+    def _objection(self, average: Tensor, own_norm: float) -> str:
+        """Why ``average`` must not be used; empty if it may."""
+        if not bool(torch.isfinite(average).all()):
+            return "the average is not finite"
+        norm = float(average[: self._outer.num_parameters].norm())
+        usual = max(own_norm, self._usual_norm)
+        if usual > 0.0 and norm > _LARGEST_RATIO * usual:
+            return f"the average is {norm / usual:.0f} times longer than usual"
+        return ""
+
+    def _has_drifted(self, members: dict[str, dict[str, Any]]) -> bool:
+        """Compare this peer's weights with those of the oldest member that shares its state."""
+        sharing = [(_number(m.get("age")), peer, m) for peer, m in members.items() if m.get("shares") is True]
+        if not sharing:
+            return False
+        _, oldest, member = max(sharing, key=lambda item: item[:2])
+        if oldest == str(self._averager.peer_id):
+            return False
+        probe = member.get("probe")
+        if not isinstance(probe, bytes) or len(probe) != 4 * _PROBE:
+            return False
+        theirs, own = torch.frombuffer(bytearray(probe), dtype=torch.float32), self._outer.probe()
+        return not float((theirs - own).norm()) <= _DRIFT * float(own.norm())  # also for not-a-number
+
+
+@contextmanager
+def open_averaging(dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig, run_id: str) -> Iterator[Averaging]:
+    """Start the averager; on leaving, end its process.
+
+    Open it before the first use of CUDA: the process is forked.
+    """
+    import signal
+
+    client = bool(dht.node.client_mode)
+    interrupt = signal.getsignal(signal.SIGINT)
+    averager = _Averager(
+        [torch.zeros_like(outer.theta)],
+        dht.node,
+        start=False,
+        prefix=f"{run_id}_outer",
+        min_matchmaking_time=config.matchmaking_seconds,
+        request_timeout=min(1.0, config.matchmaking_seconds / 2),
+        compression=Float16Compression() if config.compression == "fp16" else NoCompression(),
+        state_compression=NoCompression(),
+        client_mode=client,
+        allow_state_sharing=False,
+        allreduce_timeout=max(_GRACE, config.round_seconds - config.matchmaking_seconds),
+        next_chunk_timeout=min(10.0, max(1.0, config.round_seconds / 4)),
+        shutdown_timeout=2.0,
+        daemon=True,
+    )
+    averager.outer = outer
+    try:
+        averager.run_in_background(await_ready=True, timeout=30.0)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt)  # hivemind has switched Ctrl-C off in this process
+        yield Averaging(averager, outer, config, can_share=not client)
+    finally:
+        mine = processes.family(averager.pid)
+        with suppress(OSError, ValueError):
+            averager.shutdown()
+        processes.end(mine)
+
+
+def _flatten(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors]).cpu()
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

@@ -1,0 +1,283 @@
+"""A peer's place in the swarm's DHT: start, publish, read, leave; every step bounded in time.
+
+One DHT is one swarm. Two kinds of records live in it: the creator's manifest, and every peer's progress.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import hivemind
+
+from trainkit.collaborative import address, processes
+from trainkit.collaborative.trust import MANIFEST, PROGRESS, Identity, peer_id_of
+from trainkit.errors import RefusedError, TrainkitError, UserError
+
+PROTOCOL = 1
+_START_SECONDS = 20.0
+_READ_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What all peers of a run have in common."""
+
+    run_id: str
+    name: str
+    config: str
+    """The complete configuration as YAML."""
+    config_sha256: str
+    num_parameters: int
+    first_round: int
+    versions: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False
+    """The creator has ended the run before its last round."""
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a peer says about its last round."""
+
+    name: str
+    round: int
+    samples: int
+    samples_per_sec: float
+    loss: float
+    group: int
+    """Peers that averaged together, itself included; 0: it went on alone."""
+    time: float
+
+
+class _DHT(hivemind.DHT):  # type: ignore[misc]
+    def run(self) -> None:
+        processes.become_helper(self._parent_pid)
+        processes.subprocesses_die_with_us()
+        super().run()
+
+
+class SwarmDHT:
+    """This peer's node of the DHT."""
+
+    def __init__(self, node: Any, identity: Identity) -> None:
+        self.node = node
+        self.peer_id = str(node.peer_id)
+        self._subkey = identity.subkey
+
+    def addresses(self, prefer_host: str | None = None) -> list[str]:
+        """Where others reach this peer, the most useful first."""
+        return address.best_first(map(str, self.node.get_visible_maddrs(latest=True)), prefer_host)
+
+    def publish_manifest(self, manifest: Manifest, seconds: float, *, wait: bool = False) -> None:
+        """Store the manifest, signed by this peer, for so many seconds."""
+        self._store(MANIFEST, asdict(manifest), seconds, wait=wait)
+
+    def publish_progress(self, progress: Progress, seconds: float) -> None:
+        """Store this peer's progress for so many seconds; does not wait."""
+        self._store(PROGRESS, asdict(progress), seconds, wait=False)
+
+    def manifests(self) -> dict[str, Manifest]:
+        """Creator's peer id -> manifest."""
+        return _manifests(self._read(MANIFEST))
+
+    def progress(self) -> dict[str, Progress]:
+        """Peer id -> its last progress; of peers that have gone, until it expires."""
+        return _progress(self._read(PROGRESS))
+
+    def ask(self, key: str) -> Any:
+        """Start to read a record; the answer is a future."""
+        return self.node.get(key, latest=True, return_future=True)
+
+    def _store(self, key: str, value: dict[str, Any], seconds: float, *, wait: bool) -> None:
+        future = self.node.store(key, value, time.time() + seconds, subkey=self._subkey, return_future=True)
+        if wait:
+            with suppress(FutureTimeoutError):
+                future.result(_READ_SECONDS)
+
+    def _read(self, key: str) -> Any:
+        try:
+            return self.ask(key).result(_READ_SECONDS)
+        except (FutureTimeoutError, OSError):
+            return None
+
+
+class Watch:
+    """The other peers, as far as this one has heard of them; asking never keeps it from training."""
+
+    def __init__(self, dht: SwarmDHT, creator: str) -> None:
+        self._dht, self._creator = dht, creator
+        self._questions: dict[str, Any] = {}
+        self.peers: dict[str, Progress] = {}
+        self.stopped = False
+        """The creator has ended the run."""
+
+    def poll(self) -> None:
+        """Take the answers that are there and ask again."""
+        for key in (MANIFEST, PROGRESS):
+            question = self._questions.get(key)
+            if question is not None and not question.done():
+                continue
+            if question is not None:
+                with suppress(Exception):  # a question that failed is asked again
+                    self._take(key, question.result(0))
+            self._questions[key] = self._dht.ask(key)
+
+    def others(self, since: float) -> dict[str, Progress]:
+        """Peers besides this one that have told of themselves since then (seconds since 1970)."""
+        return {peer: own for peer, own in self.peers.items() if peer != self._dht.peer_id and own.time >= since}
+
+    def _take(self, key: str, found: Any) -> None:
+        if key == PROGRESS:
+            self.peers = _progress(found)
+        else:
+            manifest = _manifests(found).get(self._creator)
+            self.stopped = manifest is not None and manifest.stopped
+
+
+def _manifests(found: Any) -> dict[str, Manifest]:
+    return {peer: Manifest(**value) for peer, value in _records(found).items()}
+
+
+def _progress(found: Any) -> dict[str, Progress]:
+    return {peer: Progress(**value) for peer, value in _records(found).items()}
+
+
+def _records(found: Any) -> dict[str, dict[str, Any]]:
+    """Peer id -> record. Shapes and signatures have been checked by the DHT's validators."""
+    records: dict[str, dict[str, Any]] = {}
+    if found is not None and isinstance(found.value, dict):
+        for subkey, entry in found.value.items():
+            with suppress(ValueError, TypeError):
+                records[peer_id_of(subkey)] = dict(entry.value)
+    return records
+
+
+@contextmanager
+def open_dht(
+    identity: Identity,
+    *,
+    peers: Sequence[str] = (),
+    host: str | None = None,
+    port: int = 0,
+) -> Iterator[SwarmDHT]:
+    """Start a node, and on leaving end every process that it has started.
+
+    Args:
+        peers: addresses to join; none starts a swarm.
+        host: address to listen on, for a peer that others can reach; None for one that only calls out, as it must be
+            behind a router or a firewall (``client_mode``).
+        port: TCP port to listen on; 0 for any.
+
+    Raises:
+        UserError: nobody of the swarm answers at ``peers`` in time, the clocks differ, or the port is taken.
+    """
+    for item in peers:
+        address.check(item)
+    node = _DHT(
+        initial_peers=list(peers) or None,
+        start=False,
+        client_mode=host is None,
+        host_maddrs=[_listen_on(host, port)],
+        identity_path=str(identity.path),
+        check_if_identity_free=identity.kept,
+        record_validators=identity.validators(),
+        startup_timeout=_START_SECONDS - 5.0,
+        nat_port_map=host == "0.0.0.0",
+        shutdown_timeout=2.0,
+        daemon=True,
+    )
+    mine: list[Any] = []
+    try:
+        try:
+            node.start()
+            mine = processes.family(node.pid)
+            node.wait_until_ready(_START_SECONDS)
+            mine = processes.family(node.pid)
+        except Exception as error:  # whatever went wrong in the other process comes back as it was there
+            raise _explain(error, peers, host, port) from None
+        yield SwarmDHT(node, identity)
+    finally:
+        with suppress(OSError, ValueError):
+            node.shutdown()
+        processes.end(mine)
+
+
+def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0) -> Manifest:
+    """The manifest of the swarm that was joined through ``peers``.
+
+    It is the one signed by the peer that an address names; or the only one there is, if the address is that of another
+    member.
+
+    Raises:
+        UserError: there is none in time, it is not clear whose, or it comes from another version of trainkit.
+    """
+    deadline = time.monotonic() + seconds
+    while not (found := dht.manifests()):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"No run at {peers[0]}.",
+                why="A peer answers there, but it knows of no trainkit run: not started yet, or over.",
+                fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
+            )
+        time.sleep(0.5)
+    named = [found[peer] for peer in map(address.peer_of, peers) if peer in found]
+    candidates = named or list(found.values())
+    if len(candidates) > 1 and not named:
+        raise UserError(
+            f"{len(candidates)} runs at {peers[0]}, and none is of that peer.",
+            why="Somebody has published a manifest of their own in this swarm.",
+            fix="Join by the address of the run's creator.",
+        )
+    manifest = candidates[0]
+    if manifest.protocol != PROTOCOL:
+        raise RefusedError(
+            f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
+            why=f"Its creator has trainkit {manifest.versions.get('trainkit', 'of unknown version')}.",
+            fix="Install the creator's version.",
+        )
+    return manifest
+
+
+def _listen_on(host: str | None, port: int) -> str:
+    if host is None:
+        return "/ip4/127.0.0.1/tcp/0"  # libp2p insists on listening; nobody is told of it
+    return f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}"
+
+
+def _explain(error: Exception, peers: Sequence[str], host: str | None, port: int) -> TrainkitError:
+    text = str(error) or type(error).__name__
+    if "local time must be within" in text:
+        return UserError(
+            "The clock of this machine differs from the swarm's by more than three seconds.",
+            why="Rounds end by the clock, so the peers' clocks must agree.",
+            fix="Set it: `timedatectl set-ntp true`, or ask the administrator.",
+        )
+    if "already taken" in text:
+        return UserError(
+            "Another peer uses this identity now.",
+            why="A peer is known by its key, so two cannot share one.",
+            fix="Leave --identity out, or give every peer its own file.",
+        )
+    if peers:
+        return UserError(
+            f"Nobody of the swarm answers at {peers[0]}.",
+            why=f"{_reason(text)} after at most {_START_SECONDS:.0f} s: the run is over, the address is mistyped, or a "
+            "firewall is between.",
+            fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
+        )
+    return UserError(
+        f"Cannot listen on {host}, port {port or 'any'}.",
+        why=_reason(text),
+        fix="Choose another --port, or a --host that is an address of this machine.",
+    )
+
+
+def _reason(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines and os.environ.get("HIVEMIND_LOGLEVEL") == "DEBUG" else "No answer"

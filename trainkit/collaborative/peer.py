@@ -1,0 +1,299 @@
+"""Collaborative runs as the commands see them: create a swarm, join one, be one rank of a submitted one.
+
+Nothing heavy is imported before it is clear that there is something to do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainkit.collaborative import address, processes
+from trainkit.config.loading import load
+from trainkit.config.schema import Config
+from trainkit.distributed.stop import StopFlag
+from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.launch.ranks import RankEnv
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+
+if TYPE_CHECKING:
+    from trainkit.collaborative.dht import Manifest
+
+Outcome = Literal["finished", "preempted"]
+
+# What a joining peer decides for itself; everything else is the run's.
+OWN_KEYS = (
+    "data.root",
+    "data.workers",
+    "train.micro_batch_size",
+    "train.precision",
+    "launch.gpus_per_node",
+    "monitor.",
+)
+# Beside config.yaml: the addresses of a running swarm, one a line.
+ADDRESS_FILE = "swarm_address"
+
+
+def create_swarm(
+    config: Config,
+    *,
+    open_run: Callable[[Config], RunDir],
+    name: str,
+    host: str,
+    port: int,
+    identity: Path | None,
+    stop: StopFlag,
+    say: Callable[[str], None] = print,
+) -> tuple[str, RunDir]:
+    """Create a swarm on this machine and train in it. How it ended (finished, stopped), and the run folder."""
+    require_collaborative(config)
+    processes.require_hivemind()
+    from trainkit.collaborative import session
+
+    def announce(run_dir: RunDir, addresses: list[str]) -> None:
+        _write_addresses(run_dir, addresses)
+        say(f"Run: {run_dir.path}")
+        say("Others join with one of these lines, the first that reaches this machine:")
+        for item in addresses:
+            say(f"  {address.join_command([item])}")
+        say(f"Look at it: python -m jobs.swarm status {run_dir.path}")
+
+    seat = session.Seat(
+        name, RankEnv.single(), lambda: stop.requested, say, open_run, identity=identity, host=host, port=port
+    )
+    ending, run_dir = session.create(config, seat, announce=announce)
+    return ending, run_dir
+
+
+def join_swarm(
+    addresses: Sequence[str],
+    *,
+    overrides: Sequence[str],
+    open_run: Callable[[Config, str], RunDir],
+    name: str,
+    host: str | None,
+    port: int,
+    identity: Path | None,
+    allow_code: bool,
+    stop: StopFlag,
+    say: Callable[[str], None] = print,
+) -> tuple[str, RunDir | None]:
+    """Join a swarm as a volunteer. How it ended (finished, stopped, ended by its creator), and the run folder.
+
+    Args:
+        open_run: makes the run folder, from the configuration and the name of the creator's run.
+        host: address to listen on, for a machine that others reach; None to call out only.
+        allow_code: build a model or data set by code of the user's own, that the manifest names.
+    """
+    for item in addresses:
+        address.check(item)
+    check_own(overrides)
+    processes.require_hivemind()
+    from trainkit.collaborative import session
+
+    run_name = ""
+
+    def adapt(manifest: Manifest) -> Config:
+        nonlocal run_name
+        run_name = manifest.name
+        return adapted(manifest.config, overrides, allow_code=allow_code)
+
+    seat = session.Seat(
+        name,
+        RankEnv.single(),
+        lambda: stop.requested,
+        say,
+        lambda config: open_run(config, run_name),
+        identity=identity,
+        host=host,
+        port=port,
+    )
+    return session.join(addresses, seat, adapt=adapt)
+
+
+def run_swarm_rank(config: Config, run_dir: RunDir, rank_env: RankEnv, stop: StopFlag) -> Outcome:
+    """One rank of a submitted swarm: rank 0 creates it, the others join it, each as a peer of its own.
+
+    The peers meet by a store at ``MASTER_ADDR:MASTER_PORT``, so they need no folder in common; rank 0's addresses are
+    also written to ``swarm_address`` in the run folder, for volunteers from outside.
+    """
+    require_collaborative(config)
+    processes.require_hivemind()
+    from trainkit.collaborative import session
+
+    attempt = int(given) if (given := os.environ.get("TRAINKIT_ATTEMPT", "")).isdigit() else len(run_dir.attempts())
+    several_nodes = rank_env.num_nodes > 1 and not rank_env.launcher.startswith("submitit")
+    seat = session.Seat(
+        name=f"rank-{rank_env.rank}",
+        env=rank_env,
+        stop_requested=lambda: stop.requested,
+        say=lambda line: print(line, flush=True),
+        open_run=(lambda _: run_dir) if rank_env.is_main else None,
+        attempt=attempt,
+        # Ranks of one job reach each other, so that every one of them can serve the others.
+        host="0.0.0.0" if several_nodes or config.collaborative.port else "127.0.0.1",
+        port=config.collaborative.port if rank_env.is_main else 0,
+    )
+    store = _meet(rank_env)
+    if rank_env.is_main:
+
+        def announce(run_dir: RunDir, addresses: list[str]) -> None:
+            _write_addresses(run_dir, addresses)
+            if store is not None:
+                store.set("swarm", "\n".join(addresses))
+            seat.say(f"Volunteers join with: {address.join_command(addresses)}")
+
+        try:
+            ending, _ = session.create(config, seat, announce=announce, prefer_host=_ip_of(rank_env.master_addr))
+        except TrainkitError as error:
+            if store is not None:
+                store.set("swarm", f"failed: {error.what}")  # or the others would wait for an address
+            raise
+        if ending == "stopped":
+            _hand_back(config, run_dir, stop, attempt)
+            return "preempted"
+        return "finished"
+    assert store is not None
+    ending, _ = session.join(_addresses_from(store), seat, adapt=lambda _: config)
+    return "preempted" if ending == "stopped" else "finished"
+
+
+@contextmanager
+def leave_on_interrupt(stop: StopFlag, say: Callable[[str], None]) -> Iterator[None]:
+    """Ctrl-C asks the peer to leave after the round's exchange; a second one ends it at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        stop.signals.append("SIGINT")
+        say("Leaving the swarm; Ctrl-C once more to leave at once.")
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def require_collaborative(config: Config) -> None:
+    """Refuse a configuration that cannot be trained by a swarm.
+
+    Raises UserError.
+    """
+    if config.strategy.name != "hivemind":
+        raise UserError(
+            f"strategy.name={config.strategy.name} is no collaborative run.",
+            why="Peers of a swarm train with strategy.name=hivemind.",
+            fix="Use the preset hivemind, or add strategy.name=hivemind.",
+        )
+    if config.strategy.options:
+        name = next(iter(config.strategy.options))
+        raise UserError(
+            f"Unknown key 'strategy.{name}'.",
+            why="strategy 'hivemind' has no options; the settings of a swarm are in the section 'collaborative'.",
+            fix=f"Remove 'strategy.{name}'.",
+        )
+
+
+def check_own(overrides: Sequence[str]) -> None:
+    """Refuse overrides of what all peers must have in common.
+
+    Raises UserError.
+    """
+    for text in overrides:
+        key = text.partition("=")[0]
+        if not any(key == own or (own.endswith(".") and key.startswith(own)) for own in OWN_KEYS):
+            raise UserError(
+                f"'{key}' cannot be set by a peer that joins.",
+                why="It comes from the run's creator, for all peers alike.",
+                fix=f"Yours are: {', '.join(own + '*' if own.endswith('.') else own for own in OWN_KEYS)}.",
+            )
+
+
+def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> Config:
+    """The manifest's configuration for this machine: data and resources are its own.
+
+    Raises UserError when it needs code of the creator's own and that is not allowed.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        file = Path(folder) / "manifest.yaml"
+        file.write_text(config_yaml, encoding="utf-8")
+        # The creator's folder and machine are not this one's.
+        own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
+        config = load(str(file), own).config
+    require_collaborative(config)
+    for key, plugin in (("model.name", config.model.name), ("data.name", config.data.name)):
+        if ":" in plugin and not allow_code:
+            raise UserError(
+                f"The run uses code of its creator's own: {key}={plugin}.",
+                why="Joining would run that function on this machine.",
+                fix="If you have that code and trust it, add --allow-code.",
+            )
+    return config
+
+
+def _write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
+    file = run_dir.path / ADDRESS_FILE
+    partial = file.with_name(f".{ADDRESS_FILE}.partial")
+    partial.write_text("".join(f"{item}\n" for item in addresses), encoding="utf-8")
+    partial.replace(file)
+
+
+def _meet(env: RankEnv) -> Any:
+    """A store that all ranks reach; None for a single one."""
+    if env.world_size == 1:
+        return None
+    from torch.distributed import (
+        DistNetworkError,
+        DistStoreError,
+        TCPStore,  # type: ignore[attr-defined]
+    )
+    from torch.distributed.rendezvous import rendezvous
+
+    timeout = timedelta(minutes=5)
+    try:
+        if env.launcher == "torchrun":  # its agent already serves the store at MASTER_PORT
+            store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+            return store
+        return TCPStore(
+            env.master_addr, env.master_port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
+        )
+    except (DistNetworkError, DistStoreError) as error:
+        raise RunFailedError(
+            f"Rank {env.rank} on {socket.gethostname()} cannot meet the others at {env.master_addr}:{env.master_port}.",
+            why=str(error).splitlines()[0],
+            fix="See rank 0's log, and check that its name resolves and its port answers from the other nodes.",
+        ) from None
+
+
+def _addresses_from(store: Any) -> list[str]:
+    text = store.get("swarm").decode()  # waits for rank 0
+    if text.startswith("failed: "):
+        why = text.removeprefix("failed: ")
+        raise RunFailedError("Rank 0 could not create the swarm.", why=why, fix="See its log.")
+    return list(text.splitlines())
+
+
+def _ip_of(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
+
+
+def _hand_back(config: Config, run_dir: RunDir, stop: StopFlag, attempt: int) -> None:
+    """Say that this attempt ended on request, and ask whoever started it for another."""
+    append_event(run_dir, "signalled", attempt=attempt, signals=sorted(set(stop.signals)))
+    if config.launch.requeue:
+        run_dir.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
+        run_dir.requeue_marker(attempt).write_text("swarm\n", encoding="utf-8")

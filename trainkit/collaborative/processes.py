@@ -1,0 +1,106 @@
+"""hivemind's helper processes: started by fork, gone when their peer is gone.
+
+A peer has three of them: the DHT, libp2p's daemon (a child of the DHT), the averager. Killed with -9, a peer used to
+leave the last two behind for ever, accepting work that nobody does. Linux sends each of them SIGKILL as soon as its
+parent dies, if asked to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import platform
+import signal
+import warnings
+from functools import partial
+from typing import Any
+
+import psutil
+
+from trainkit.errors import RefusedError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def require_hivemind() -> None:
+    """Prepare this process for hivemind, before it is imported for the first time.
+
+    Raises RefusedError where there is no hivemind.
+    """
+    if platform.system() != "Linux":
+        raise RefusedError(
+            "Collaborative runs need Linux.",
+            why=f"hivemind does not exist for {platform.system()}.",
+            fix="Join from a Linux machine, or from the notebook jobs/notebooks/join_colab.ipynb.",
+        )
+    # hivemind hands locks and pipes to its processes, which only fork can do: with `spawn` and `forkserver` (Python
+    # 3.14's default) it raises, and then hangs at exit.
+    multiprocessing.set_start_method("fork", force=True)
+    # Its loggers print tracebacks for what is normal here, such as a round without others.
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside hivemind that no user of ours can mend
+            import hivemind  # noqa: F401
+    except ImportError as error:
+        raise RefusedError(
+            "Collaborative runs need hivemind.",
+            why=f"It cannot be imported: {error}.",
+            fix="pip install hivemind",
+        ) from None
+
+
+def become_helper(parent: int) -> None:
+    """Call first in a forked helper: die with ``parent``, and leave signals to it."""
+    _die_with_parent()
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+    # Ctrl-C goes to the whole terminal group, USR2 to every process of a SLURM step: the peer decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    # The peer's own handler, inherited by fork, only sets a flag that nobody reads here.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def subprocesses_die_with_us() -> None:
+    """Every program that this process starts through asyncio from now on is killed when this process dies.
+
+    hivemind starts libp2p's daemon in this way and offers no hook for it. Called in the DHT's own process only.
+    """
+    asyncio.subprocess.create_subprocess_exec = partial(
+        asyncio.create_subprocess_exec, preexec_fn=_detach_from_terminal
+    )
+
+
+def family(pid: int | None) -> list[psutil.Process]:
+    """A helper process and what it has started; empty if it is gone."""
+    try:
+        helper = psutil.Process(pid) if pid is not None else None
+        return [helper, *helper.children(recursive=True)] if helper is not None else []
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:
+    """Kill those of ``processes`` that are still alive, each by its id, and wait until they are gone."""
+    _, alive = psutil.wait_procs(processes, timeout=patience)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=2.0)
+
+
+def _detach_from_terminal() -> None:
+    os.setpgid(0, 0)  # or Ctrl-C would end the daemon before the peer has said goodbye
+    _die_with_parent()
+
+
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

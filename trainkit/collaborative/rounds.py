@@ -1,0 +1,225 @@
+"""A peer's loop: train until the round's time is over, agree with the others, go on.
+
+The parts are those of `trainkit.training`; the loop is its own, because here time decides how many updates a round has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainkit.collaborative.averaging import Averaging, OuterState, Round
+from trainkit.collaborative.clock import RoundClock
+from trainkit.collaborative.dht import Progress, SwarmDHT, Watch
+from trainkit.config.schema import Config
+from trainkit.data.base import Splits, normalize
+from trainkit.data.loader import train_batches
+from trainkit.data.order import mix
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import RunFailedError
+from trainkit.training.meter import Meter
+from trainkit.training.optim import set_lr
+from trainkit.training.precision import Precision
+from trainkit.training.schedule import lr_at
+
+Ending = Literal["finished", "stopped", "ended"]
+"""All rounds done; told to leave by a signal; the creator has ended the run."""
+
+# A peer that calls out only has lost the swarm after so many rounds without an average and without news of anybody.
+_LOST_AFTER = 3
+_FOREVER = 1 << 40
+
+
+@dataclass
+class Box:
+    """What a peer did in one round."""
+
+    index: int
+    samples: int
+    seconds: float
+    """Spent in updates."""
+    metrics: dict[str, float]
+    lr: float
+    result: Round
+    peers: int
+    """Peers heard of lately, this one included."""
+
+
+class Keeper(Protocol):
+    """Takes note of every round."""
+
+    def after_round(self, box: Box) -> None: ...
+
+
+@dataclass
+class Peer:
+    """Everything the loop works on."""
+
+    name: str
+    config: Config
+    clock: RoundClock
+    dht: SwarmDHT
+    watch: Watch
+    outer: OuterState
+    averaging: Averaging
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    dist: Distributed
+    splits: Splits
+    workers: int
+    data_seed: int
+    """Every peer has a data order of its own, so that together they see more than each alone."""
+    stop_requested: Callable[[], bool]
+    keeper: Keeper
+    republish: Callable[[], None] = lambda: None
+    """What the creator does every round, so that the manifest neither expires nor misses on new nodes."""
+    step: int = 0
+    """Updates that this peer has made."""
+    step_seconds: float = 0.0
+    """How long an update takes."""
+    rounds_alone: int = 0
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.config.train.micro_batch_size or self.config.train.global_batch_size
+
+    @property
+    def client(self) -> bool:
+        """Calls out only, so that it needs others to average."""
+        return bool(self.dht.node.client_mode)
+
+
+def train(p: Peer) -> Ending:
+    """Take part until the last round is over, or until told to leave.
+
+    Raises:
+        RunFailedError: the swarm is gone, or this peer is too slow for its rounds.
+    """
+    loader = train_batches(
+        p.splits,
+        seed=p.data_seed,
+        start_step=p.step,
+        stop_step=_FOREVER,
+        global_batch_size=p.config.train.global_batch_size,
+        micro_batch_size=p.micro_batch_size,
+        rank=0,
+        world_size=1,
+        workers=p.workers,
+        pin_memory=p.dist.device.type == "cuda",
+    )
+    _publish(p, p.outer.round, 0, 0.0, 0.0, 0)
+    with loader as batches:
+        while (index := p.clock.index(time.time())) < p.clock.count:
+            p.watch.poll()
+            p.republish()
+            if p.stop_requested():
+                return "stopped"
+            if p.watch.stopped:
+                return "ended"
+            box = _round(p, batches, index)
+            if box is None:
+                return "stopped"
+            p.keeper.after_round(box)
+            if box.result.drifted:
+                p.averaging.adopt(p.clock.seconds / 2)
+            _check_lost(p, box)
+    return "finished"
+
+
+def _round(p: Peer, batches: Iterator[tuple[Tensor, Tensor]], index: int) -> Box | None:
+    """One round; None when told to leave before the search for the others has begun."""
+    boundary = p.clock.boundary(index)
+    search_at = boundary - p.config.collaborative.matchmaking_seconds
+    meter, began, samples, seconds, lr = Meter(p.dist), time.time(), 0, 0.0, 0.0
+    p.model.train()
+    while True:
+        now = time.time()
+        if p.stop_requested() and not p.averaging.begun:
+            return None  # afterwards the others count on this peer; the rest of the round is short
+        if not p.averaging.begun and now + p.step_seconds >= search_at:
+            p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
+        if now + p.step_seconds >= boundary:
+            break
+        lr = _update(p, batches, meter, now)
+        samples += p.config.train.global_batch_size
+        taken = time.time() - now
+        seconds += taken
+        if p.step > 1:  # the very first one also warms up kernels and caches; its time says nothing about the next
+            p.step_seconds = 0.8 * p.step_seconds + 0.2 * taken if p.step_seconds else taken
+        if p.step_seconds > p.clock.seconds:
+            raise RunFailedError(
+                f"One update takes {p.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
+                why="This peer would never have anything to contribute.",
+                fix="Use a faster machine, or a run with a smaller batch or longer rounds.",
+            )
+    time.sleep(max(0.0, boundary - time.time()))
+    since = time.time() - _LOST_AFTER * p.clock.seconds
+    others = p.watch.others(since)
+    result = p.averaging.finish(
+        samples=samples,
+        trained=min(1.0, (boundary - began) / p.clock.seconds),
+        next_round=index + 1,
+        alone=not others,
+    )
+    metrics = meter.read()
+    rate = samples / seconds if seconds else 0.0
+    _publish(p, index, samples, rate, metrics.get("loss", 0.0), result.group)
+    return Box(index, samples, seconds, metrics, lr, result, len(others) + 1)
+
+
+def _update(p: Peer, batches: Iterator[tuple[Tensor, Tensor]], meter: Meter, now: float) -> float:
+    """One inner update; its learning rate."""
+    train = p.config.train
+    step, per_epoch, total = p.clock.grid(now, train.epochs)
+    lr = lr_at(step, optim=p.config.optim, schedule=p.config.schedule, steps_per_epoch=per_epoch, total_steps=total)
+    set_lr(p.optimizer, lr)
+    torch.manual_seed(mix(p.data_seed, p.step))  # dropout and the like
+    passes = train.global_batch_size // p.micro_batch_size
+    for _ in range(passes):
+        images, labels = next(batches)
+        images = normalize(images.to(p.dist.device, non_blocking=True), p.splits.info)
+        labels = labels.to(p.dist.device, non_blocking=True)
+        with p.precision.autocast():
+            logits = p.model(images)
+            losses = functional.cross_entropy(
+                logits.float(), labels, reduction="none", label_smoothing=train.label_smoothing
+            )
+        p.precision.backward(losses.mean() / passes)
+        meter.add(losses, logits, labels)
+    p.precision.step(p.optimizer, p.outer.params, train.grad_clip_norm)
+    if p.dist.device.type == "cuda":
+        torch.cuda.synchronize(p.dist.device)  # the round ends by the clock: an update counts when it is done
+    p.step += 1
+    return lr
+
+
+def _publish(p: Peer, index: int, samples: int, rate: float, loss: float, group: int) -> None:
+    """Tell the others about this round; they forget it when the next ones bring no news."""
+    finite = loss if loss == loss and abs(loss) != float("inf") else 0.0
+    progress = Progress(
+        name=p.name,
+        round=index,
+        samples=samples,
+        samples_per_sec=float(rate),
+        loss=float(finite),
+        group=group,
+        time=time.time(),
+    )
+    p.dht.publish_progress(progress, _LOST_AFTER * p.clock.seconds + 5.0)
+
+
+def _check_lost(p: Peer, box: Box) -> None:
+    p.rounds_alone = p.rounds_alone + 1 if box.result.used != "average" and box.peers == 1 else 0
+    if p.client and p.rounds_alone >= _LOST_AFTER:
+        raise RunFailedError(
+            f"The swarm has not answered for {_LOST_AFTER} rounds.",
+            why="Its creator has gone without a word, or this machine has lost its network.",
+            fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
+        )

@@ -1,0 +1,130 @@
+"""Who a peer is, and what it may write: identities, the signed manifest of a run, and the shape of records.
+
+An address ends with the id of a peer, and that id is the hash of the peer's public key. The creator signs the manifest
+with that key. So whoever holds the address can tell the creator's manifest from everybody else's, without any server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import base58
+import multihash  # type: ignore[import-untyped]
+from cryptography.hazmat.primitives import serialization
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
+from hivemind.p2p import P2P
+from hivemind.proto import crypto_pb2
+from hivemind.utils.crypto import RSAPrivateKey
+from pydantic import v1
+
+from trainkit.errors import UserError
+
+MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
+
+_Text = v1.constr(strict=True, max_length=128)
+_Count = v1.conint(strict=True, ge=0)
+_Number = v1.confloat(strict=True, ge=0.0)
+
+
+class _ManifestRecord(v1.BaseModel):
+    """What the creator publishes about the run."""
+
+    protocol: _Count  # type: ignore[valid-type]
+    run_id: _Text  # type: ignore[valid-type]
+    name: _Text  # type: ignore[valid-type]
+    config: v1.constr(strict=True, max_length=100_000)  # type: ignore[valid-type]
+    config_sha256: _Text  # type: ignore[valid-type]
+    num_parameters: _Count  # type: ignore[valid-type]
+    first_round: _Count  # type: ignore[valid-type]
+    versions: dict[v1.StrictStr, _Text]  # type: ignore[valid-type]
+    stopped: v1.StrictBool
+
+
+class _ProgressRecord(v1.BaseModel):
+    """What every peer publishes about itself, once a round."""
+
+    name: _Text  # type: ignore[valid-type]
+    round: _Count  # type: ignore[valid-type]
+    samples: _Count  # type: ignore[valid-type]
+    samples_per_sec: _Number  # type: ignore[valid-type]
+    loss: v1.confloat(strict=True)  # type: ignore[valid-type]
+    group: _Count  # type: ignore[valid-type]
+    time: _Number  # type: ignore[valid-type]
+
+
+class _Records(v1.BaseModel):
+    trainkit_manifest: dict[BytesWithPublicKey, _ManifestRecord]
+    trainkit_progress: dict[BytesWithPublicKey, _ProgressRecord]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A peer's key, in a file as libp2p's daemon wants it."""
+
+    path: Path
+    key: Any
+    kept: bool
+    """The file outlives the peer, so that it comes back under the same address."""
+
+    def validators(self) -> list[Any]:
+        """For every DHT node: without the signature validator a read of signed records would hang for ever."""
+        return [SchemaValidator(_Records, allow_extra_keys=True), RSASignatureValidator(self.key)]
+
+    @property
+    def subkey(self) -> bytes:
+        """Under this subkey of a record only this peer can write."""
+        return bytes(RSASignatureValidator(self.key).local_public_key)
+
+
+@contextmanager
+def identity(path: Path | None = None) -> Iterator[Identity]:
+    """The identity in ``path``, made if it does not exist; without a path a new one that vanishes with the peer.
+
+    Raises UserError when the file cannot be written or holds no key.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        file = Path(folder) / "identity" if path is None else path.expanduser().absolute()
+        try:
+            if not file.exists():
+                descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)  # never readable for others
+                os.close(descriptor)
+                P2P.generate_identity(str(file))
+            key = RSAPrivateKey.__new__(RSAPrivateKey)
+            key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(file.read_bytes()).data})
+        except OSError as error:
+            raise UserError(
+                f"Cannot use the identity {file}.",
+                why=f"{error.strerror}.",
+                fix="Give --identity a file that you may write.",
+            ) from None
+        except Exception as error:  # protobuf and cryptography have exceptions of their own
+            raise UserError(
+                f"{file} holds no identity.",
+                why=str(error) or type(error).__name__,
+                fix="Give --identity the file of an earlier peer, or one that does not exist yet.",
+            ) from None
+        yield Identity(file, key, kept=path is not None)
+
+
+def peer_id_of(subkey: bytes) -> str:
+    """Id of the peer whose public key is in ``subkey``.
+
+    Raises ValueError when there is none in it.
+    """
+    found = RSASignatureValidator._PUBLIC_KEY_RE.findall(subkey)
+    if len(found) != 1:
+        raise ValueError("no public key")
+    der = serialization.load_ssh_public_key(found[0]).public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+    digest = multihash.encode(hashlib.sha256(message).digest(), multihash.coerce_code("sha2-256"))
+    return str(base58.b58encode(digest).decode())
