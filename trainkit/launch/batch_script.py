@@ -9,9 +9,10 @@ from trainkit.errors import UserError
 from trainkit.launch.plan import Plan
 
 # `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout would
-# run the checkout and not its snapshot. (`python -P` is 3.11 and newer.)
+# run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
 TASK = (
-    'import sys; sys.path.sort(key="".__eq__); from submitit.core.submission import submitit_main; submitit_main()'
+    "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
+    "from submitit.core.submission import submitit_main; submitit_main()"
 )
 
 
