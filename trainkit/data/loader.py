@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.data.base import Samples, Splits, Transform
 from trainkit.data.order import epoch_order, micro_batches, mix, steps_per_epoch
+from trainkit.data.workers import Batches as Batches
+from trainkit.data.workers import init_worker
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
@@ -28,60 +27,6 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """What the sampler hands to a worker: (epoch, index) in training, (is padding, index) in evaluation."""
-Batch = TypeVar("Batch")
-
-
-class Batches(Generic[Batch]):
-    """An iterator over batches that owns its worker processes: ``with train_batches(...) as batches``.
-
-    ``close`` ends the workers, also half way; running to the end closes by itself.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        with warnings.catch_warnings():
-            # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
-            # run no code that takes the parent's locks, and starting them anew would import torch in each.
-            warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
-            self._iterator: Any = iter(loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        if self._iterator is None:
-            raise StopIteration
-        try:
-            batch = next(self._iterator)
-        except BaseException:  # StopIteration too
-            self.close()
-            raise
-        if isinstance(batch, TrainkitError):
-            self.close()
-            raise batch
-        return batch  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """End the worker processes. They ignore SIGTERM, so that one that hangs in a read is killed."""
-        iterator, self._iterator = self._iterator, None
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is None:
-            return  # no workers, or closed before
-        workers = list(iterator._workers)
-        shutdown()
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
-
-    def __enter__(self) -> Batches[Batch]:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_iterator", None) is not None:
-            self.close()
 
 
 def train_batches(
@@ -258,16 +203,7 @@ def _loader(dataset: object, keys: Callable[[], Iterator[list[Key]]], *, workers
         num_workers=workers,
         collate_fn=_collate,
         pin_memory=pin_memory,
-        worker_init_fn=_init_worker,
+        worker_init_fn=init_worker,
         generator=torch.Generator().manual_seed(0),  # or the loader draws its seed from the run's own random numbers
         multiprocessing_context="fork" if workers and platform.system() == "Linux" else None,
     )
-
-
-def _init_worker(worker: int) -> None:
-    """A stop signal goes to every process of the step; workers must outlive it, for the loop still finishes its step.
-
-    They end when the loop closes them, or when they notice that their parent is gone.
-    """
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from trainkit.data import images
+from trainkit.data.images import photo_statistics, photo_transforms, read_image
+from trainkit.errors import UserError
+
+RED = (200, 30, 40)
+
+
+def red(folder: Path, name: str, mode: str = "RGB") -> Path:
+    path = folder / name
+    Image.new("RGB", (12, 8), RED).convert(mode).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("photo.jpg", "RGB"),
+        ("photo.png", "RGB"),
+        ("palette.png", "P"),
+        ("alpha.png", "RGBA"),
+        ("cmyk.jpg", "CMYK"),
+        ("photo.webp", "RGB"),
+        ("photo.bmp", "RGB"),
+        ("photo.tif", "RGB"),
+        ("palette.gif", "P"),
+        ("png_inside.jpg.png", "RGB"),
+    ],
+)
+def test_every_kind_of_file_becomes_rgb_bytes(tmp_path: Path, name: str, mode: str) -> None:
+    image = read_image(red(tmp_path, name, mode), in_chans=3)
+    assert (image.dtype, tuple(image.shape)) == (torch.uint8, (3, 8, 12))
+    assert (image.float().mean((1, 2)) - torch.tensor(RED)).abs().max() < 12
+
+
+@pytest.mark.parametrize("name", ["photo.jpg", "photo.png", "photo.bmp"])
+def test_one_channel_is_gray(tmp_path: Path, name: str) -> None:
+    image = read_image(red(tmp_path, name), in_chans=1)
+    assert tuple(image.shape) == (1, 8, 12)
+    assert abs(float(image.float().mean()) - (0.299 * 200 + 0.587 * 30 + 0.114 * 40)) < 3
+
+
+def test_a_png_named_jpeg_is_read_by_what_it_is(tmp_path: Path) -> None:
+    path = red(tmp_path, "photo.png").rename(tmp_path / "n01.JPEG")
+    assert tuple(read_image(path, in_chans=3).shape) == (3, 8, 12)
+
+
+@pytest.mark.parametrize("name", ["deep.png", "deep.tif"])
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path, name: str) -> None:
+    Image.fromarray(numpy.full((8, 12), 0x8000, dtype=numpy.uint16)).save(tmp_path / name)
+    assert bool((read_image(tmp_path / name, in_chans=1) == 128).all())
+
+
+@pytest.mark.parametrize("keep", [0, 100, 300])
+def test_a_damaged_image_is_named(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "photo.jpg"
+    Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"Cannot decode the image .*photo\.jpg"):
+        read_image(path, in_chans=3)
+
+
+def test_an_image_that_vanished_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Cannot read .*gone\.jpg"):
+        read_image(tmp_path / "gone.jpg", in_chans=3)
+
+
+def test_without_torchvisions_decoder_pillow_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = red(tmp_path, "photo.png")
+    expected = read_image(path, in_chans=3)
+    monkeypatch.setattr(images, "_torchvision_decoder", lambda: None)
+    assert torch.equal(read_image(path, in_chans=3), expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 300, 500), (3, 40, 20), (1, 64, 64)])
+def test_photos_of_any_size_get_the_asked_size(shape: tuple[int, ...]) -> None:
+    train, evaluate = photo_transforms(32, augment=True)
+    image = torch.zeros(shape, dtype=torch.uint8)
+    for transform in (train, evaluate):
+        assert (transform(image).shape, transform(image).dtype) == ((shape[0], 32, 32), torch.uint8)
+
+
+def test_photos_are_augmented_only_in_training() -> None:
+    train, evaluate = photo_transforms(32, augment=True)
+    image = torch.arange(3 * 64 * 64).remainder(251).to(torch.uint8).reshape(3, 64, 64)
+    assert not torch.equal(train(image), train(image))
+    assert torch.equal(evaluate(image), evaluate(image))
+    plain, _ = photo_transforms(32, augment=False)
+    assert torch.equal(plain(image), evaluate(image))
+
+
+def test_gray_photos_have_the_average_of_the_colours_statistics() -> None:
+    mean, std = photo_statistics(1)
+    assert (round(mean[0], 3), round(std[0], 3)) == (0.449, 0.226)

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from trainkit.data import synthetic
+from trainkit.data.base import DataInfo, Splits
+from trainkit.data.loader import Batches, default_workers, eval_batches, resolve_workers, train_batches
+from trainkit.data.order import epoch_order
+from trainkit.errors import UserError
+
+SIZE = 50
+INFO = DataInfo("numbers", 2, 1, 1, ("even", "odd"), (0.5,), (0.5,))
+
+
+class Numbers:
+    """Sample i is one pixel of value i; the transform adds a random second one."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        return torch.full((1, 1, 1), index, dtype=torch.uint8), index % 2
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        raise UserError("Cannot decode 7.jpg.", why="It is damaged.", fix="Delete it.")
+
+
+class Hanging(Numbers):
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        if index >= 8:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+def add_noise(image: Tensor) -> Tensor:
+    return torch.cat([image, torch.randint(0, 256, (1, 1, 1), dtype=torch.uint8)])
+
+
+def same(image: Any) -> Tensor:
+    return torch.as_tensor(image)
+
+
+def splits(train: Numbers | None = None, **changes: Any) -> Splits:
+    samples = train or Numbers()
+    return Splits(INFO, samples, samples, samples, add_noise, same, **changes)
+
+
+def batches(
+    *,
+    train: Numbers | None = None,
+    seed: int = 0,
+    start: int = 0,
+    stop: int = 10,
+    micro: int = 16,
+    rank: int = 0,
+    world: int = 1,
+    workers: int = 0,
+) -> Batches[tuple[Tensor, Tensor]]:
+    return train_batches(
+        splits(train),
+        seed=seed,
+        start_step=start,
+        stop_step=stop,
+        global_batch_size=16,
+        micro_batch_size=micro,
+        rank=rank,
+        world_size=world,
+        workers=workers,
+    )
+
+
+def all_of(found: Batches[tuple[Tensor, Tensor]]) -> Tensor:
+    """Images of all batches, one after the other: columns index and noise."""
+    with found:
+        return torch.cat([images for images, _ in found]).flatten(1)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Tensor:
+    return all_of(batches())
+
+
+def test_a_batch_is_bytes_and_integer_labels() -> None:
+    with batches() as found:
+        images, labels = next(found)
+    assert (images.dtype, tuple(images.shape), labels.dtype, tuple(labels.shape)) == (
+        torch.uint8,
+        (16, 2, 1, 1),
+        torch.int64,
+        (16,),
+    )
+    assert torch.equal(labels, images[:, 0, 0, 0].long() % 2)
+
+
+def test_steps_walk_through_one_permutation_after_the_other(reference: Tensor) -> None:
+    expected = torch.cat([epoch_order(SIZE, 0, epoch)[:48] for epoch in range(4)])[:160]
+    assert torch.equal(reference[:, 0].long(), expected)
+
+
+@pytest.mark.parametrize("start", [1, 3, 7])
+def test_a_run_resumed_at_any_step_sees_what_the_uninterrupted_one_sees(start: int, reference: Tensor) -> None:
+    assert torch.equal(all_of(batches(start=start)), reference[start * 16 :])
+
+
+def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed(reference: Tensor) -> None:
+    def noise(images: Tensor) -> dict[int, int]:
+        return {int(index): int(value) for index, value in images}
+
+    assert noise(reference[:48]) != noise(reference[48:96])
+    assert noise(all_of(batches(seed=1))[:48]) != noise(reference[:48])
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 4), (2, 8), (2, 4), (4, 2)])
+def test_neither_ranks_nor_accumulation_change_images_or_augmentation(
+    world: int, micro: int, reference: Tensor
+) -> None:
+    per_rank = [list(batches(rank=rank, world=world, micro=micro)) for rank in range(world)]
+    in_order = [images for micro_step in zip(*per_rank, strict=True) for images, _ in micro_step]
+    assert torch.equal(torch.cat(in_order).flatten(1), reference)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(workers: int, reference: Tensor) -> None:
+    assert torch.equal(all_of(batches(workers=workers)), reference)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_leaves_the_global_random_numbers_alone(workers: int) -> None:
+    before = torch.get_rng_state()
+    all_of(batches(workers=workers, stop=2))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_state_of_global_random_numbers_changes_no_augmentation(reference: Tensor) -> None:
+    torch.manual_seed(99)
+    assert torch.equal(all_of(batches()), reference)
+
+
+def test_a_stop_signal_to_the_workers_does_not_end_them(reference: Tensor) -> None:
+    found = batches(workers=2)
+    with found:
+        images = [next(found)[0]]
+        for worker in psutil.Process().children():
+            for signum in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+                os.kill(worker.pid, signum)
+        images += [batch for batch, _ in found]
+    assert torch.equal(torch.cat(images).flatten(1), reference)
+
+
+def test_no_worker_outlives_a_loop_left_half_way() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    with batches(workers=2) as found:
+        next(found)
+        workers = [child for child in psutil.Process().children() if child.pid not in before]
+        assert len(workers) == 2
+    assert not any(worker.is_running() for worker in workers)
+    assert list(found) == []
+
+
+def test_a_worker_that_hangs_is_killed() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    found = eval_batches(Hanging(), same, batch_size=4, rank=0, world_size=1, workers=1)
+    next(found)
+    workers = [child for child in psutil.Process().children() if child.pid not in before]
+    found.close()
+    assert len(workers) == 1
+    assert not workers[0].is_running()
+
+
+@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_rank_that_dies_without_closing_leaves_no_worker(ending: str, tmp_path: Path) -> None:
+    script = f"""
+import psutil
+from pathlib import Path
+from trainkit.data import synthetic
+from trainkit.data.loader import train_batches
+splits = synthetic.build(Path("."), image_size=8, train_size=64)
+found = train_batches(splits, seed=0, start_step=0, stop_step=99, global_batch_size=8, micro_batch_size=8,
+                      rank=0, world_size=1, workers=1)
+next(found)
+print(*[child.pid for child in psutil.Process().children()], flush=True)
+{ending}
+"""
+    started = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode in (3, -signal.SIGKILL)
+    workers = [int(pid) for pid in ended.stdout.split()]
+    assert len(workers) == 1
+    while any(map(psutil.pid_exists, workers)) and time.monotonic() - started < 50:
+        time.sleep(0.1)
+    assert not any(map(psutil.pid_exists, workers))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_for_the_user_crosses_from_the_worker_whole(workers: int) -> None:
+    with pytest.raises(UserError) as caught, batches(train=Broken(), workers=workers) as found:
+        next(found)
+    assert str(caught.value).splitlines() == ["Cannot decode 7.jpg.", "  why: It is damaged.", "  fix: Delete it."]
+
+
+def test_more_than_the_data_holds_is_refused_before_any_worker_starts() -> None:
+    with pytest.raises(UserError, match=r"train\.global_batch_size=16"):
+        batches(train=Numbers(10))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 7, 12, 50])
+def test_evaluation_counts_every_sample_once_in_equal_batches(size: int, world: int) -> None:
+    per_rank = [
+        list(eval_batches(Numbers(size), same, batch_size=4, rank=rank, world_size=world, workers=0))
+        for rank in range(world)
+    ]
+    assert len({len(of_rank) for of_rank in per_rank}) == 1
+    everything = [batch for of_rank in per_rank for batch in of_rank]
+    assert all(tuple(images.shape) == (4, 1, 1, 1) and mask.dtype == torch.bool for images, _, mask in everything)
+    counted = torch.cat([images.flatten()[mask] for images, _, mask in everything])
+    assert sorted(counted.tolist()) == list(range(size))
+
+
+def test_workers_evaluate_the_same() -> None:
+    one, other = (
+        [
+            torch.cat(column)
+            for column in zip(
+                *eval_batches(Numbers(), same, batch_size=8, rank=0, world_size=1, workers=n), strict=True
+            )
+        ]
+        for n in (0, 2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("cpus", "workers"), [(1, 0), (2, 1), (8, 7), (64, 16)])
+def test_a_rank_keeps_one_cpu_for_itself(cpus: int, workers: int) -> None:
+    assert default_workers(cpus) == workers
+
+
+def test_slurms_share_counts_not_the_machine() -> None:
+    assert default_workers(env={"SLURM_CPUS_PER_TASK": "1"}) == 0
+
+
+def test_more_cpus_than_this_process_may_use_are_not_believed() -> None:
+    assert default_workers(env={"SLURM_CPUS_PER_TASK": "512"}) == default_workers(env={})
+
+
+def test_auto_means_no_worker_for_data_in_memory() -> None:
+    assert resolve_workers("auto", splits(in_memory=True), cpus=8) == 0
+    assert resolve_workers("auto", splits(), cpus=8) == 7
+    assert resolve_workers(3, splits(in_memory=True), cpus=8) == 3
+
+
+def test_a_million_images_cost_nothing_until_they_are_read() -> None:
+    data = synthetic.build(Path("."), train_size=1_281_167, image_size=8)
+    started = time.process_time()
+    with train_batches(
+        data,
+        seed=0,
+        start_step=450_000,
+        stop_step=450_002,
+        global_batch_size=256,
+        micro_batch_size=32,
+        rank=3,
+        world_size=8,
+        workers=0,
+    ) as found:
+        assert len(list(found)) == 2
+    assert time.process_time() - started < 5  # resuming reads nothing of what came before

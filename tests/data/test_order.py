@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainkit.data.order import epoch_order, largest_power_of_two, micro_batches, mix, steps_per_epoch
+from trainkit.errors import UserError
+
+
+def test_an_epoch_visits_every_sample_once() -> None:
+    assert sorted(epoch_order(1000, seed=1, epoch=2).tolist()) == list(range(1000))
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    torch.manual_seed(1)
+    first = epoch_order(100, seed=3, epoch=4)
+    torch.manual_seed(2)
+    assert torch.equal(first, epoch_order(100, seed=3, epoch=4))
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(4, 4), (3, 5), (3 + 2**32, 4), (4, 3)])
+def test_another_seed_or_epoch_is_another_order(seed: int, epoch: int) -> None:
+    assert not torch.equal(epoch_order(100, seed=3, epoch=4), epoch_order(100, seed=seed, epoch=epoch))
+
+
+def test_asking_for_an_order_leaves_the_global_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    epoch_order(100, seed=0, epoch=0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_keys_of_large_numbers_differ() -> None:
+    assert len({mix(0, epoch, index) for epoch in range(10) for index in range(100)}) == 1000
+    assert mix(1) != mix(1 + 2**32)
+
+
+def test_the_remainder_of_an_epoch_is_dropped() -> None:
+    assert steps_per_epoch(1257, 64) == 19
+
+
+def test_data_smaller_than_a_global_batch_is_refused_with_the_size_that_fits() -> None:
+    with pytest.raises(UserError, match=r"train.global_batch_size=64 is larger[\s\S]*global_batch_size=32"):
+        steps_per_epoch(50, 64)
+
+
+@pytest.mark.parametrize(("limit", "power"), [(1, 1), (2, 2), (50, 32), (64, 64)])
+def test_largest_power_of_two(limit: int, power: int) -> None:
+    assert largest_power_of_two(limit) == power
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 16), (1, 4), (2, 8), (2, 2), (4, 4), (4, 1), (8, 2)])
+def test_ranks_share_a_global_batch_whatever_their_number(world_size: int, micro_batch_size: int) -> None:
+    order = epoch_order(100, seed=0, epoch=0)
+    seen = [
+        [
+            batch.tolist()
+            for batch in micro_batches(
+                order, 32, global_batch_size=16, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size
+            )
+        ]
+        for rank in range(world_size)
+    ]
+    in_step_order = [index for micro_step in zip(*seen, strict=True) for batch in micro_step for index in batch]
+    assert in_step_order == order[32:48].tolist()

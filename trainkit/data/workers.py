@@ -1,0 +1,114 @@
+"""The worker processes behind a loader: they outlive stop signals, and never outlive the run."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from trainkit.errors import TrainkitError
+
+Batch = TypeVar("Batch")
+
+SHUTDOWN_SECONDS = 3.0
+"""How long a worker that is asked to end may still take for what it is doing."""
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class Batches(Generic[Batch]):
+    """An iterator over batches that owns its worker processes: ``with train_batches(...) as batches``.
+
+    ``close`` ends the workers, also half way; running to the end closes by itself.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        with warnings.catch_warnings(), _stop_signals_held():
+            # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
+            # run no code that takes the parent's locks, and starting them anew would import torch in each.
+            warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+            self._iterator: Any = iter(loader)
+        # At exit Python ends and joins its child processes, but ours ignore SIGTERM: it would wait for ever.
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            raise StopIteration
+        try:
+            batch = next(self._iterator)
+        except BaseException:  # StopIteration too
+            self.close()
+            raise
+        if isinstance(batch, TrainkitError):
+            self.close()
+            raise batch
+        return batch  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the worker processes; those that hang in a read are killed after a few seconds."""
+        iterator, self._iterator = self._iterator, None
+        atexit.unregister(self._at_exit)
+        shutdown = getattr(iterator, "_shutdown_workers", None)
+        if shutdown is None:
+            return  # no workers, or closed before
+        workers = list(iterator._workers)
+        # torch waits for one after the other, and then sends the SIGTERM that they ignore. Kill them all at once.
+        timer = threading.Timer(SHUTDOWN_SECONDS, lambda: [worker.kill() for worker in workers])
+        timer.start()
+        try:
+            shutdown()
+        except RuntimeError:
+            pass  # torch saw a worker die: by our hand
+        finally:
+            timer.cancel()
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+    def __enter__(self) -> Batches[Batch]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_iterator", None) is not None:
+            self.close()
+
+
+def _close_at_exit(reference: weakref.ref[Batches[Any]]) -> None:
+    batches = reference()
+    if batches is not None:
+        batches.close()
+
+
+def init_worker(worker: int) -> None:
+    """A stop signal goes to every process of the step; workers must outlive it, for the loop still finishes its step.
+
+    They end when the loop closes them, or when they notice that their parent is gone.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def _stop_signals_held() -> Iterator[None]:
+    """Processes started meanwhile begin with stop signals held back, until they have said what to do with them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
