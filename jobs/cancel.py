@@ -24,7 +24,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_args(list(argv))
     runs = [run for reference in args.runs for run in runs_of(reference, env)]
     states = job_states(runs)
-    on_slurm = [(run, state) for run, state in zip(runs, states, strict=True) if state.alive and state.executor == "slurm"]
+    on_slurm = [
+        (run, state) for run, state in zip(runs, states, strict=True) if state.alive and state.executor == "slurm"
+    ]
     local = [(run, state) for run, state in zip(runs, states, strict=True) if state.alive and state.executor != "slurm"]
     for run, state in zip(runs, states, strict=True):
         if not state.alive:
@@ -42,9 +44,13 @@ def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        raise SchedulerError("Cannot cancel: scancel did not answer.", why=str(error), fix="Try again on a login node.") from None
+        raise SchedulerError(
+            "Cannot cancel: scancel did not answer.", why=str(error), fix="Try again on a login node."
+        ) from None
     if done.returncode:
-        raise SchedulerError("scancel refused.", why=" ".join(done.stderr.split()), fix="Only a job's owner may cancel it.")
+        raise SchedulerError(
+            "scancel refused.", why=" ".join(done.stderr.split()), fix="Only a job's owner may cancel it."
+        )
     for run, state in jobs:
         append_event(run, "cancelled", job_id=state.job_id)
         print(f"{run.name}: cancelled job {state.job_id}.")
@@ -56,7 +62,9 @@ def _end_locally(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
         process = controller_of(last_event(run, "submitted") or {})
         if process is None or not process.is_here():
             where = process.host if process else "another machine"
-            raise RefusedError(f"{run.name} runs on {where}.", why="A local run can only be ended there.", fix=f"Log in to {where}.")
+            raise RefusedError(
+                f"{run.name} runs on {where}.", why="A local run can only be ended there.", fix=f"Log in to {where}."
+            )
         if not process.is_alive():
             continue  # its sweep has just been ended
         append_event(run, "cancelled", job_id=state.job_id)

@@ -1,4 +1,4 @@
-"""``python -m jobs.launch PRESET``: start this node's ranks, on machines without a scheduler and without a shared folder."""
+"""``python -m jobs.launch PRESET``: start this node's ranks. Needs neither a scheduler nor a shared folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from trainkit.records.rundir import RunDir, next_path, runs_root
 if TYPE_CHECKING:
     from trainkit.launch.processes import RankGroup
 
-DESCRIPTION = """Start this node's ranks of a training without a scheduler. Give the same command on every node, with its own --node-rank:
+DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
+Give the same command on every node, each with its own --node-rank:
 
   python -m jobs.launch ddp --nodes 2 --node-rank 0 --gpus-per-node 1 --master-addr HOST
   python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 --master-addr HOST
@@ -33,9 +34,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     existing = _existing(args.preset)
     if existing is not None and args.overrides:
         raise UserError(
-            f"{args.preset} is a run, and its settings are its own.", why=f"Given: {' '.join(args.overrides)}.", fix="Leave them out."
+            f"{args.preset} is a run, and its settings are its own.",
+            why=f"Given: {' '.join(args.overrides)}.",
+            fix="Leave them out.",
         )
-    settings: dict[str, tuple[Any, str]] = {"launch.executor": ("local", "launch"), "launch.nodes": (args.nodes, "--nodes")}
+    settings: dict[str, tuple[Any, str]] = {
+        "launch.executor": ("local", "launch"),
+        "launch.nodes": (args.nodes, "--nodes"),
+    }
     for key in ("gpus_per_node", "ntasks_per_node"):
         if (value := getattr(args, key)) is not None:
             settings[f"launch.{key}"] = (value, "--" + key.replace("_", "-"))
@@ -50,7 +56,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     first = args.node_rank * plan.ntasks_per_node
     # Read back by the very function that the ranks use: a mistake here would be theirs.
     RankEnv.from_mapping(_rank_env(args, plan, master_addr, 0))
-    return _run(run, [_rank_env(args, plan, master_addr, index) for index in range(plan.ntasks_per_node)], first, plan, env)
+    return _run(
+        run, [_rank_env(args, plan, master_addr, index) for index in range(plan.ntasks_per_node)], first, plan, env
+    )
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -59,10 +67,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("-N", "--nodes", type=int, default=1, help="number of nodes (1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of them this is, from 0 (0)")
-    parser.add_argument("--gpus-per-node", type=int, metavar="G", help="GPUs of each node; 0 trains on CPU (all that are here)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="G", help="GPUs of each node; 0 trains on CPU (all that are here)"
+    )
     parser.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks per node (one per GPU, or one on CPU)")
     parser.add_argument("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")
-    parser.add_argument("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})")
+    parser.add_argument(
+        "--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})"
+    )
     parser.add_argument("--run-dir", metavar="FOLDER", help="the run folder to make on this node")
     return parser.parse_intermixed_args(list(argv))
 
@@ -76,7 +88,9 @@ def _plan(loaded: loading.Loaded, args: argparse.Namespace) -> Any:
 
     if not 0 <= args.node_rank < args.nodes:
         raise UserError(
-            f"--node-rank {args.node_rank} is not one of {args.nodes} nodes.", why="They count from 0.", fix=f"Use 0 to {args.nodes - 1}."
+            f"--node-rank {args.node_rank} is not one of {args.nodes} nodes.",
+            why="They count from 0.",
+            fix=f"Use 0 to {args.nodes - 1}.",
         )
     here = discover(dict(os.environ))
     asked = loaded.config.launch.gpus_per_node
@@ -84,7 +98,9 @@ def _plan(loaded: loading.Loaded, args: argparse.Namespace) -> Any:
         raise RefusedError(
             f"{asked} GPUs per node are asked for, and this node shows {here.gpus}.",
             why="Every rank needs a GPU of its own.",
-            fix=f"Use --gpus-per-node {here.gpus}" + ("" if here.gpus else ", with --ntasks-per-node for ranks on the CPU") + ".",
+            fix=f"Use --gpus-per-node {here.gpus}"
+            + ("" if here.gpus else ", with --ntasks-per-node for ranks on the CPU")
+            + ".",
         )
     # Every node brings its own GPUs, so that there are so many times as many as here.
     return make_plan(loaded, replace(here, slurm=False, gpus=here.gpus * args.nodes), Path("run"))
@@ -96,7 +112,9 @@ def _master_addr(args: argparse.Namespace) -> str:
     if args.master_addr is None:
         if args.nodes > 1:
             raise UserError(
-                "--master-addr is missing.", why="The ranks of several nodes meet on node 0.", fix="Give its name or address."
+                "--master-addr is missing.",
+                why="The ranks of several nodes meet on node 0.",
+                fix="Give its name or address.",
             )
         return "127.0.0.1"
     try:
@@ -104,7 +122,10 @@ def _master_addr(args: argparse.Namespace) -> str:
     except UserError:
         check_head(args.master_addr, 1)  # a name that does not resolve is an error
         # Right for all node ranks on one machine, which is how this is tried out; there is no way to tell from here.
-        print(f"Note: {args.master_addr} is this machine itself; ranks on other machines cannot reach it.", file=sys.stderr)
+        print(
+            f"Note: {args.master_addr} is this machine itself; ranks on other machines cannot reach it.",
+            file=sys.stderr,
+        )
     return str(args.master_addr)
 
 
@@ -113,7 +134,9 @@ def _existing(preset: str) -> RunDir | None:
     return RunDir.open(path) if (path / "config.yaml").is_file() else None
 
 
-def _new_run(loaded: loading.Loaded, args: argparse.Namespace, plan: Any, command: list[str], env: Mapping[str, str]) -> RunDir:
+def _new_run(
+    loaded: loading.Loaded, args: argparse.Namespace, plan: Any, command: list[str], env: Mapping[str, str]
+) -> RunDir:
     from trainkit.launch import submission
 
     path = Path(args.run_dir).expanduser().absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
@@ -155,10 +178,13 @@ def _run(run: RunDir, ranks: Sequence[Mapping[str, str]], first: int, plan: Any,
     files = [(logs / f"rank-{number}.out", logs / f"rank-{number}.err") for number in numbers]
     who = {"host": me.host, "pid": me.pid, "process_started": me.started}
     append_event(run, "submitted", executor="launch", job_id=str(me.pid), attempts_before=attempt, **who)
-    print(f"Node {ranks[0]['NODE_RANK']}: ranks {first} to {numbers[-1]} of {plan.world_size}; run folder {run.path}", flush=True)
+    print(
+        f"Node {ranks[0]['NODE_RANK']}: ranks {first} to {numbers[-1]} of {plan.world_size}; run folder {run.path}",
+        flush=True,
+    )
     desk = _Desk(*(files[0] if first == 0 else (None, None)))
     with caught_signals((signal.SIGINT, signal.SIGTERM, signal.SIGUSR2), desk.asked.append):
-        group = RankGroup([Rank(command, common | own, *pair) for own, pair in zip(ranks, files, strict=True)])
+        group = RankGroup([Rank(command, {**common, **own}, *pair) for own, pair in zip(ranks, files, strict=True)])
         codes = group.wait(lambda: desk.attend(group))
     desk.show()
     saved = run.requeue_marker(attempt).exists() or desk.signalled
@@ -169,7 +195,9 @@ def _run(run: RunDir, ranks: Sequence[Mapping[str, str]], first: int, plan: Any,
         code = codes[local_rank]
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise RunFailedError(
-            f"Rank {first + local_rank} {how}.", why="The other ranks of this node were ended.", fix=f"Its log is {files[local_rank][1]}."
+            f"Rank {first + local_rank} {how}.",
+            why="The other ranks of this node were ended.",
+            fix=f"Its log is {files[local_rank][1]}.",
         )
     if saved:
         print(f"Stopped and saved. The same command with {run.path} in the preset's place goes on.")

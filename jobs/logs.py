@@ -29,7 +29,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     attempts = run.attempts()
     if args.attempt is not None and args.attempt not in attempts:
         raise UserError(
-            f"{run.name} has no attempt {args.attempt}.", why=_have("attempts", attempts), fix="Leave --attempt out for the last one."
+            f"{run.name} has no attempt {args.attempt}.",
+            why=_have("attempts", attempts),
+            fix="Leave --attempt out for the last one.",
         )
     name = f"rank-{args.rank or 0}." + ("err" if args.err else "out")
     if args.follow:
@@ -59,7 +61,11 @@ def _show_failure(run: RunDir, attempt: int) -> None:
         return
     print(f"--- {run.name}: {state.state}. Rank {failure.rank} failed first: {failure.error}")
     print("\n".join(failure.traceback))
-    print("--- log of rank 0" if not failure.traceback else f"--- the rest of it: --rank {failure.rank} --err. Log of rank 0:")
+    print(
+        "--- log of rank 0"
+        if not failure.traceback
+        else f"--- the rest of it: --rank {failure.rank} --err. Log of rank 0:"
+    )
 
 
 def _nothing_yet(run: RunDir) -> int:

@@ -50,7 +50,11 @@ def runs_of(reference: str, env: Mapping[str, str]) -> list[RunDir]:
     for folder in (Path(reference).expanduser(), runs_root(env) / reference):
         if (folder / "sweep.json").is_file():
             return [run for run in list_runs(folder) if run.path.parent == folder.absolute()]
-    sweeps = {path.parent for path in index.known() if path.parent.name == reference and (path.parent / "sweep.json").is_file()}
+    sweeps = {
+        path.parent
+        for path in index.known()
+        if path.parent.name == reference and (path.parent / "sweep.json").is_file()
+    }
     if len(sweeps) == 1:
         return list_runs(sweeps.pop())
     return [find_run(reference, env)]
@@ -104,7 +108,10 @@ def _print_detail(run: RunDir, state: JobState) -> None:
     for event in read_events(run):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event.get("time", 0))))
         facts = {key: value for key, value in event.items() if key not in ("time", "event", "process_started")}
-        print(f"{when}  {event.get('event', '?'):10} " + " ".join(f"{key}={_plain(value)}" for key, value in facts.items()))
+        print(
+            f"{when}  {event.get('event', '?'):10} "
+            + " ".join(f"{key}={_plain(value)}" for key, value in facts.items())
+        )
 
 
 def _plain(value: Any) -> str:

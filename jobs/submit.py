@@ -26,7 +26,9 @@ DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this mach
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the commands that start a job: executor, cluster, following, resources."""
     parser.add_argument("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this very process)")
-    parser.add_argument("--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file")
+    parser.add_argument(
+        "--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and why; write nothing")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-f", "--follow", action="store_true", default=None, help="show progress until the run ends")
@@ -49,7 +51,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("submit", DESCRIPTION)
     parser.add_argument("preset", help="a preset in configs/, a YAML file, or a run folder to repeat")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
-    parser.add_argument("--sweep", metavar="KEY=A,B,C", action="append", default=[], help="one run per value; repeatable")
+    parser.add_argument(
+        "--sweep", metavar="KEY=A,B,C", action="append", default=[], help="one run per value; repeatable"
+    )
     parser.add_argument("--run-dir", metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)")
     add_launch_flags(parser)
     args = parser.parse_intermixed_args(list(argv))
@@ -75,13 +79,17 @@ def _submit(
     plans = [make_plan(loaded, site, folder, points=points) for loaded in loadeds]
     plan = plans[0]
     if any((other.world_size, other.directives) != (plan.world_size, plan.directives) for other in plans):
-        raise UserError("A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one.")
+        raise UserError(
+            "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
+        )
     script = submission.script_text(plan, folder, cwd, points) if plan.executor == "slurm" else None
     if args.dry_run:
         return dry_run(plan, loadeds[0], folder, script)
     submission.require_executor(plan, site)
     if plan.executor == "debug" and points > 1:
-        raise UserError("A sweep does not run with --executor debug.", why="debug is one run in this process.", fix="Use local.")
+        raise UserError(
+            "A sweep does not run with --executor debug.", why="debug is one run in this process.", fix="Use local."
+        )
     configs = [submission.stored_config(loaded, cwd) for loaded in loadeds]
     if points == 1:
         runs = [submission.write_run(folder, configs[0], plan, script, command)]
@@ -91,7 +99,14 @@ def _submit(
 
 
 def start(
-    folder: Path, runs: Sequence[RunDir], plan: Any, args: argparse.Namespace, cwd: Path, env: Mapping[str, str], *, new: bool
+    folder: Path,
+    runs: Sequence[RunDir],
+    plan: Any,
+    args: argparse.Namespace,
+    cwd: Path,
+    env: Mapping[str, str],
+    *,
+    new: bool,
 ) -> int:
     """Hand written runs over, say what was done, and follow them if asked (local runs: unless asked not to)."""
     from jobs.train import run_rank  # imports no torch
@@ -131,7 +146,9 @@ def dry_run(plan: Any, loaded: Loaded, folder: Path, script: str | None) -> int:
     from trainkit.launch import explain
 
     if script is None:
-        script = f"# {plan.executor}: {plan.nodes} x {plan.ntasks_per_node} ranks on this machine, run folder {folder}\n"
+        script = (
+            f"# {plan.executor}: {plan.nodes} x {plan.ntasks_per_node} ranks on this machine, run folder {folder}\n"
+        )
         script += "".join(f"{line}\n" for line in explain.rank_commands(plan, folder))
     sys.stdout.write(script)
     sys.stdout.flush()
@@ -157,9 +174,15 @@ def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
     for text in sweeps:
         key, equals, values = text.partition("=")
         if not equals or not values:
-            raise UserError(f"--sweep {text!r} has no values.", why="It takes KEY=A,B,C.", fix="For example --sweep optim.lr=1e-3,3e-3.")
+            raise UserError(
+                f"--sweep {text!r} has no values.",
+                why="It takes KEY=A,B,C.",
+                fix="For example --sweep optim.lr=1e-3,3e-3.",
+            )
         if key.startswith("launch."):
-            raise UserError("A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one.")
+            raise UserError(
+                "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
+            )
         axes.append([f"{key}={value}" for value in values.split(",")])
     return [list(point) for point in itertools.product(*axes)]
 
@@ -176,10 +199,13 @@ def _write_sweep(
         raise UserError(f"{folder} exists already.", why="A run is never written over.", fix="Give another --run-dir.")
     with submission.undone_on_error(folder):
         runs = [
-            submission.write_run(folder / str(index), config, plan, script, command) for index, config in enumerate(configs)
+            submission.write_run(folder / str(index), config, plan, script, command)
+            for index, config in enumerate(configs)
         ]
         submission.write_launch(folder, plan, script)
-        points = [{"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)]
+        points = [
+            {"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)
+        ]
         (folder / "sweep.json").write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
     return runs
 
@@ -196,7 +222,7 @@ def _announce(folder: Path, plan: Any, job_ids: Sequence[str]) -> None:
     run = folder if len(job_ids) == 1 else folder / "0"
     print(f"  run folder  {folder}")
     print(f"  watch       python -m jobs.logs {run} -f")
-    print(f"  state       python -m jobs.status {run}")
+    print(f"  state       python -m jobs.status {folder}")
     print(f"  cancel      python -m jobs.cancel {folder}", flush=True)
 
 
@@ -212,7 +238,8 @@ def follow_to_end(run: RunDir) -> int:
     try:
         follow(run, lambda: job_state(run).alive)
     except KeyboardInterrupt:
-        print(f"\nDetached; the run goes on.\n  watch   python -m jobs.logs {run.path} -f\n  cancel  python -m jobs.cancel {run.path}")
+        print("\nDetached; the run goes on.")
+        print(f"  watch   python -m jobs.logs {run.path} -f\n  cancel  python -m jobs.cancel {run.path}")
         return 130
     return wait_for(run)
 
@@ -244,7 +271,7 @@ def end_of(run: RunDir) -> int:
     raise RunFailedError(
         f"{run.name}: {state.state}" + (f", rank {failure.rank} first." if failure else "."),
         why=(failure.error if failure else state.reason) or f"Its log is in {run.logs}.",
-        fix=f"`python -m jobs.logs {run.path}` shows more; `python -m jobs.resume {run.path}` goes on from the last checkpoint.",
+        fix=f"`python -m jobs.logs {run.path}` shows more; `python -m jobs.resume {run.path}` goes on where it saved.",
     )
 
 

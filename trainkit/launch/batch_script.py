@@ -8,8 +8,8 @@ from pathlib import Path
 from trainkit.errors import UserError
 from trainkit.launch.plan import Plan
 
-# `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout would
-# run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
+# `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout
+# would run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
 TASK = (
     "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
     "from submitit.core.submission import submitit_main; submitit_main()"
@@ -48,7 +48,10 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
         "export MASTER_PORT",
     ]
     if plan.cpus_per_task:
-        lines += ["# Since 22.05 srun does not take this over from the job.", 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"']
+        lines += [
+            "# Since 22.05 srun does not take this over from the job.",
+            'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+        ]
     else:
         lines += ['export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"']
     if not plan.gpus_per_node:
@@ -63,7 +66,7 @@ def _srun(plan: Plan, run_path: Path, python: str) -> list[str]:
     extra = [f"--{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in plan.srun]
     return [
         "",
-        "# A preemption signals this shell too; it must outlive it to requeue the job. The ranks get the signal from SLURM.",
+        "# A preemption signals this shell too: it must outlive that to requeue the job. SLURM signals the ranks itself.",
         "trap : TERM USR2",
         "rc=0",
         "# The ranks ignore both signals until Python has its own handlers.",
@@ -81,7 +84,11 @@ def _ending(plan: Plan, run_path: Path) -> list[str]:
         '>> "$TRAINKIT_RUN_DIR/events.jsonl"'
     )
     if not plan.requeue:
-        return ["", 'if [ -e "$logs/requeue" ]; then echo "Saved; requeue is off: python -m jobs.resume goes on."; fi', 'exit "$rc"']
+        return [
+            "",
+            'if [ -e "$logs/requeue" ]; then echo "Saved; requeue is off: python -m jobs.resume goes on."; fi',
+            'exit "$rc"',
+        ]
     return [
         "",
         "# Saved and handed back: queue the same job again, unless it is being cancelled.",

@@ -1,10 +1,10 @@
 """What SLURM does for a job, done by one process for a local one: ``python -m trainkit.launch.controller FOLDER CWD``.
 
-FOLDER is a run, or a sweep whose runs are its folders 0, 1, 2, ... The controller starts the ranks, ends them together,
-tells them to save before the time limit, and starts the next attempt when they have saved and handed back.
+FOLDER is a run, or a sweep whose runs are its folders 0, 1, 2, ... The controller starts the ranks, ends them
+together, tells them to save before the time limit, and starts the next attempt when they have saved and handed back.
 
-Signals: USR2 is a preemption, ranks save and the run goes on with the next attempt. TERM and INT cancel: ranks may save,
-and nothing starts any more.
+Signals: USR2 is a preemption, ranks save and the run goes on with the next attempt. TERM and INT cancel: ranks may
+save, and nothing starts any more.
 """
 
 from __future__ import annotations

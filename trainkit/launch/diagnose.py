@@ -9,7 +9,7 @@ from pathlib import Path
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 
-# srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "... tasks 0-1: Killed".
+# srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "tasks 0-1: Killed".
 _SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[^:]*: (?!Terminated)(.+)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts it before every line of a traceback
 

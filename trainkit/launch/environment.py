@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# A job submitted inside a job (from salloc, from a notebook on a node) inherits its variables; its srun can then die, or
-# be bound to the wrong CPUs, and its ranks would take themselves for those of the other job. What users set themselves in
+# A job submitted inside a job (from salloc, from a notebook on a node) inherits its variables; its srun can then die,
+# or be bound to the wrong CPUs, and its ranks would take themselves for those of the other job. What users set in
 # SBATCH_* has become part of the plan, and as variables would outrank the flags in the script.
 _LEAKS = re.compile(
     r"(SLURM|SLURMD|SRUN|SBATCH|SALLOC|PMI|PMI2|PMIX|OMPI|TORCHELASTIC|SUBMITIT)_.*"

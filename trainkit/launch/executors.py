@@ -30,9 +30,15 @@ _CONTROLLERS: list[subprocess.Popen[bytes]] = []
 
 
 def submit_to_slurm(
-    folder: Path, runs: Sequence[RunDir], function: Callable[[str], str], script: Path, *, nodes: int, ntasks_per_node: int,
+    folder: Path,
+    runs: Sequence[RunDir],
+    function: Callable[[str], str],
+    script: Path,
+    *,
+    nodes: int,
+    ntasks_per_node: int,
     env: Mapping[str, str],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Queue ``script`` with sbatch: one job, or one array with a task for each run. Returns the job id of each run.
 
     Raises:
@@ -53,7 +59,13 @@ def submit_to_slurm(
 
 
 def submit_locally(
-    folder: Path, runs: Sequence[RunDir], function: Callable[[str], str], *, tasks: int, cwd: Path, env: Mapping[str, str]
+    folder: Path,
+    runs: Sequence[RunDir],
+    function: Callable[[str], str],
+    *,
+    tasks: int,
+    cwd: Path,
+    env: Mapping[str, str],
 ) -> tuple[list[str], ProcessId]:
     """Start a controller process on this machine that runs the runs one after another and outlives this terminal.
 
@@ -96,7 +108,7 @@ class _PickleEach:
         return self.job_class(folder=self.folder, job_id=f"{first.job_id}_{index}", tasks=list(range(first.num_tasks)))
 
 
-class _Batch(_PickleEach, SlurmExecutor):  # type: ignore[misc]
+class _Batch(_PickleEach, SlurmExecutor):
     """submitit's SLURM executor with our script, and sbatch called without the variables of a job around it."""
 
     def __init__(self, folder: Path, script: Path, unset: Sequence[str]) -> None:
@@ -116,11 +128,13 @@ class _Batch(_PickleEach, SlurmExecutor):  # type: ignore[misc]
         text = string if isinstance(string, str) else string.decode()
         match = re.search(r"^(\d+)(?:;.*)?$", text, flags=re.MULTILINE)
         if match is None:
-            raise SchedulerError("sbatch gave no job id.", why=f"It said: {text.strip()!r}.", fix="Look at `squeue --me`.")
+            raise SchedulerError(
+                "sbatch gave no job id.", why=f"It said: {text.strip()!r}.", fix="Look at `squeue --me`."
+            )
         return match[1]
 
 
-class _Local(_PickleEach, LocalExecutor):  # type: ignore[misc]
+class _Local(_PickleEach, LocalExecutor):
     """submitit's local executor on simulated nodes (its own refuses more than one), by a controller of ours."""
 
     def __init__(self, folder: Path, first: RunDir, cwd: Path, tasks: int, env: Mapping[str, str]) -> None:
@@ -141,4 +155,6 @@ class _Local(_PickleEach, LocalExecutor):  # type: ignore[misc]
                 env=scrubbed(self._env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
         _CONTROLLERS.append(controller)
-        return LocalJob(folder=self.folder, job_id=str(controller.pid), process=controller, tasks=list(range(self._tasks)))
+        return LocalJob(
+            folder=self.folder, job_id=str(controller.pid), process=controller, tasks=list(range(self._tasks))
+        )

@@ -19,7 +19,9 @@ Row = tuple[str, str, str, str]
 def plan_rows(plan: Plan) -> list[Row]:
     """Value, source and reason of everything that the plan decided."""
     rows = [("launch." + item.name, _text(item.value), str(item.source), item.reason) for item in plan.settings]
-    return rows + [("#SBATCH --" + item.name, _text(item.value), str(item.source), item.reason) for item in plan.directives]
+    return rows + [
+        ("#SBATCH --" + item.name, _text(item.value), str(item.source), item.reason) for item in plan.directives
+    ]
 
 
 def config_rows(loaded: Loaded) -> list[Row]:
@@ -45,8 +47,8 @@ def rank_commands(plan: Plan, folder: Path) -> list[str]:
     for rank in range(plan.world_size):
         node, local_rank = divmod(rank, plan.ntasks_per_node)
         env = (
-            f"TRAINKIT_SIMULATED_NODES={plan.nodes} SUBMITIT_LOCAL_NTASKS={plan.world_size} SUBMITIT_LOCAL_NODEID={node} "
-            f"SUBMITIT_LOCAL_LOCALID={local_rank} SUBMITIT_LOCAL_GLOBALID={rank}"
+            f"TRAINKIT_SIMULATED_NODES={plan.nodes} SUBMITIT_LOCAL_NTASKS={plan.world_size} "
+            f"SUBMITIT_LOCAL_NODEID={node} SUBMITIT_LOCAL_LOCALID={local_rank} SUBMITIT_LOCAL_GLOBALID={rank}"
         )
         lines.append(f"{env} {shlex.join([sys.executable, '-u', '-c', TASK, str(folder / '.submitit')])}")
     return lines

@@ -16,7 +16,10 @@ from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 
 ENDED = frozenset(
-    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT UNKNOWN".split()
+    (
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+        *("REVOKED", "TIMEOUT", "UNKNOWN"),
+    )
 )
 _BY_EVENT = {"finished": "COMPLETED", "failed": "FAILED"}
 _SQUEUE_FORMAT = "%i|%T|%r|%M|%N"
@@ -109,7 +112,17 @@ def _ask_slurm(job_ids: Iterable[str]) -> tuple[dict[str, JobState], str]:
     if missing:
         try:
             accounts = read_sacct(
-                _run("sacct", "-X", "-n", "-P", "-D", "-j", ",".join(sorted(missing)), "-o", "JobID,State,ExitCode,NodeList")
+                _run(
+                    "sacct",
+                    "-X",
+                    "-n",
+                    "-P",
+                    "-D",
+                    "-j",
+                    ",".join(sorted(missing)),
+                    "-o",
+                    "JobID,State,ExitCode,NodeList",
+                )
             )
             found |= {job: state for job, state in accounts.items() if job in missing}
         except _NoAnswer as error:
@@ -178,11 +191,15 @@ class _NoAnswer(Exception):
 
 def _run(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL
+        )
     except FileNotFoundError:
         raise _NoAnswer(f"there is no {command[0]} on this machine") from None
     except subprocess.TimeoutExpired:
         raise _NoAnswer(f"{command[0]} did not answer within 30 s") from None
     if done.returncode:
-        raise _NoAnswer(re.sub(r"\s+", " ", done.stderr).strip() or f"{command[0]} failed with exit code {done.returncode}")
+        raise _NoAnswer(
+            re.sub(r"\s+", " ", done.stderr).strip() or f"{command[0]} failed with exit code {done.returncode}"
+        )
     return done.stdout

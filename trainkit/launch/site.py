@@ -72,7 +72,9 @@ def discover(env: Mapping[str, str]) -> Site:
         words = " ".join((getattr(error, "stderr", None) or str(error)).split())
         # SLURM's packages alone make no cluster: such a machine runs jobs itself.
         here = _NO_CLUSTER not in words
-        return Site(slurm=here, gpus=gpus, cpus=cpus, unknown=words if here else "sbatch is here, but configured for no cluster")
+        return Site(
+            slurm=here, gpus=gpus, cpus=cpus, unknown=words if here else "sbatch is here, but configured for no cluster"
+        )
     return Site(slurm=True, gpus=gpus, cpus=cpus, partitions=partitions)
 
 

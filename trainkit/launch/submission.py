@@ -23,7 +23,7 @@ Function = Callable[[str], str]
 
 
 def stored_config(loaded: Loaded, cwd: Path) -> Config:
-    """The configuration as the run keeps it: the data's folder is absolute, so that it can be repeated from anywhere."""
+    """The configuration as the run keeps it: the data's folder is absolute, so that it can be repeated anywhere."""
     data = loaded.config.data
     root = str((cwd / Path(data.root).expanduser()).absolute())
     return loaded.config.model_copy(update={"data": data.model_copy(update={"root": root})})
@@ -93,7 +93,13 @@ def hand_over(
     attempts = [len(run.attempts()) for run in runs]
     if plan.executor == "slurm":
         job_ids = executors.submit_to_slurm(
-            folder, runs, function, folder / "submit.sbatch", nodes=plan.nodes, ntasks_per_node=plan.ntasks_per_node, env=env
+            folder,
+            runs,
+            function,
+            folder / "submit.sbatch",
+            nodes=plan.nodes,
+            ntasks_per_node=plan.ntasks_per_node,
+            env=env,
         )
     else:
         job_ids, controller = executors.submit_locally(folder, runs, function, tasks=plan.world_size, cwd=cwd, env=env)
@@ -130,4 +136,3 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
 
 def _process_fields(process: ProcessId) -> dict[str, object]:
     return {"host": process.host, "pid": process.pid, "process_started": process.started}
-
