@@ -18,6 +18,8 @@ def build(
 ) -> nn.Module:
     """Stages of two 3x3 convolutions; each halves the image and doubles the channels (to 8 x width), until 4x4 is left.
 
+    Everything in it is smooth: where a ReLU or the winner of a max pooling flips on the last bit of a sum, two runs that
+    add in another order part for good (1e-4 relative after 20 updates on digits, against 4e-8).
     ``norm="group"`` looks at one image at a time, so that the same numbers come out on 1 GPU and on 8; ``"batch"``
     looks at a rank's micro batch, and they do not.
     """
@@ -30,13 +32,13 @@ def build(
         for channels in (inputs, outputs):
             layers.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=False))
             layers.append(nn.GroupNorm(8, outputs) if norm == "group" else nn.BatchNorm2d(outputs))
-            layers.append(nn.ReLU(inplace=True))
+            layers.append(nn.GELU())
         return layers
 
     layers = stage(info.in_chans, width)
     channels = width
     for _ in range(max(1, math.ceil(math.log2(info.image_size / 4)))):
-        layers.append(nn.MaxPool2d(2))
+        layers.append(nn.AvgPool2d(2))
         outputs = min(channels * 2, width * 8)
         layers += stage(channels, outputs)
         channels = outputs
