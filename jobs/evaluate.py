@@ -1,0 +1,38 @@
+"""``python -m jobs.evaluate RUN``: metrics of a checkpoint on the test split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from jobs import cli
+from trainkit.config.loading import load
+from trainkit.records.rundir import find_run
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, evaluate, print."""
+    parser = cli.Parser("evaluate", __doc__)
+    parser.add_argument("run", metavar="RUN", help="a run folder or its name")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
+    parser.add_argument("--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)")
+    parser.add_argument("--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_intermixed_args(argv)
+    run_dir = find_run(args.run, env)
+    config = load(str(run_dir.config), args.overrides).config
+    from trainkit.experiment import evaluate_checkpoint
+
+    result = evaluate_checkpoint(config, run_dir, args.checkpoint, args.split)
+    if args.json:
+        print(json.dumps({"run": str(run_dir.path), "split": args.split, **result}))
+    else:
+        print(
+            f"{args.split} of step {result['step']:.0f} ({args.checkpoint}): acc1 {result['acc1']:.2f} %  "
+            f"acc5 {result['acc5']:.2f} %  loss {result['loss']:.4f}  over {result['samples']:,.0f} images"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
