@@ -47,9 +47,8 @@ def sample_hardware(
     mask = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
     stop = threading.Event()
     read_gpus = _gpu_reader(mask) if device.startswith("cuda") else _no_gpus
-    psutil.cpu_percent()  # psutil measures from one call to the next: these two set the beginning
     processes: dict[int, psutil.Process] = {}
-    _process_tree(processes)
+    _process_tree(processes)  # psutil measures from one call to the next: this sets the beginning
     sampling = partial(_sample_until, run_dir.hardware(host), every_seconds, read_gpus, processes, stop)
     thread = threading.Thread(target=sampling, name="hardware", daemon=True)
     thread.start()
@@ -86,6 +85,7 @@ def _sample_until(
     path: Path, every_seconds: float, read_gpus: ReadGpus, processes: dict[int, psutil.Process], stop: threading.Event
 ) -> None:
     try:
+        psutil.cpu_percent()  # the beginning of this, which psutil keeps for each thread
         ended = False
         while not ended:
             ended = stop.wait(every_seconds)

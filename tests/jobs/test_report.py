@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.report import main
+from trainkit.errors import UserError
+from trainkit.records import jsonl
+from trainkit.records.rundir import RunDir
+
+
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        run_dir = RunDir.create(tmp_path / "runs" / f"ddp-000{number}", "seed: 0\n")
+        jsonl.append(run_dir.metrics, {"step": 10, "epoch": 1.0, "split": "val", "loss": 0.5, "acc1": 90.0})
+    return {"TRAINKIT_RUNS": str(tmp_path / "runs")}
+
+
+def test_the_log_book_of_one_run_goes_into_its_folder(
+    env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ddp-0001"], env) == 0
+    paths = capsys.readouterr().out.splitlines()
+    assert paths[0] == str(tmp_path / "runs" / "ddp-0001" / "logbook.md")
+    assert all(Path(path).is_file() for path in paths)
+
+
+def test_the_log_book_of_several_runs_goes_into_a_folder_report(env: dict[str, str], tmp_path: Path) -> None:
+    assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0002")], env) == 0
+    assert "# Log book of 2 runs" in (tmp_path / "report" / "logbook.md").read_text()
+
+
+def test_out_chooses_the_folder(env: dict[str, str], tmp_path: Path) -> None:
+    assert main(["ddp-0001", "--out", "handin"], env) == 0
+    assert (tmp_path / "handin" / "logbook.md").is_file()
+
+
+def test_a_run_given_twice_is_one_run(env: dict[str, str], tmp_path: Path) -> None:
+    assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0001")], env) == 0
+    assert (tmp_path / "runs" / "ddp-0001" / "logbook.md").is_file()
+
+
+def test_an_unknown_run_is_an_error_that_names_the_nearest(env: dict[str, str]) -> None:
+    with pytest.raises(UserError) as caught:
+        main(["ddp-0011"], env)
+    assert "ddp-0001" in caught.value.fix
+
+
+def test_reporting_never_loads_torch(env: dict[str, str], tmp_path: Path) -> None:
+    code = "import sys, jobs.report as r; r.main(['ddp-0001'], dict(sys.argv[1:] and [sys.argv[1].split('=')])); "
+    code += "print([m for m in ('torch', 'wandb', 'matplotlib.pyplot') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"TRAINKIT_RUNS={env['TRAINKIT_RUNS']}"],
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainkit.records.rundir import RunDir
+from trainkit.report import plots
+from trainkit.report.facts import Facts, collect
+
+MakeRun = Callable[..., RunDir]
+
+
+def test_nothing_is_drawn_of_an_empty_run(make_run: MakeRun, tmp_path: Path) -> None:
+    facts = Facts(make_run(steps=0, finished=False), "r")
+    path = tmp_path / "plot.png"
+    assert not plots.draw_curves(facts, path)
+    assert not plots.draw_pace(facts, path)
+    assert not plots.draw_hardware(facts, path)
+    assert not plots.draw_comparison([facts], path)
+    assert not plots.draw_accuracies([facts, facts], path)
+    assert not path.exists()
+
+
+def test_many_gpus_are_drawn_without_a_thicket_of_names(make_run: MakeRun, tmp_path: Path) -> None:
+    assert plots.draw_hardware(Facts(make_run(gpus=16), "r"), tmp_path / "plot.png")
+
+
+def test_more_runs_than_colours_are_compared(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = collect([make_run(f"ddp-{index:04}", speed=1000.0 * index) for index in range(1, 9)])
+    assert plots.draw_comparison(runs, tmp_path / "speed.png")
+    assert plots.draw_accuracies(runs, tmp_path / "accuracy.png")
+
+
+def test_smoothing_keeps_short_curves_and_takes_spikes_out_of_long_ones() -> None:
+    short = [(float(x), float(x % 2)) for x in range(10)]
+    assert plots._smooth(short) == short
+    long = [(float(x), 1.0) for x in range(300)]
+    long[150] = (150.0, 99.0)
+    assert plots._smooth(long) == [(float(x), 1.0) for x in range(300)]
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(10, "s"), (600, "min"), (5 * 3600, "h")])
+def test_time_has_a_fitting_unit(seconds: float, unit: str) -> None:
+    assert plots._time_unit(seconds)[0] == unit

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from trainkit.records import jsonl
+from trainkit.records.rundir import RunDir
+from trainkit.report import tables
+from trainkit.report.facts import Facts, collect
+
+MakeRun = Callable[..., RunDir]
+
+
+def settings(run_dir: RunDir) -> dict[str, str]:
+    return {row[0]: row[1] for row in tables.settings_rows(Facts(run_dir, run_dir.name))}
+
+
+def compared(*runs: RunDir) -> list[dict[str, str]]:
+    rows = tables.comparison_rows(collect(runs))
+    return [dict(zip(tables.COMPARISON, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (12.34, "12.3 s"), (59.97, "1 min 00 s"), (245, "4 min 05 s"), (5440, "1 h 30 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert tables.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("mb", "text"), [(812.4, "812 MB"), (15565.0, "15.2 GB"), (None, "–")])  # noqa: RUF001
+def test_memory(mb: float | None, text: str) -> None:
+    assert tables.memory(mb) == text
+
+
+def test_a_cell_cannot_break_its_table() -> None:
+    assert tables.markdown(("a",), [("x|y\nz",)]).splitlines()[-1] == "| x\\|y z |"
+
+
+def test_the_settings_that_a_reader_asks_for(make_run: MakeRun) -> None:
+    run_dir = make_run("ddp-0001", "optim.name=sgd", "model.name=resnet18", "seed=3")
+    run_dir.manifest.write_text(json.dumps({"git": {"commit": "0123456789abcdef", "diff": "+x"}}))
+    assert settings(run_dir) == {
+        "model": "resnet18, 65,834 parameters",
+        "data": "digits",
+        "strategy": "ddp",
+        "ranks": "2 on node1",
+        "device": "cpu",
+        "precision": "fp32",
+        "batch size": "64 = 2 ranks × 32",  # noqa: RUF001
+        "optimizer": "sgd, lr 0.002, weight_decay 0.05, momentum 0.9, nesterov False",
+        "schedule": "onecycle, warm-up 1 epochs",
+        "length": "400 steps = 20 epochs of 20",
+        "seed": "3",
+        "code": "commit `0123456789ab`, with uncommitted changes",
+    }
+
+
+def test_nodes_that_are_simulated_are_called_so(make_run: MakeRun) -> None:
+    run_dir = make_run("ddp-0001", "launch.nodes=2", ranks=4)
+    assert settings(run_dir)["ranks"] == "4 (2 nodes × 2 simulated on one machine) on node1"  # noqa: RUF001
+
+
+def test_an_interrupted_run_tells_how_far_it_came(make_run: MakeRun) -> None:
+    assert settings(make_run(steps=200, finished=False))["length"] == "200 of 400 steps = 10 epochs of 20"
+
+
+def test_results_are_those_of_best_last_and_test(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    jsonl.append(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", "loss": 0.04, "acc1": 99.9, "acc5": 100})
+    run_dir.summary.write_text(json.dumps({"best_step": 380}))
+    rows = tables.results_rows(Facts(run_dir, "r"))
+    assert rows[0] == ("val, best checkpoint", "380", "0.0400", "99.90 %", "100.00 %")
+    assert rows[1][:2] == ("val, last", "400")
+    assert rows[2] == ("test, best checkpoint", "380", "0.0600", "98.90 %", "100.00 %")
+
+
+def test_twice_the_ranks_at_nearly_twice_the_speed(make_run: MakeRun) -> None:
+    one = make_run("single-0001", preset="single", ranks=1, speed=990.0)
+    two = make_run("ddp-0002", ranks=2, speed=1850.0)
+    first, second = compared(one, two)
+    assert (first["speed-up"], first["efficiency"], first["time ratio"]) == ("1.00×", "100 %", "1.00×")  # noqa: RUF001
+    assert (second["images/s"], second["speed-up"], second["efficiency"]) == ("1,860", "1.86×", "93 %")  # noqa: RUF001
+    assert second["time ratio"] == "1.87×"  # noqa: RUF001
+
+
+def test_times_of_runs_of_unequal_length_are_not_compared(make_run: MakeRun) -> None:
+    _, second = compared(make_run("ddp-0001"), make_run("ddp-0002", steps=200))
+    assert second["time ratio"] == "–"  # noqa: RUF001
+    _, third = compared(make_run("ddp-0003"), make_run("ddp-0004", finished=False))
+    assert third["time ratio"] == "–"  # noqa: RUF001
+
+
+def test_settings_that_differ_are_listed_and_equal_ones_are_not(make_run: MakeRun) -> None:
+    runs = [make_run("ddp-0001"), make_run("ddp-0002", "optim.lr=0.01", "launch.nodes=2", "launch.time=10")]
+    assert tables.difference_rows(collect(runs)) == [("optim.lr", "0.002", "0.01"), ("launch.nodes", "1", "2")]
+
+
+def test_each_gpu_has_a_row_of_its_own(make_run: MakeRun) -> None:
+    rows = tables.hardware_rows(collect([make_run(gpus=2)])[0])
+    assert rows[1] == ("GPU 1 of node1", "91 %", "91 %", "9.3 GB of 16.0 GB", "65 W", "–")  # noqa: RUF001
+    assert rows[2][:2] == ("CPUs of node1", "85 %")

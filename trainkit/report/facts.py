@@ -1,0 +1,244 @@
+"""Everything the report says about a run, read from its folder. What is not there is None, never an error."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from trainkit.config import yaml
+from trainkit.errors import UserError
+from trainkit.records import jsonl
+from trainkit.records.events import read_events
+from trainkit.records.metrics import read_metrics
+from trainkit.records.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Mean and highest value of one hardware reading over a run."""
+
+    mean: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class HostSamples:
+    """Hardware samples of one host."""
+
+    host: str
+    samples: list[dict[str, Any]]
+
+    def machine(self, key: str) -> Usage | None:
+        """Usage of a reading of the machine: ``cpu_percent``, ``memory_used_mb`` ..."""
+        return _usage(sample.get(key) for sample in self.samples)
+
+    def gpu_indices(self) -> list[int]:
+        """GPUs that were sampled, by NVML's index."""
+        return sorted({gpu["index"] for sample in self.samples for gpu in _gpus(sample)})
+
+    def gpu(self, index: int, key: str) -> Usage | None:
+        """Usage of a reading of one GPU: ``util_percent``, ``memory_used_mb``, ``power_w`` ..."""
+        return _usage(gpu.get(key) for sample in self.samples for gpu in _gpus(sample) if gpu["index"] == index)
+
+    def series(self, key: str, gpu: int | None = None) -> list[tuple[float, float]]:
+        """(time, value) of a reading of the machine, or of one GPU."""
+        points = []
+        for sample in self.samples:
+            holders = [sample] if gpu is None else [found for found in _gpus(sample) if found["index"] == gpu]
+            points += [(sample["time"], holder[key]) for holder in holders if _is_number(holder.get(key))]
+        return points
+
+
+class Facts:
+    """One run, as far as its folder tells."""
+
+    def __init__(self, run_dir: RunDir, label: str) -> None:
+        self.run_dir, self.label = run_dir, label
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration as plain values; empty if it cannot be read."""
+        try:
+            return yaml.read(self.run_dir.config)[0]
+        except UserError:
+            return {}
+
+    def setting(self, key: str) -> Any:
+        """A value of the configuration by its dotted key, or None."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """``summary.json``; empty for a run that did not get to its end."""
+        return _read_json(self.run_dir.summary)
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return _read_json(self.run_dir.manifest)
+
+    @cached_property
+    def train(self) -> list[dict[str, Any]]:
+        return read_metrics(self.run_dir, "train")
+
+    @cached_property
+    def val(self) -> list[dict[str, Any]]:
+        return read_metrics(self.run_dir, "val")
+
+    @cached_property
+    def test(self) -> dict[str, Any] | None:
+        """The newest test record."""
+        return next(reversed(read_metrics(self.run_dir, "test")), None)
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        return read_events(self.run_dir)
+
+    @cached_property
+    def hosts(self) -> list[HostSamples]:
+        """Hardware samples, by host."""
+        found = []
+        for file in sorted(self.run_dir.path.glob("system-*.jsonl")):
+            samples = [sample for sample in jsonl.read(file) if _is_number(sample.get("time"))]
+            if samples:
+                found.append(HostSamples(file.stem.removeprefix("system-"), samples))
+        return found
+
+    def started(self, key: str) -> Any:
+        """A field of the newest ``started`` event, or of the summary, or None."""
+        for event in reversed(self.events):
+            if event.get("event") == "started" and key in event:
+                return event[key]
+        return self.summary.get(key)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer updates that were done."""
+        steps = self.summary.get("steps")
+        return steps if isinstance(steps, int) else max((record["step"] for record in self.train + self.val), default=0)
+
+    @property
+    def finished(self) -> bool:
+        return self.summary.get("outcome") == "finished"
+
+    @property
+    def best_val(self) -> dict[str, Any] | None:
+        """The validation record of the best checkpoint; by accuracy where nothing else is recorded."""
+        best_step = self.summary.get("best_step")
+        chosen = [record for record in self.val if record["step"] == best_step]
+        scored = [record for record in self.val if _is_number(record.get("acc1"))]
+        if chosen:
+            return chosen[0]
+        return max(scored, key=lambda record: float(record["acc1"])) if scored else None
+
+    @property
+    def images_per_sec(self) -> float | None:
+        """Median over the train records: neither the first slow steps nor a pause count."""
+        speeds = [record["images_per_sec"] for record in self.train if _is_number(record.get("images_per_sec"))]
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def train_seconds(self) -> float | None:
+        """Time in training steps, over all attempts; of a run without an end, from the speed of its records."""
+        seconds = self.summary.get("train_seconds")
+        if _is_number(seconds):
+            return float(seconds)
+        batch, total, before = self.setting("train.global_batch_size"), 0.0, 0
+        for record in self.train:
+            speed = record.get("images_per_sec")
+            if not (_is_number(batch) and _is_number(speed) and speed > 0):
+                return None
+            total += (record["step"] - before) * batch / speed
+            before = record["step"]
+        return total or None
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """From the first start to the last word of the run, waiting between attempts included."""
+        starts = [event["time"] for event in self.events if event.get("event") == "started" and "time" in event]
+        times = [event["time"] for event in self.events if "time" in event]
+        times += [record["time"] for record in self.train + self.val if _is_number(record.get("time"))]
+        return max(times) - min(starts) if starts else None
+
+    @property
+    def max_memory_mb(self) -> float | None:
+        """Peak memory of rank 0: of the GPU's allocator, or of the process on CPU."""
+        found = [self.summary.get("max_memory_mb"), *(record.get("max_memory_mb") for record in self.train)]
+        return max((float(value) for value in found if _is_number(value)), default=None)
+
+    @property
+    def attempts(self) -> int:
+        """How often it was started."""
+        return max(len(self.run_dir.attempts()), len(read_events(self.run_dir, "started")))
+
+    @property
+    def requeues(self) -> int:
+        """How often it was stopped and put back into the queue."""
+        return len(read_events(self.run_dir, "requeued"))
+
+    @property
+    def restarted_at(self) -> list[float]:
+        """Epochs at which later attempts went on."""
+        resumed = [event for event in self.events if event.get("event") == "started" and event.get("step")]
+        return [e["step"] / e["steps_per_epoch"] for e in resumed if e.get("steps_per_epoch")]
+
+    @property
+    def processors(self) -> int | None:
+        """What the work was spread over: ranks, or the GPUs that one process with DataParallel drives."""
+        if self.setting("strategy.name") == "dp":
+            return sum(len(host.gpu_indices()) for host in self.hosts) or 1
+        world_size = self.started("world_size")
+        return world_size if isinstance(world_size, int) else None
+
+    @property
+    def missing(self) -> list[str]:
+        """What a reader may look for and this run does not have, each with the reason."""
+        found = []
+        if not self.train:
+            found.append("training metrics: metrics.jsonl has none")
+        if not self.val:
+            found.append("validation metrics: no evaluation was reached")
+        if self.test is None:
+            found.append(f"test metrics: `python -m jobs.evaluate {self.run_dir.path}` measures them")
+        if not self.summary:
+            found.append("final numbers (summary.json): the run has not ended, or was stopped; times are estimates")
+        if not self.hosts:
+            found.append("hardware samples: no system-<host>.jsonl with a whole line in it")
+        return found
+
+
+def collect(runs: Iterable[RunDir]) -> list[Facts]:
+    """Facts of runs, each under a name that no other has: runs of one name also get their folder's."""
+    runs = list(runs)
+    names = [run.name for run in runs]
+    labels = [run.name if names.count(run.name) == 1 else f"{run.path.parent.name}/{run.name}" for run in runs]
+    unique = [label if labels.count(label) == 1 else str(run.path) for label, run in zip(labels, runs, strict=True)]
+    return [Facts(run, label) for run, label in zip(runs, unique, strict=True)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _gpus(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [gpu for gpu in sample.get("gpus") or [] if isinstance(gpu, dict) and "index" in gpu]
+
+
+def _usage(values: Iterable[Any]) -> Usage | None:
+    numbers = [float(value) for value in values if _is_number(value)]
+    return Usage(statistics.fmean(numbers), max(numbers)) if numbers else None
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

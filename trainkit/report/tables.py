@@ -1,0 +1,237 @@
+"""Rows of the log book: a run's settings, results and costs as text with units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainkit.report.facts import Facts, Usage
+
+Row = tuple[str, ...]
+TIMES = "\N{MULTIPLICATION SIGN}"
+NONE = "–"  # noqa: RUF001  an en dash: a value that this run does not have
+
+
+def markdown(header: Row, rows: Iterable[Row], *, numbers_from: int | None = None) -> str:
+    """A Markdown table; columns from ``numbers_from`` on are aligned to the right."""
+    right = len(header) if numbers_from is None else numbers_from
+    rule = ("---:" if column >= right else "---" for column in range(len(header)))
+    lines = [header, tuple(rule), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )
+
+
+def settings_rows(facts: Facts) -> list[Row]:
+    """What the run was told to do, and where it ran."""
+    get = facts.setting
+    params = facts.started("params")
+    rows = [
+        ("model", _named(get("model")) + (f", {params:,} parameters" if isinstance(params, int) else "")),
+        ("data", _named(get("data"), hide=("root", "workers"))),
+        ("strategy", _named(get("strategy"))),
+        ("ranks", _ranks(facts)),
+        ("device", _text(facts.started("device"))),
+        ("precision", _text(facts.started("precision") or get("train.precision"))),
+        ("batch size", _batch(facts)),
+        ("optimizer", _optimizer(get("optim"))),
+        ("schedule", _schedule(get("schedule"))),
+        ("length", _length(facts)),
+        ("seed", _text(get("seed"))),
+        ("code", _commit(facts)),
+    ]
+    return [row for row in rows if row[1] != NONE]
+
+
+def results_rows(facts: Facts) -> list[Row]:
+    """Split, step, loss, acc1, acc5 of the best and the last evaluation and of the test."""
+    found = []
+    best, last = facts.best_val, facts.val[-1] if facts.val else None
+    for name, record in (("val, best checkpoint", best), ("val, last", last), ("test, best checkpoint", facts.test)):
+        if record is not None:
+            percent = [number(record.get(key), ".2f", " %") for key in ("acc1", "acc5")]
+            step = facts.summary.get("best_step") if record is facts.test else record["step"]
+            found.append((name, _text(step), number(record.get("loss"), ".4f"), *percent))
+    return found
+
+
+def cost_rows(facts: Facts) -> list[Row]:
+    """Time, speed, memory, restarts."""
+    estimated = "" if isinstance(facts.summary.get("train_seconds"), int | float) else " (estimated from the records)"
+    seconds, wall = facts.train_seconds, facts.wall_seconds
+    rows: list[Row] = [
+        ("training time", duration(seconds) + estimated if seconds is not None else NONE),
+        ("wall-clock time, first start to end", duration(wall) if wall is not None else NONE),
+        ("throughput, median", number(facts.images_per_sec, ",.0f", " images/s")),
+        ("peak memory of rank 0", memory(facts.max_memory_mb)),
+    ]
+    rows.append(("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE))
+    return [row for row in rows if row[1] != NONE]
+
+
+HARDWARE = ("device", "utilisation, mean", "highest", "memory, highest", "power, mean", "temperature, highest")
+
+
+def hardware_rows(facts: Facts) -> list[Row]:
+    """One row for every GPU and for every host's CPUs; the columns are those of `HARDWARE`."""
+    rows = []
+    for host in facts.hosts:
+        for index in host.gpu_indices():
+            util, used, total = (host.gpu(index, key) for key in ("util_percent", "memory_used_mb", "memory_total_mb"))
+            power, heat = host.gpu(index, "power_w"), host.gpu(index, "temperature_c")
+            watts, celsius = number(power and power.mean, ".0f", " W"), number(heat and heat.highest, ".0f", " °C")
+            rows.append(_use(f"GPU {index} of {host.host}", util, used, total, watts, celsius))
+        util, used, total = (host.machine(key) for key in ("cpu_percent", "memory_used_mb", "memory_total_mb"))
+        rows.append(_use(f"CPUs of {host.host}", util, used, total, NONE, NONE))
+    return rows
+
+
+def comparison_rows(runs: Sequence[Facts]) -> list[Row]:
+    """One row a run, set against the first; the columns are those of `COMPARISON`."""
+    return [_compared(facts, runs[0]) for facts in runs]
+
+
+COMPARISON = (
+    "run", "strategy", "processors", "steps", "val acc1", "test acc1", "training time", "images/s", "speed-up",
+    "efficiency", "time ratio", "peak memory",
+)  # fmt: skip
+
+
+def difference_rows(runs: Sequence[Facts]) -> list[Row]:
+    """Settings that are not the same in all runs: key, then its value in each."""
+    ignored = ("launch.", "monitor.", "collaborative.")
+    flat = [_flat(facts.config) for facts in runs]
+    keys = dict.fromkeys(key for settings in flat for key in settings if not key.startswith(ignored))
+    nodes = ["launch.nodes", "launch.ntasks_per_node", "launch.gpus_per_node"]
+    return [
+        (key, *(_text(settings.get(key)) for settings in flat))
+        for key in [*keys, *nodes]
+        if len({repr(settings.get(key)) for settings in flat}) > 1
+    ]
+
+
+def number(value: Any, spec: str, unit: str = "") -> str:
+    """A number in ``spec`` with its unit, or a dash."""
+    return format(value, spec) + unit if isinstance(value, int | float) else NONE
+
+
+def duration(seconds: float) -> str:
+    """``12.3 s``, ``4 min 05 s``, ``1 h 30 min``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"
+
+
+def memory(mb: float | None) -> str:
+    """Megabytes as ``812 MB`` or ``15.2 GB``."""
+    if mb is None:
+        return NONE
+    return f"{mb:,.0f} MB" if mb < 1024 else f"{mb / 1024:,.1f} GB"
+
+
+def _compared(facts: Facts, first: Facts) -> Row:
+    speed, reference = facts.images_per_sec, first.images_per_sec
+    speed_up = speed / reference if speed and reference else None
+    more = facts.processors / first.processors if facts.processors and first.processors else None
+    # The times of runs of unequal length say nothing about speed.
+    seconds, first_seconds = facts.train_seconds, first.train_seconds
+    same = facts.finished and first.finished and facts.steps == first.steps
+    ratio = first_seconds / seconds if same and seconds and first_seconds else None
+    best, test = facts.best_val or {}, facts.test or {}
+    return (
+        facts.label,
+        _text(facts.setting("strategy.name")),
+        _text(facts.processors),
+        str(facts.steps),
+        number(best.get("acc1"), ".2f", " %"),
+        number(test.get("acc1"), ".2f", " %"),
+        duration(seconds) if seconds is not None else NONE,
+        number(speed, ",.0f"),
+        number(speed_up, ".2f", TIMES),
+        number(speed_up / more * 100 if speed_up and more else None, ".0f", " %"),
+        number(ratio, ".2f", TIMES),
+        memory(facts.max_memory_mb),
+    )
+
+
+def _use(device: str, util: Usage | None, used: Usage | None, total: Usage | None, *more: str) -> Row:
+    memory_text = memory(used.highest if used else None) + (f" of {memory(total.highest)}" if used and total else "")
+    return (
+        device,
+        number(util and util.mean, ".0f", " %"),
+        number(util and util.highest, ".0f", " %"),
+        memory_text,
+        *more,
+    )
+
+
+def _named(section: Any, hide: tuple[str, ...] = ()) -> str:
+    """``ddp (bucket_cap_mb: 50)``: a plugin and those of its options that are set."""
+    if not isinstance(section, dict):
+        return NONE
+    options = ", ".join(f"{key}: {value}" for key, value in section.items() if key not in ("name", *hide))
+    return _text(section.get("name")) + (f" ({options})" if options else "")
+
+
+def _ranks(facts: Facts) -> str:
+    world_size, hosts = facts.started("world_size"), facts.started("hosts") or []
+    if not isinstance(world_size, int):
+        return NONE
+    nodes = facts.setting("launch.nodes") or 1
+    per_node = f"{nodes} nodes {TIMES} {world_size // nodes}" if nodes > 1 and world_size % nodes == 0 else ""
+    simulated = " simulated on one machine" if nodes > 1 and len(hosts) == 1 else ""
+    where = f"{per_node}{simulated}" if per_node else ""
+    return f"{world_size}" + (f" ({where})" if where else "") + (f" on {', '.join(hosts[:8])}" if hosts else "")
+
+
+def _batch(facts: Facts) -> str:
+    size = facts.setting("train.global_batch_size")
+    micro, passes = facts.summary.get("micro_batch_size"), facts.summary.get("grad_accum_steps")
+    if not isinstance(micro, int) or not isinstance(passes, int):
+        return _text(size)
+    ranks = facts.started("world_size")
+    return f"{size} = {ranks} rank{'s' if ranks != 1 else ''} {TIMES} {micro}" + (
+        f" {TIMES} {passes} accumulated passes" if passes > 1 else ""
+    )
+
+
+def _optimizer(optim: Any) -> str:
+    if not isinstance(optim, dict):
+        return NONE
+    keys = ["lr", "weight_decay"]
+    keys += {"adamw": ["betas"], "sgd": ["momentum", "nesterov"]}.get(str(optim.get("name")), [])
+    return f"{optim.get('name')}, " + ", ".join(f"{key} {optim[key]}" for key in keys if key in optim)
+
+
+def _schedule(schedule: Any) -> str:
+    if not isinstance(schedule, dict):
+        return NONE
+    return f"{schedule.get('name')}, warm-up {schedule.get('warmup_epochs', 0):g} epochs"
+
+
+def _length(facts: Facts) -> str:
+    total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
+    if not isinstance(total, int):
+        return NONE
+    done = f"{facts.steps} of {total} steps" if facts.steps != total else f"{total} steps"
+    return done + (f" = {facts.steps / per_epoch:g} epochs of {per_epoch}" if isinstance(per_epoch, int) else "")
+
+
+def _commit(facts: Facts) -> str:
+    git = facts.manifest.get("git")
+    if not isinstance(git, dict) or not git.get("commit"):
+        return NONE
+    return f"commit `{str(git['commit'])[:12]}`" + (", with uncommitted changes" if git.get("diff") else "")
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _text(value: Any) -> str:
+    return NONE if value is None else str(value)
