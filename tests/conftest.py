@@ -1,0 +1,43 @@
+"""Every test runs as a user who has nothing: no runs, no job around them, no keys, one thread.
+
+What a test needs beyond that, it sets itself; `monkeypatch.setenv` in a test comes after this.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+from pathlib import Path
+
+import pytest
+
+# Of an outer job (the suite may itself run under SLURM or torchrun), or of a person.
+FOREIGN_PREFIXES = (
+    "SLURM", "SBATCH_", "SRUN_", "PMI", "OMPI_", "MPI_", "HYDRA_", "TORCHELASTIC_", "SUBMITIT_", "AZ_BATCH",
+    "TRAINKIT_", "WANDB_", "AWS_", "HF_", "HUGGING_FACE_", "HIVEMIND_", "NCCL_", "GLOO_",
+)  # fmt: skip
+FOREIGN = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "LINES",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Home folder, state, runs and environment of this test alone. Beside tmp_path, which the test has for itself."""
+    wandb_mode = os.environ.get("WANDB_MODE", "offline")
+    for name in list(os.environ):
+        if name in FOREIGN or name.startswith(FOREIGN_PREFIXES):
+            monkeypatch.delenv(name)
+    # Not state, and slow to make anew: packages installed for this user, matplotlib's list of fonts.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    monkeypatch.setenv("PYTHONUSERBASE", site.getuserbase())
+    monkeypatch.setenv("MPLCONFIGDIR", os.environ.get("MPLCONFIGDIR") or str(cache / "matplotlib"))
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    monkeypatch.setenv("TRAINKIT_RUNS", str(home / "runs"))
+    monkeypatch.setenv("WANDB_MODE", wandb_mode)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
