@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint import files
-from trainkit.collaborative.averaging import OuterState
+from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Box, Peer
 from trainkit.config.schema import Config
 from trainkit.data.base import Samples
@@ -58,6 +58,8 @@ class RunKeeper:
         if box.samples:
             words.append(f"loss {box.metrics['loss']:.4f}")
             words.append(f"{rate or 0.0:,.0f} images/s here")
+        if box.result.drifted:
+            words.append("behind the others: taking over their state")
         if self.judges:
             words += self._judge(box.index, where)
             self._note_arrivals()

@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.collaborative import address, processes
-from trainkit.config.loading import load
+from trainkit.collaborative.settings import adapted, check_own, require_collaborative, same_settings
 from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError, TrainkitError, UserError
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 
 Outcome = Literal["finished", "preempted"]
 
-# What a joining peer decides for itself; everything else is the run's.
-OWN_KEYS = (
-    "data.root",
-    "data.workers",
-    "train.micro_batch_size",
-    "train.precision",
-    "launch.gpus_per_node",
-    "monitor.",
-)
 # Beside config.yaml: the addresses of a running swarm, one a line.
 ADDRESS_FILE = "swarm_address"
 
@@ -56,6 +47,12 @@ def create_swarm(
 ) -> tuple[str, RunDir]:
     """Create a swarm on this machine and train in it. How it ended (finished, stopped), and the run folder."""
     require_collaborative(config)
+    if config.collaborative.initial_peers:
+        raise UserError(
+            "collaborative.initial_peers is set, so there is a swarm already.",
+            why="`create` starts a new one.",
+            fix="Join that one: python -m jobs.join ADDRESS. Or remove collaborative.initial_peers.",
+        )
     processes.require_hivemind()
     from trainkit.collaborative import session
 
@@ -121,50 +118,66 @@ def join_swarm(
 
 
 def run_swarm_rank(config: Config, run_dir: RunDir, rank_env: RankEnv, stop: StopFlag) -> Outcome:
-    """One rank of a submitted swarm: rank 0 creates it, the others join it, each as a peer of its own.
+    """One rank of a submitted swarm; each rank is a peer of its own.
 
-    The peers meet by a store at ``MASTER_ADDR:MASTER_PORT``, so they need no folder in common; rank 0's addresses are
-    also written to ``swarm_address`` in the run folder, for volunteers from outside.
+    Rank 0 creates the swarm and the others join it. They meet by a store at ``MASTER_ADDR:MASTER_PORT``, so they need
+    no folder in common; rank 0's addresses are also written to ``swarm_address`` in the run folder, for volunteers from
+    outside. With ``collaborative.initial_peers`` all ranks join the swarm that is there.
     """
     require_collaborative(config)
     processes.require_hivemind()
     from trainkit.collaborative import session
 
     attempt = int(given) if (given := os.environ.get("TRAINKIT_ATTEMPT", "")).isdigit() else len(run_dir.attempts())
-    several_nodes = rank_env.num_nodes > 1 and not rank_env.launcher.startswith("submitit")
     seat = session.Seat(
-        name=f"rank-{rank_env.rank}",
+        name=f"{run_dir.name}/{rank_env.rank}",
         env=rank_env,
         stop_requested=lambda: stop.requested,
         say=lambda line: print(line, flush=True),
         open_run=(lambda _: run_dir) if rank_env.is_main else None,
         attempt=attempt,
-        # Ranks of one job reach each other, so that every one of them can serve the others.
-        host="0.0.0.0" if several_nodes or config.collaborative.port else "127.0.0.1",
-        port=config.collaborative.port if rank_env.is_main else 0,
     )
-    store = _meet(rank_env)
-    if rank_env.is_main:
-
-        def announce(run_dir: RunDir, addresses: list[str]) -> None:
-            _write_addresses(run_dir, addresses)
-            if store is not None:
-                store.set("swarm", "\n".join(addresses))
-            seat.say(f"Volunteers join with: {address.join_command(addresses)}")
-
-        try:
-            ending, _ = session.create(config, seat, announce=announce, prefer_host=_ip_of(rank_env.master_addr))
-        except TrainkitError as error:
-            if store is not None:
-                store.set("swarm", f"failed: {error.what}")  # or the others would wait for an address
-            raise
-        if ending == "stopped":
+    ending: str
+    if config.collaborative.initial_peers:
+        for item in config.collaborative.initial_peers:
+            address.check(item)
+        ending, _ = session.join(
+            config.collaborative.initial_peers, seat, adapt=lambda manifest: same_settings(config, manifest.config)
+        )
+    else:
+        ending = _rank_of_new_swarm(config, run_dir, seat, session)
+    if ending == "stopped":
+        if rank_env.is_main:
             _hand_back(config, run_dir, stop, attempt)
-            return "preempted"
-        return "finished"
-    assert store is not None
-    ending, _ = session.join(_addresses_from(store), seat, adapt=lambda _: config)
-    return "preempted" if ending == "stopped" else "finished"
+        return "preempted"
+    return "finished"
+
+
+def _rank_of_new_swarm(config: Config, run_dir: RunDir, seat: Any, session: Any) -> str:
+    env: RankEnv = seat.env
+    several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
+    # Ranks of one job reach each other, so every one of them serves the others.
+    seat = replace(
+        seat,
+        host="0.0.0.0" if several_machines or config.collaborative.port else "127.0.0.1",
+        port=config.collaborative.port if env.is_main else 0,
+    )
+    store = _meet(env)
+    if not env.is_main:
+        return str(session.join(_addresses_from(store), seat, adapt=lambda _: config)[0])
+
+    def announce(run_dir: RunDir, addresses: list[str]) -> None:
+        _write_addresses(run_dir, addresses)
+        if store is not None:
+            store.set("swarm", "\n".join(addresses))
+        seat.say(f"Volunteers join with: {address.join_command(addresses)}")
+
+    try:
+        return str(session.create(config, seat, announce=announce, prefer_host=_ip_of(env.master_addr))[0])
+    except TrainkitError as error:
+        if store is not None:
+            store.set("swarm", f"failed: {error.what}")  # or the others would wait for an address
+        raise
 
 
 @contextmanager
@@ -185,63 +198,6 @@ def leave_on_interrupt(stop: StopFlag, say: Callable[[str], None]) -> Iterator[N
         signal.signal(signal.SIGINT, before)
 
 
-def require_collaborative(config: Config) -> None:
-    """Refuse a configuration that cannot be trained by a swarm.
-
-    Raises UserError.
-    """
-    if config.strategy.name != "hivemind":
-        raise UserError(
-            f"strategy.name={config.strategy.name} is no collaborative run.",
-            why="Peers of a swarm train with strategy.name=hivemind.",
-            fix="Use the preset hivemind, or add strategy.name=hivemind.",
-        )
-    if config.strategy.options:
-        name = next(iter(config.strategy.options))
-        raise UserError(
-            f"Unknown key 'strategy.{name}'.",
-            why="strategy 'hivemind' has no options; the settings of a swarm are in the section 'collaborative'.",
-            fix=f"Remove 'strategy.{name}'.",
-        )
-
-
-def check_own(overrides: Sequence[str]) -> None:
-    """Refuse overrides of what all peers must have in common.
-
-    Raises UserError.
-    """
-    for text in overrides:
-        key = text.partition("=")[0]
-        if not any(key == own or (own.endswith(".") and key.startswith(own)) for own in OWN_KEYS):
-            raise UserError(
-                f"'{key}' cannot be set by a peer that joins.",
-                why="It comes from the run's creator, for all peers alike.",
-                fix=f"Yours are: {', '.join(own + '*' if own.endswith('.') else own for own in OWN_KEYS)}.",
-            )
-
-
-def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> Config:
-    """The manifest's configuration for this machine: data and resources are its own.
-
-    Raises UserError when it needs code of the creator's own and that is not allowed.
-    """
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        file = Path(folder) / "manifest.yaml"
-        file.write_text(config_yaml, encoding="utf-8")
-        # The creator's folder and machine are not this one's.
-        own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
-        config = load(str(file), own).config
-    require_collaborative(config)
-    for key, plugin in (("model.name", config.model.name), ("data.name", config.data.name)):
-        if ":" in plugin and not allow_code:
-            raise UserError(
-                f"The run uses code of its creator's own: {key}={plugin}.",
-                why="Joining would run that function on this machine.",
-                fix="If you have that code and trust it, add --allow-code.",
-            )
-    return config
-
-
 def _write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
     file = run_dir.path / ADDRESS_FILE
     partial = file.with_name(f".{ADDRESS_FILE}.partial")
@@ -253,11 +209,8 @@ def _meet(env: RankEnv) -> Any:
     """A store that all ranks reach; None for a single one."""
     if env.world_size == 1:
         return None
-    from torch.distributed import (
-        DistNetworkError,
-        DistStoreError,
-        TCPStore,  # type: ignore[attr-defined]
-    )
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     timeout = timedelta(minutes=5)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.collaborative.averaging import Averaging, OuterState, Round
+from trainkit.collaborative.averaging import Averaging, Round
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import Progress, SwarmDHT, Watch
+from trainkit.collaborative.outer import OuterState
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches
@@ -128,7 +129,7 @@ def train(p: Peer) -> Ending:
                 return "stopped"
             p.keeper.after_round(box)
             if box.result.drifted:
-                p.averaging.adopt(p.clock.seconds / 2)
+                p.averaging.adopt(p.clock.seconds / 2)  # if it fails, the next round says so again
             _check_lost(p, box)
     return "finished"
 

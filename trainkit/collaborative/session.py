@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from trainkit.collaborative import trust
-from trainkit.collaborative.averaging import Averaging, OuterState, open_averaging
+from trainkit.collaborative.averaging import Averaging, open_averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import Manifest, SwarmDHT, Watch, open_dht, read_manifest
 from trainkit.collaborative.keeping import NoKeeper, RunKeeper, device_name, restore
+from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Ending, Peer, train
+from trainkit.collaborative.settings import in_words, installed
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -92,7 +93,7 @@ def create(
                 config_sha256=hashlib.sha256(yaml.encode()).hexdigest(),
                 num_parameters=body.outer.num_parameters,
                 first_round=clock.first,
-                versions=_installed(),
+                versions=installed(),
             )
 
             def publish(manifest: Manifest, *, wait: bool = False) -> None:
@@ -148,8 +149,8 @@ def join(
         if body.outer.num_parameters != manifest.num_parameters:
             raise UserError(
                 f"The model has {body.outer.num_parameters:,} parameters here, not {manifest.num_parameters:,}.",
-                why=f"The libraries differ: the creator has {_versions(manifest.versions)}; here are "
-                f"{_versions(_installed())}.",
+                why=f"The libraries differ: the creator has {in_words(manifest.versions)}; here are "
+                f"{in_words(installed())}.",
                 fix="Install the creator's versions.",
             )
         with open_averaging(dht, body.outer, config.collaborative, manifest.run_id) as averaging:
@@ -291,18 +292,3 @@ def _creator_of(dht: SwarmDHT, manifest: Manifest) -> str:
         if own.run_id == manifest.run_id:
             return peer
     return ""
-
-
-def _installed() -> dict[str, str]:
-    """Versions of what decides which model a configuration means, and how peers talk."""
-    found = {}
-    for name in ("trainkit", "torch", "torchvision", "timm", "hivemind"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # trainkit itself, run from a clone
-            continue
-    return found
-
-
-def _versions(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items())) or "unknown versions"

@@ -81,7 +81,7 @@ def _ask(addresses: Sequence[str], run_dir: RunDir | None) -> View:
     from trainkit.collaborative import trust
     from trainkit.collaborative.clock import RoundClock
     from trainkit.collaborative.dht import open_dht, read_manifest
-    from trainkit.collaborative.peer import adapted
+    from trainkit.collaborative.settings import adapted
 
     with trust.identity() as identity, open_dht(identity, peers=addresses) as dht:
         manifest = read_manifest(dht, addresses)

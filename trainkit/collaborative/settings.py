@@ -1,0 +1,130 @@
+"""Whose settings count: the run's, which all peers have in common, and those that a peer has for its own machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainkit.config.loading import load
+from trainkit.config.schema import Config
+from trainkit.errors import UserError
+
+# What a joining peer decides for itself; everything else is the run's.
+OWN_KEYS = (
+    "data.root",
+    "data.workers",
+    "train.micro_batch_size",
+    "train.precision",
+    "launch.gpus_per_node",
+    "monitor.",
+)
+_NOT_COMMON = (
+    *OWN_KEYS,
+    "launch.",
+    "checkpoint.",
+    "collaborative.initial_peers",
+    "collaborative.port",
+)
+
+
+def require_collaborative(config: Config) -> None:
+    """Refuse a configuration that cannot be trained by a swarm.
+
+    Raises UserError.
+    """
+    if config.strategy.name != "hivemind":
+        raise UserError(
+            f"strategy.name={config.strategy.name} is no collaborative run.",
+            why="Peers of a swarm train with strategy.name=hivemind.",
+            fix="Use the preset hivemind, or add strategy.name=hivemind.",
+        )
+    if config.strategy.options:
+        name = next(iter(config.strategy.options))
+        raise UserError(
+            f"Unknown key 'strategy.{name}'.",
+            why="strategy 'hivemind' has no options; the settings of a swarm are in the section 'collaborative'.",
+            fix=f"Remove 'strategy.{name}'.",
+        )
+
+
+def check_own(overrides: Sequence[str]) -> None:
+    """Refuse overrides of what all peers must have in common.
+
+    Raises UserError.
+    """
+    for text in overrides:
+        key = text.partition("=")[0]
+        if not any(key == own or (own.endswith(".") and key.startswith(own)) for own in OWN_KEYS):
+            raise UserError(
+                f"'{key}' cannot be set by a peer that joins.",
+                why="It comes from the run's creator, for all peers alike.",
+                fix=f"Yours are: {', '.join(own + '*' if own.endswith('.') else own for own in OWN_KEYS)}.",
+            )
+
+
+def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> Config:
+    """The manifest's configuration for this machine: data and resources are its own.
+
+    Raises UserError when it needs code of the creator's own and that is not allowed.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        file = Path(folder) / "manifest.yaml"
+        file.write_text(config_yaml, encoding="utf-8")
+        # The creator's folder and machine are not this one's.
+        own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
+        config = load(str(file), own).config
+    require_collaborative(config)
+    for key, plugin in (("model.name", config.model.name), ("data.name", config.data.name)):
+        if ":" in plugin and not allow_code:
+            raise UserError(
+                f"The run uses code of its creator's own: {key}={plugin}.",
+                why="Joining would run that function on this machine.",
+                fix="If you have that code and trust it, add --allow-code.",
+            )
+    return config
+
+
+def same_settings(config: Config, manifest_yaml: str) -> Config:
+    """``config``, if it says about the run what the manifest says.
+
+    Raises UserError that names the first key in which they differ.
+    """
+    theirs = _flat(adapted(manifest_yaml, (), allow_code=True).model_dump(mode="json"))
+    ours = _flat(config.model_dump(mode="json"))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if not key.startswith(_NOT_COMMON) and ours.get(key) != theirs.get(key):
+            raise UserError(
+                f"{key} is {ours.get(key)} here and {theirs.get(key)} in the swarm.",
+                why="All peers of a run have the same settings.",
+                fix=f"Submit with {key}={theirs.get(key)}.",
+            )
+    return config
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def installed() -> dict[str, str]:
+    """Versions of what decides which model a configuration means, and how peers talk."""
+    found = {}
+    for name in ("trainkit", "torch", "torchvision", "timm", "hivemind"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # trainkit itself, run from a clone
+            continue
+    return found
+
+
+def in_words(versions: Mapping[str, str]) -> str:
+    """``torch 2.6.0, timm 1.0.15``"""
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items())) or "unknown versions"
