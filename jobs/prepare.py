@@ -44,7 +44,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         module.prepare(Path(args.root), archives, _say)
     except OSError as error:
         raise UserError(
-            f"{args.root} cannot be written.",
+            f"The data set '{args.dataset}' could not be written to {args.root}.",
             why=f"{error}.",
             fix="Check its permissions, the disk's free space and your quota, or give another --root.",
         ) from None

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,11 +107,13 @@ def opened_tar(archive: Path | IO[bytes] | HashingReader, *, stream: bool = Fals
             why=f"It would write outside its folder: {error}.",
             fix="Get the archive from the data set's own site.",
         ) from None
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's or the permissions' fault, not the archive's
         raise UserError(
             f"{name} cannot be read as a tar archive.",
             why=f"{error or type(error).__name__}.",
-            fix="Check that it was copied completely, and that the disk is not full.",
+            fix="Check that it was copied completely: its size, or its checksum.",
         ) from None
 
 
@@ -120,7 +123,7 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None
 
 
 class HashingReader:
-    """A file that is read forward, and its MD5 on the way: one pass over 138 GB instead of two."""
+    """A file that is read forward, and its MD5 on the way: one pass over 138 GB instead of two. A context manager."""
 
     def __init__(self, path: Path, say: Say) -> None:
         self.name = str(path)
@@ -141,11 +144,16 @@ class HashingReader:
         return data
 
     def finish(self) -> str:
-        """Read what is left, close, and give the MD5 in hexadecimal."""
+        """Read what is left, and give the MD5 of the whole in hexadecimal."""
         while self.read(CHUNK):
             pass
-        self._file.close()
         return self._digest.hexdigest()
+
+    def __enter__(self) -> HashingReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def given_or_in(root: Path, name: str, archives: list[Path]) -> Path | None:

@@ -118,8 +118,7 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
 def _unpack_train(archive: Path, final: Path, say: Say) -> None:
     """An archive of one archive for each class. A class is complete or absent, so that an interrupted call goes on."""
     say(f"Unpacking {archive}")
-    reader = HashingReader(archive, say)
-    with complete_folder(final, keep=True) as partial:
+    with HashingReader(archive, say) as reader, complete_folder(final, keep=True) as partial:
         with opened_tar(reader, stream=True) as outer:
             for member in outer:
                 wnid, suffix = os.path.splitext(Path(member.name).name)
@@ -139,8 +138,7 @@ def _unpack_train(archive: Path, final: Path, say: Say) -> None:
 def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> None:
     """An archive of images, whose classes are in the development kit."""
     say(f"Unpacking {archive}")
-    reader = HashingReader(archive, say)
-    with complete_folder(final) as partial:
+    with HashingReader(archive, say) as reader, complete_folder(final) as partial:
         with opened_tar(reader, stream=True) as tar:
             for member in tar:
                 name = Path(member.name)

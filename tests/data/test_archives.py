@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import tarfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from trainkit.data.archives import (
+    HashingReader,
+    complete_folder,
+    download,
+    extract,
+    md5_of,
+    opened_tar,
+    require_names,
+    verified,
+)
+from trainkit.errors import UserError
+
+CONTENT = bytes(range(256)) * 100
+MD5 = hashlib.md5(CONTENT).hexdigest()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[str]:
+    """URL of a server on this machine that has `file.bin`."""
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "file.bin").write_bytes(CONTENT)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(served))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def test_a_download_is_complete_and_verified(tmp_path: Path, mirror: str) -> None:
+    said: list[str] = []
+    download(f"{mirror}/file.bin", tmp_path / "new" / "file.bin", MD5, said.append)
+    assert (tmp_path / "new" / "file.bin").read_bytes() == CONTENT
+    assert any("100 %" in line for line in said)
+
+
+def test_what_is_there_is_not_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "file.bin").write_bytes(CONTENT)
+    said: list[str] = []
+    download("http://127.0.0.1:9/file.bin", tmp_path / "file.bin", MD5, said.append)
+    assert said == [f"{tmp_path / 'file.bin'} is already there."]
+
+
+def test_what_was_cut_short_is_fetched_again(tmp_path: Path, mirror: str) -> None:
+    (tmp_path / "file.bin").write_bytes(CONTENT[:100])
+    download(f"{mirror}/file.bin", tmp_path / "file.bin", MD5, silent)
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+
+
+def test_another_file_than_the_known_one_is_refused_and_removed(tmp_path: Path, mirror: str) -> None:
+    with pytest.raises(UserError, match="gave another file than the known one"):
+        download(f"{mirror}/file.bin", tmp_path / "new" / "file.bin", "0" * 32, silent)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/file.bin", "http://nowhere.invalid/file.bin"])
+def test_without_internet_it_says_what_to_bring_and_where(tmp_path: Path, url: str) -> None:
+    with pytest.raises(UserError) as caught:
+        download(url, tmp_path / "file.bin", MD5, silent)
+    assert url in caught.value.what
+    assert f"copy it to {tmp_path / 'file.bin'}" in caught.value.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_given_by_hand_is_taken_with_a_note_where_it_is_not_the_official_one(tmp_path: Path) -> None:
+    given = tmp_path / "elsewhere" / "file.bin"
+    given.parent.mkdir()
+    given.write_bytes(b"mine")
+    said: list[str] = []
+    assert verified("http://127.0.0.1:9/file.bin", tmp_path / "file.bin", MD5, [given], said.append) == given
+    assert "not the official file" in said[0]
+
+
+def stop_half_way(final: Path, *, keep: bool) -> None:
+    with complete_folder(final, keep=keep) as folder:
+        (folder / "half").touch()
+        raise RuntimeError
+
+
+def test_a_folder_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        stop_half_way(tmp_path / "data", keep=False)
+    assert not (tmp_path / "data").exists()
+    with complete_folder(tmp_path / "data") as folder:
+        assert list(folder.iterdir()) == []  # the leftover is gone
+        (folder / "whole").touch()
+    assert [file.name for file in (tmp_path / "data").iterdir()] == ["whole"]
+
+
+def test_a_kept_folder_goes_on_where_it_was(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        stop_half_way(tmp_path / "data", keep=True)
+    with complete_folder(tmp_path / "data", keep=True) as folder:
+        assert [file.name for file in folder.iterdir()] == ["half"]
+
+
+def tar_of(path: Path, member: tarfile.TarInfo, content: bytes = b"x") -> Path:
+    with tarfile.open(path, "w") as tar:
+        member.size = len(content) if member.isfile() else 0
+        tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    with opened_tar(archive) as tar:
+        for item in tar:
+            extract(tar, item, folder)
+
+
+def link(name: str, target: str) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = tarfile.SYMTYPE, target
+    return member
+
+
+@pytest.mark.parametrize(
+    "member", [tarfile.TarInfo("../outside"), link("inside", "/etc"), link("inside", "../../outside")]
+)
+def test_an_archive_that_writes_outside_its_folder_is_refused(tmp_path: Path, member: tarfile.TarInfo) -> None:
+    archive = tar_of(tmp_path / "evil.tar", member)
+    (tmp_path / "into").mkdir()
+    with pytest.raises(UserError, match="would write outside its folder"):
+        unpack(archive, tmp_path / "into")
+    assert not (tmp_path / "outside").exists()
+
+
+def test_an_absolute_path_lands_inside(tmp_path: Path) -> None:
+    archive = tar_of(tmp_path / "evil.tar", tarfile.TarInfo("/trainkit-outside"))
+    unpack(archive, tmp_path / "into")
+    assert (tmp_path / "into" / "trainkit-outside").exists()
+    assert not Path("/trainkit-outside").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 100, 700])
+def test_an_archive_cut_short_is_an_error_for_the_user(tmp_path: Path, keep: int) -> None:
+    archive = tar_of(tmp_path / "half.tar", tarfile.TarInfo("file"), CONTENT)
+    archive.write_bytes(archive.read_bytes()[:keep])
+    with pytest.raises(UserError, match="cannot be read as a tar archive"):
+        unpack(archive, tmp_path / "into")
+
+
+def test_hashing_while_reading_gives_the_md5_of_the_whole_file(tmp_path: Path) -> None:
+    (tmp_path / "file.bin").write_bytes(CONTENT)
+    with HashingReader(tmp_path / "file.bin", silent) as reader:
+        assert reader.read(10) == CONTENT[:10]
+        assert reader.finish() == MD5 == md5_of(tmp_path / "file.bin")
+
+
+def test_an_archive_under_another_name_is_not_silently_ignored() -> None:
+    with pytest.raises(UserError, match=r"other\.tar is not used"):
+        require_names([Path("other.tar")], ["data.tar"])
+
+
+def test_a_full_disk_is_not_blamed_on_the_archive(tmp_path: Path) -> None:
+    archive = tar_of(tmp_path / "good.tar", tarfile.TarInfo("file"))
+    with pytest.raises(OSError, match="No space left"), opened_tar(archive):
+        raise OSError(errno.ENOSPC, "No space left on device")
