@@ -66,7 +66,7 @@ def _srun(plan: Plan, run_path: Path, python: str) -> list[str]:
     extra = [f"--{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in plan.srun]
     return [
         "",
-        "# A preemption signals this shell too: it must outlive that to requeue the job. SLURM signals the ranks itself.",
+        "# A preemption signals this shell too: it must outlive that, to requeue the job. SLURM signals the ranks.",
         "trap : TERM USR2",
         "rc=0",
         "# The ranks ignore both signals until Python has its own handlers.",
@@ -81,7 +81,7 @@ def _srun(plan: Plan, run_path: Path, python: str) -> list[str]:
 def _ending(plan: Plan, run_path: Path) -> list[str]:
     event = (
         """printf '{"time": %s, "event": "requeued", "job_id": "%s"}\\n' "$(date +%s)" "$SLURM_JOB_ID" """
-        '>> "$TRAINKIT_RUN_DIR/events.jsonl"'
+        '>> "$TRAINKIT_RUN_DIR/events.jsonl" || true'
     )
     if not plan.requeue:
         return [

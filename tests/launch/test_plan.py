@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.loading import Loaded, load
+from trainkit.errors import RefusedError, UserError
+from trainkit.launch.plan import Plan, make_plan
+from trainkit.launch.resources import slurm_time
+from trainkit.launch.site import Site
+
+RUN = Path("/runs/ddp-0001")
+LAPTOP = Site(slurm=False, gpus=0, cpus=2)
+FOUR_GPUS = Site(slurm=False, gpus=4, cpus=8)
+Load = Callable[..., Loaded]
+
+
+def value(plan: Plan, name: str) -> Any:
+    return next(item.value for item in plan.settings if item.name == name)
+
+
+def said(plan: Plan, name: str) -> str:
+    item = next(item for item in [*plan.settings, *plan.directives] if item.name == name)
+    return f"{item.source} | {item.reason}"
+
+
+def directives(plan: Plan) -> dict[str, Any]:
+    return {item.name: item.value for item in plan.directives}
+
+
+def test_without_slurm_it_is_local_and_says_why(loaded: Load) -> None:
+    plan = make_plan(loaded(nodes=2), LAPTOP, RUN)
+    assert (plan.executor, plan.world_size, plan.directives) == ("local", 2, ())
+    assert "no SLURM" in said(plan, "executor")
+    assert "simulated" in said(plan, "nodes")
+
+
+def test_with_slurm_it_is_slurm_unless_another_executor_is_asked_for(loaded: Load, gpu_site: Site) -> None:
+    assert make_plan(loaded(), gpu_site, RUN).executor == "slurm"
+    assert make_plan(loaded(executor="local"), gpu_site, RUN).executor == "local"
+
+
+def test_gpus_are_those_of_the_partitions_nodes_and_ranks_one_for_each(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(nodes=2), gpu_site, RUN)
+    assert (plan.gpus_per_node, plan.ntasks_per_node, plan.world_size) == (4, 4, 8)
+    assert said(plan, "gpus_per_node") == "discovered partition gpu | what its nodes have"
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (2, 4), (3, 2)])
+def test_in_a_mixed_partition_auto_takes_what_so_many_nodes_all_have(
+    loaded: Load, gpu_site: Site, nodes: int, gpus: int
+) -> None:
+    assert (
+        make_plan(loaded("train.global_batch_size=48", nodes=nodes, partition="mixed"), gpu_site, RUN).gpus_per_node
+        == gpus
+    )
+
+
+def test_cpus_per_task_are_the_share_of_the_gpus_taken(loaded: Load, gpu_site: Site) -> None:
+    assert directives(make_plan(loaded(gpus_per_node=2), gpu_site, RUN))["cpus-per-task"] == 2
+
+
+def test_cpus_per_task_are_left_to_the_site_on_the_cpu(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(gpus_per_node=0, ntasks_per_node=2), gpu_site, RUN)
+    assert "cpus-per-task" not in directives(plan)
+    assert "left to the site" in said(plan, "cpus_per_task")
+
+
+def test_single_is_one_process_on_one_gpu(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(preset="single"), gpu_site, RUN)
+    assert (plan.world_size, plan.gpus_per_node) == (1, 1)
+
+
+def test_dp_is_one_process_on_all_gpus_of_the_node(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(preset="dp"), gpu_site, RUN)
+    assert (plan.world_size, plan.gpus_per_node, plan.cpus_per_task) == (1, 4, 8)
+
+
+def test_a_local_run_takes_the_gpus_that_are_here(loaded: Load) -> None:
+    assert make_plan(loaded(), FOUR_GPUS, RUN).world_size == 4
+
+
+def test_simulated_nodes_share_the_gpus_that_are_here(loaded: Load) -> None:
+    plan = make_plan(loaded(nodes=2), FOUR_GPUS, RUN)
+    assert (plan.gpus_per_node, plan.world_size) == (2, 4)
+
+
+def test_debug_is_rank_0_of_1_whatever_was_asked_for(loaded: Load) -> None:
+    plan = make_plan(loaded(executor="debug", nodes=2, ntasks_per_node=2), LAPTOP, RUN)
+    assert plan.world_size == 1
+    assert "not 2 nodes" in said(plan, "nodes")
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "fix"),
+    [(100, None, "96 or 104"), (3, None, "8"), (64, 16, "128"), (200, 8, "192 or 256")],
+)
+def test_a_batch_that_does_not_divide_is_answered_with_the_nearest_that_do(
+    loaded: Load, gpu_site: Site, size: int, micro: int | None, fix: str
+) -> None:
+    overrides = [f"train.global_batch_size={size}"] + ([f"train.micro_batch_size={micro}"] if micro else [])
+    with pytest.raises(UserError) as error:
+        make_plan(loaded(*overrides, nodes=2), gpu_site, RUN)
+    assert f"train.global_batch_size={fix}," in error.value.fix
+
+
+def test_accumulation_follows_from_the_two_batch_sizes(loaded: Load) -> None:
+    plan = make_plan(loaded("train.micro_batch_size=8", nodes=2), LAPTOP, RUN)
+    assert (value(plan, "micro_batch_size"), value(plan, "grad_accum_steps")) == (8, 4)
+
+
+def test_every_peer_of_a_swarm_has_batches_of_its_own(loaded: Load) -> None:
+    assert make_plan(loaded(preset="hivemind", nodes=3), LAPTOP, RUN).world_size == 3
+
+
+def test_gpus_where_there_are_none_are_refused_with_a_way_out(loaded: Load) -> None:
+    with pytest.raises(RefusedError) as error:
+        make_plan(loaded(nodes=2, gpus_per_node=4), LAPTOP, RUN)
+    assert "--gpus-per-node 0" in error.value.fix
+    assert "ddp_sim" in error.value.fix
+    with pytest.raises(RefusedError):
+        make_plan(loaded(gres="gpu:2"), LAPTOP, RUN)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"partition": "gpuu"}, "Did you mean 'gpu'?"),
+        ({"nodes": 3}, "Use --nodes 2"),
+        ({"nodes": 4, "partition": "mixed"}, "Use --nodes 3"),
+        ({"time": "99:00:00"}, "Use --time 2:00:00"),
+        ({"gpus_per_node": 8}, "Use --gpus-per-node 4"),
+        ({"gpus_per_node": 1, "partition": "cpu"}, "--gpus-per-node 0"),
+        ({"gpus_per_node": 8, "nodes": 2, "partition": "mixed"}, "Use --gpus-per-node 4"),
+        ({"gpus_per_node": 2, "ntasks_per_node": 4}, "Use --ntasks-per-node 2"),
+    ],
+)
+def test_what_the_site_cannot_give_is_refused_with_what_it_can(
+    loaded: Load, gpu_site: Site, flags: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RefusedError) as error:
+        make_plan(loaded(**flags), gpu_site, RUN)
+    assert words in error.value.fix
+
+
+def test_a_partition_that_takes_no_jobs_is_refused(loaded: Load, gpu_site: Site) -> None:
+    closed = replace(gpu_site, partitions=(replace(gpu_site.partitions[0], up=False),))
+    with pytest.raises(RefusedError, match="takes no jobs"):
+        make_plan(loaded(), closed, RUN)
+
+
+def test_a_short_partition_shortens_the_default_time_but_no_other(loaded: Load, gpu_site: Site) -> None:
+    short = replace(gpu_site, partitions=(replace(gpu_site.partitions[0], max_time_min=30),))
+    plan = make_plan(loaded(), short, RUN)
+    assert (directives(plan)["time"], plan.time_limit_seconds) == ("30:00", 1800)
+    assert said(plan, "time").startswith("discovered")
+
+
+def test_a_site_that_does_not_tell_is_not_checked_and_that_is_said(loaded: Load) -> None:
+    plan = make_plan(loaded(partition="any", nodes=32, gpus_per_node=2), Site(True, 0, 2, unknown="down"), RUN)
+    assert "not checked: down" in said(plan, "partition")
+
+
+def test_gres_replaces_gpus_per_node_and_never_joins_it(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(gres="gpu:a100:2"), gpu_site, RUN)
+    assert directives(plan)["gres"] == "gpu:a100:2"
+    assert "gpus-per-node" not in directives(plan)
+    assert plan.ntasks_per_node == 2
+
+
+def test_other_generic_resources_do_not_hide_the_gpus(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(gres="nvme:1", gpus_per_node=2), gpu_site, RUN)
+    assert (directives(plan)["gres"], directives(plan)["gpus-per-node"]) == ("nvme:1", 2)
+
+
+def test_the_signal_goes_to_the_ranks_and_comes_early_enough(loaded: Load, gpu_site: Site) -> None:
+    assert directives(make_plan(loaded(), gpu_site, RUN))["signal"] == "USR2@90"
+    assert directives(make_plan(loaded(time="1"), gpu_site, RUN))["signal"] == "USR2@20"
+
+
+def test_a_sweep_is_an_array_whose_runs_log_into_their_own_folders(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(), gpu_site, Path("/runs/100%-0001"), points=3)
+    assert directives(plan)["array"] == "0-2"
+    assert directives(plan)["output"] == "/runs/100%%-0001/%a/logs/batch.out"
+
+
+def test_further_sbatch_options_replace_ours(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(sbatch={"comment": "thesis", "open-mode": "truncate", "exclusive": ""}), gpu_site, RUN)
+    names = [item.name for item in plan.directives]
+    assert names.count("open-mode") == 1
+    assert (directives(plan)["open-mode"], directives(plan)["exclusive"]) == ("truncate", None)
+
+
+def test_precedence_is_flag_environment_file_profile_site_default(tmp_path: Path, gpu_site: Site) -> None:
+    preset, profile = tmp_path / "mine.yaml", tmp_path / "site.yaml"
+    preset.write_text("extends: ddp\nlaunch: {qos: file, account: file}\n")
+    profile.write_text("launch: {qos: profile, account: profile, partition: mixed, constraint: profile}\n")
+    env = {"SBATCH_ACCOUNT": "environment", "SBATCH_PARTITION": "environment"}
+    flags = {"launch.partition": ("cpu", "--partition"), "launch.cluster": (str(profile), "--cluster")}
+    plan = make_plan(load(str(preset), env=env, flags=flags), gpu_site, RUN)
+    found = {item.name: (item.value, item.source.kind) for item in plan.directives}
+    assert found["partition"] == ("cpu", "flag")
+    assert found["account"] == ("environment", "environment")
+    assert found["qos"] == ("file", "file")
+    assert found["constraint"] == ("profile", "cluster profile")
+    assert found["time"] == ("1:00:00", "default")
+
+
+def test_the_plan_is_written_with_sources_and_reasons(loaded: Load, gpu_site: Site) -> None:
+    plan = json.loads(make_plan(loaded(nodes=2), gpu_site, RUN).to_json())
+    assert (plan["world_size"], plan["lead_seconds"]) == (8, 90)
+    nodes = next(item for item in plan["directives"] if item["name"] == "nodes")
+    assert (nodes["value"], nodes["source"]) == (2, "flag --nodes")
+
+
+@pytest.mark.parametrize(
+    ("minutes", "text"), [(30, "30:00"), (120, "2:00:00"), (2160, "1-12:00:00"), (0.5, "00:30"), (1440, "1-0:00:00")]
+)
+def test_times_are_written_as_sbatch_reads_them(minutes: float, text: str) -> None:
+    assert slurm_time(minutes) == text
