@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainkit.checkpoint import files
+from trainkit.errors import UserError
+
+
+def write(folder: Path, step: int, value: float = 0.0) -> Path:
+    return files.write(folder, step, {"model": {"w": torch.full((100,), value)}}, {"note": "hello"})
+
+
+def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    write(tmp_path, 7, 3.0)
+    assert files.read_state(tmp_path, 7)["note"] == "hello"
+    assert torch.equal(files.read_tensors(tmp_path, 7, "model")["w"], torch.full((100,), 3.0))
+
+
+def test_latest_names_the_newest(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    assert files.pointed(tmp_path, "latest") == 2
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        write(tmp_path, step)
+    files.point(tmp_path, "best", 2)
+    files.prune(tmp_path, keep=3)
+    assert files.steps(tmp_path) == [2, 4, 5, 6]
+
+
+def test_a_truncated_file_is_noticed(tmp_path: Path) -> None:
+    weights = write(tmp_path, 1) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(files.BrokenCheckpointError, match="bytes instead of"):
+        files.read_state(tmp_path, 1)
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    weights = write(tmp_path, 1) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(files.BrokenCheckpointError, match="has changed"):
+        files.read_state(tmp_path, 1)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_an_unreadable_record_is_a_broken_checkpoint(tmp_path: Path, content: str) -> None:
+    (write(tmp_path, 1) / "state.json").write_text(content)
+    with pytest.raises(files.BrokenCheckpointError):
+        files.read_state(tmp_path, 1)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".step-00000001.partial"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    write(tmp_path, 1)
+    assert files.steps(tmp_path) == [1]
+    assert not left.exists()
+
+
+def test_the_record_of_a_whole_checkpoint_can_be_renewed(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    assert files.rewrite_state(tmp_path, 1, {"note": "again"})
+    assert files.read_state(tmp_path, 1)["note"] == "again"
+
+
+def test_a_broken_checkpoint_is_not_renewed_but_written_again(tmp_path: Path) -> None:
+    (write(tmp_path, 1) / "model.safetensors").unlink()
+    assert not files.rewrite_state(tmp_path, 1, {})
+    write(tmp_path, 1)
+    files.read_state(tmp_path, 1)
+
+
+def test_asking_for_a_checkpoint_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    with pytest.raises(UserError) as error:
+        files.resolve(tmp_path, "9")
+    assert "5" in error.value.why
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from trainkit.checkpoint import files
+folder = Path(sys.argv[1])
+print("ready", flush=True)
+for step in range(1, 100000):
+    files.write(folder, step, {"model": {"w": torch.full((20000,), float(step))}}, {})
+    files.prune(folder, 2)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        with writer, writer.stdout:
+            writer.stdout.readline()
+            deadline = time.monotonic() + 60
+            while len(files.steps(folder)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(0.013 * attempt)
+            os.kill(writer.pid, signal.SIGKILL)
+        assert files.steps(folder)
+        for step in files.steps(folder):
+            files.read_state(folder, step)
+            assert files.read_tensors(folder, step, "model")["w"][0] == step
+        latest = files.pointed(folder, "latest")
+        assert latest is not None
+        assert latest >= files.steps(folder)[-1] - 1
+        assert files.path_of(folder, latest).is_dir()

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.ranks import run_ranks, train_run
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.config.loading import load
+from trainkit.data import build_data
+from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.errors import RunFailedError, UserError
+from trainkit.launch.ranks import RankEnv
+from trainkit.models import build_model
+
+
+def save(folder: Path, model: nn.Module, step: int = 1) -> None:
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        Checkpoints(folder, keep=3, dist=dist).save(model, optimizer, step=step, state={}, best_step=None)
+
+
+def test_every_strategy_and_world_size_writes_the_same_layout(tmp_path: Path) -> None:
+    layouts = {}
+    for preset, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2)):
+        folder = tmp_path / preset
+        run_ranks(world_size, train_run, folder, preset, ("train.max_steps=1",))
+        for stem in ("model", "optimizer"):
+            tensors = load_file(folder / "checkpoints/latest" / f"{stem}.safetensors")
+            layouts[preset, stem] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for stem in ("model", "optimizer"):
+        assert layouts["single", stem] == layouts["ddp", stem] == layouts["fsdp", stem]
+
+
+def test_the_weights_load_into_the_plain_model(tmp_path: Path) -> None:
+    run_ranks(2, train_run, tmp_path / "run", "fsdp", ("train.max_steps=1",))
+    config = load("fsdp").config
+    model = build_model(config.model, build_data(config.data).info, 0)
+    model.load_state_dict(load_file(tmp_path / "run/checkpoints/latest/model.safetensors"))
+
+
+def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(4, 2))
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        other = nn.Linear(4, 3)
+        with pytest.raises(UserError, match="does not fit"):
+            Checkpoints(tmp_path, keep=3, dist=dist).restore(other, torch.optim.AdamW(other.parameters()))
+
+
+def _save_where_there_is_no_room(env: RankEnv, folder: Path) -> str:
+    with distributed(env, use_gpu=False) as dist:
+        model = nn.Linear(4, 2)
+        try:
+            Checkpoints(folder, keep=3, dist=dist).save(
+                model, torch.optim.AdamW(model.parameters()), step=1, state={}, best_step=None
+            )
+        except RunFailedError as error:
+            return error.what
+    return "saved"
+
+
+def test_a_save_that_fails_is_raised_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    told = run_ranks(2, _save_where_there_is_no_room, tmp_path / "checkpoints")
+    assert told == ["The checkpoint of step 1 could not be written."] * 2
+
+
+def test_nothing_is_restored_from_nothing(tmp_path: Path) -> None:
+    dist = Distributed(RankEnv.single(), torch.device("cpu"))
+    model = nn.Linear(4, 2)
+    assert Checkpoints(tmp_path, keep=3, dist=dist).restore(model, torch.optim.AdamW(model.parameters())) is None

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+
+from tests.ranks import rank_env, run_ranks
+from trainkit.distributed.process_group import StopVote, distributed
+from trainkit.errors import RunFailedError
+from trainkit.launch.ranks import RankEnv
+from trainkit.launch.rendezvous import free_port
+
+
+def _talk(env: RankEnv) -> tuple[bool, bool, int, str, list[int]]:
+    with distributed(env, use_gpu=False) as dist:
+        counts = dist.all_reduce_sum(torch.tensor(2**40 + dist.rank))
+        return (
+            dist.any(dist.rank == 1),
+            dist.any(False),
+            int(counts),
+            dist.broadcast_object(f"from rank {dist.rank}"),
+            dist.gather_objects(dist.rank),
+        )
+
+
+def test_ranks_agree_sum_and_share() -> None:
+    total = 2 * 2**40 + 1
+    assert run_ranks(2, _talk) == [(True, False, total, "from rank 0", [0, 1])] * 2
+
+
+def _vote(env: RankEnv) -> list[bool]:
+    with distributed(env, use_gpu=False) as dist:
+        vote = StopVote(dist)
+        answers = [vote.poll(dist.rank == 1 and poll == 2) for poll in range(5)]
+        vote.finish()
+        return answers
+
+
+def test_a_request_on_one_rank_is_seen_by_all_at_the_same_poll() -> None:
+    assert run_ranks(2, _vote) == [[False, False, False, True, True]] * 2
+
+
+def test_a_single_rank_needs_no_port() -> None:
+    with distributed(RankEnv.single(), use_gpu=False) as first:
+        assert first.broadcast_object("x") == "x"
+
+
+def _join_without_the_others(env: RankEnv) -> str:
+    named = replace(env, world_size=4, local_world_size=2, num_nodes=2, hosts=("n1", "n2"))
+    try:
+        with distributed(named, use_gpu=False, timeout=timedelta(seconds=3)):
+            return "joined"
+    except RunFailedError as error:
+        return error.what
+
+
+def test_a_join_that_times_out_names_the_ranks_and_hosts_that_are_missing() -> None:
+    first, second = run_ranks(2, _join_without_the_others)
+    assert "2 of 4 ranks did not join" in first
+    assert "rank 2 on n2, rank 3 on n2" in first
+    assert "rank 2 on n2" in second or "did not reach rank 0" in second
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_where_it_looked() -> None:
+    port = free_port()
+    with (
+        pytest.raises(RunFailedError, match=f"127.0.0.1:{port}"),
+        distributed(rank_env(1, 2, port), use_gpu=False, timeout=timedelta(seconds=2)),
+    ):
+        pass

@@ -1,0 +1,109 @@
+"""Real ranks for tests: processes that meet over gloo on loopback.
+
+They are forked from a server that has imported torch and the kit once, so that starting four of them takes a fraction
+of a second, and none inherits the threads of the test process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainkit.config.loading import load, to_yaml
+from trainkit.distributed.stop import StopFlag
+from trainkit.launch.ranks import RankEnv
+from trainkit.launch.rendezvous import free_port
+from trainkit.records.rundir import RunDir
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["trainkit.experiment", "tests.ranks"])
+
+QUICK = ("train.precision=fp32", "monitor.loggers=[jsonl]", "monitor.log_every=1", "monitor.hardware_every_seconds=60")
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+    """``function(env, *args)`` on ``world_size`` ranks; their results in order of rank.
+
+    A rank's exception fails the test with that rank's traceback.
+    """
+    port = free_port()
+    results: Any = _CONTEXT.Queue()
+    processes = [
+        _CONTEXT.Process(target=_child, args=(results, rank_env(rank, world_size, port), function, args))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    collected: dict[int, Any] = {}
+    try:
+        for _ in processes:
+            rank, value, failure = results.get(timeout=timeout)
+            if failure is not None:
+                raise AssertionError(f"rank {rank} failed:\n{failure}")
+            collected[rank] = value
+        for process in processes:
+            process.join(timeout=60)
+            assert process.exitcode == 0, f"a rank ended with {process.exitcode} after its work was done"
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [collected[rank] for rank in range(world_size)]
+
+
+def rank_env(rank: int, world_size: int, port: int) -> RankEnv:
+    """A rank on this machine."""
+    return RankEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        node_rank=0,
+        num_nodes=1,
+        master_addr="127.0.0.1",
+        master_port=port,
+        launcher="manual",
+    )
+
+
+def _child(results: Any, env: RankEnv, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        results.put((env.rank, function(env, *args), None))
+    except BaseException:
+        results.put((env.rank, None, traceback.format_exc()))
+
+
+class StopAfter(StopFlag):
+    """A stop request that comes when the loop looks for one the ``reads``-th time: at the same place in every run."""
+
+    def __init__(self, reads: int) -> None:
+        self._left = reads
+        self.signals = ["SIGUSR2"]
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        self._left -= 1
+        return self._left <= 0
+
+
+def train_run(
+    env: RankEnv, folder: Path, preset: str, overrides: tuple[str, ...], stop_after: int | None = None
+) -> str:
+    """Train a preset in ``folder``, which may hold an interrupted run; how it ended. Only rank 0 is told to stop."""
+    from trainkit import experiment
+
+    config = load(preset, (*QUICK, *overrides)).config
+    stop = StopAfter(stop_after) if stop_after is not None and env.rank == 0 else StopFlag()
+
+    def open_run() -> RunDir:
+        return RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(config))
+
+    outcome, _ = experiment.run(config, env, stop, open_run=open_run, attempt=None)
+    return outcome

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainkit.config.schema import OptimConfig, ScheduleConfig
+from trainkit.training.schedule import lr_at
+
+TOTAL, PER_EPOCH = 100, 10
+
+
+def lrs(**schedule: object) -> list[float]:
+    config = ScheduleConfig.model_validate(schedule)
+    optim = OptimConfig(lr=1.0)
+    return [
+        lr_at(step, optim=optim, schedule=config, steps_per_epoch=PER_EPOCH, total_steps=TOTAL) for step in range(TOTAL)
+    ]
+
+
+def test_onecycle_is_torchs_onecycle() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1.0, total_steps=TOTAL, pct_start=0.3, cycle_momentum=False
+    )
+    expected = []
+    for _ in range(TOTAL):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        if len(expected) < TOTAL:
+            theirs.step()
+    assert lrs(name="onecycle", warmup_epochs=3) == pytest.approx(expected, rel=1e-6)
+
+
+def test_cosine_warms_up_per_update_and_ends_at_its_floor() -> None:
+    rates = lrs(name="cosine", warmup_epochs=1, final_lr_ratio=0.1)
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_constant_stays_after_its_warm_up() -> None:
+    rates = lrs(name="constant", warmup_epochs=0.5)
+    assert rates[0] == pytest.approx(0.2)
+    assert set(rates[5:]) == {1.0}
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant"])
+def test_no_warm_up_is_possible(name: str) -> None:
+    rates = lrs(name=name, warmup_epochs=0)
+    assert rates[0] == pytest.approx(1.0, rel=1e-2)
+
+
+def test_a_trial_shorter_than_its_warm_up_still_rises_and_falls() -> None:
+    config = ScheduleConfig(name="cosine", warmup_epochs=5)
+    rates = [lr_at(s, optim=OptimConfig(lr=1.0), schedule=config, steps_per_epoch=100, total_steps=6) for s in range(6)]
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[0] < 1.0 > rates[-1]
