@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gpu_site() -> Site:
-    """A cluster: `gpu` (default; 4 nodes of 4 GPUs and 8 CPUs, 2 h, 2 nodes a job), `mixed` (2, 4 and 8 GPUs), `cpu`."""
+    """A cluster: `gpu` (default; 4 nodes of 4 GPUs, 8 CPUs; 2 h and 2 nodes a job), `mixed` (2, 4, 8 GPUs), `cpu`."""
     quad = tuple(Node(f"g{i}", 8, 4) for i in range(4))
     mixed = tuple(Node(f"m{count}", 32, count) for count in (2, 4, 8))
     return Site(

@@ -9,10 +9,33 @@ from trainkit.launch.environment import gpu_mask, leaked, python_path, scrubbed
 
 @pytest.mark.parametrize(
     "name",
-    "SLURM_JOB_ID SLURM_CPUS_PER_TASK SLURMD_NODENAME SRUN_CPUS_PER_TASK SBATCH_PARTITION SBATCH_ACCOUNT PMI_RANK PMIX_ID "
-    "PMI2_X OMPI_COMM_WORLD_RANK RANK LOCAL_RANK GROUP_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE "
-    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID SUBMITIT_EXECUTOR SUBMITIT_LOCAL_GLOBALID TRAINKIT_RUN_DIR "
-    "TRAINKIT_ATTEMPT TRAINKIT_SIMULATED_NODES".split(),  # noqa: SIM905  a list of so many lines says no more
+    [
+        "SLURM_JOB_ID",
+        "SLURM_CPUS_PER_TASK",
+        "SLURMD_NODENAME",
+        "SRUN_CPUS_PER_TASK",
+        "SBATCH_PARTITION",
+        "SBATCH_ACCOUNT",
+        "PMI_RANK",
+        "PMIX_ID",
+        "PMI2_X",
+        "OMPI_COMM_WORLD_RANK",
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "NODE_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "SUBMITIT_EXECUTOR",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "TRAINKIT_RUN_DIR",
+        "TRAINKIT_ATTEMPT",
+        "TRAINKIT_SIMULATED_NODES",
+    ],
 )
 def test_what_describes_a_job_or_a_rank_does_not_reach_a_new_one(name: str) -> None:
     assert leaked({name: "1", "HOME": "/"}) == [name]

@@ -90,7 +90,8 @@ def test_what_a_rank_leaves_behind_ends_with_it(group: Callable[..., RankGroup],
 def test_ranks_do_not_outlive_whoever_started_them(tmp_path: Path) -> None:
     program = (
         "import os, sys, time\nfrom pathlib import Path\nfrom trainkit.launch.processes import Rank, RankGroup\n"
-        f"group = RankGroup([Rank([sys.executable, '-c', {STUBBORN!r}], os.environ, Path('rank.out'), Path('rank.err'))])\n"
+        f"command = [sys.executable, '-c', {STUBBORN!r}]\n"
+        "group = RankGroup([Rank(command, os.environ, Path('rank.out'), Path('rank.err'))])\n"
         "print(group._children[0].pid, flush=True)\ntime.sleep(60)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -14,7 +14,8 @@ NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=0 CPUEfctv=8 CPUTot=8 CPULoad
 ActiveFeatures=(null) Gres=gpu:4 NodeAddr=10.99.7.1 NodeHostName=n1 Version=22.05.8 OS=Linux 6.18.44 #1 SMP \
 RealMemory=16000 AllocMem=0 FreeMem=17113 Sockets=8 Boards=1 State=IDLE ThreadsPerCore=1 TmpDisk=0 Weight=1 \
 Partitions=main,low,high  BootTime=2026-11-20T09:43:57 CfgTRES=cpu=8,mem=16000M,billing=8,gres/gpu=4 AllocTRES=
-NodeName=n2 CPUEfctv=6 CPUTot=8 Gres=gpu:a100:2(S:0-1),nvme:1 State=IDLE+DRAIN ThreadsPerCore=1 Reason=disk is bad [root@x]
+NodeName=n2 CPUEfctv=6 CPUTot=8 Gres=gpu:a100:2(S:0-1),nvme:1 State=IDLE+DRAIN ThreadsPerCore=1 \
+Reason=disk is bad [root@x]
 NodeName=n3 CPUTot=16 Gres=(null) State=MIXED
 """
 PARTITIONS = """\
