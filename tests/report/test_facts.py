@@ -39,6 +39,12 @@ def test_the_training_time_of_an_interrupted_run_follows_from_its_records(make_r
     assert not facts.finished
 
 
+def test_steps_between_the_last_record_and_the_last_checkpoint_count(make_run: MakeRun) -> None:
+    run_dir = make_run(steps=200, finished=False)
+    jsonl.append(run_dir.events, {"time": 1.7e9, "event": "saved", "step": 207})
+    assert facts_of(run_dir).steps == 207
+
+
 def test_attempts_and_requeues_are_counted(make_run: MakeRun) -> None:
     facts = facts_of(make_run(restarts=(150, 300)))
     assert (facts.attempts, facts.requeues, facts.restarted_at) == (3, 2, [7.5, 15.0])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,11 @@ def test_smoothing_keeps_short_curves_and_takes_spikes_out_of_long_ones() -> Non
     long = [(float(x), 1.0) for x in range(300)]
     long[150] = (150.0, 99.0)
     assert plots._smooth(long) == [(float(x), 1.0) for x in range(300)]
+
+
+def test_no_line_is_drawn_over_the_time_between_two_attempts() -> None:
+    points = [(0.0, 1.0), (5.0, 2.0), (10.0, 3.0), (60.0, 4.0), (65.0, 5.0)]
+    assert [math.isnan(value) for _, value in plots._with_gaps(points)] == [False, False, False, True, False, False]
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(10, "s"), (600, "min"), (5 * 3600, "h")])

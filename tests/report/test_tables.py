@@ -94,7 +94,10 @@ def test_times_of_runs_of_unequal_length_are_not_compared(make_run: MakeRun) -> 
 
 
 def test_settings_that_differ_are_listed_and_equal_ones_are_not(make_run: MakeRun) -> None:
-    runs = [make_run("ddp-0001"), make_run("ddp-0002", "optim.lr=0.01", "launch.nodes=2", "launch.time=10")]
+    runs = [
+        make_run("ddp-0001"),
+        make_run("ddp-0002", "optim.lr=0.01", "launch.nodes=2", "launch.time=10", "data.root=/x"),
+    ]
     assert tables.difference_rows(collect(runs)) == [("optim.lr", "0.002", "0.01"), ("launch.nodes", "1", "2")]
 
 

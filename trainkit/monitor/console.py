@@ -18,9 +18,8 @@ class _Plain:
 
     def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = start.total_steps
-        self._first = start.resumed_step  # the steps of earlier attempts took none of this attempt's time
-        self._began = clock()
         self._clock = clock
+        self._first: tuple[int, float] | None = None  # step and time of this attempt's first record
 
     def log(self, record: Mapping[str, Any]) -> None:
         eta = self._eta(record.get("step", 0)) if record.get("split") == "train" else None
@@ -29,8 +28,12 @@ class _Plain:
     def close(self) -> None: ...
 
     def _eta(self, step: int) -> float | None:
-        done = step - self._first
-        return (self._clock() - self._began) / done * (self._total - step) if done > 0 else None
+        """Seconds to go, at the pace since the first record: the steps before it also paid for warming up."""
+        now = self._clock()
+        if self._first is None:
+            self._first = (step, now)
+        done, seconds = step - self._first[0], now - self._first[1]
+        return seconds / done * (self._total - step) if done > 0 else None
 
 
 class _Bar:

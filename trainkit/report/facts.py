@@ -122,7 +122,10 @@ class Facts:
     def steps(self) -> int:
         """Optimizer updates that were done."""
         steps = self.summary.get("steps")
-        return steps if isinstance(steps, int) else max((record["step"] for record in self.train + self.val), default=0)
+        if isinstance(steps, int):
+            return steps
+        saved = [event["step"] for event in read_events(self.run_dir, "saved") if isinstance(event.get("step"), int)]
+        return max([record["step"] for record in self.train + self.val] + saved, default=0)
 
     @property
     def finished(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,7 @@ def draw_hardware(facts: Facts, path: Path) -> bool:
         for axes, lines, scale in ((left, use, 1.0), (right, memory, 1024.0)):
             ends = []
             for number, (name, points) in enumerate(lines):
-                scaled = [((time - began) / seconds, value / scale) for time, value in points]
+                scaled = [((time - began) / seconds, value / scale) for time, value in _with_gaps(points)]
                 if scaled:
                     colour = CYCLE[number % len(CYCLE)]
                     axes.plot(*zip(*scaled, strict=True), color=colour, linewidth=1.5)
@@ -195,7 +196,7 @@ def draw_accuracies(runs: Sequence[Facts], path: Path) -> bool:
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=max(1.2, 4.2 - number), marker=marker)
             ended = f" (epoch {points[-1][0]:g})" if points[-1][0] < longest else ""
             ends.append((f"{facts.label}  {points[-1][1]:.1f}{ended}", points[-1], colour))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         _label_ends(axes, ends)
     return True
 
@@ -239,6 +240,19 @@ def _smooth(points: Points) -> Points:
     return [
         (x, statistics.median(values[max(0, index - half) : index + half + 1])) for index, (x, _) in enumerate(points)
     ]
+
+
+def _with_gaps(points: Points) -> Points:
+    """The samples with a NaN where some are missing, between two attempts: a line across would invent them."""
+    if len(points) < 3:
+        return points
+    usual = statistics.median(after[0] - before[0] for before, after in pairwise(points))
+    broken = points[:1]
+    for before, after in pairwise(points):
+        if after[0] - before[0] > 3 * usual:
+            broken.append((after[0], float("nan")))
+        broken.append(after)
+    return broken
 
 
 def _log_if_wide(axes: Axes, values: list[float]) -> None:

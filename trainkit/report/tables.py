@@ -98,8 +98,8 @@ COMPARISON = (
 
 
 def difference_rows(runs: Sequence[Facts]) -> list[Row]:
-    """Settings that are not the same in all runs: key, then its value in each."""
-    ignored = ("launch.", "monitor.", "collaborative.")
+    """Settings of the training, and nodes and ranks, that are not the same in all runs: key, then its value in each."""
+    ignored = ("launch.", "monitor.", "collaborative.", "data.root", "data.workers")
     flat = [_flat(facts.config) for facts in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings if not key.startswith(ignored))
     nodes = ["launch.nodes", "launch.ntasks_per_node", "launch.gpus_per_node"]
