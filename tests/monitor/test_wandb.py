@@ -110,6 +110,14 @@ def test_the_step_is_the_x_axis(run_dir: RunDir) -> None:
     assert any(metric.step_metric == "step" for metric in metrics)
 
 
+def test_a_training_that_raised_is_a_failed_run(run_dir: RunDir) -> None:
+    config = Config.model_validate({"monitor": {"loggers": ["wandb"]}})
+    with pytest.raises(ZeroDivisionError), open_loggers(config, run_dir, total_steps=40):
+        raise ZeroDivisionError
+    (exit_code,) = [r.exit.exit_code for r in stored(run_dir)[0] if r.WhichOneof("record_type") == "exit"]
+    assert exit_code == 1
+
+
 def test_no_secret_reaches_the_disk(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -14,7 +14,7 @@ from trainkit.monitor.base import Logger, Start
 from trainkit.records.rundir import RunDir
 
 OVERLAID = ("loss", "acc1", "acc5")
-_NOT_CURVES = ("time", "step", "split")
+_NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 
 
 class _TensorBoard:

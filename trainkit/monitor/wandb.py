@@ -25,6 +25,8 @@ CLIENT_SECONDS = 30.0  # a server that does not answer must not hold GPUs; what 
 # What a run was trained with. `launch` stays here: its setup lines and mail address are nobody's business.
 _SETTINGS = {"seed", "model", "data", "train", "optim", "schedule", "strategy"}
 
+_NOT_CURVES = ("time", "step", "split", "epoch", "samples")
+
 
 def run_id(run_dir: RunDir) -> str:
     """The same for every attempt of a run, different for runs of one name in different folders."""
@@ -68,8 +70,8 @@ class _Wandb:
 
     def log(self, record: Mapping[str, Any]) -> None:
         split = record["split"]
-        values = {f"{key}/{split}": value for key, value in record.items() if key not in ("time", "step", "split")}
-        self._run.log({"step": record["step"], **values})
+        values = {f"{key}/{split}": value for key, value in record.items() if key not in _NOT_CURVES}
+        self._run.log({key: record[key] for key in ("step", "epoch") if key in record} | values)
 
     def close(self) -> None:
         failed = sys.exc_info()[0] is not None  # closed while an exception passes: the run is marked as crashed there

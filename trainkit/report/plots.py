@@ -69,7 +69,7 @@ def draw_curves(facts: Facts, path: Path) -> bool:
                 _log_if_wide(axes, [value for split in ("train", "val") for _, value in series[split, key]])
             elif max((value for split in ("train", "val") for _, value in series[split, key]), default=0) > 90:
                 axes.set_ylim(top=102)
-            _mark_restarts(axes, facts)
+            _mark_restarts(axes, facts, at_top=key == "loss")  # where the curve is not
             _label_ends(axes, ends)
         best = facts.best_val
         if best and isinstance(best.get("acc1"), int | float) and "epoch" in best:
@@ -267,13 +267,13 @@ def _log_if_wide(axes: Axes, values: list[float]) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _mark_restarts(axes: Axes, facts: Facts) -> None:
+def _mark_restarts(axes: Axes, facts: Facts, *, at_top: bool = True) -> None:
     for number, epoch in enumerate(facts.restarted_at):
         axes.axvline(epoch, color=GREY, linewidth=1, linestyle=":")
         if number == 0:
             axes.annotate(
-                "restart", (epoch, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points",
-                color=GREY, fontsize=9, va="top",
+                "restart", (epoch, float(at_top)), xycoords=("data", "axes fraction"), xytext=(3, -2 if at_top else 2),
+                textcoords="offset points", color=GREY, fontsize=9, va="top" if at_top else "bottom",
             )  # fmt: skip
 
 
