@@ -26,13 +26,19 @@ class DDP:
         if self._sync_batchnorm:
             model = synchronize_batchnorm(model, self._dist)
         device = self._dist.device
-        return DistributedDataParallel(
+        ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_cap_mb,
             find_unused_parameters=self._find_unused_parameters,
             gradient_as_bucket_view=True,
         )
+        if device.type == "cpu" and not self._find_unused_parameters:
+            # After its first step DDP lays out its buckets anew, which changes the order in which three and more ranks
+            # are summed. Have it do so before the first step: else that step differs in its last bits between a run
+            # that goes on there and one that was never interrupted.
+            ddp.reducer._push_all_rebuilt_params()
+        return ddp
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         assert isinstance(model, DistributedDataParallel)
