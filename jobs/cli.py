@@ -47,12 +47,31 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        fix = f"`{self.prog} --help` lists the flags."
+        why, fix = f"It was given to `{self.prog}`.", f"`{self.prog} --help` lists the flags."
         if message.startswith("unrecognized arguments: "):
-            word = message.split(": ", 1)[1].split()[0]
-            known = [flag for action in self._actions for flag in action.option_strings]
-            fix = did_you_mean(word.split("=")[0], known, otherwise=fix)
-        raise UserError(f"{message[0].upper()}{message[1:]}.", why=f"It was given to `{self.prog}`.", fix=fix)
+            word, *rest = message.split(": ", 1)[1].split()
+            flag, _, value = word.partition("=")
+            known = [name for action in self._actions for name in action.option_strings]
+            fix = _as_setting(flag, value or " ".join(rest[:1])) or did_you_mean(flag, known, otherwise=fix)
+        elif message.startswith("the following arguments are required: "):
+            # argparse names the overrides as well, which nobody must give.
+            names = [name for name in message.split(": ", 1)[1].split(", ") if name != "section.key=value"]
+            what = f"{', '.join(names)} missing."
+            raise UserError(what[0].upper() + what[1:], why=f"`{self.prog}` needs it.", fix=fix)
+        elif message.endswith("expected one argument"):
+            why = "It takes a value, and none follows it."
+        raise UserError(f"{message[0].upper()}{message[1:]}.", why=why, fix=fix)
+
+
+def _as_setting(flag: str, value: str) -> str:
+    """``--lr 3e-4``: no flag of ours, but a setting of that name. Say how it is written."""
+    from trainkit.config.schema import SECTIONS  # needed for this mistake alone
+
+    name = flag.lstrip("-").replace("-", "_")
+    for section, model in SECTIONS.items():
+        if name in model.model_fields and section != "launch":
+            return f"Settings are written without dashes: {section}.{name}={value or 'VALUE'}."
+    return ""
 
 
 def add_resource_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +103,9 @@ def resource_settings(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
 def _pair(text: str, flag: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key:
-        raise UserError(f"{flag} {text!r} has no key.", why=f"{flag} takes KEY=VALUE.", fix=f"For example {flag} comment=thesis.")
+        raise UserError(
+            f"{flag} {text!r} has no key.", why=f"{flag} takes KEY=VALUE.", fix=f"For example {flag} comment=thesis."
+        )
     return key.lstrip("-"), value if equals else ""
 
 

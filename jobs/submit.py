@@ -135,10 +135,12 @@ def check(loaded: Loaded) -> None:
     from trainkit.models import check_model
 
     config = loaded.config
-    check_data(config.data)
-    check_model(config.model)
-    if config.strategy.name != "hivemind":
-        plugins.check_options("trainkit.strategies", config.strategy.name, config.strategy.options, where="strategy")
+    with loaded.pointing_at_sources():
+        check_data(config.data)
+        check_model(config.model)
+        strategy = config.strategy
+        if strategy.name != "hivemind":
+            plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
 
 
 def dry_run(plan: Any, loaded: Loaded, folder: Path, script: str | None) -> int:

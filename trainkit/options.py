@@ -1,8 +1,7 @@
 """Values of a plugin's options, checked against the annotations of its function.
 
-`plugins.check_options` refuses names that a plugin does not have, without importing it. This is the other half: the
-defaults filled in and every value of the declared type, so that ``data.image_size=big`` is an error for the user at
-submission and not a traceback on the compute node.
+Every value is of the declared type and the defaults are filled in, so that ``data.image_size=big`` is an error for the
+user at submission and not a traceback on the compute node. Which options there are is `plugins.check_options`' part.
 """
 
 from __future__ import annotations

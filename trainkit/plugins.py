@@ -1,7 +1,7 @@
 """Plugins: a file in a package of ours with a function ``build``, or ``package.module:function`` of the user's own.
 
 The options of a plugin are the keyword-only parameters of its function. They are read from the source by `ast`, so that
-a misspelt option is refused at submission, in milliseconds, without importing torch.
+a misspelt option or a value of the wrong type is refused at submission, in milliseconds, without importing torch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UserError, did_you_mean
+from trainkit.options import convert
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Signature:
     options: tuple[str, ...]
     required: tuple[str, ...]
     takes_any: bool  # it has **kwargs
+    annotations: Mapping[str, str] = field(default_factory=dict)  # as written in the source
 
 
 def available(package: str) -> list[str]:
@@ -69,22 +71,29 @@ def signature(package: str, name: str) -> Signature:
     required = tuple(
         arg.arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None
     )
-    return Signature(options, required, takes_any=node.args.kwarg is not None)
+    annotations = {arg.arg: ast.unparse(arg.annotation) for arg in node.args.kwonlyargs if arg.annotation is not None}
+    return Signature(options, required, node.args.kwarg is not None, annotations)
 
 
-def check_options(package: str, name: str, options: Iterable[str], *, where: str) -> None:
-    """Refuse options that plugin ``name`` does not have, and name the nearest it has.
+def check_options(package: str, name: str, options: Mapping[str, Any], *, where: str) -> None:
+    """Refuse options that plugin ``name`` does not have, naming the nearest it has, and values of the wrong type.
 
     ``where`` is the configuration section, for the message: ``strategy``, ``data``, ``model``.
     """
     sig = signature(package, name)
-    for option in options:
+    for option, value in options.items():
+        if option in sig.annotations:
+            convert(value, sig.annotations[option], key=f"{where}.{option}")
         if option not in sig.options and not sig.takes_any:
             has = ", ".join(sig.options) or "no options"
             raise UserError(
                 f"Unknown key '{where}.{option}'.",
                 why=f"{where} '{name}' has: {has}.",
-                fix=did_you_mean(option, sig.options, otherwise=f"Remove '{where}.{option}'."),
+                fix=did_you_mean(
+                    f"{where}.{option}",
+                    [f"{where}.{item}" for item in sig.options],
+                    otherwise=f"Remove '{where}.{option}'.",
+                ),
             )
     for option in sig.required:
         if option not in options:
@@ -94,15 +103,14 @@ def check_options(package: str, name: str, options: Iterable[str], *, where: str
 def _require(package: str, name: str) -> None:
     names = available(package)
     if name not in names:
-        kind = package.rsplit(".", 1)[-1]
         raise UserError(
-            f"Unknown name '{name}'.",
-            why=f"{package} has: {', '.join(names)}.",
-            fix=did_you_mean(name, names, otherwise=f"Use one of them, or package.module:function ({kind} of your own)."),
+            f"{package} has no '{name}'.",
+            why=f"It has: {', '.join(names)}.",
+            fix=did_you_mean(name, names, otherwise="Use one of them, or package.module:function of your own."),
         )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _package_folder(package: str) -> Path:
     # Our own packages lie beside this file; asking the import system would import their parents.
     return Path(__file__).parent.joinpath(*package.split(".")[1:])
@@ -124,7 +132,7 @@ def _source_of_user_module(module_name: str, name: str) -> Path:
     return Path(spec.origin)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
     if file.suffix != ".py" or not file.exists():
         return None

@@ -1,4 +1,4 @@
-"""``python -m trainkit.config.json_schema > configs/schema.json``: the JSON schema by which editors complete presets."""
+"""``python -m trainkit.config.json_schema > configs/schema.json``: JSON schema by which editors complete presets."""
 
 from __future__ import annotations
 

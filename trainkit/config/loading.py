@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from trainkit.config import yaml
-from trainkit.config.schema import Config
+from trainkit.config.schema import SECTIONS, Config, PluginSection, Section, field_of
 from trainkit.errors import UserError, did_you_mean
 
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
@@ -52,6 +54,21 @@ class Loaded:
         """Source of a dotted key, ``DEFAULT`` when nobody set it."""
         return self.sources.get(key, DEFAULT)
 
+    @contextmanager
+    def pointing_at_sources(self) -> Iterator[None]:
+        """Checks made inside, of a plugin's name or options, also say where the key that they name was written."""
+        try:
+            yield
+        except UserError as error:
+            keys = [word for word in re.findall(r"[a-z_0-9]+\.[\w.-]+", error.what) if word in self.sources]
+            names = {f"{section}.name": getattr(self.config, section).name for section in ("model", "data", "strategy")}
+            keys += [key for key, name in names.items() if f"'{name}'" in error.what and key in self.sources]
+            named = keys[0] if keys else None
+            if named is None or str(self.sources[named]) in str(error):
+                raise
+            why = f"{error.why.removesuffix('.')} " if error.why else "Written there "
+            raise type(error)(error.what, why=f"{why}({self.sources[named]}).", fix=error.fix) from error.__cause__
+
 
 Layer = dict[str, tuple[Any, Source]]
 
@@ -78,11 +95,12 @@ def load(
     """
     path = find_preset(preset)
     from_file = _file_layer(path, ())
+    given = env or {}
     from_env: Layer = {
-        key: (env[name], Source("environment", name)) for name, key in ENVIRONMENT.items() if (env or {}).get(name)
+        key: (given[name], Source("environment", name)) for name, key in ENVIRONMENT.items() if given.get(name)
     }
     from_flags: Layer = {key: (value, Source("flag", flag)) for key, (value, flag) in (flags or {}).items()}
-    above = {**from_env, **_override_layer(overrides), **from_flags}
+    above = _merge(_merge(from_env, _override_layer(overrides)), from_flags)
     merged = _merge(from_file, above)
     cluster = merged.get("launch.cluster", (None,))[0]
     if cluster is not None:
@@ -99,12 +117,19 @@ def find_preset(preset: str) -> Path:
     if given.suffix in (".yaml", ".yml"):
         if given.is_file():
             return given
-        raise UserError(f"No file {preset}.", why="It does not exist here.", fix="Check the path.")
+        raise UserError(f"No file {preset}.", why=f"It is not in {Path.cwd()}.", fix="Check the path.")
     folders = [folder for folder in (Path("configs"), PACKAGED) if folder.is_dir()]
     for folder in folders:
         if (folder / f"{preset}.yaml").is_file():
             return folder / f"{preset}.yaml"
+    if given.is_dir():
+        raise UserError(
+            f"{preset} is not a run folder, or only half of one.",
+            why="It has no config.yaml.",
+            fix="Give a preset, a YAML file, or another run folder.",
+        )
     known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+    known += sorted({f"recipes/{file.stem}" for folder in folders for file in folder.glob("recipes/*.yaml")})
     raise UserError(
         f"Unknown preset '{preset}'.",
         why=f"There are: {', '.join(known)}.",
@@ -118,19 +143,38 @@ def to_yaml(config: Config) -> str:
 
 
 def _file_layer(path: Path, seen: tuple[Path, ...]) -> Layer:
-    if path in seen:
+    if path.resolve() in [item.resolve() for item in seen]:
         chain = " -> ".join(str(item) for item in (*seen, path))
         raise UserError(f"{path} extends itself.", why=chain, fix="Break the circle.")
     values, lines = yaml.read(path)
     base: Layer = {}
     parent = values.pop("extends", None)
     if parent is not None:
-        sibling = path.parent / f"{parent}.yaml"
-        base = _file_layer(sibling if sibling.is_file() else find_preset(str(parent)), (*seen, path))
+        base = _file_layer(_parent(path, parent, lines["extends"]), (*seen, path))
     own: Layer = {}
-    for key, value in _flatten(values):
+    for key, value in _flatten({key: {} if _is_bare(key, value) else value for key, value in values.items()}):
         own[key] = (value, Source("file", f"{path}:{lines.get(key, 1)}"))
     return _merge(base, own)
+
+
+def _parent(path: Path, parent: Any, line: int) -> Path:
+    """The file that ``path`` extends: beside it first, then as `find_preset` knows it."""
+    if not isinstance(parent, str):
+        raise UserError(
+            f"extends={parent} is not valid (file {path}:{line}).",
+            why="It must be the name of one preset.",
+            fix="For example extends: ddp.",
+        )
+    beside = path.parent / (parent if parent.endswith((".yaml", ".yml")) else f"{parent}.yaml")
+    try:
+        return beside if beside.is_file() else find_preset(parent)
+    except UserError as error:
+        raise UserError(error.what, why=f"{error.why.removesuffix('.')} (file {path}:{line}).", fix=error.fix) from None
+
+
+def _is_bare(key: str, value: Any) -> bool:
+    # `optim:` with nothing but comments below it says nothing, rather than that there is no optimizer.
+    return value is None and key in SECTIONS
 
 
 def _profile_layer(cluster: str) -> Layer:
@@ -168,9 +212,19 @@ def _override_layer(overrides: Iterable[str]) -> Layer:
                 why="Overrides are written section.key=value.",
                 fix="For example optim.lr=3e-4.",
             )
-        for flat_key, flat_value in _flatten({key: yaml.parse_value(value)}):
-            layer[flat_key] = (flat_value, Source("override", text))
+        parsed = {key: _typed(key, value)}
+        for mapping in _OPEN_MAPPINGS:
+            if key.startswith(f"{mapping}."):  # launch.sbatch.comment=thesis
+                parsed = {mapping: {key.removeprefix(f"{mapping}."): value}}
+        layer = _merge(layer, {item: (given, Source("override", text)) for item, given in _flatten(parsed)})
     return layer
+
+
+def _typed(key: str, text: str) -> Any:
+    """The value of an override. What must be text stays as it was typed: account 0123 is no number."""
+    value, field = yaml.parse_value(text), field_of(key)
+    is_text = field is not None and field.annotation in (str, str | None)
+    return value if value is None or not is_text or text[0] in "'\"" else text
 
 
 # Mappings whose keys are the user's own: merged and validated as one value.
@@ -190,12 +244,13 @@ def _merge(low: Layer, high: Layer) -> Layer:
     merged = dict(low)
     for key, (value, source) in high.items():
         # Another plugin has other options: those of the one it replaces must not follow it.
-        section, _, field = key.partition(".")
-        if section in ("model", "data", "strategy") and field == "name" and low.get(key, (None,))[0] != value:
-            own_fields = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
-            for other in [item for item in merged if item.startswith(f"{section}.")]:
-                if other.split(".")[1] not in own_fields and other not in high:
-                    del merged[other]
+        section, _, name = key.partition(".")
+        if name == "name" and issubclass(SECTIONS.get(section, Section), PluginSection):
+            fields = SECTIONS[section].model_fields
+            if low.get(key, (fields["name"].default,))[0] != value:
+                for other in [item for item in merged if item.startswith(f"{section}.")]:
+                    if other.split(".")[1] not in fields and other not in high:
+                        del merged[other]
         if key in _OPEN_MAPPINGS and isinstance(value, dict) and isinstance(low.get(key, (None,))[0], dict):
             value = {**low[key][0], **value}
         merged[key] = (value, source)
@@ -210,71 +265,20 @@ def _validate(layer: Layer) -> Config:
         for parent in parents:
             child = node.setdefault(parent, {})
             if not isinstance(child, dict):
-                raise UserError(
-                    f"'{key}' cannot be set.", why=f"'{parent}' is a value, not a section ({source}).", fix="Remove one."
-                )
+                from trainkit.config import mistakes
+
+                if parent in SECTIONS and node is tree:
+                    raise mistakes.value_for_section(parent, child, layer[parent][1])
+                raise mistakes.below_a_value(key, layer)
             node = child
+        if last in SECTIONS and node is tree:
+            from trainkit.config import mistakes
+
+            raise mistakes.value_for_section(last, value, source)
         node[last] = value
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, layer) from None
+        from trainkit.config import mistakes  # what only a mistake needs
 
-
-def _explain(error: ValidationError, layer: Layer) -> UserError:
-    problem = error.errors()[0]
-    # Members of a union put their own name into the location; keep what is a key of the configuration.
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    while key and key not in layer and not any(item.startswith(f"{key}.") for item in layer):
-        location.pop()
-        key = ".".join(location)
-    key = key or ".".join(str(part) for part in problem["loc"])
-    sources = [str(source) for item, (_, source) in layer.items() if item == key or item.startswith(f"{key}.")]
-    where = sources[0] if sources else "default"
-    if problem["type"] == "extra_forbidden":
-        section, has = _fields(key)
-        named = f"'{section}' has" if section else "The sections are"
-        return UserError(
-            f"Unknown key '{key}'.",
-            why=f"{named}: {', '.join(has)} ({where}).",
-            fix=_nearest_key(key, section, has),
-        )
-    if problem["type"] == "value_error":  # raised by a validator of ours, whose message is a sentence
-        message = str(problem["ctx"]["error"])
-        if key in layer:
-            return UserError(f"{key}={layer[key][0]!r} is not valid ({where}).", why=f"It must be {message}.", fix=f"Change {key}.")
-        written = [f"{item} ({source})" for item, (_, source) in layer.items() if item in message]
-        return UserError(f"{message}.", why="; ".join(written) or "It follows from the defaults.", fix="Change one of them.")
-    value = layer[key][0] if key in layer else problem["input"]
-    expected = problem["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
-    fix = f"Give {expected}."
-    literals = [item.strip("' ") for item in expected.replace(" or ", ", ").split(",")]
-    if problem["type"] == "literal_error":
-        fix = did_you_mean(str(value), literals, otherwise=fix)
-    return UserError(f"{key}={value!r} is not valid ({where}).", why=f"It must be {expected}.", fix=fix)
-
-
-def _fields(key: str) -> tuple[str, list[str]]:
-    section, _, rest = key.rpartition(".")
-    if not section:
-        return "", list(Config.model_fields)
-    field = Config.model_fields.get(section)
-    model = field.annotation if field else None
-    if isinstance(model, type) and issubclass(model, BaseModel):
-        return section, list(model.model_fields)
-    return "", list(Config.model_fields)
-
-
-def _nearest_key(key: str, section: str, has: list[str]) -> str:
-    prefix = f"{section}." if section else ""
-    everywhere = [
-        f"{name}.{field}"
-        for name, info in Config.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-        for field in info.annotation.model_fields
-    ]
-    last = key.rpartition(".")[2]
-    same_name = [item for item in everywhere if item.endswith(f".{last}")]
-    near = did_you_mean(key, [f"{prefix}{item}" for item in has])
-    return near or (f"Did you mean '{same_name[0]}'?" if same_name else did_you_mean(key, everywhere, otherwise=f"Remove '{key}'."))
+        raise mistakes.explain(error, layer) from None

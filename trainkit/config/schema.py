@@ -9,8 +9,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -36,16 +47,32 @@ def time_minutes(text: str) -> float:
     return minutes
 
 
+class ImpossibleError(ValueError):
+    """Settings that are each well-formed and cannot hold together. ``keys``: those that one may change."""
+
+    def __init__(self, what: str, *, keys: tuple[str, ...], why: str, fix: str) -> None:
+        super().__init__(what)
+        self.keys, self.why, self.fix = keys, why, fix
+
+
 class Section(BaseModel):
     """A section whose keys are exactly its fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would take true for 1: `train.epochs=true` is a mistake.
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError
+        return value
 
 
 class PluginSection(Section):
     """A section that names a plugin; keys beyond its fields are that plugin's options."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow")  # added to what `Section` says
 
     name: str
 
@@ -210,17 +237,30 @@ class LaunchConfig(Section):
     @classmethod
     def _values_as_text(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            return {str(key): "" if item is None else str(item) for key, item in value.items()}
+            # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
+            return {
+                str(key): "" if item is None or item is True else str(item)
+                for key, item in value.items()
+                if item is not False
+            }
         return value
 
     @model_validator(mode="after")
     def _combinations(self) -> LaunchConfig:
         if self.gres is not None and "gpu" in self.gres and isinstance(self.gpus_per_node, int):
-            raise ValueError("launch.gres and launch.gpus_per_node both ask for GPUs; give one of them")
-        if self.signal_seconds is not None and self.signal_seconds * 2 > time_minutes(self.time) * 60:
-            raise ValueError(
-                f"launch.signal_seconds={self.signal_seconds} must be at most half of launch.time={self.time}, "
-                "or the job is told to save as soon as it starts"
+            raise ImpossibleError(
+                "launch.gres and launch.gpus_per_node both ask for GPUs",
+                keys=("launch.gres", "launch.gpus_per_node"),
+                why="A site knows one of them.",
+                fix="Give one of them.",
+            )
+        seconds = time_minutes(self.time) * 60
+        if self.signal_seconds is not None and self.signal_seconds * 2 > seconds:
+            raise ImpossibleError(
+                f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}",
+                keys=("launch.signal_seconds", "launch.time"),
+                why="The job would be told to save soon after it starts.",
+                fix=f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or ask for more time.",
             )
         return self
 
@@ -245,7 +285,13 @@ class CollaborativeConfig(Section):
     @model_validator(mode="after")
     def _round_holds_matchmaking(self) -> CollaborativeConfig:
         if self.round_seconds < self.matchmaking_seconds + 1:
-            raise ValueError("collaborative.round_seconds must exceed matchmaking_seconds by at least one second")
+            raise ImpossibleError(
+                f"collaborative.round_seconds={self.round_seconds:g} leaves no time to train before "
+                f"collaborative.matchmaking_seconds={self.matchmaking_seconds:g}",
+                keys=("collaborative.round_seconds", "collaborative.matchmaking_seconds"),
+                why="Peers look for one another at the end of every round.",
+                fix=f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more.",
+            )
         return self
 
 
@@ -267,26 +313,45 @@ class Config(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Config:
         train, launch = self.train, self.launch
-        micro = train.micro_batch_size
-        if micro is not None and train.global_batch_size % micro:
-            raise ValueError(
-                f"train.global_batch_size={train.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size={micro}"
+        batch, micro = train.global_batch_size, train.micro_batch_size
+        if micro is not None and batch % micro:
+            possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
+            raise ImpossibleError(
+                f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro}",
+                keys=("train.global_batch_size", "train.micro_batch_size"),
+                why="An update takes whole micro batches.",
+                fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
             )
-        if train.max_steps is None and self.schedule.warmup_epochs >= train.epochs and self.schedule.name != "constant":
-            raise ValueError(
-                f"schedule.warmup_epochs={self.schedule.warmup_epochs:g} must be shorter than "
-                f"train.epochs={train.epochs}"
+        warmup = self.schedule.warmup_epochs
+        if train.max_steps is None and warmup >= train.epochs and self.schedule.name != "constant":
+            raise ImpossibleError(
+                f"schedule.warmup_epochs={warmup:g} is not shorter than train.epochs={train.epochs}",
+                keys=("schedule.warmup_epochs", "train.epochs"),
+                why="The learning rate would never come down again.",
+                fix=f"Use schedule.warmup_epochs={train.epochs / 10:g}, or more epochs.",
             )
         if self.strategy.name in ("single", "dp"):
-            if launch.nodes > 1:
-                raise ValueError(
-                    f"strategy.name={self.strategy.name} runs in one process, but launch.nodes={launch.nodes}; "
-                    "use strategy.name=ddp or fsdp"
-                )
-            if (launch.ntasks_per_node or 1) > 1:
-                raise ValueError(
-                    f"strategy.name={self.strategy.name} runs in one process, but "
-                    f"launch.ntasks_per_node={launch.ntasks_per_node}; use strategy.name=ddp or fsdp"
-                )
+            for name, count in (("nodes", launch.nodes), ("ntasks_per_node", launch.ntasks_per_node or 1)):
+                if count > 1:
+                    raise ImpossibleError(
+                        f"strategy.name={self.strategy.name} cannot run with launch.{name}={count}",
+                        keys=("strategy.name", f"launch.{name}"),
+                        why=f"{self.strategy.name} is one process on one node.",
+                        fix=f"Use strategy.name=ddp or fsdp, or launch.{name}=1.",
+                    )
         return self
+
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
+
+
+def field_of(key: str) -> FieldInfo | None:
+    """The declaration of a dotted key; None for options of plugins and for keys that do not exist."""
+    section, _, name = key.rpartition(".")
+    if not section:
+        return Config.model_fields.get(name)
+    return SECTIONS[section].model_fields.get(name) if section in SECTIONS else None

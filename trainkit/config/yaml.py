@@ -21,7 +21,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
 for _tag, _pattern, _first in (
     ("tag:yaml.org,2002:null", re.compile(r"~|null|Null|NULL|"), ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")),
@@ -30,7 +32,7 @@ for _tag, _pattern, _first in (
 ):
     _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern.pattern})$"), _first)
 # YAML 1.1 reads 010 as octal; here it is ten.
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value)))
 
 
 def parse_value(text: str) -> Any:
@@ -44,7 +46,7 @@ def parse_value(text: str) -> Any:
 def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in a YAML file, and the line (from 1) of every dotted key in it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read {path}.", why=str(error), fix="Check the path and its permissions.") from None
     try:
@@ -66,10 +68,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _construct(loader: _Loader, node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) -> Any:
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        return loader.construct_object(node, deep=True)
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        key = str(loader.construct_object(key_node))  # type: ignore[no-untyped-call]
+        key = str(loader.construct_object(key_node))
         dotted = f"{prefix}{key}"
         line = key_node.start_mark.line + 1
         if key in result:
@@ -88,12 +90,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+# Quoted where our own reader would see something else than this text.
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if parse_value(text) == text else "'"
+    ),
+)
+
+
 def dump(value: Mapping[str, Any]) -> str:
     """YAML text of plain values, keys in their order, short lists on one line."""
-    _Dumper.add_representer(
-        str,
-        lambda dumper, text: dumper.represent_scalar(
-            "tag:yaml.org,2002:str", text, style=None if parse_value(text) == text else "'"
-        ),
-    )
     return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)

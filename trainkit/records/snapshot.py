@@ -17,7 +17,18 @@ from typing import Any
 from trainkit.records.rundir import RunDir
 
 PROJECT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "torchvision", "timm", "submitit", "hivemind", "tensorboard", "wandb", "pydantic", "numpy", "safetensors")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "submitit",
+    "hivemind",
+    "tensorboard",
+    "wandb",
+    "pydantic",
+    "numpy",
+    "safetensors",
+)
 # What looks like a credential on a command line; its value must not reach a shared file system.
 _SECRET = re.compile(r"(?i)([\w.-]*(?:key|token|secret|password)[\w.-]*[=:])\S+")
 _OWN = ("jobs", "trainkit", "configs")
@@ -70,7 +81,8 @@ def _user_modules(here: Path) -> list[Path]:
         folders[:] = [
             name
             for name in folders
-            if not name.startswith(".") and name not in ("__pycache__", "node_modules", "site-packages")
+            if not name.startswith(".")
+            and name not in ("__pycache__", "node_modules", "site-packages")
             and not (inside == Path() and name in skip)
             and len(inside.parts) < 4
         ]

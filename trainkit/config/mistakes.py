@@ -1,0 +1,188 @@
+"""What is wrong with a configuration, in plain words: the key, where it was written, and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from trainkit.config.loading import DEFAULT, Layer, Source
+from trainkit.config.schema import SECTIONS, Config, ImpossibleError, PluginSection, field_of
+from trainkit.errors import UserError
+
+
+def explain(error: ValidationError, layer: Layer) -> UserError:
+    """The first problem that pydantic found in the tree built from ``layer``, for the person who wrote it."""
+    problem = error.errors(include_url=False)[0]
+    location = [str(part) for part in problem["loc"]]
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, ImpossibleError):
+        return _impossible(cause, layer)
+    if problem["type"] == "extra_forbidden":
+        return unknown_key(".".join(location), layer)
+    # Members of a union and items of a list put their own names behind the key; keep the setting itself.
+    key = ".".join(location[: 2 if location[0] in SECTIONS else 1])
+    if key in SECTIONS:
+        return value_for_section(key, problem["input"], _source(key, layer))
+    return _wrong_value(key, problem["input"], cause, layer)
+
+
+def unknown_key(key: str, layer: Layer) -> UserError:
+    """``key`` names no setting; say which is nearest."""
+    # An unknown section is reported by its name alone; show one of the settings that were to go into it.
+    written = key if key in layer else next((item for item in layer if item.startswith(f"{key}.")), key)
+    section, _, last = written.rpartition(".")
+    has = list(SECTIONS[section].model_fields) if section in SECTIONS else list(Config.model_fields)
+    named = f"'{section}' has" if section in SECTIONS else "The sections are"
+    return UserError(
+        f"Unknown key '{written}'.",
+        why=f"{named}: {', '.join(has)} ({_source(key, layer)}).",
+        fix=_nearest_key(section, last),
+    )
+
+
+def value_for_section(section: str, value: Any, source: Source) -> UserError:
+    """A section was given one value: ``model=3``."""
+    model = SECTIONS[section]
+    if "name" in model.model_fields and not isinstance(value, list | dict | None):
+        fix = f"Did you mean {section}.name={shown(value)}?"
+    else:
+        name, field = next(item for item in model.model_fields.items() if item[1].default is not None)
+        fix = f"Set one of its keys, for example {section}.{name}={shown(field.default)}."
+    return UserError(
+        f"'{section}' is a section, not a value ({source}).",
+        why=f"'{section}' has: {', '.join(model.model_fields)}.",
+        fix=fix,
+    )
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it in YAML or in an override."""
+    if isinstance(value, str):
+        return value if value and value == value.strip() else repr(value)
+    try:
+        return json.dumps(value).replace('"', "")  # true, null, [0.9, 0.999]: the same words as in YAML
+    except TypeError:
+        return str(value)
+
+
+def below_a_value(key: str, layer: Layer) -> UserError:
+    """``key`` lies below a setting that is no section: ``optim.lr.x=1``."""
+    parent = ".".join(key.split(".")[: 2 if key.split(".")[0] in SECTIONS else 1])
+    field = field_of(parent)
+    default = field.default if field is not None else None
+    return UserError(
+        f"Unknown key '{key}'.",
+        why=f"'{parent}' is one value, not a section ({_source(key, layer)}).",
+        fix=f"For example {parent}={shown(default)}." if default is not None else f"Give {parent}=VALUE.",
+    )
+
+
+def wanted(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
+    """A type in words: ``a whole number above 0, or null``. ``limits`` are pydantic's, where they stand apart."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return wanted(arguments[0], tuple(item for part in arguments[1:] for item in getattr(part, "metadata", [part])))
+    if origin is Literal:
+        return _any_of([str(item) for item in arguments])
+    if origin in (Union, UnionType):
+        return ", or ".join(wanted(part) for part in arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        choices = ", ".join(_choices(arguments[0]))
+        return f"a list of any of: {choices}" if choices else "a list of texts: [a, b]"
+    if origin is tuple:
+        return f"{len(arguments)} numbers{wanted(arguments[0]).removeprefix('a number')}, as in [0.9, 0.99]"
+    if origin is dict:
+        return "a mapping, as in {name: value}"
+    words = {NoneType: "null", bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    return words[annotation] + _within(limits)
+
+
+def _wrong_value(key: str, given: Any, cause: Any, layer: Layer) -> UserError:
+    value = layer[key][0] if key in layer else given
+    source = _source(key, layer)
+    field = field_of(key)
+    assert field is not None, key
+    sentence = str(cause) if cause is not None and str(cause) else wanted(field.annotation, tuple(field.metadata))
+    example = f"For example {_written(key, field.default, source)}." if field.default not in (None, (), {}) else ""
+    below = next((item for item in layer if item.startswith(f"{key}.")), None)
+    if below is not None:
+        return below_a_value(below, layer)
+    if sentence.startswith("text") and isinstance(value, int | float):
+        example = f"Put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'."
+    # The value itself, or an item of a list, may be a misspelt choice.
+    choices = _choices(field.annotation)
+    near = [item for item in choices if item.startswith(str(given))]
+    near = near or difflib.get_close_matches(str(given), choices, n=1)
+    if near and given != "":
+        example = f"Did you mean '{near[0]}'?"
+    if sentence.startswith("a list") and isinstance(value, str) and (value in choices or not choices):
+        example = f"Did you mean {_written(key, [value], source)}?"
+    return UserError(
+        f"{_written(key, value, source)} is not valid" + ("." if source.kind == "flag" else f" ({source})."),
+        why=f"{key} must be {sentence}.",
+        fix=example or f"Give {sentence.removesuffix(', or null')}, or leave it out.",
+    )
+
+
+def _impossible(problem: ImpossibleError, layer: Layer) -> UserError:
+    written = [f"{key} ({_source(key, layer)})" for key in problem.keys if key in layer]
+    return UserError(
+        f"{problem}.",
+        why=f"{problem.why} ".lstrip() + f"Written: {', '.join(written) or 'by default'}.",
+        fix=problem.fix,
+    )
+
+
+def _source(key: str, layer: Layer) -> Source:
+    """Where a setting, or the first one below it, was written."""
+    found = [source for item, (_, source) in layer.items() if item == key or item.startswith(f"{key}.")]
+    return layer[key][1] if key in layer else found[0] if found else DEFAULT
+
+
+def _written(key: str, value: Any, source: Source) -> str:
+    """``--nodes 0`` for what came by a flag, else ``launch.nodes=0``."""
+    return f"{source.where} {shown(value)}" if source.kind == "flag" else f"{key}={shown(value)}"
+
+
+def _nearest_key(section: str, name: str) -> str:
+    own = list(SECTIONS[section].model_fields) if section in SECTIONS else []
+    everywhere = {f"{item}.{field}": field for item, model in SECTIONS.items() for field in model.model_fields}
+    near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
+    if near:
+        return f"Did you mean '{section}.{near[0]}'?"
+    nearest_section = difflib.get_close_matches(section or name, list(Config.model_fields), n=1, cutoff=0.7)
+    if section and nearest_section and section not in SECTIONS:
+        model = SECTIONS.get(nearest_section[0])
+        if model and (name in model.model_fields or issubclass(model, PluginSection)):
+            return f"Did you mean '{nearest_section[0]}.{name}'?"
+    if not section and nearest_section:
+        return f"Did you mean '{nearest_section[0]}'?"
+    near = (
+        [key for key, field in everywhere.items() if field == name]
+        or [key for key, field in everywhere.items() if field.endswith(f"_{name}")]
+        or [key for key, field in everywhere.items() if difflib.SequenceMatcher(None, name, field).ratio() > 0.75]
+    )
+    whole = f"{section}.{name}" if section else name
+    return f"Did you mean '{near[0]}'?" if near else f"Use one of these, or remove '{whole}'."
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [str(item) for item in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
+
+
+def _within(limits: tuple[Any, ...]) -> str:
+    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+    found = [
+        f" {word} {getattr(item, name):g}" for item in limits for name, word in words.items() if hasattr(item, name)
+    ]
+    return " and".join(found)
+
+
+def _any_of(items: list[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} or {items[-1]}"
