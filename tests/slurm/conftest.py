@@ -1,0 +1,224 @@
+"""A real SLURM for the tests here: `slurm/devcluster`, one per test session, in a directory and network of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+DEVCLUSTER = PROJECT / "slurm" / "devcluster"
+NODES = 4
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster, as a user sees it from a login node; ``home`` is a folder with the project in it, like a clone."""
+
+    home: Path
+    env: Mapping[str, str]
+
+    def run(
+        self, *command: str, check: bool = True, timeout: float = 60, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in ``home``; with ``check``, its failure is the test's, with what it said."""
+        done = subprocess.run(
+            command, cwd=self.home, env={**self.env, **(env or {})}, capture_output=True, text=True, timeout=timeout,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        if check and done.returncode:
+            pytest.fail(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def job(
+        self, verb: str, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """One of the project's own commands."""
+        return self.run(sys.executable, "-m", f"jobs.{verb}", *arguments, check=check, env=env)
+
+    def sbatch(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+        """Submit with plain sbatch; the job id."""
+        return self.run("sbatch", "--parsable", *arguments, env=env).stdout.strip()
+
+    def states(self, job_id: str) -> list[str]:
+        """State of each of the job's attempts in accounting, oldest first: ``["REQUEUED", "RUNNING"]``."""
+        out = self.run("sacct", "-X", "-D", "-n", "-P", "-j", job_id, "-o", "State").stdout
+        return [line.split()[0] for line in out.splitlines() if line]
+
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 90) -> None:
+        """Poll until it holds; else the test fails with what the cluster is doing."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                queue = self.run("squeue", check=False).stdout
+                pytest.fail(f"Not within {timeout:.0f} s: {what}\n{queue}{self.logs()}")
+            time.sleep(0.3)
+
+    def wait(self, job_id: str, *, timeout: float = 90) -> str:
+        """Wait until the job has ended for good; its state. All tasks of an array must have ended in the same state."""
+        self.wait_for(f"the end of job {job_id}", lambda: self._ended(job_id), timeout)
+        return self.states(job_id)[-1]
+
+    def _ended(self, job_id: str) -> bool:
+        # squeue knows at once that a job is there, accounting only a little later; it knows longest how the job ended.
+        if self.run("squeue", "-h", "-j", job_id, "-t", "PD,R,CG,S,CF,RQ", "-o", "%i", check=False).stdout.strip():
+            return False
+        states = self.states(job_id)
+        return (
+            bool(states) and all(state in (*ENDED, "REQUEUED", "PREEMPTED") for state in states) and states[-1] in ENDED
+        )
+
+    @staticmethod
+    def events(run: Path, kind: str) -> list[dict[str, Any]]:
+        """The run's events of one kind, oldest first; none while the run folder is not there."""
+        file = run / "events.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [record for record in map(json.loads, lines) if record["event"] == kind]
+
+    @staticmethod
+    def final_weights(run: Path) -> bytes:
+        """The weights of a run's last checkpoint, byte for byte."""
+        return (run / "checkpoints" / "latest" / "model.safetensors").read_bytes()
+
+    def logs(self) -> str:
+        """The ends of all logs of this test, to print when it fails."""
+        files = sorted(
+            [*self.home.glob("runs/**/logs/**/*.err"), *self.home.glob("runs/**/batch.out"), *self.home.glob("*.out")]
+        )
+        return "".join(
+            f"\n== {file.relative_to(self.home)}\n{file.read_text()[-1500:]}" for file in files if file.stat().st_size
+        )
+
+
+def cannot_run(reason: str) -> NoReturn:
+    """No cluster here: skip, but never silently on CI."""
+    if os.environ.get("CI", "").lower() in ("true", "1"):
+        pytest.fail(f"The SLURM tests cannot run here, and CI must run them: {reason}")
+    pytest.skip(f"no development cluster: {reason}")
+
+
+def missing() -> str | None:
+    """Why a cluster cannot run on this machine, as far as can be seen without trying."""
+    if sys.platform != "linux" or not Path("/etc/debian_version").exists():
+        return "it needs Debian or Ubuntu"
+    if os.geteuid() != 0:
+        return "it needs root"
+    for tool in ("ip", "unshare", "nsenter", "flock", "apt-get"):
+        if shutil.which(tool) is None:
+            return f"it needs the command '{tool}'"
+    if subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
+    ).returncode:
+        return "this machine does not let root make namespaces"
+    return None
+
+
+@pytest.fixture(scope="session")
+def slurm_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Environment of a login node of a running cluster, shared by all workers of this test session."""
+    reason = missing()
+    if reason:
+        cannot_run(reason)
+    worker = "PYTEST_XDIST_WORKER" in os.environ
+    session = tmp_path_factory.getbasetemp().parent if worker else tmp_path_factory.getbasetemp()
+    owner = os.getppid() if worker else os.getpid()
+    with open(session / "devcluster.users", "w") as users:
+        with _locked(session):
+            variables = _place(session, owner)
+            up = [str(DEVCLUSTER), "up", "--nodes", str(NODES), "--until-exit", str(owner)]
+            started = subprocess.run(up, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+            if started.returncode:
+                cannot_run(f"devcluster up failed: {started.stderr.strip()}")
+            fcntl.flock(users, fcntl.LOCK_SH)
+        yield {**_clean_environment(), **variables, "SLURM_CONF": f"{variables['DEVCLUSTER_DIR']}/etc/slurm.conf"}
+        with _locked(session):
+            fcntl.flock(users, fcntl.LOCK_UN)
+            with contextlib.suppress(BlockingIOError):  # another worker uses it still, and will take it down
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                down = [str(DEVCLUSTER), "down", "--purge"]
+                subprocess.run(down, env={**os.environ, **variables}, capture_output=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def devcluster(slurm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster, with a home folder for the tests of one module."""
+    home = tmp_path_factory.mktemp("home")
+    for name in ("jobs", "trainkit", "configs"):
+        (home / name).symlink_to(PROJECT / name)
+    for model in ("slow_model.py", "failing_model.py"):
+        shutil.copy(Path(__file__).with_name(model), home)
+    cluster = Cluster(home, {**slurm_env, "XDG_STATE_HOME": str(home / "state")})
+    yield cluster
+    ids = cluster.run("squeue", "-h", "-o", "%A %Z", check=False).stdout.splitlines()
+    mine = [line.split()[0] for line in ids if line.endswith(str(home))]
+    if mine:
+        cluster.run("scancel", *mine, check=False)
+
+
+@contextlib.contextmanager
+def _locked(session: Path) -> Iterator[None]:
+    with open(session / "devcluster.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _place(session: Path, owner: int) -> dict[str, str]:
+    """Directory and network of this session's cluster: those that a worker before this one chose, or new ones."""
+    chosen = session / "devcluster.json"
+    if not chosen.exists():
+        # Sockets in it must have short names, so it is not in pytest's folder.
+        third = next(n % 256 for n in range(owner, owner + 256) if _ports_are_free(n % 256))
+        variables = {
+            "DEVCLUSTER_DIR": f"{tempfile.gettempdir()}/devcluster-test-{owner}",
+            "DEVCLUSTER_NET": f"10.{128 + owner // 256 % 100}.{third}",
+        }
+        chosen.write_text(json.dumps(variables))
+    found: dict[str, str] = json.loads(chosen.read_text())
+    return found
+
+
+def _ports_are_free(third: int) -> bool:
+    """The two ports that a cluster with this third number in its network has on the machine."""
+    for port in (24000 + 2 * third, 24001 + 2 * third):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                return False
+    return True
+
+
+def _clean_environment() -> dict[str, str]:
+    """A user's environment: no outer job's variables, no keys, this interpreter's virtual environment active."""
+    gone: Sequence[str] = (
+        "SLURM",
+        "SBATCH_",
+        "SRUN_",
+        "PMI",
+        "TRAINKIT_",
+        "WANDB_",
+        "AWS_",
+        "PYTEST_",
+        "PYTHONPATH",
+        "COV_",
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith(tuple(gone))}
+    prefix = Path(sys.prefix)
+    path = f"{prefix / 'bin'}:{env['PATH']}"
+    # Four nodes share this machine's cores: more than one thread per rank would only make them wait for each other.
+    return {**env, "VIRTUAL_ENV": str(prefix), "PATH": path, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}

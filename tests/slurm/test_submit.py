@@ -1,0 +1,157 @@
+"""The project's own commands on a real SLURM, as a user types them on a login node."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+
+TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "model.name=slow_model:build")
+TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
+ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0")
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run that `jobs.submit` has queued."""
+
+    job_id: str
+    run: Path
+    said: str
+
+
+def submit(cluster: Cluster, name: str, *arguments: str) -> Submitted:
+    """`jobs.submit ddp` into the run folder ``name``."""
+    said = cluster.job("submit", "ddp", *TINY, "--run-dir", f"runs/{name}", *arguments).stdout
+    match = re.search(r"Submitted job (\d+)", said)
+    assert match, said
+    return Submitted(match[1], cluster.home / "runs" / name, said)
+
+
+def wait_for_start(cluster: Cluster, job: Submitted) -> None:
+    cluster.wait_for(f"the start of {job.run.name}", lambda: bool(cluster.events(job.run, "started")), timeout=120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def time_limited(devcluster: Cluster) -> Submitted:
+    """A run that needs longer than its time limit of two minutes, so it starts before all tests.
+
+    With one minute the signal can come so early that a busy machine has not even started to train.
+    """
+    return submit(devcluster, "time-limited", *TWO_BY_TWO, "--time", "2", "model.seconds=4")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(devcluster: Cluster) -> Submitted:
+    job = submit(devcluster, "uninterrupted", *TWO_BY_TWO)
+    assert devcluster.wait(job.job_id) == "COMPLETED", devcluster.logs()
+    return job
+
+
+def test_submit_names_the_job_its_folder_and_how_to_watch_it(time_limited: Submitted) -> None:
+    assert str(time_limited.run) in time_limited.said
+    for verb in ("logs", "status", "cancel"):
+        assert f"python -m jobs.{verb} {time_limited.run}" in time_limited.said
+
+
+def test_a_submitted_run_trains_on_two_nodes_with_two_ranks_each(devcluster: Cluster, uninterrupted: Submitted) -> None:
+    (started,) = devcluster.events(uninterrupted.run, "started")
+    assert (started["world_size"], len(started["hosts"])) == (4, 2)
+    assert json.loads((uninterrupted.run / "summary.json").read_text())["world_size"] == 4
+
+
+def test_the_run_folder_of_a_submitted_run_is_complete(uninterrupted: Submitted) -> None:
+    names = {entry.name for entry in uninterrupted.run.iterdir()}
+    assert names >= {
+        *("config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs"),
+        *("metrics.jsonl", "events.jsonl", "checkpoints", "summary.json"),
+    }
+
+
+def test_the_submitted_script_is_the_one_in_the_run_folder(devcluster: Cluster, uninterrupted: Submitted) -> None:
+    stored = devcluster.run("scontrol", "write", "batch_script", uninterrupted.job_id, "-").stdout
+    assert stored.strip() == (uninterrupted.run / "submit.sbatch").read_text().strip()
+
+
+def test_a_sweep_is_one_array_with_a_run_for_each_value(devcluster: Cluster) -> None:
+    sweep = submit(devcluster, "sweep", *ONE_RANK, "--sweep", "optim.lr=1e-3,2e-3")
+    assert devcluster.wait(sweep.job_id) == "COMPLETED", devcluster.logs()
+    assert devcluster.states(sweep.job_id) == ["COMPLETED"] * 2
+    for point, lr in (("0", "0.001"), ("1", "0.002")):
+        assert (sweep.run / point / "summary.json").is_file()
+        assert f"lr: {lr}" in (sweep.run / point / "config.yaml").read_text()
+
+
+def test_a_rank_that_raises_fails_the_job_within_15_s_and_logs_shows_why(devcluster: Cluster) -> None:
+    job = submit(devcluster, "failing", *TWO_BY_TWO, "model.name=failing_model:build")
+    assert devcluster.wait(job.job_id) == "FAILED", devcluster.logs()
+    raised = min(event["time"] for event in devcluster.events(job.run, "failed"))
+    end = devcluster.run("sacct", "-X", "-n", "-P", "-j", job.job_id, "-o", "End").stdout.strip()
+    assert datetime.fromisoformat(end).timestamp() - raised < 15
+    shown = devcluster.job("logs", "failing").stdout
+    assert "rank 3" in shown
+    assert 'raise RuntimeError("rank 3 fails")' in shown
+    assert "RuntimeError: rank 3 fails" in shown
+
+
+def test_a_preempted_run_ends_with_the_weights_of_an_uninterrupted_one(
+    devcluster: Cluster, uninterrupted: Submitted
+) -> None:
+    nodes = ("--nodelist", "n3,n4")  # not those of the run with the time limit
+    job = submit(devcluster, "preempted", *TWO_BY_TWO, "--partition", "low", *nodes, "model.seconds=0.5")
+    wait_for_start(devcluster, job)
+    urgent = ("-p", "high", "--nodes=2", *nodes, "--exclusive", "--output=/dev/null", "--wrap=true")
+    devcluster.sbatch(*urgent)
+    assert devcluster.wait(job.job_id, timeout=150) == "COMPLETED", devcluster.logs()
+    first, second, *_ = devcluster.events(job.run, "started")
+    assert 0 < second["step"] < first["total_steps"]
+    assert devcluster.final_weights(job.run) == devcluster.final_weights(uninterrupted.run)
+
+
+def test_status_and_cancel_reach_a_run_on_slurm_from_any_folder(
+    devcluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    job = submit(devcluster, "cancelled", *ONE_RANK, "model.seconds=3")
+    wait_for_start(devcluster, job)
+    elsewhere = {"PYTHONPATH": str(devcluster.home)}
+    folder = shlex.quote(str(tmp_path_factory.mktemp("elsewhere")))
+    python = f"cd {folder} && {shlex.quote(sys.executable)} -m"
+    assert "RUNNING" in devcluster.run("bash", "-c", f"{python} jobs.status cancelled", env=elsewhere).stdout
+    devcluster.run("bash", "-c", f"{python} jobs.cancel cancelled", env=elsewhere)
+    assert devcluster.wait(job.job_id) == "CANCELLED"
+    assert devcluster.states(job.job_id) == ["CANCELLED"], "it saved on SIGTERM, and must not go back into the queue"
+    assert "CANCELLED" in devcluster.job("status", "cancelled").stdout
+
+
+def test_a_run_can_be_submitted_from_inside_a_job(devcluster: Cluster) -> None:
+    words = [sys.executable, "-m", "jobs.submit", "ddp", *TINY, "--run-dir", "runs/nested", *ONE_RANK]
+    # Inside a task, which has a rank's variables, of a job with other resources than the new one's.
+    outer = ["srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=3", "--mem=100", *words]
+    said = devcluster.run(*outer, timeout=120).stdout
+    match = re.search(r"Submitted job (\d+)", said)
+    assert match, said
+    assert devcluster.wait(match[1]) == "COMPLETED", devcluster.logs()
+    (started,) = devcluster.events(devcluster.home / "runs" / "nested", "started")
+    assert started["world_size"] == 1
+
+
+def test_a_run_at_its_time_limit_ends_with_the_weights_of_an_uninterrupted_one(
+    devcluster: Cluster, time_limited: Submitted, uninterrupted: Submitted
+) -> None:
+    assert devcluster.wait(time_limited.job_id, timeout=180) == "COMPLETED", devcluster.logs()
+    assert devcluster.events(time_limited.run, "signalled")[0]["signals"] == ["SIGUSR2"]
+    first, second, *_ = devcluster.events(time_limited.run, "started")
+    assert 0 < second["step"] < first["total_steps"]
+    assert devcluster.final_weights(time_limited.run) == devcluster.final_weights(uninterrupted.run)

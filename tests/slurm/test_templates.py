@@ -1,0 +1,105 @@
+"""The sbatch templates as texts: what a helpdesk reads, and what SLURM must be told."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SLURM = Path(__file__).parents[2] / "slurm"
+SCRIPTS = ("train.sbatch", "train_torchrun.sbatch", "devcluster")
+TEMPLATES = SCRIPTS[:2]
+
+HEADER = """\
+--account=CHANGE_ME
+--partition=CHANGE_ME
+--job-name=trainkit
+--nodes=2
+--gpus-per-node=2
+--ntasks-per-node={tasks}
+--cpus-per-task={cpus}
+--time=1:00:00
+--output=slurm-%j.out
+--signal=USR2@90
+--requeue
+--open-mode=append
+"""
+
+
+def directives(template: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text(template).splitlines() if line.startswith("#SBATCH ")]
+
+
+def text(template: str) -> str:
+    return (SLURM / template).read_text(encoding="utf-8")
+
+
+def commands(template: str) -> str:
+    """The script without comments, continued lines joined."""
+    lines = [line for line in text(template).splitlines() if not line.lstrip().startswith("#")]
+    return "\n".join(lines).replace("\\\n", "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bash_accepts_the_script(script: str) -> None:
+    subprocess.run(["bash", "-n", SLURM / script], check=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shellcheck_finds_nothing(script: str) -> None:
+    shellcheck = Path(sys.prefix, "bin", "shellcheck")
+    done = subprocess.run([shellcheck, SLURM / script], capture_output=True, text=True, check=False)
+    assert done.stdout + done.stderr == ""
+
+
+@pytest.mark.parametrize(("template", "tasks", "cpus"), [("train.sbatch", 2, 4), ("train_torchrun.sbatch", 1, 8)])
+def test_the_header_is_the_documented_one(template: str, tasks: int, cpus: int) -> None:
+    assert "\n".join(directives(template)) + "\n" == HEADER.format(tasks=tasks, cpus=cpus)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_only_account_and_partition_are_left_to_edit(template: str) -> None:
+    assert re.findall(r"^.*CHANGE_ME.*$", text(template), re.M) == [
+        "#SBATCH --account=CHANGE_ME",
+        "#SBATCH --partition=CHANGE_ME",
+    ]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_no_directive_comes_after_the_first_command(template: str) -> None:
+    """sbatch silently ignores those."""
+    assert "#SBATCH --" not in text(template).split("set -euo pipefail")[1]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_job_ends_with_the_code_of_its_ranks(template: str) -> None:
+    assert commands(template).rstrip().endswith('exit "$rc"')
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_one_failed_rank_ends_the_step(template: str) -> None:
+    assert "srun --kill-on-bad-exit=1 " in commands(template)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_srun_gets_the_cpus_of_each_task(template: str) -> None:
+    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in commands(template)
+    assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in commands(template)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_batch_shell_expands_no_rank(template: str) -> None:
+    """It has SLURM_PROCID=0 and SLURM_NODEID=0 too: expanded there, every rank would be the first."""
+    # torchrun's `node` function is expanded by the node's shell.
+    batch_shell = re.sub(r"^\w+\(\) \{.*?^\}", "", commands(template), flags=re.M | re.S)
+    assert not re.findall(r"SLURM_(?:PROCID|NODEID|LOCALID)", batch_shell)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_ranks_meet_on_the_first_host_at_a_probed_port(template: str) -> None:
+    assert "MASTER_ADDR=${hosts[0]}" in commands(template)
+    assert 'MASTER_PORT=$("$python" -m trainkit.launch.rendezvous)' in commands(template)
+    assert "localhost" not in commands(template)
