@@ -60,7 +60,7 @@ def test_a_join_that_times_out_names_the_ranks_and_hosts_that_are_missing() -> N
     first, second = run_ranks(2, _join_without_the_others)
     assert "2 of 4 ranks did not join" in first
     assert "rank 2 on n2, rank 3 on n2" in first
-    assert "rank 2 on n2" in second or "did not reach rank 0" in second
+    assert "rank 2 on n2" in second or "Rank 0 at 127.0.0.1" in second  # whoever's time is over first
 
 
 def test_a_rank_that_cannot_reach_rank_0_says_where_it_looked() -> None:

@@ -71,7 +71,7 @@ def write(
     _flush(record)
     _flush(partial)
     if final.exists():  # broken, or `rewrite_state` would have been enough
-        shutil.rmtree(final)
+        _delete(final)
     os.replace(partial, final)
     _flush(folder)
     point(folder, "latest", step)
@@ -116,7 +116,9 @@ def prune(folder: Path, keep: int) -> None:
     named = {pointed(folder, "latest"), pointed(folder, "best")}
     for step in steps(folder)[:-keep]:
         if step not in named:
-            shutil.rmtree(path_of(folder, step))
+            _delete(path_of(folder, step))
+    for left in folder.glob(".step-*.deleted"):  # by a process that was killed while deleting
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def read_state(folder: Path, step: int) -> dict[str, Any]:
@@ -160,6 +162,14 @@ def resolve(folder: Path, which: str) -> int:
             f"No checkpoint '{which}' in {folder}.", why=f"Steps with a checkpoint: {known}.", fix="Use best, latest or a step."
         )
     return step
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint that loses its name first, so that half of one is never taken for a whole."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(checkpoint, doomed)
+    shutil.rmtree(doomed)
 
 
 def _flush(path: Path) -> None:

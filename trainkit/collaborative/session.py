@@ -149,21 +149,22 @@ def join(
         if body.outer.num_parameters != manifest.num_parameters:
             raise UserError(
                 f"The model has {body.outer.num_parameters:,} parameters here, not {manifest.num_parameters:,}.",
-                why=f"The libraries differ: the creator has {in_words(manifest.versions)}; here are "
+                why=f"The model's code or a library differs: the creator has {in_words(manifest.versions)}; here are "
                 f"{in_words(installed())}.",
                 fix="Install the creator's versions.",
             )
         with open_averaging(dht, body.outer, config.collaborative, manifest.run_id) as averaging:
-            _adopt(averaging, body.outer, clock, seat)
             run_dir = seat.open_run(config) if seat.open_run else None
             if run_dir is not None:
-                seat.say(f"Joined {manifest.name} in round {clock.index(time.time()) + 1}/{clock.count}.")
                 seat.say(f"Run: {run_dir.path}")
             with _keeper(run_dir, config, seat, judges=False, params=body.outer.num_parameters) as keeper:
                 creator = _creator_of(dht, manifest)
                 peer = _peer(config, seat, body, clock, dht, creator, averaging, keeper)
-                averaging.share()
                 with _recorded(run_dir, seat, peer):
+                    # Last of all: the state of a round is of use until that round ends.
+                    _adopt(averaging, body.outer, clock, seat)
+                    seat.say(f"Joined {manifest.name} in round {clock.index(time.time()) + 1}/{clock.count}.")
+                    averaging.share()
                     ending = train(peer)
                 if run_dir is not None and isinstance(keeper, RunKeeper) and peer.step and ending != "stopped":
                     keeper.finish("finished" if ending == "finished" else "stopped")

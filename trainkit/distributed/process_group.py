@@ -189,15 +189,26 @@ def _join(env: RankEnv, timeout: timedelta) -> c10d.Store:
     try:
         store.wait(keys, timeout)
     except (c10d.DistStoreError, c10d.DistNetworkError):
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RunFailedError(
-            f"{len(missing)} of {env.world_size} ranks did not join within {timeout.total_seconds():.0f} s: "
-            f"{', '.join(f'rank {rank}{_host_of(rank, env)}' for rank in missing)}.",
-            why="They never started, died while starting, or cannot reach "
-            f"{env.master_addr}:{env.master_port}.",
-            fix="See their logs; exclude a bad node with --exclude.",
-        ) from None
+        raise _missing_ranks(store, keys, env, timeout) from None
     return store
+
+
+def _missing_ranks(store: c10d.Store, keys: list[str], env: RankEnv, timeout: timedelta) -> RunFailedError:
+    head = f"{env.master_addr}:{env.master_port}"
+    try:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    except (c10d.DistStoreError, c10d.DistNetworkError):
+        return RunFailedError(
+            f"Rank 0 at {head} went away while rank {env.rank} waited for the others.",
+            why="It gave up waiting, or died.",
+            fix="Its log says why, and which ranks were missing.",
+        )
+    return RunFailedError(
+        f"{len(missing)} of {env.world_size} ranks did not join within {timeout.total_seconds():.0f} s: "
+        f"{', '.join(f'rank {rank}{_host_of(rank, env)}' for rank in missing)}.",
+        why=f"They never started, died while starting, or cannot reach {head}.",
+        fix="See their logs; exclude a bad node with --exclude.",
+    )
 
 
 def _host_of(rank: int, env: RankEnv) -> str:
