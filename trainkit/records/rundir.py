@@ -207,8 +207,8 @@ def _holds_only_logs(path: Path) -> bool:
 
 
 def _remove(partial: Path) -> None:
-    for file in (partial / "config.yaml",):
-        file.unlink(missing_ok=True)
-    for folder in (partial / "logs", partial):
-        if folder.is_dir():
-            folder.rmdir()
+    if partial.is_dir():  # it may not even have been made: a file can lie where its folder should be
+        (partial / "config.yaml").unlink(missing_ok=True)
+        for folder in (partial / "logs", partial):
+            if folder.is_dir():
+                folder.rmdir()
