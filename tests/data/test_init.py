@@ -47,7 +47,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 def test_an_unknown_option_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"Unknown key 'data\.image_sise'[\s\S]*Did you mean 'image_size'\?"):
+    with pytest.raises(UserError, match=r"Unknown key 'data\.image_sise'[\s\S]*Did you mean 'data\.image_size'\?"):
         check_data(Choice(options={"image_sise": 8}))
 
 

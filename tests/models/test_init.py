@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.data.base import DataInfo
+from trainkit.errors import UserError
+from trainkit.models import build_model, check_model, resolve
+
+INFO = DataInfo("x", 7, 3, 32, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3)
+
+OWN = """
+import torch
+
+def build(info, *, hidden: int = 4):
+    pixels = info.in_chans * info.image_size ** 2
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(pixels, hidden), torch.nn.Linear(hidden, info.num_classes)
+    )
+
+def nothing(info):
+    return None
+"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str = "fashion_cnn"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("name", "home", "there"),
+    [
+        ("fashion_cnn", "trainkit", "fashion_cnn"),
+        ("resnet18", "timm", "resnet18"),
+        ("timm/resnet18", "timm", "resnet18"),
+        ("torchvision/resnet18", "torchvision", "resnet18"),
+        ("swin_v2_t", "torchvision", "swin_v2_t"),
+        ("resnet18.a1_in1k", "timm", "resnet18.a1_in1k"),
+        ("hf-hub:timm/resnet18.a1_in1k", "timm", "hf-hub:timm/resnet18.a1_in1k"),
+        ("mine.nets:build", "user", "mine.nets:build"),
+    ],
+)
+def test_a_name_has_one_home(name: str, home: str, there: str) -> None:
+    assert resolve(name) == (home, there)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("resnt18", "resnet18"),
+        ("fashion_cn", "fashion_cnn"),
+        ("vit_base_patch32_242", "vit_base_patch32_224"),
+        ("timm/resnt18", "timm/resnet18"),
+        ("torchvision/resnt50", "torchvision/resnet50"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UserError, match=rf"Unknown model '{name}'[\s\S]*Did you mean '{nearest}'"):
+        check_model(Choice(name))
+
+
+def test_unknown_weights_are_answered_with_those_there_are() -> None:
+    with pytest.raises(UserError, match=r"a1_in1k, [\s\S]*Use model\.name=resnet18\.a1_in1k"):
+        check_model(Choice("resnet18.a1_in2k"))
+
+
+def test_a_name_like_nothing_is_an_error_too() -> None:
+    with pytest.raises(UserError, match=r"Unknown model 'qqqqqqqq'[\s\S]*package\.module:function"):
+        check_model(Choice("qqqqqqqq"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fashion_cnn", {"widht": 8}, r"Unknown key 'model\.widht'[\s\S]*'model\.width'"),
+        ("fashion_cnn", {"width": "wide"}, r"model\.width is a whole number"),
+        ("fashion_cnn", {"width": 12}, r"model\.width=12"),
+        ("fashion_cnn", {"norm": "layer"}, r"model\.norm is one of: group, batch"),
+        ("resnet18", {"num_classes": 10}, r"model\.num_classes cannot be set"),
+        ("resnet18", {"in_chans": 1}, r"use data\.in_chans"),
+        ("resnet18", {"pretrained": "a1_in1k"}, r"model\.pretrained=a1_in1k"),
+        ("no_such_module:build", {}, r"No module 'no_such_module'"),
+    ],
+)
+def test_options_are_refused_before_the_run(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_model(Choice(name, options))
+
+
+@pytest.mark.parametrize("name", ["fashion_cnn", "resnet10t", "torchvision/mobilenet_v3_small"])
+def test_weights_are_a_function_of_the_seed(name: str) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        return torch.cat([value.detach().flatten() for value in build_model(Choice(name), INFO, seed).parameters()])
+
+    torch.manual_seed(1)
+    first = weights(seed=5)
+    torch.manual_seed(2)
+    assert torch.equal(first, weights(seed=5))
+    assert not torch.equal(first, weights(seed=6))
+
+
+def test_building_leaves_the_global_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    build_model(Choice(), INFO, seed=3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_model_that_cannot_take_the_images_is_refused_before_training() -> None:
+    with pytest.raises(UserError, match=r"'vgg11' cannot take images of 3 x 8 x 8[\s\S]*data\.image_size=224"):
+        build_model(Choice("vgg11"), DataInfo("x", 7, 3, 8, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3), seed=0)
+
+
+def test_a_function_of_the_users_own_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_nets.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    choice = Choice("own_nets:build", {"hidden": 3})
+    check_model(choice)
+    assert build_model(choice, INFO, seed=0)[1].out_features == 3  # type: ignore[index]
+    with pytest.raises(UserError, match=r"Unknown key 'model\.hiden'"):
+        check_model(Choice("own_nets:build", {"hiden": 3}))
+    with pytest.raises(UserError, match=r"own_nets:nothing returned no model[\s\S]*NoneType"):
+        build_model(Choice("own_nets:nothing"), INFO, seed=0)
+
+
+def test_checking_never_imports_torch_and_is_quick() -> None:
+    script = """
+import sys, time
+from trainkit.config.schema import ModelConfig
+started = time.process_time()
+from trainkit.models import check_model
+for name in ("fashion_cnn", "vit_base_patch32_224", "torchvision/resnet50"):
+    check_model(ModelConfig(name=name))
+print(time.process_time() - started, [name for name in ("torch", "timm", "torchvision") if name in sys.modules])
+"""
+    seconds, loaded = subprocess.check_output([sys.executable, "-c", script], text=True).split(" ", 1)
+    assert loaded.strip() == "[]"
+    assert float(seconds) < 0.4  # 0.07 on an idle machine

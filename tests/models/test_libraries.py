@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.data.base import DataInfo
+from trainkit.errors import UserError
+from trainkit.models import libraries
+from trainkit.models.libraries import timm_model, torchvision_model
+
+
+def info(image_size: int = 32, in_chans: int = 3, num_classes: int = 7) -> DataInfo:
+    names = tuple(map(str, range(num_classes)))
+    return DataInfo("x", num_classes, in_chans, image_size, names, (0.5,) * in_chans, (0.5,) * in_chans)
+
+
+def scores(model: torch.nn.Module, info: DataInfo) -> tuple[int, ...]:
+    with torch.no_grad():
+        return tuple(model.eval()(torch.zeros(2, info.in_chans, info.image_size, info.image_size)).shape)
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_timm_gets_the_classes_and_channels_of_the_data(in_chans: int) -> None:
+    assert scores(timm_model("resnet10t", info(in_chans=in_chans), {}), info(in_chans=in_chans)) == (2, 7)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_patch16_224.fb_in1k", "swin_s3_tiny_224"])
+def test_a_timm_model_of_fixed_input_size_gets_that_of_the_data(name: str) -> None:
+    assert scores(timm_model(name, info(64), {}), info(64)) == (2, 7)
+
+
+def test_options_reach_timm() -> None:
+    model = timm_model("vit_tiny_patch16_224", info(), {"depth": 2})
+    assert len(model.blocks) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("create", "library"), [(timm_model, "timm"), (torchvision_model, "torchvision")])
+def test_an_option_that_the_model_does_not_take_is_named(create: Any, library: str) -> None:
+    with pytest.raises(UserError, match=rf"Unknown key 'model\.depht'[\s\S]*{library}'s resnet18 takes no 'depht'"):
+        create("resnet18", info(), {"depht": 3})
+
+
+def test_an_option_of_a_wrong_value_shows_the_librarys_words() -> None:
+    with pytest.raises(UserError, match=r"timm cannot build resnet18 with model\.global_pool=nonsense"):
+        timm_model("resnet18", info(), {"global_pool": "nonsense"})
+
+
+def test_torchvision_gets_the_classes_of_the_data() -> None:
+    assert scores(torchvision_model("mobilenet_v3_small", info(), {}), info()) == (2, 7)
+
+
+def test_torchvisions_vision_transformer_gets_the_image_size() -> None:
+    assert scores(torchvision_model("vit_b_32", info(64), {}), info(64)) == (2, 7)
+
+
+def test_torchvisions_inception_gives_scores_in_training_too() -> None:
+    model = torchvision_model("googlenet", info(64), {})
+    assert isinstance(model.train()(torch.zeros(2, 3, 64, 64)), torch.Tensor)
+
+
+def test_gray_images_are_refused_by_torchvision_with_the_option_that_helps() -> None:
+    with pytest.raises(UserError, match=r"data\.in_chans=3"):
+        torchvision_model("resnet18", info(in_chans=1), {})
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "vgg11", "vit_b_32"])
+def test_pretrained_weights_get_a_new_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    original = torchvision.models.get_model
+    asked: list[Any] = []
+
+    def get_model(name: str, weights: Any = None, **options: Any) -> torch.nn.Module:
+        asked.append(weights)
+        return original(name, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torchvision.models, "get_model", get_model)
+    big = info(224)
+    assert scores(torchvision_model(name, big, {"pretrained": True}), big) == (2, 7)
+    assert asked == ["DEFAULT"]
+
+
+@pytest.mark.parametrize("create", [timm_model, torchvision_model])
+def test_weights_that_cannot_be_downloaded_are_an_error_with_the_command_for_elsewhere(
+    create: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import timm
+    import torchvision
+
+    def no_internet(*args: Any, **options: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(timm, "create_model", no_internet)
+    monkeypatch.setattr(torchvision.models, "get_model", no_internet)
+    with pytest.raises(UserError, match=r"could not be downloaded[\s\S]*On a machine that has, run: python -c"):
+        create("resnet18", info(), {"pretrained": True})
+
+
+def test_errors_behind_an_error_count_as_download_errors() -> None:
+    error = RuntimeError()
+    error.__cause__ = ConnectionError()
+    assert libraries._is_download(error)
+    assert not libraries._is_download(ValueError())
