@@ -84,8 +84,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     with complete_folder(final) as partial, opened_tar(archive) as tar:
         for member in tar:
             if member.isfile() and Path(member.name).parent == Path(FOLDER):
-                member.name = Path(member.name).name
-                extract(tar, member, partial)
+                extract(tar, member, partial, Path(member.name).name)
         absent = [file for file in FILES if not (partial / file).is_file()]
         if absent:
             raise UserError(

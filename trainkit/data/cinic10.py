@@ -79,8 +79,8 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
                 parts = Path(member.name).parts
                 split = next((i for i, part in enumerate(parts) if part in SPLITS), None)
                 if member.isfile() and split is not None and len(parts) == split + 3:
-                    member.name = str(Path(*parts[split:]))  # below whatever folder the archive wraps around
-                    extract(tar, member, partial)
+                    # below whatever folder the archive wraps around
+                    extract(tar, member, partial, str(Path(*parts[split:])))
         counts = {split: len(image_files(partial / split)) for split in SPLITS}
         if official and sum(counts.values()) != OFFICIAL_COUNT:
             raise UserError(

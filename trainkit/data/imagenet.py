@@ -129,8 +129,7 @@ def _unpack_train(archive: Path, final: Path, say: Say) -> None:
                 with complete_folder(partial / wnid) as folder, opened_tar(packed, stream=True) as inner:
                     for image in inner:
                         if image.isfile():
-                            image.name = Path(image.name).name
-                            extract(inner, image, folder)
+                            extract(inner, image, folder, Path(image.name).name)
         _verify(archive, TRAIN, reader.finish(), partial, say)
     say(f"{final} is complete.")
 
@@ -151,8 +150,7 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
                         why=f"{name} is image {int(number)}; the kit knows {len(classes)}.",
                         fix=f"Use {VAL} and {DEVKIT} of the same year, 2012.",
                     )
-                member.name = f"{classes[int(number) - 1]}/{name.name}"
-                extract(tar, member, partial)
+                extract(tar, member, partial, f"{classes[int(number) - 1]}/{name.name}")
         _verify(archive, VAL, reader.finish(), partial, say)
     say(f"{final} is complete.")
 
