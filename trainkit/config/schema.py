@@ -157,6 +157,7 @@ LoggerName = Literal["console", "jsonl", "tensorboard", "wandb"]
 
 class MonitorConfig(Section):
     loggers: tuple[LoggerName, ...] = ("console", "jsonl", "tensorboard", "wandb")
+    """Where records go: names in trainkit/monitor."""
     log_every: PositiveInt = 10
     """Updates between two training records."""
     wandb_project: str = "trainkit"
@@ -277,6 +278,7 @@ class CollaborativeConfig(Section):
     outer_lr: PositiveFloat = 0.7
     outer_momentum: Fraction = 0.9
     compression: Literal["fp16", "none"] = "fp16"
+    """What peers send: fp16 halves the traffic."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join; `join ADDRESS` sets them."""
     port: NonNegativeInt = 0

@@ -53,12 +53,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         loader = _Loader(text)
         node = loader.get_single_node()
         lines: dict[str, int] = {}
-        value = {} if node is None else _construct(loader, node, "", lines, path)
+        value = None if node is None else _construct(loader, node, "", lines, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error)
         raise UserError(f"{where} is not valid YAML.", why=problem, fix="Correct that line.") from None
+    if value is None:  # empty, or nothing but comments
+        return {}, {}
     if not isinstance(value, dict):
         raise UserError(
             f"{path} holds no settings.", why=f"It is a {type(value).__name__}.", fix="Write `section: {key: value}`."

@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.loading import DEFAULT, PACKAGED, Source, load, to_yaml
+from trainkit.errors import UserError
+
+Write = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes files into the folder of the test, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+
+    def _write(name: str, text: str) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return _write
+
+
+def refused(*arguments: Any, **options: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(*arguments, **options)
+    assert len(str(caught.value).splitlines()) == 3, caught.value
+    assert "Input should" not in str(caught.value)
+    return caught.value
+
+
+# Presets
+
+
+@pytest.mark.parametrize(
+    "file", [*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")], ids=lambda file: file.stem
+)
+def test_every_preset_and_recipe_loads_by_name_and_by_path(file: Path) -> None:
+    name = str(file.relative_to(PACKAGED).with_suffix(""))
+    assert load(name).config == load(str(file)).config
+    assert load(name).name == file.stem
+
+
+def test_every_cluster_profile_loads() -> None:
+    for profile in PACKAGED.glob("clusters/*.yaml"):
+        assert load("ddp", [f"launch.cluster={profile.stem}"]).sources
+
+
+def test_presets_are_found_from_any_folder(write: Write) -> None:
+    assert load("ddp").config.strategy.name == "ddp"
+
+
+def test_a_preset_of_ones_own_folder_comes_first(write: Write) -> None:
+    write("configs/ddp.yaml", "seed: 7\n")
+    assert load("ddp").config.seed == 7
+
+
+def test_a_file_needs_no_place_in_configs(write: Write) -> None:
+    assert load(str(write("my/vit.yaml", "seed: 3\n"))).name == "vit"
+
+
+def test_a_run_folder_is_a_preset_named_as_its_run(write: Write) -> None:
+    write("runs/vit-big-0007/config.yaml", "seed: 3\n")
+    loaded = load("runs/vit-big-0007")
+    assert (loaded.name, loaded.config.seed) == ("vit-big", 3)
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
+    error = refused("ddp_simm")
+    assert "ddp_sim, dp, fsdp" in error.why
+    assert error.fix == "Did you mean 'ddp_sim'?"
+
+
+def test_a_file_that_is_not_there_is_refused(write: Write) -> None:
+    assert "No file x.yaml" in refused("x.yaml").what
+
+
+def test_a_half_written_run_folder_is_refused(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "ddp-0001").mkdir(parents=True)
+    assert "only half of one" in refused("runs/ddp-0001").what
+
+
+def test_a_folder_of_a_presets_name_does_not_hide_the_preset(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "ddp").mkdir()
+    assert load("ddp").name == "ddp"
+
+
+def test_a_file_of_comments_is_the_defaults(write: Write) -> None:
+    assert load(str(write("a.yaml", "# nothing yet\n"))).sources == {}
+
+
+def test_a_section_with_nothing_but_comments_says_nothing(write: Write) -> None:
+    assert load(str(write("a.yaml", "optim:\n  # lr: 1\nseed: 1\n"))).sources.keys() == {"seed"}
+
+
+# Precedence
+
+
+def test_a_flag_outranks_the_environment_the_file_the_profile_and_the_default(write: Write) -> None:
+    write("configs/clusters/site.yaml", "launch: {account: profile, partition: profile, qos: profile, mem: 1G}\n")
+    file = write("a.yaml", "launch: {account: file, partition: file, qos: file, cluster: site}\n")
+    env = {"SBATCH_ACCOUNT": "env", "SBATCH_PARTITION": "env"}
+    loaded = load(str(file), flags={"launch.account": ("flag", "--account")}, env=env)
+    launch = loaded.config.launch
+    assert (launch.account, launch.partition, launch.qos, launch.mem, launch.nodes) == ("flag", "env", "file", "1G", 1)
+    assert [str(loaded.source(f"launch.{key}")) for key in ("account", "partition", "qos", "mem", "nodes")] == [
+        "flag --account",
+        "environment SBATCH_PARTITION",
+        f"file {file}:1",
+        "cluster profile configs/clusters/site.yaml:1",
+        "default",
+    ]
+
+
+def test_an_override_outranks_the_environment() -> None:
+    assert load("ddp", ["launch.account=mine"], env={"SBATCH_ACCOUNT": "env"}).config.launch.account == "mine"
+
+
+def test_the_last_of_two_overrides_counts() -> None:
+    assert load("ddp", ["seed=1", "seed=2"]).config.seed == 2
+
+
+def test_an_empty_variable_is_none() -> None:
+    assert load("ddp", env={"SBATCH_ACCOUNT": ""}).source("launch.account") == DEFAULT
+
+
+def test_the_environment_may_name_the_cluster_profile(write: Write) -> None:
+    write("configs/clusters/site.yaml", "launch: {partition: gpu}\n")
+    assert load("ddp", env={"TRAINKIT_CLUSTER": "site"}).config.launch.partition == "gpu"
+
+
+def test_a_cluster_profile_may_be_any_file(write: Write) -> None:
+    file = write("elsewhere.yaml", "launch: {partition: gpu}\n")
+    assert load("ddp", [f"launch.cluster={file}"]).config.launch.partition == "gpu"
+
+
+def test_a_cluster_profile_describes_the_site_only(write: Write) -> None:
+    write("configs/clusters/site.yaml", "seed: 1\n")
+    error = refused("ddp", ["launch.cluster=site"])
+    assert "'seed' does not belong" in error.what
+    assert "configs/clusters/site.yaml:1" in error.why
+
+
+def test_an_unknown_cluster_profile_is_answered_with_the_nearest(write: Write) -> None:
+    write("configs/clusters/leonardo.yaml", "launch: {}\n")
+    assert refused("ddp", ["launch.cluster=leonard"]).fix == "Did you mean 'leonardo'?"
+
+
+# Extending
+
+
+def test_a_preset_states_only_what_differs(write: Write) -> None:
+    write("base.yaml", "optim: {lr: 1, name: sgd}\n")
+    write("middle.yaml", "extends: base\noptim: {lr: 2}\n")
+    loaded = load(str(write("top.yaml", "extends: middle\nseed: 3\n")))
+    assert (loaded.config.seed, loaded.config.optim.lr, loaded.config.optim.name) == (3, 2, "sgd")
+    assert str(loaded.source("optim.name")).endswith("base.yaml:1")
+    assert str(loaded.source("optim.lr")).endswith("middle.yaml:2")
+
+
+def test_a_file_may_extend_a_packaged_preset(write: Write) -> None:
+    assert load(str(write("mine.yaml", "extends: fsdp\n"))).config.strategy.name == "fsdp"
+
+
+def test_a_file_may_extend_the_path_of_another(write: Write) -> None:
+    write("shared/base.yaml", "seed: 5\n")
+    assert load(str(write("my/top.yaml", "extends: ../shared/base.yaml\n"))).config.seed == 5
+
+
+def test_a_circle_of_presets_is_refused_with_its_members(write: Write) -> None:
+    write("a.yaml", "extends: b\n")
+    write("b.yaml", "extends: a\n")
+    error = refused("a.yaml")
+    assert "extends itself" in error.what
+    assert "a.yaml -> b.yaml -> a.yaml" in error.why
+
+
+def test_extending_what_is_not_there_names_the_line(write: Write) -> None:
+    error = refused(str(write("a.yaml", "seed: 1\nextends: ddpp\n")))
+    assert "a.yaml:2" in error.why
+    assert error.fix == "Did you mean 'ddp'?"
+
+
+def test_a_preset_extends_one_other(write: Write) -> None:
+    assert "a.yaml:1" in refused(str(write("a.yaml", "extends: [ddp, fsdp]\n"))).what
+
+
+# Plugins
+
+
+def test_another_plugin_drops_the_options_of_the_one_before(write: Write) -> None:
+    file = write("a.yaml", "model: {name: vit, depth: 3}\ndata: {name: synthetic, root: there, image_size: 8}\n")
+    loaded = load(str(file), ["model.name=resnet18", "data.name=digits"])
+    assert (loaded.config.model.options, loaded.config.data.options) == ({}, {})
+    assert loaded.config.data.root == "there"
+    assert "model.depth" not in loaded.sources
+
+
+def test_the_same_plugin_keeps_its_options(write: Write) -> None:
+    file = write("a.yaml", "model: {depth: 3}\n")
+    assert load(str(file), ["model.name=fashion_cnn"]).config.model.options == {"depth": 3}
+
+
+def test_options_given_with_the_new_plugin_are_its_own(write: Write) -> None:
+    file = write("a.yaml", "model: {name: vit, depth: 3, width: 2}\n")
+    assert load(str(file), ["model.name=deit", "model.depth=4"]).config.model.options == {"depth": 4}
+
+
+def test_a_check_that_names_a_key_says_where_it_was_written() -> None:
+    loaded = load("ddp", ["strategy.bucket=3"])
+    with (
+        pytest.raises(UserError, match=r"why: It has none \(override strategy\.bucket=3\)\."),
+        loaded.pointing_at_sources(),
+    ):
+        raise UserError("Unknown key 'strategy.bucket'.", why="It has none.")
+
+
+def test_a_check_that_names_a_plugin_says_where_it_was_chosen() -> None:
+    loaded = load("ddp", ["data.name=digit"])
+    with pytest.raises(UserError, match=r"\(override data\.name=digit\)"), loaded.pointing_at_sources():
+        raise UserError("Unknown data set 'digit'.", why="There are others.")
+
+
+def test_a_check_that_names_nothing_is_passed_on_as_it_is() -> None:
+    error = UserError("Something else.")
+    with pytest.raises(UserError) as caught, load("ddp").pointing_at_sources():
+        raise error
+    assert caught.value is error
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optim.lr=3e-4", 3e-4),
+        ("optim.lr=1", 1.0),
+        ("train.max_steps=null", None),
+        ("train.max_steps=", None),
+        ("train.epochs=010", 10),
+        ("optim.nesterov=true", True),
+        ("optim.nesterov=no", False),
+        ("optim.betas=[0.8, 0.9]", (0.8, 0.9)),
+        ("monitor.loggers=[jsonl]", ("jsonl",)),
+        ("launch.time=1:00:00", "1:00:00"),
+        ("launch.time=90", "90"),
+        ("launch.account=0123", "0123"),
+        ("launch.job_name=run #3", "run #3"),
+        ("launch.job_name='3'", "3"),
+        ("launch.job_name=no", "no"),
+        ("launch.job_name=null", None),
+        ("launch.gpus_per_node=4", 4),
+        ("launch.gpus_per_node=auto", "auto"),
+        ("launch.sbatch={comment: x}", {"comment": "x"}),
+        ("launch.sbatch.comment=x=y", {"comment": "x=y"}),
+    ],
+)
+def test_an_override_is_of_the_type_of_its_key(override: str, value: Any) -> None:
+    section, name = override.split("=")[0].split(".")[:2]
+    assert getattr(getattr(load("ddp", [override]).config, section), name) == value
+
+
+def test_sbatch_options_of_all_places_are_kept(write: Write) -> None:
+    file = write("a.yaml", "launch: {sbatch: {comment: file, nice: 1}}\n")
+    flags: dict[str, tuple[Any, str]] = {"launch.sbatch": ({"nice": "3"}, "--sbatch")}
+    loaded = load(str(file), ["launch.sbatch.licenses=x"], flags=flags)
+    assert loaded.config.launch.sbatch == {"comment": "file", "nice": "3", "licenses": "x"}
+
+
+@pytest.mark.parametrize("text", ["lr", "=3", "--lr=3", ""])
+def test_what_is_no_override_is_refused(text: str) -> None:
+    assert refused("ddp", [text]).fix == "For example optim.lr=3e-4."
+
+
+# Mistakes: what, where it was written, what is right
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "fix"),
+    [
+        ("optim.wieght_decay=1", "Unknown key 'optim.wieght_decay'.", "Did you mean 'optim.weight_decay'?"),
+        ("optimm.lr=1", "Unknown key 'optimm.lr'.", "Did you mean 'optim.lr'?"),
+        ("optimm=1", "Unknown key 'optimm'.", "Did you mean 'optim'?"),
+        ("modle.depth=1", "Unknown key 'modle.depth'.", "Did you mean 'model.depth'?"),
+        ("lr=1", "Unknown key 'lr'.", "Did you mean 'optim.lr'?"),
+        ("train.lr=1", "Unknown key 'train.lr'.", "Did you mean 'optim.lr'?"),
+        ("batch_size=8", "Unknown key 'batch_size'.", "Did you mean 'train.global_batch_size'?"),
+        ("launch.gpus-per-node=1", "Unknown key 'launch.gpus-per-node'.", "Did you mean 'launch.gpus_per_node'?"),
+        ("bogus.key=1", "Unknown key 'bogus.key'.", "Use one of these, or remove 'bogus.key'."),
+        ("optim.lr.x=1", "Unknown key 'optim.lr.x'.", "For example optim.lr=0.002."),
+        ("train.max_steps.x=1", "Unknown key 'train.max_steps.x'.", "Give train.max_steps=VALUE."),
+        ("model=vit", "'model' is a section, not a value (override model=vit).", "Did you mean model.name=vit?"),
+        ("train=3", "'train' is a section, not a value (override train=3).", "for example train.epochs=20."),
+        ("optim=", "'optim' is a section, not a value (override optim=).", "for example optim.name=adamw."),
+        ("optim.lr=abc", "optim.lr=abc is not valid (override optim.lr=abc).", "For example optim.lr=0.002."),
+        ("optim.lr=null", "optim.lr=null is not valid", "For example optim.lr=0.002."),
+        ("train.epochs=true", "train.epochs=true is not valid", "For example train.epochs=20."),
+        ("train.epochs=1.5", "train.epochs=1.5 is not valid", "For example train.epochs=20."),
+        ("optim.name=adam", "optim.name=adam is not valid", "Did you mean 'adamw'?"),
+        ("checkpoint.best=val/acc", "checkpoint.best=val/acc is not valid", "Did you mean 'val/acc1'?"),
+        ("monitor.loggers=[consle]", "monitor.loggers=[consle] is not valid", "Did you mean 'console'?"),
+        ("monitor.loggers=wandb", "monitor.loggers=wandb is not valid", "Did you mean monitor.loggers=[wandb]?"),
+        ("launch.setup=x", "launch.setup=x is not valid", "Did you mean launch.setup=[x]?"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_is_right(override: str, what: str, fix: str) -> None:
+    error = refused("ddp", [override])
+    assert what in error.what
+    assert fix in error.fix
+    assert f"override {override}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("optim.lr=0", "a number above 0."),
+        ("optim.momentum=1", "a number of at least 0 and below 1."),
+        ("seed=-1", "a whole number of at least 0."),
+        ("train.max_steps=x", "a whole number above 0, or null."),
+        ("launch.gpus_per_node=few", "a whole number of at least 0, or auto."),
+        ("optim.betas=[0.9]", "2 numbers of at least 0 and below 1, as in [0.9, 0.99]."),
+        ("optim.betas=[0.9, 2]", "2 numbers of at least 0 and below 1, as in [0.9, 0.99]."),
+        ("optim.name=x", "adamw or sgd."),
+        ("optim.nesterov=maybe", "true or false."),
+        ("monitor.loggers=3", "a list of any of: console, jsonl, tensorboard, wandb."),
+        ("launch.sbatch=3", "a mapping, as in {name: value}."),
+        ("launch.time=soon", "a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00."),
+        ("launch.mem=lots", "a size as sbatch writes it: 32G, 500M, 0."),
+    ],
+)
+def test_a_mistake_is_answered_with_what_must_stand_there(override: str, wanted: str) -> None:
+    assert refused("ddp", [override]).why == f"{override.split('=')[0]} must be {wanted}"
+
+
+def test_an_unknown_key_in_a_file_is_named_with_its_line(write: Write) -> None:
+    error = refused(str(write("a.yaml", "seed: 1\noptim:\n  lr: 1\n  wieght_decay: 2\n")))
+    assert error.what == "Unknown key 'optim.wieght_decay'."
+    assert "a.yaml:4)" in error.why
+    assert error.fix == "Did you mean 'optim.weight_decay'?"
+
+
+def test_a_wrong_value_in_a_file_is_named_with_its_line(write: Write) -> None:
+    error = refused(str(write("a.yaml", "seed: 1\noptim:\n  lr: fast\n")))
+    assert error.what.startswith("optim.lr=fast is not valid (file ")
+    assert error.what.endswith("a.yaml:3).")
+
+
+def test_a_mistake_in_an_extended_preset_is_named_where_it_stands(write: Write) -> None:
+    write("base.yaml", "train:\n  epochs: many\n")
+    assert "base.yaml:2" in refused(str(write("a.yaml", "extends: base\n"))).what
+
+
+def test_a_number_where_text_must_be_is_to_be_quoted(write: Write) -> None:
+    error = refused(str(write("a.yaml", "launch:\n  account: 123\n")))
+    assert error.fix == "Put it in quotes: account: '123'."
+
+
+def test_a_wrong_flag_is_named_as_a_flag() -> None:
+    error = refused("ddp", flags={"launch.nodes": ("x", "--nodes")})
+    assert error.what == "--nodes x is not valid."
+    assert error.fix == "For example --nodes 1."
+
+
+def test_a_section_given_as_a_value_in_a_file_is_named_with_its_line(write: Write) -> None:
+    error = refused(str(write("a.yaml", "seed: 1\ndata: digits\n")), ["data.root=x"])
+    assert error.what.endswith("a.yaml:2).")
+    assert error.fix == "Did you mean data.name=digits?"
+
+
+def test_settings_that_cannot_hold_together_are_named_with_their_places(write: Write) -> None:
+    file = write("a.yaml", "train:\n  global_batch_size: 10\n")
+    error = refused(str(file), ["train.micro_batch_size=4"])
+    assert error.what == "train.global_batch_size=10 is not a multiple of train.micro_batch_size=4."
+    assert "a.yaml:2" in error.why
+    assert "override train.micro_batch_size=4" in error.why
+    assert error.fix == "Use train.global_batch_size=8 or 12."
+
+
+# Writing
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["optim.lr=1e-5", "train.max_steps=7"],
+        ["model.name=a.b:c", "model.depth=3", "model.act=no", "model.sizes=[1, 2]", "model.cfg={a: {b: 1e-3}}"],
+        ["launch.account=0123", "launch.job_name=yes", "launch.time=90", "launch.mem=0", "launch.sbatch={nice: 010}"],
+        ["launch.setup=['module load x', 'a: b # c']", "launch.mail_user=null"],
+    ],
+)
+def test_a_written_configuration_loads_as_an_equal_one(write: Write, overrides: list[str]) -> None:
+    config = load("ddp", overrides).config
+    assert load(str(write("config.yaml", to_yaml(config)))).config == config
+
+
+def test_a_source_reads_as_a_person_would_say_it() -> None:
+    assert (str(Source("flag", "--nodes")), str(DEFAULT)) == ("flag --nodes", "default")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainkit.config.schema import SECTIONS, Config, LaunchConfig, ModelConfig, field_of, time_minutes
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("30", 30),
+        ("5:30", 5.5),
+        ("1:00:00", 60),
+        ("0:00:30", 0.5),
+        ("1-0", 1440),
+        ("1-12", 2160),
+        ("1-12:30", 2190),
+        ("2-00:00:30", 2880.5),
+    ],
+)
+def test_a_time_is_read_as_sbatch_reads_it(text: str, minutes: float) -> None:
+    assert time_minutes(text) == minutes
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:00:00", "1h", "-5", "1:2:3:4", "1-1:1:1:1", "1.5", "infinite"])
+def test_what_is_no_time_above_zero_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        time_minutes(text)
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        Config().train.epochs = 3
+
+
+def test_every_setting_has_a_default() -> None:
+    assert Config() == Config.model_validate({})
+
+
+def test_keys_beyond_a_plugins_name_are_its_options() -> None:
+    model = ModelConfig.model_validate({"name": "vit", "depth": 3})
+    assert model.options == {"depth": 3}
+
+
+def test_where_the_data_is_and_who_loads_it_are_no_options_of_the_data_set() -> None:
+    assert Config.model_validate({"data": {"root": "x", "workers": 2, "image_size": 8}}).data.options == {
+        "image_size": 8
+    }
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"train": {"epochs": True}},
+        {"seed": False},
+        {"launch": {"gpus_per_node": True}},
+        {"launch": {"job_name": True}},
+        {"optim": {"lr": float("inf")}},
+        {"optim": {"lr": float("nan")}},
+        {"optim": {"betas": [0.9]}},
+        {"launch": {"mem": "lots"}},
+        {"launch": {"mem": -1}},
+        {"unknown": 1},
+        {"train": {"unknown": 1}},
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tree: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Config.model_validate(tree)
+
+
+def test_minutes_and_memory_may_be_written_as_numbers() -> None:
+    launch = LaunchConfig.model_validate({"time": 90, "mem": 0})
+    assert (launch.time, launch.mem) == ("90", "0")
+
+
+def test_sbatch_options_are_text_and_true_is_an_option_without_a_value() -> None:
+    given = {"comment": "thesis", "nice": 10, "exclusive": True, "overcommit": None, "hold": False}
+    assert LaunchConfig.model_validate({"sbatch": given}).sbatch == {
+        "comment": "thesis",
+        "nice": "10",
+        "exclusive": "",
+        "overcommit": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("tree", "keys"),
+    [
+        ({"train": {"global_batch_size": 10, "micro_batch_size": 4}}, "global_batch_size=10.*micro_batch_size=4"),
+        ({"schedule": {"warmup_epochs": 3}, "train": {"epochs": 3}}, "warmup_epochs=3.*epochs=3"),
+        ({"strategy": {"name": "single"}, "launch": {"nodes": 2}}, "name=single.*nodes=2"),
+        ({"strategy": {"name": "dp"}, "launch": {"ntasks_per_node": 2}}, "name=dp.*ntasks_per_node=2"),
+        ({"launch": {"gres": "gpu:2", "gpus_per_node": 2}}, "gres.*gpus_per_node"),
+        ({"launch": {"time": "1", "signal_seconds": 40}}, "signal_seconds=40.*time=1"),
+        ({"collaborative": {"round_seconds": 3}}, "round_seconds=3.*matchmaking_seconds=3"),
+    ],
+)
+def test_settings_that_cannot_hold_together_are_refused(tree: dict[str, Any], keys: str) -> None:
+    with pytest.raises(ValidationError, match=keys):
+        Config.model_validate(tree)
+
+
+def test_warm_up_may_be_long_where_nothing_comes_after_it() -> None:
+    Config.model_validate({"schedule": {"name": "constant", "warmup_epochs": 50}})
+
+
+@pytest.mark.parametrize(("time", "seconds"), [("1:00:00", 90), ("3:00", 60), ("0:00:06", 5)])
+def test_a_short_job_is_told_to_save_earlier_in_proportion(time: str, seconds: int) -> None:
+    assert LaunchConfig(time=time).lead_seconds() == seconds
+
+
+def test_every_field_that_is_not_obvious_is_documented() -> None:
+    obvious = {"name", "cpus_per_task", "outer_lr", "outer_momentum", "label_smoothing", "wandb_project"}
+    slurm = set(LaunchConfig.model_fields)  # sbatch's own words
+    missing = [
+        f"{section}.{name}"
+        for section, model in SECTIONS.items()
+        for name, field in model.model_fields.items()
+        if not field.description and name not in obvious | slurm
+    ]
+    assert missing == []
+
+
+def test_a_dotted_key_finds_its_declaration() -> None:
+    seed, rate = field_of("seed"), field_of("optim.lr")
+    assert seed is not None
+    assert rate is not None
+    assert (seed.default, rate.default) == (0, 2.0e-3)
+    assert [field_of(key) for key in ("model.depth", "nothing", "no.thing")] == [None, None, None]
