@@ -145,7 +145,9 @@ def build_parts(config: Config, dist: Distributed, splits: Splits) -> tuple[nn.M
 
 def _meet(config: Config, dist: Distributed, open_run: Callable[[], RunDir]) -> RunDir:
     """Rank 0 opens the run folder and all ranks learn its path, or all fail alike."""
-    settings = to_yaml(config.model_copy(update={"launch": type(config.launch)()}))
+    # Where it is launched and where its data lies may differ: machines need not share a folder.
+    data = config.data.model_copy(update={"root": ""})
+    settings = to_yaml(config.model_copy(update={"launch": type(config.launch)(), "data": data}))
     others = dist.gather_objects(settings)
     if any(other != settings for other in others):
         different = [rank for rank, other in enumerate(others) if other != others[0]]
