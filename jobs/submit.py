@@ -269,7 +269,7 @@ def end_of(run: RunDir) -> int:
         return 0
     failure = failure_of(run) if state.state not in ("CANCELLED", "PREEMPTED") else None
     if failure is not None and failure.traceback:
-        print("\n".join(failure.traceback[-20:]), file=sys.stderr)
+        print("\n".join(failure.traceback[-60:]), file=sys.stderr)
     raise RunFailedError(
         f"{run.name}: {state.state}" + (f", rank {failure.rank} first." if failure else "."),
         why=(failure.error if failure else state.reason) or f"Its log is in {run.logs}.",

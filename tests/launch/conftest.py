@@ -1,31 +1,22 @@
-"""What the tests here share: a home of their own, run folders, plans, and a SLURM made of shell scripts."""
+"""What the tests here share: a folder of their own, a cluster, configurations."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.runs import fake_command, local_run, rank_function  # noqa: F401
 from trainkit.config.loading import Loaded, load
-from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.site import Node, Partition, Site
-from trainkit.launch.submission import stored_config, write_run
-from trainkit.records.rundir import RunDir
-
-HERE = Site(slurm=False, gpus=0, cpus=2)
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tests leave no trace in the user's index of runs, and start in a folder of their own."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture
@@ -52,56 +43,5 @@ def loaded() -> Callable[..., Loaded]:
     def make(*overrides: str, preset: str = "ddp", **flags: Any) -> Loaded:
         settings = {f"launch.{key}": (value, "--" + key.replace("_", "-")) for key, value in flags.items()}
         return load(preset, overrides, flags=settings)
-
-    return make
-
-
-@pytest.fixture
-def local_run(tmp_path: Path) -> Callable[..., tuple[RunDir, Plan]]:
-    """A written run folder, ready to be handed over, and its plan; keyword arguments are resource flags."""
-
-    def make(name: str = "run-0001", **flags: Any) -> tuple[RunDir, Plan]:
-        settings = {f"launch.{key}": (value, f"--{key}") for key, value in flags.items()}
-        config = load("ddp", flags=settings)
-        path = tmp_path / "runs" / name
-        plan = make_plan(config, HERE, path)
-        return write_run(path, stored_config(config, tmp_path), plan, None, ["test"]), plan
-
-    return make
-
-
-@pytest.fixture
-def rank_function(tmp_path: Path) -> Iterator[Callable[[str], Callable[[str], str]]]:
-    """Makes ``run_rank(run)`` from its body, in a module that the ranks find in the folder of the submission."""
-    name = f"ranks_of_{abs(hash(tmp_path))}"
-
-    def make(body: str) -> Callable[[str], str]:
-        lines = ["import json, os, signal, sys, time", "from pathlib import Path", "", "def run_rank(run):"]
-        lines += [f"    {line}" for line in ("run = Path(run)", "rank = int(os.environ['SUBMITIT_LOCAL_GLOBALID'])")]
-        lines += [f"    {line}" for line in body.strip().splitlines()]
-        (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n")
-        sys.path.insert(0, str(tmp_path))
-        function: Callable[[str], str] = importlib.import_module(name).run_rank
-        return function
-
-    yield make
-    if str(tmp_path) in sys.path:
-        sys.path.remove(str(tmp_path))
-    sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """Puts a shell script first on the PATH; returns a file to which it appends its arguments, one call a line."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-    def make(name: str, body: str) -> Path:
-        calls = tmp_path / f"{name}.calls"
-        script = folder / name
-        script.write_text(f'#!/bin/bash\necho "$*" >> {calls}\n{body}\n')
-        script.chmod(0o755)
-        return calls
 
     return make

@@ -1,0 +1,78 @@
+"""What the tests of commands share: commands called in this process, with or without a SLURM."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jobs import cli
+from tests.runs import fake_command, local_run, rank_function  # noqa: F401
+
+PROJECT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """``command("submit", "ddp", ...)`` is ``python -m jobs.submit ddp ...`` in this process, in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
+
+    def call(verb: str, *arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", [f"jobs/{verb}.py", *arguments])
+        capsys.readouterr()
+        try:
+            with pytest.raises(SystemExit) as exit_:
+                cli.run(importlib.import_module(f"jobs.{verb}").main)
+        finally:
+            captured = capsys.readouterr()
+        return Done(int(exit_.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def no_slurm(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """A machine without SLURM; returns the environment for subprocesses that start from any folder."""
+    monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("bin")))
+    monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return dict(os.environ)
+
+
+@pytest.fixture
+def fake_slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A login node whose sbatch takes every script, as job 4711, and keeps it as submitted.sbatch; its folder."""
+    folder = tmp_path_factory.mktemp("slurm")
+    partition = "PartitionName=main Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=n[1-2] State=UP"
+    nodes = "\n".join(f"NodeName=n{index} CPUTot=8 Gres=gpu:4 State=IDLE" for index in (1, 2))
+    scripts = {
+        "sbatch": f'cat "${{@: -1}}" > {folder}/submitted.sbatch; echo 4711',
+        "srun": "exit 0",
+        "scontrol": f"if [ $2 = node ]; then echo '{nodes}'; else echo '{partition}'; fi",
+        "squeue": "echo '4711|PENDING|Resources|0:00|'",
+        "sacct": "exit 0",
+        "scancel": f'echo "$*" >> {folder}/cancelled',
+    }
+    for name, body in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder

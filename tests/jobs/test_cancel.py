@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainkit.config.loading import load, to_yaml
+from trainkit.launch.plan import Plan
+from trainkit.launch.processes import ProcessId
+from trainkit.launch.queue import controller_of
+from trainkit.launch.submission import hand_over
+from trainkit.records.events import append_event, last_event
+from trainkit.records.rundir import RunDir
+
+Command = Callable[..., Any]
+MakeRun = Callable[..., tuple[RunDir, Plan]]
+MakeFunction = Callable[[str], Callable[[str], str]]
+
+STUBBORN = """
+child = __import__('subprocess').Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+(run / f'pids-{rank}').write_text(f'{os.getpid()} {child.pid}')
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+time.sleep(60)
+"""
+
+
+def started(run: RunDir, plan: Plan, function: Callable[[str], str]) -> list[int]:
+    """Start a run; the ids of its ranks and their children, once they are there."""
+    hand_over(run.path, [run], plan, function, cwd=Path.cwd(), env=dict(os.environ))
+    files = [run.path / f"pids-{rank}" for rank in range(plan.world_size)]
+    deadline = time.monotonic() + 30
+    while not all(file.exists() and " " in file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def test_a_cancelled_local_run_leaves_no_process(
+    command: Command, no_slurm: dict[str, str], local_run: MakeRun, rank_function: MakeFunction
+) -> None:
+    run, plan = local_run(nodes=2)
+    pids = started(run, plan, rank_function(STUBBORN))
+    done = command("cancel", str(run.path))
+    assert done.code == 0
+    assert "cancelled local job" in done.out
+    assert (last_event(run, "ended") or {})["state"] == "CANCELLED"
+    controller = controller_of(last_event(run, "submitted") or {})
+    assert controller is not None
+    assert not controller.is_alive()
+    assert [pid for pid in pids if ProcessId.of(pid).started] == []
+
+
+def test_what_has_ended_needs_no_cancelling(command: Command, no_slurm: dict[str, str], local_run: MakeRun) -> None:
+    run, _ = local_run()
+    append_event(run, "submitted", executor="local", job_id="1")
+    append_event(run, "ended", state="COMPLETED")
+    done = command("cancel", run.name)
+    assert (done.code, done.out) == (0, f"{run.name}: nothing to cancel, it is COMPLETED.\n")
+
+
+def test_a_process_that_only_has_the_number_of_the_controller_is_left_alone(
+    command: Command, no_slurm: dict[str, str], local_run: MakeRun
+) -> None:
+    run, _ = local_run()
+    me = ProcessId.of(os.getpid())
+    append_event(run, "submitted", executor="local", job_id="1", host=me.host, pid=me.pid, process_started="1")
+    assert "nothing to cancel, it is FAILED" in command("cancel", run.name).out
+
+
+def test_slurm_jobs_are_cancelled_by_scancel_in_one_call(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    for index in (1, 2):
+        run = RunDir.create(tmp_path / "runs" / f"ddp-{index:04}", to_yaml(load("ddp").config))
+        append_event(run, "submitted", executor="slurm", job_id="4711")
+    done = command("cancel", "ddp-0001", "ddp-0002")
+    assert done.code == 0
+    assert (fake_slurm / "cancelled").read_text() == "4711\n"
+    assert last_event(run, "cancelled") is not None
+
+
+def test_what_scancel_refuses_is_said_in_its_words(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    (fake_slurm / "scancel").write_text("#!/bin/bash\necho 'scancel: error: Access/permission denied' >&2\nexit 1\n")
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    done = command("cancel", "ddp-0001")
+    assert done.code == 4
+    assert "permission denied" in done.err

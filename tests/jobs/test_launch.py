@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.launch.rendezvous import free_port
+from trainkit.records.events import last_event, read_events
+from trainkit.records.rundir import RunDir
+
+Command = Callable[..., Any]
+FAST = ("train.epochs=1", "schedule.name=constant", "monitor.loggers=[console,jsonl]")
+
+
+@pytest.fixture
+def node(no_slurm: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts ``jobs.launch`` as one of two nodes, in a folder of its own, for there is no shared one."""
+    started: list[subprocess.Popen[str]] = []
+    port = str(free_port())
+
+    def start(rank: int, *arguments: str, preset: str = "ddp") -> subprocess.Popen[str]:
+        folder = tmp_path / f"node{rank}"
+        folder.mkdir(exist_ok=True)
+        for file in tmp_path.glob("*.py"):
+            (folder / file.name).write_text(file.read_text())
+        command = [sys.executable, "-u", "-m", "jobs.launch", preset, "--nodes", "2", "--node-rank", str(rank)]
+        command += ["--gpus-per-node", "0", "--master-addr", "127.0.0.1", "--master-port", port, *arguments]
+        env = {**no_slurm, "TRAINKIT_RUNS": str(folder / "runs")}
+        process = subprocess.Popen(
+            command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def run_of(tmp_path: Path, rank: int) -> RunDir:
+    return RunDir(tmp_path / f"node{rank}" / "runs" / "ddp-0001")
+
+
+def test_two_nodes_train_together_without_a_shared_folder(
+    node: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    second, first = node(1, *FAST), node(0, *FAST)
+    shown, other = first.communicate(timeout=120)[0], second.communicate(timeout=120)[0]
+    assert (first.returncode, second.returncode) == (0, 0), shown + other
+    assert "Note: 127.0.0.1 is this machine itself" in shown
+    assert "Node 0: ranks 0 to 0 of 2" in shown
+    assert "val acc1" in shown, "node 0 shows rank 0's console and what the run came to"
+    assert "Node 1: ranks 1 to 1 of 2" in other
+    assert (last_event(run_of(tmp_path, 0), "started") or {})["world_size"] == 2
+    assert (run_of(tmp_path, 1).attempt_logs(0) / "rank-1.out").is_file()
+    assert (last_event(run_of(tmp_path, 0), "ended") or {})["state"] == "COMPLETED"
+
+
+def test_a_dying_rank_ends_the_others_and_the_command_fails(
+    node: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "my_model.py").write_text(
+        "import os\nfrom trainkit.models.fashion_cnn import build as ours\n"
+        "def build(info):\n"
+        "    if os.environ['RANK'] == '1': os._exit(7)\n"
+        "    return ours(info)\n"
+    )
+    model = ("model.name=my_model:build", "--ntasks-per-node", "2")
+    second, first = node(1, *FAST, *model), node(0, *FAST, *model)
+    shown, other = first.communicate(timeout=120)[0], second.communicate(timeout=120)[0]
+    assert first.returncode == 1, shown
+    assert "Rank 1 ended with exit code 7." in shown
+    assert second.returncode == 1, other
+
+
+def test_term_saves_and_the_run_goes_on_from_there(node: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    long = ("train.epochs=300", "monitor.loggers=[jsonl]", "train.global_batch_size=32")
+    both = [node(0, *long), node(1, *long)]
+    deadline = time.monotonic() + 90
+    while not (run_of(tmp_path, 0).events.exists() and last_event(run_of(tmp_path, 0), "saved")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    both[1].send_signal(signal.SIGTERM)
+    both[0].send_signal(signal.SIGTERM)
+    shown = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], shown
+    assert all("Stopped and saved." in words for words in shown)
+    assert (last_event(run_of(tmp_path, 0), "ended") or {})["state"] == "PREEMPTED"
+    stopped_at = (last_event(run_of(tmp_path, 0), "signalled") or {})["step"]
+    again = [node(rank, preset=str(run_of(tmp_path, rank).path)) for rank in (0, 1)]
+    while len(read_events(run_of(tmp_path, 0), "started")) < 2:
+        assert time.monotonic() < deadline + 60
+        time.sleep(0.1)
+    assert (last_event(run_of(tmp_path, 0), "started") or {})["step"] == stopped_at
+    for process in again:
+        process.terminate()
+    assert [process.wait(60) for process in again] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["ddp", "--nodes", "2"], 2, "--master-addr is missing"),
+        (["ddp", "--nodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1"], 2, "They count from 0."),
+        (["ddp", "--nodes", "2", "--master-addr", "no.such.host.invalid"], 2, "cannot be found"),
+        (["ddp", "--gpus-per-node", "1"], 3, "--gpus-per-node 0"),
+        (["ddp", "--nodes", "x"], 2, "--nodes"),
+        (["ddp", "--ntasks-per-node", "3"], 2, "global_batch_size=63 or 66"),
+        (["ddpp"], 2, "Did you mean 'ddp'?"),
+    ],
+)
+def test_wrong_input_is_refused_and_nothing_is_written(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    done = command("launch", *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_settings_of_a_run_cannot_be_changed(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "ddp-0001"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 0\n")
+    done = command("launch", str(folder), "seed=1")
+    assert done.code == 2
+    assert "its settings are its own" in done.err
+    assert os.listdir(folder) == ["config.yaml"]

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.loading import load, to_yaml
+from trainkit.launch.plan import Plan
+from trainkit.launch.submission import hand_over
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+
+Command = Callable[..., Any]
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: bad\n'
+
+
+@pytest.fixture
+def ended(tmp_path: Path, no_slurm: dict[str, str]) -> RunDir:
+    """A run with two attempts of two ranks, the second of which failed."""
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="local", job_id="1")
+    for attempt in (0, 1):
+        run.attempt_logs(attempt).mkdir()
+        for rank in (0, 1):
+            (run.attempt_logs(attempt) / f"rank-{rank}.out").write_text(f"words of rank {rank}, attempt {attempt}\n")
+            (run.attempt_logs(attempt) / f"rank-{rank}.err").write_text(TRACEBACK if rank == 1 else "a warning\n")
+    append_event(run, "failed", attempt=1, rank=1, error="ValueError: bad")
+    append_event(run, "ended", state="FAILED")
+    return run
+
+
+def test_of_a_failed_run_the_failing_ranks_traceback_comes_first(command: Command, ended: RunDir) -> None:
+    lines = command("logs", "ddp-0001").out.splitlines()
+    assert lines[0] == "--- ddp-0001: FAILED. Rank 1 failed first: ValueError: bad"
+    assert lines[1:4] == TRACEBACK.splitlines()
+    assert lines[-1] == "words of rank 0, attempt 1"
+
+
+def test_a_rank_an_attempt_and_stderr_can_be_asked_for(command: Command, ended: RunDir) -> None:
+    assert command("logs", "ddp-0001", "--rank", "1", "--attempt", "0").out == "words of rank 1, attempt 0\n"
+    assert command("logs", "ddp-0001", "--err").out == "a warning\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--attempt", "7"), "There are attempts 0, 1."),
+        (("--rank", "9"), "There are ranks 0, 1."),
+        (("--rank", "x"), "rank"),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_is(
+    command: Command, ended: RunDir, arguments: tuple[str, ...], words: str
+) -> None:
+    done = command("logs", "ddp-0001", *arguments)
+    assert done.code == 2
+    assert words in done.err
+
+
+def test_before_the_start_it_says_what_the_job_waits_for(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    done = command("logs", "ddp-0001")
+    assert (done.code, done.out) == (0, "ddp-0001: PENDING (Resources); no rank has started.\n")
+
+
+def test_following_goes_across_attempts_and_ends_with_the_job(
+    no_slurm: dict[str, str],
+    local_run: Callable[..., tuple[RunDir, Plan]],
+    rank_function: Callable[[str], Callable[[str], str]],
+    tmp_path: Path,
+) -> None:
+    body = """
+    attempt = os.environ['TRAINKIT_ATTEMPT']
+    print(f'attempt {attempt} begins', flush=True)
+    time.sleep(1)
+    print(f'attempt {attempt} ends', flush=True)
+    if attempt == '0': (run / 'logs' / attempt / 'requeue').touch()
+    """
+    run, plan = local_run()
+    function = rank_function("\n".join(line.strip() for line in body.splitlines()))
+    hand_over(run.path, [run], plan, function, cwd=tmp_path, env=dict(os.environ))
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.logs", str(run.path), "-f"], env=no_slurm, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if "attempt" in line]
+    assert lines == ["attempt 0 begins", "attempt 0 ends", "--- attempt 1", "attempt 1 begins", "attempt 1 ends"]
+    assert done.returncode == 0
+    assert time.monotonic() - began < 30

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.loading import load
+from trainkit.launch.plan import Plan
+from trainkit.launch.processes import ProcessId
+from trainkit.records.events import append_event, read_events
+from trainkit.records.rundir import RunDir
+
+Command = Callable[..., Any]
+MakeRun = Callable[..., tuple[RunDir, Plan]]
+
+
+@pytest.fixture
+def stopped(local_run: MakeRun) -> RunDir:
+    """A run that waited for another job, ran as job 17, and was cancelled."""
+    run, _ = local_run("ddp-0001", dependency="afterok:3", time="30:00")
+    append_event(run, "submitted", executor="slurm", job_id="17")
+    run.attempt_logs(0).mkdir()
+    return run
+
+
+def test_a_stopped_run_is_queued_again_in_its_own_folder(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
+    done = command("resume", "ddp-0001")
+    assert done.code == 0, done.err
+    assert "Submitted job 4711" in done.out
+    script = (fake_slurm / "submitted.sbatch").read_text()
+    assert f"export TRAINKIT_RUN_DIR={stopped.path}\n" in script
+    assert [event["job_id"] for event in read_events(stopped, "submitted")] == ["17", "4711"]
+
+
+def test_resources_may_change_and_the_settings_stay(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
+    before = load(str(stopped.config)).config
+    assert command("resume", "ddp-0001", "--nodes", "2", "--time", "2:00:00").code == 0
+    after = load(str(stopped.config)).config
+    assert (after.launch.nodes, after.launch.time) == (2, "2:00:00")
+    assert after.model_copy(update={"launch": before.launch}) == before
+    assert "#SBATCH --nodes=2\n" in stopped.script.read_text()
+
+
+def test_it_no_longer_waits_for_the_job_it_waited_for(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
+    assert command("resume", "ddp-0001").code == 0
+    assert "--dependency" not in stopped.script.read_text()
+
+
+def test_it_runs_where_it_was_submitted_from(
+    command: Command, fake_slurm: Path, stopped: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert command("resume", str(stopped.path)).code == 0
+    assert f"\ncd {tmp_path}\n" in stopped.script.read_text()
+
+
+def test_a_dry_run_changes_nothing(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
+    before = {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")}
+    done = command("resume", "ddp-0001", "--nodes", "2", "--dry-run")
+    assert "#SBATCH --nodes=2\n" in done.out
+    assert {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")} == before
+
+
+def test_a_run_that_is_running_is_not_started_twice(
+    command: Command, no_slurm: dict[str, str], local_run: MakeRun
+) -> None:
+    run, _ = local_run("ddp-0001")
+    me = ProcessId.of(os.getpid())
+    append_event(run, "submitted", executor="local", job_id="1", host=me.host, pid=me.pid, process_started=me.started)
+    done = command("resume", "ddp-0001")
+    assert done.code == 2
+    assert "jobs.cancel" in done.err
+
+
+def test_a_finished_run_is_not_resumed(command: Command, no_slurm: dict[str, str], local_run: MakeRun) -> None:
+    run, _ = local_run("ddp-0001")
+    append_event(run, "finished", step=380)
+    done = command("resume", "ddp-0001")
+    assert done.code == 2
+    assert "has finished" in done.err
+    assert "jobs.submit" in done.err
+
+
+def test_settings_cannot_be_given(command: Command, no_slurm: dict[str, str], stopped: RunDir) -> None:
+    assert command("resume", "ddp-0001", "optim.lr=1").code == 2
+
+
+def test_a_folder_that_is_only_half_a_run_is_refused(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "ddp-0009").mkdir(parents=True)
+    done = command("resume", "ddp-0009")
+    assert done.code == 2
+    assert "only half of one" in done.err

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.submit import sweep_points
+from trainkit.errors import UserError
+from trainkit.records.events import last_event
+from trainkit.records.rundir import RunDir
+
+PROJECT = Path(__file__).parents[2]
+FAST = ("train.epochs=2", "schedule.warmup_epochs=0", "monitor.loggers=[jsonl]")
+
+Command = Callable[..., Any]
+Files = Callable[[], list[Path]]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    """Everything that lies in the test's folder now."""
+    return lambda: sorted(path for path in tmp_path.rglob("*") if not path.name.endswith(".calls"))
+
+
+def measure(*arguments: str, env: dict[str, str], cwd: Path) -> float:
+    """CPU seconds of ``python -m jobs.submit``."""
+    code = (
+        "import resource, subprocess, sys\n"
+        "done = subprocess.run([sys.executable, '-m', 'jobs.submit', *sys.argv[1:]], stdout=subprocess.DEVNULL,"
+        " stderr=subprocess.DEVNULL)\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
+        "print(used.ru_utime + used.ru_stime)\n"
+        "raise SystemExit(done.returncode)\n"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+# The least of three: other tests run at the same time, and a crowded cache costs CPU time too.
+def test_help_costs_under_two_fifths_of_a_second(no_slurm: dict[str, str], tmp_path: Path) -> None:
+    assert min(measure("--help", env=no_slurm, cwd=tmp_path) for _ in range(3)) < 0.4
+
+
+def test_a_dry_run_costs_under_four_fifths_of_a_second(no_slurm: dict[str, str], tmp_path: Path) -> None:
+    assert min(measure("ddp", "--nodes", "2", "--dry-run", env=no_slurm, cwd=tmp_path) for _ in range(3)) < 0.8
+
+
+def test_help_and_dry_run_never_import_torch(no_slurm: dict[str, str], tmp_path: Path) -> None:
+    code = (
+        "import sys, jobs.submit, jobs.status, jobs.logs, jobs.cancel, jobs.resume, jobs.launch\n"
+        "import os; jobs.submit.main(['ddp', '--nodes', '2', '--dry-run'], dict(os.environ))\n"
+        "heavy = {'torch', 'wandb', 'timm', 'hivemind', 'tensorboard', 'submitit', 'rich'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=no_slurm, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_a_dry_run_prints_the_very_script_that_is_submitted_and_writes_nothing(
+    command: Command, fake_slurm: Path, files: Files, tmp_path: Path
+) -> None:
+    arguments = ("ddp", "--nodes", "2", "--gpus-per-node", "2", "--account", "thesis", "optim.lr=1e-4")
+    before = files()
+    dry = command("submit", *arguments, "--dry-run")
+    assert dry.code == 0
+    assert files() == before
+    assert "#SBATCH --account" in dry.err
+    assert "flag --account" in dry.err
+    done = command("submit", *arguments)
+    assert done.code == 0, done.err
+    assert (tmp_path / "runs" / "ddp-0001" / "submit.sbatch").read_bytes() == dry.out.encode()
+    assert (fake_slurm / "submitted.sbatch").read_bytes() == dry.out.encode()
+
+
+def test_a_submission_to_slurm_returns_the_job_id_the_folder_and_what_to_type_next(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    done = command("submit", "ddp", "--nodes", "2")
+    assert done.code == 0, done.err
+    run = tmp_path / "runs" / "ddp-0001"
+    for words in ("Submitted job 4711", str(run), "jobs.logs", "jobs.status", "jobs.cancel"):
+        assert words in done.out
+    assert {"config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs"} <= {
+        path.name for path in run.iterdir()
+    }
+    submitted = last_event(RunDir(run), "submitted") or {}
+    assert (submitted["executor"], submitted["job_id"]) == ("slurm", "4711")
+    assert json.loads((run / "manifest.json").read_text())["command"][-3:] == ["ddp", "--nodes", "2"]
+
+
+def test_the_stored_configuration_finds_its_data_from_anywhere(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    assert command("submit", "ddp", "data.root=my/data").code == 0
+    assert f"root: {tmp_path}/my/data" in (tmp_path / "runs" / "ddp-0001" / "config.yaml").read_text()
+
+
+def test_a_run_that_sbatch_refuses_leaves_nothing_behind(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    (fake_slurm / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid account' >&2\nexit 1\n")
+    done = command("submit", "ddp")
+    assert done.code == 4
+    assert "Invalid account" in done.err
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    done = command("submit", "ddp", "--sweep", "optim.lr=1e-3,2e-3", "--sweep", "seed=1,2")
+    assert done.code == 0, done.err
+    sweep = tmp_path / "runs" / "ddp-0001"
+    assert "array of 4" in done.out
+    assert "#SBATCH --array=0-3\n" in (fake_slurm / "submitted.sbatch").read_text()
+    points = json.loads((sweep / "sweep.json").read_text())
+    assert points[3] == {"run": "3", "overrides": ["optim.lr=2e-3", "seed=2"]}
+    assert (last_event(RunDir(sweep / "3"), "submitted") or {})["job_id"] == "4711_3"
+    assert "lr: 0.002" in (sweep / "3" / "config.yaml").read_text()
+    assert (sweep / "3" / "code" / "jobs" / "train.py").is_file()
+
+
+def test_a_sweep_is_the_product_of_its_axes() -> None:
+    assert sweep_points(["a.b=1,2", "c.d=x"]) == [["a.b=1", "c.d=x"], ["a.b=2", "c.d=x"]]
+    assert sweep_points([]) == [[]]
+    with pytest.raises(UserError, match="no values"):
+        sweep_points(["a.b"])
+    with pytest.raises(UserError, match="cannot change resources"):
+        sweep_points(["launch.nodes=1,2"])
+
+
+def test_flags_and_overrides_may_come_in_any_order(command: Command, no_slurm: dict[str, str]) -> None:
+    done = command("submit", "--nodes", "2", "ddp", "optim.lr=1e-4", "--dry-run", "seed=3", "-t", "30")
+    assert done.code == 0
+    assert "override seed=3" in done.err
+    assert "flag --time" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["ddpp"], 2, "Did you mean 'ddp'?"),
+        (["ddp", "optim.wieght_decay=1"], 2, "Did you mean 'optim.weight_decay'?"),
+        (["ddp", "--nodes", "0"], 2, "--nodes"),
+        (["ddp", "--nodes", "two"], 2, "--nodes"),
+        (["ddp", "--time", "soon"], 2, "--time"),
+        (["ddp", "--node", "2"], 2, "Did you mean '--nodes'?"),
+        (["ddp", "--executor", "slrum"], 2, "Did you mean 'slurm'?"),
+        (["ddp", "--cluster", "nosuch"], 2, "Unknown cluster profile"),
+        (["ddp", "optim.lr"], 2, "section.key=value"),
+        (["ddp", "--nodes", "3"], 2, "global_batch_size=63 or 66"),
+        (["ddp", "model.name=resnet5"], 2, "Unknown model 'resnet5'"),
+        (["ddp", "data.name=digit"], 2, "Did you mean 'digits'?"),
+        (["ddp", "strategy.name=dpp"], 2, "Did you mean"),
+        (["ddp", "strategy.bucket=3"], 2, "Unknown key 'strategy.bucket'"),
+        (["single", "--nodes", "2"], 2, "one process"),
+        (["ddp", "data.name=cifar10", "data.root=nosuch"], 2, "jobs.prepare cifar10"),
+        (["broken.yaml"], 2, "broken.yaml:2"),
+        (["nosuch.yaml"], 2, "No file"),
+        (["ddp", "--run-dir", "taken"], 2, "exists already"),
+        (["ddp", "--run-dir", "half"], 2, "exists already"),
+        (["ddp", "--run-dir", "file/run"], 2, "Cannot make the run folder"),
+        (["ddp", "--sweep", "seed=1,2", "--run-dir", "taken"], 2, "exists already"),
+        (["ddp", "--sweep", "seed=1,x"], 2, "seed"),
+        (["ddp", "--nodes", "2", "--gpus-per-node", "4"], 3, "ddp_sim"),
+        (["ddp", "--gres", "gpu:1"], 3, "--gpus-per-node 0"),
+        (["ddp", "--executor", "slurm"], 3, "no SLURM on this machine"),
+    ],
+)
+def test_wrong_input_is_answered_in_three_lines_and_nothing_is_written(
+    command: Command,
+    no_slurm: dict[str, str],
+    files: Files,
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "file").write_text("in the way")
+    before = files()
+    done = command("submit", *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
+    assert [line.split(":")[0] for line in done.err.splitlines()[1:]] == ["  why", "  fix"]
+    assert files() == before
+
+
+def test_an_unwritable_runs_folder_is_refused(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "occupied").write_text("a file where the folder should be")
+    monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "occupied"))
+    done = command("submit", "ddp")
+    assert done.code == 2
+    assert "TRAINKIT_RUNS" in done.err
+
+
+def test_without_slurm_two_nodes_are_simulated_followed_and_summed_up(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    done = command("submit", "ddp", "--nodes", "2", *FAST)
+    assert done.code == 0, done.err
+    assert "simulating 2 nodes x 1 rank" in done.out
+    assert "no SLURM on this machine" in done.out
+    assert "val acc1" in done.out
+    run = tmp_path / "runs" / "ddp-0001"
+    assert str(run) in done.out.splitlines()[-1]
+    assert (last_event(RunDir(run), "started") or {})["world_size"] == 2
+    assert (last_event(RunDir(run), "ended") or {})["state"] == "COMPLETED"
+    assert not (run / "submit.sbatch").exists()
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "my_model.py").write_text("def build(info):\n    raise RuntimeError('my own mistake')\n")
+    done = command("submit", "ddp", *FAST, "model.name=my_model:build")
+    assert done.code == 1
+    assert "RuntimeError: my own mistake" in done.err
+    assert "Traceback" in done.err
+    assert "jobs.resume" in done.err
+
+
+def test_debug_runs_in_this_very_process_so_that_breakpoints_work(no_slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(
+        "from trainkit.models.fashion_cnn import build as ours\n"
+        "def build(info):\n    breakpoint()\n    return ours(info)\n"
+    )
+    command = [sys.executable, "-m", "jobs.submit", "ddp", "--nodes", "2", "--executor", "debug", *FAST]
+    done = subprocess.run(
+        [*command, "model.name=my_model:build"], input="p 'stopped ' + 'here'\nc\n", env=no_slurm, cwd=tmp_path,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "stopped here" in done.stdout
+    assert "rank 0 of 1 in this process" in done.stdout
+    assert "not 2 nodes" in done.stdout
+    assert "val acc1" in done.stdout
+
+
+def test_interrupting_a_followed_run_leaves_it_running(no_slurm: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "jobs.submit", "single", "train.epochs=500", "monitor.loggers=[jsonl]"]
+    with subprocess.Popen(command, env=no_slurm, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as submit:
+        assert submit.stdout is not None
+        while "Attempt 0" not in (line := submit.stdout.readline()):
+            assert line, "it ended before it started"
+        submit.send_signal(signal.SIGINT)
+        rest = submit.stdout.read()
+        assert submit.wait() == 130
+    assert "Detached; the run goes on." in rest
+    run = tmp_path / "runs" / "single-0001"
+    assert last_event(RunDir(run), "ended") is None
+    cancel = [sys.executable, "-m", "jobs.cancel", str(run)]
+    subprocess.run(cancel, env=no_slurm, cwd=tmp_path, check=True, capture_output=True)
+    deadline = time.monotonic() + 30
+    while last_event(RunDir(run), "ended") is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert (last_event(RunDir(run), "ended") or {})["state"] == "CANCELLED"
+    assert os.path.isdir(run)

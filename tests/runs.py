@@ -1,0 +1,71 @@
+"""Fixtures for tests that start ranks without torch, or talk to a SLURM made of shell scripts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.loading import load
+from trainkit.launch.plan import Plan, make_plan
+from trainkit.launch.site import Site
+from trainkit.launch.submission import stored_config, write_run
+from trainkit.records.rundir import RunDir
+
+HERE = Site(slurm=False, gpus=0, cpus=2)
+
+
+@pytest.fixture
+def local_run(tmp_path: Path) -> Callable[..., tuple[RunDir, Plan]]:
+    """A written run folder, ready to be handed over, and its plan; keyword arguments are resource flags."""
+
+    def make(name: str = "run-0001", **flags: Any) -> tuple[RunDir, Plan]:
+        settings = {f"launch.{key}": (value, f"--{key}") for key, value in flags.items()}
+        config = load("ddp", flags=settings)
+        path = tmp_path / "runs" / name
+        plan = make_plan(config, HERE, path)
+        return write_run(path, stored_config(config, tmp_path), plan, None, ["test"]), plan
+
+    return make
+
+
+@pytest.fixture
+def rank_function(tmp_path: Path) -> Iterator[Callable[[str], Callable[[str], str]]]:
+    """Makes ``run_rank(run)`` from its body, in a module that the ranks find in the folder of the submission."""
+    name = f"ranks_of_{abs(hash(tmp_path))}"
+
+    def make(body: str) -> Callable[[str], str]:
+        lines = ["import json, os, signal, sys, time", "from pathlib import Path", "", "def run_rank(run):"]
+        lines += [f"    {line}" for line in ("run = Path(run)", "rank = int(os.environ['SUBMITIT_LOCAL_GLOBALID'])")]
+        lines += [f"    {line}" for line in body.strip().splitlines()]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n")
+        sys.path.insert(0, str(tmp_path))
+        function: Callable[[str], str] = importlib.import_module(name).run_rank
+        return function
+
+    yield make
+    if str(tmp_path) in sys.path:
+        sys.path.remove(str(tmp_path))
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Puts a shell script first on the PATH; returns a file to which it appends its arguments, one call a line."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def make(name: str, body: str) -> Path:
+        calls = tmp_path / f"{name}.calls"
+        script = folder / name
+        script.write_text(f'#!/bin/bash\necho "$*" >> {calls}\n{body}\n')
+        script.chmod(0o755)
+        return calls
+
+    return make
