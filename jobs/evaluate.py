@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
 from trainkit.config.loading import load
+from trainkit.records.jsonl import append
 from trainkit.records.rundir import find_run
 
 
@@ -24,6 +26,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.experiment import evaluate_checkpoint
 
     result = evaluate_checkpoint(config, run_dir, args.checkpoint, args.split)
+    if args.split != "train":  # for the log book, which shows the newest
+        append(run_dir.metrics, {"time": round(time.time(), 3), "split": args.split, **result})
     if args.json:
         print(json.dumps({"run": str(run_dir.path), "split": args.split, **result}))
     else:
