@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -94,3 +95,11 @@ for name in ("digits", "synthetic", "cifar10", "fashion_mnist", "cinic10", "imag
 print([name for name in ("torch", "torchvision", "sklearn", "PIL", "numpy", "scipy") if name in sys.modules])
 """
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_a_data_set_can_be_sent_to_a_process_that_is_started_anew(name: str) -> None:
+    data = build_data(Choice(name))
+    again = pickle.loads(pickle.dumps(data))  # what macOS does for each worker
+    assert again.info == data.info
+    assert len(again.train) == len(data.train)

@@ -26,9 +26,37 @@ def test_timm_gets_the_classes_and_channels_of_the_data(in_chans: int) -> None:
     assert scores(timm_model("resnet10t", info(in_chans=in_chans), {}), info(in_chans=in_chans)) == (2, 7)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_patch16_224.fb_in1k", "swin_s3_tiny_224"])
-def test_a_timm_model_of_fixed_input_size_gets_that_of_the_data(name: str) -> None:
-    assert scores(timm_model(name, info(64), {}), info(64)) == (2, 7)
+def size_inside(model: torch.nn.Module, info: DataInfo) -> int:
+    """Of the images that the first convolution sees."""
+    seen: list[int] = []
+    first = next(module for module in model.modules() if isinstance(module, torch.nn.Conv2d))
+    first.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[-1]))
+    assert scores(model, info) == (2, info.num_classes)
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_patch16_224.fb_in1k"])
+def test_small_images_are_enlarged_to_the_fixed_input_size_of_a_model(name: str) -> None:
+    assert size_inside(timm_model(name, info(8), {}), info(8)) == 224
+
+
+def test_a_model_of_fixed_input_size_is_built_for_larger_images() -> None:
+    assert size_inside(timm_model("vit_tiny_patch16_224", info(256), {}), info(256)) == 256
+
+
+def test_the_input_size_of_a_vision_transformer_can_be_set() -> None:
+    assert size_inside(timm_model("vit_tiny_patch16_224", info(32), {"img_size": 32}), info(32)) == 32
+
+
+def test_a_model_that_takes_any_size_gets_the_images_as_they_are() -> None:
+    assert size_inside(timm_model("resnet10t", info(48), {}), info(48)) == 48
+
+
+def test_enlarging_leaves_the_names_in_checkpoints_alone() -> None:
+    import timm
+
+    ours = timm_model("vit_tiny_patch16_224", info(32), {})
+    assert list(ours.state_dict()) == list(timm.create_model("vit_tiny_patch16_224").state_dict())
 
 
 def test_options_reach_timm() -> None:
@@ -51,8 +79,9 @@ def test_torchvision_gets_the_classes_of_the_data() -> None:
     assert scores(torchvision_model("mobilenet_v3_small", info(), {}), info()) == (2, 7)
 
 
-def test_torchvisions_vision_transformer_gets_the_image_size() -> None:
-    assert scores(torchvision_model("vit_b_32", info(64), {}), info(64)) == (2, 7)
+@pytest.mark.parametrize(("image_size", "inside"), [(32, 224), (224, 224), (256, 256)])
+def test_torchvisions_vision_transformer_gets_images_of_its_size(image_size: int, inside: int) -> None:
+    assert size_inside(torchvision_model("vit_b_32", info(image_size), {}), info(image_size)) == inside
 
 
 def test_torchvisions_inception_gives_scores_in_training_too() -> None:

@@ -15,30 +15,37 @@ if TYPE_CHECKING:
 
 
 def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
-    """``timm.create_model`` with the data's classes, channels and, where its input has a fixed size, image size."""
+    """``timm.create_model`` with the data's classes and channels.
+
+    Where the input has a fixed size (vision transformers): smaller images are enlarged to it on the device, see
+    `_Enlarge`; for larger ones the model is built for theirs. ``img_size`` among the options sets it by hand.
+    """
     import timm
     from timm.models import get_pretrained_cfg, is_model
 
     settings: dict[str, Any] = {"num_classes": info.num_classes, "in_chans": info.in_chans, **options}
-    fixed = get_pretrained_cfg(name) if is_model(name) else None
-    if "img_size" not in options and fixed is not None and _other_fixed_size(vars(fixed), info):
-        settings["img_size"] = info.image_size
+    known = get_pretrained_cfg(name) if is_model(name) else None
+    size = options.get("img_size") or (_fixed_size(vars(known)) if known is not None else None)
+    if size is not None and size < info.image_size:
+        settings.setdefault("img_size", info.image_size)
     try:
         model: nn.Module = timm.create_model(name, **settings)
-        # Models from the Hub bring their input size along, so it is known only now.
-        if (
-            fixed is None
-            and "img_size" not in options
-            and _other_fixed_size(getattr(model, "pretrained_cfg", {}), info)
-        ):
-            model = timm.create_model(name, **settings, img_size=info.image_size)
+        if known is None and size is None:  # models from the Hub bring their input size along
+            size = _fixed_size(getattr(model, "pretrained_cfg", {}))
+            if size is not None and size < info.image_size:
+                model = timm.create_model(name, **settings, img_size=info.image_size)
     except Exception as error:
         raise _explain(error, name, options, "timm") from error
+    if size is not None and size > info.image_size:
+        model.register_forward_pre_hook(_Enlarge(size))
     return model
 
 
 def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
-    """``torchvision.models.get_model`` with the data's classes; ``pretrained`` takes the library's default weights."""
+    """``torchvision.models.get_model`` with the data's classes; ``pretrained`` takes the library's default weights.
+
+    Vision transformers get images of their size as in `timm_model`.
+    """
     import torchvision
 
     if info.in_chans != 3:
@@ -57,7 +64,7 @@ def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.
         # Their auxiliary heads make the output a tuple in training only; modern recipes do without.
         settings.setdefault("aux_logits", False)
         settings.setdefault("init_weights", not pretrained)
-    if name.startswith("vit_") and info.image_size != 224 and not pretrained:
+    if name.startswith("vit_") and info.image_size > 224 and not pretrained:
         settings.setdefault("image_size", info.image_size)
     try:
         model: nn.Module = torchvision.models.get_model(name, **settings)
@@ -65,12 +72,32 @@ def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.
         raise _explain(error, name, options, "torchvision") from error
     if pretrained:
         _replace_head(model, info.num_classes)
+    size = getattr(model, "image_size", None)  # vision transformers have one
+    if isinstance(size, int) and size > info.image_size:
+        model.register_forward_pre_hook(_Enlarge(size))
     return model
 
 
-def _other_fixed_size(pretrained_cfg: dict[str, Any], info: DataInfo) -> bool:
-    size = pretrained_cfg.get("input_size")
-    return bool(pretrained_cfg.get("fixed_input_size")) and size is not None and size[-1] != info.image_size
+def _fixed_size(pretrained_cfg: dict[str, Any]) -> int | None:
+    return int(pretrained_cfg["input_size"][-1]) if pretrained_cfg.get("fixed_input_size") else None
+
+
+class _Enlarge:
+    """Enlarges images before a model sees them: 32x32 bytes travel, and 224x224 exist on the device only.
+
+    A ViT with patches of 32 would see a photo of CIFAR as one single patch, and weights trained at 224 know objects at
+    that scale. A hook and not a module around the model, so that the names in checkpoints are the library's own.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        import torch.nn.functional as F
+
+        images, *others = args
+        size = (self.size, self.size)
+        return F.interpolate(images, size=size, mode="bilinear", align_corners=False), *others
 
 
 def _replace_head(model: nn.Module, num_classes: int) -> None:
