@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,15 @@ def problems(value: Any, schema: dict[str, Any], where: str) -> list[str]:
             [] if any(not problems(value, option, where) for option in schema["anyOf"]) else [f"{where}: none of anyOf"]
         )
     found: list[str] = []
-    types = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
-    types["null"] = type(None)
+    types: dict[str, tuple[type, ...]] = {
+        "object": (dict,),
+        "array": (list,),
+        "string": (str,),
+        "integer": (int,),
+        "number": (int, float),
+        "boolean": (bool,),
+        "null": (type(None),),
+    }
     wanted = schema.get("type")
     if wanted and (not isinstance(value, types[wanted]) or (isinstance(value, bool) and wanted != "boolean")):
         return [f"{where}: {value!r} is no {wanted}"]
@@ -74,7 +82,7 @@ def problems(value: Any, schema: dict[str, Any], where: str) -> list[str]:
     if "const" in schema and value != schema["const"]:
         found.append(f"{where}: {value!r} is not {schema['const']}")
     if value is not None and not isinstance(value, str | dict | list):
-        limits = {
+        limits: dict[str, Callable[[float], bool]] = {
             "minimum": lambda limit: value >= limit,
             "exclusiveMinimum": lambda limit: value > limit,
             "exclusiveMaximum": lambda limit: value < limit,

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit.config import yaml
-from trainkit.config.schema import SECTIONS, Config, PluginSection, Section, field_of
+from trainkit.config.schema import SECTIONS, Config, field_of
+from trainkit.config.section import PluginSection, Section
 from trainkit.errors import UserError, did_you_mean
 
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"

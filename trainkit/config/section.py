@@ -1,0 +1,42 @@
+"""What every section of the configuration is: frozen, with no keys but its own, and honest about what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+class ImpossibleError(ValueError):
+    """Settings that are each well-formed and cannot hold together. ``keys``: those that one may change."""
+
+    def __init__(self, what: str, *, keys: tuple[str, ...], why: str, fix: str) -> None:
+        super().__init__(what)
+        self.keys, self.why, self.fix = keys, why, fix
+
+
+class Section(BaseModel):
+    """A section whose keys are exactly its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would take true for 1: `train.epochs=true` is a mistake.
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError
+        return value
+
+
+class PluginSection(Section):
+    """A section that names a plugin; keys beyond its fields are that plugin's options."""
+
+    model_config = ConfigDict(extra="allow")  # added to what `Section` says
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the plugin, as written in the configuration."""
+        return dict(self.model_extra or {})
