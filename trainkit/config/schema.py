@@ -167,9 +167,9 @@ class LaunchConfig(Section):
     """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
     setup: tuple[str, ...] = ()
     """Shell lines before the job starts: module load, source ..."""
-    sbatch: dict[str, str] = {}
+    sbatch: dict[str, str] = {}  # noqa: RUF012  pydantic copies defaults
     """Further sbatch options without their dashes: {comment: thesis}."""
-    srun: dict[str, str] = {}
+    srun: dict[str, str] = {}  # noqa: RUF012
     """Further srun options without their dashes."""
 
     def lead_seconds(self) -> int:

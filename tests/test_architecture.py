@@ -1,0 +1,368 @@
+"""The arrows of the house: who may import whom, who may load what, and how long a file and a command may be."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from trainkit import plugins
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+# Floors, from the ground up. Imports go down only: not up, not sideways between the rooms of one floor.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("trainkit.errors",),
+    ("trainkit.options",),
+    ("trainkit.plugins",),
+    ("trainkit.config",),
+    ("trainkit.records",),
+    ("trainkit.monitor", "trainkit.report"),
+    ("trainkit.launch",),
+    ("trainkit.distributed",),
+    ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models"),
+    ("trainkit.training",),
+    ("trainkit.experiment",),
+    ("trainkit.collaborative",),
+    ("jobs",),
+)
+HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+
+# A model is built for the data that it sees: it names that type, and loads nothing of it.
+TYPES_ONLY = {("trainkit.models", "trainkit.data")}
+
+# Packages with plugins: one must not know another.
+PLUGINS = ("trainkit.strategies", "trainkit.data", "trainkit.models", "trainkit.monitor")
+
+# A verb may import jobs.cli, and jobs.train, whose `run_rank` is what a job runs. Beyond that one verb may stand on
+# another that it continues:
+VERBS = {
+    "jobs.resume": {"jobs.submit"},  # the same submission, of a run that is there already
+    "jobs.launch": {"jobs.submit"},  # the same checks before anything starts
+    "jobs.cancel": {"jobs.status"},  # the same reading of a run's or a sweep's name
+    "jobs.join": {"jobs.swarm"},  # the same peer, of a swarm that someone else created
+}
+
+TORCH_ROOMS = {
+    "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
+    "trainkit.training", "trainkit.experiment", "trainkit.collaborative",
+}  # fmt: skip
+HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec"}
+
+# os.environ is read once, in jobs/cli.py and jobs/train.py, and handed down as a mapping. Other readers, and why:
+ENVIRONMENT = {
+    "trainkit.records.index": "XDG_STATE_HOME: where this user's state is, whatever the run",
+    "trainkit.launch.controller": "is the main program of a local job, and gives its ranks their environment",
+    "trainkit.launch.rendezvous": "is the main program that batch scripts ask for a port",
+    "trainkit.launch.submission": "--executor debug makes this process a rank, so its environment becomes a rank's",
+    "trainkit.distributed.process_group": "OMP_NUM_THREADS, SLURM_CPUS_PER_TASK: what this process was granted",
+    "trainkit.data.loader": "SLURM_CPUS_PER_TASK: what this process was granted; tests hand in a mapping",
+    "trainkit.monitor.hardware": "CUDA_VISIBLE_DEVICES: the GPUs of this process; tests hand in a mapping",
+    "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",
+    "trainkit.models.libraries": "HF_HOME: to tell the user where weights are looked for",
+    "trainkit.collaborative.processes": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
+    "trainkit.collaborative.peer": "TRAINKIT_ATTEMPT: a peer is started by hand as well as by a launcher",
+    "trainkit.collaborative.session": "OMP_NUM_THREADS: what this process was granted",
+}
+
+LONGEST = 350
+LONG = {
+    "slurm/devcluster": "one file that can be copied to any machine",
+    "configs/schema.json": "generated",
+}
+
+TOP = {"configs", "jobs", "slurm", "tests", "trainkit", "pyproject.toml", "README.md", "LICENSE"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: where it stands, and whether it is loaded with its importer or only named in types."""
+
+    importer: str
+    module: str
+    line: int
+    at_top: bool
+    types_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.module}"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of ours."""
+    files = [file for package in ("jobs", "trainkit") for file in (PROJECT / package).rglob("*.py")]
+    return {".".join(file.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    """Every import of every module, those inside functions included."""
+    return tuple(found for name, file in modules().items() for found in imports_of(name, file.read_text("utf-8")))
+
+
+def imports_of(importer: str, source: str) -> Iterator[Import]:
+    """The imports in one file."""
+
+    def walk(node: ast.AST, at_top: bool, types_only: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            top = at_top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            types = types_only or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(importer, alias.name, child.lineno, at_top, types_only)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{importer}:{child.lineno}: imports are written in full"
+                for alias in child.names:
+                    whole = f"{child.module}.{alias.name}"
+                    module = whole if whole in modules() else str(child.module)
+                    yield Import(importer, module, child.lineno, at_top, types_only)
+            yield from walk(child, top, types)
+
+    yield from walk(ast.parse(source), True, False)
+
+
+def room(module: str) -> str:
+    """The room that a module of ours is in."""
+    first, *rest = module.split(".")
+    return first if first == "jobs" or not rest else f"{first}.{rest[0]}"
+
+
+def ours(module: str) -> bool:
+    return module.split(".")[0] in ("jobs", "trainkit")
+
+
+def listed(items: object) -> list[str]:
+    return sorted({str(item) for item in items})  # type: ignore[attr-defined]
+
+
+# Arrows
+
+
+def test_every_room_has_a_floor() -> None:
+    assert listed(room(name) for name in modules() if name != "trainkit" and room(name) not in HEIGHT) == []
+
+
+def test_imports_go_down_only() -> None:
+    wrong = [
+        found
+        for found in imports()
+        if ours(found.module) and found.module != "trainkit" and room(found.module) != room(found.importer)
+        if HEIGHT[room(found.module)] >= HEIGHT[room(found.importer)]
+        if not (found.types_only and (room(found.importer), room(found.module)) in TYPES_ONLY)
+    ]
+    assert listed(wrong) == []
+
+
+@pytest.mark.parametrize("package", PLUGINS)
+def test_plugins_do_not_know_each_other(package: str) -> None:
+    members = {f"{package}.{name}" for name in plugins.available(package)}
+    assert members
+    wrong = [item for item in imports() if item.importer in members and item.module in members - {item.importer}]
+    assert listed(wrong) == []
+
+
+@pytest.mark.parametrize("package", PLUGINS)
+def test_what_plugins_share_does_not_know_them(package: str) -> None:
+    """To add a plugin is to add a file: nobody else names it."""
+    members = {f"{package}.{name}" for name in plugins.available(package)}
+    assert listed(item for item in imports() if item.module in members and item.importer != item.module) == []
+
+
+def test_verbs_stand_on_their_own() -> None:
+    wrong = [
+        found
+        for found in imports()
+        if room(found.importer) == room(found.module) == "jobs" and found.importer != "jobs.cli"
+        if found.module not in {"jobs", "jobs.cli", "jobs.train"} | VERBS.get(found.importer, set())
+    ]
+    assert listed(wrong) == []
+
+
+def test_no_module_needs_itself() -> None:
+    """No circle among the imports that happen when a module is loaded."""
+    loaded = {
+        name: {i.module for i in imports() if i.importer == name and i.at_top and not i.types_only}
+        for name in modules()
+    }
+    finished: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path, name])
+        if name not in finished:
+            for other in sorted(loaded[name] & loaded.keys()):
+                visit(other, (*path, name))
+            finished.add(name)
+
+    for name in sorted(loaded):
+        visit(name, ())
+
+
+# Who may load what
+
+
+def test_torch_is_imported_at_the_top_only_where_training_is() -> None:
+    wrong = [
+        found
+        for found in imports()
+        if found.module.split(".")[0] == "torch" and found.at_top and not found.types_only
+        if room(found.importer) not in TORCH_ROOMS
+    ]
+    assert listed(wrong) == []
+
+
+def test_heavy_packages_are_imported_where_they_are_used() -> None:
+    wrong = [
+        found
+        for found in imports()
+        if found.module.split(".")[0] in HEAVY - {"torch"} and found.at_top and not found.types_only
+        if room(found.importer) != "trainkit.collaborative"
+    ]
+    assert listed(wrong) == []
+
+
+def test_only_collaboration_knows_hivemind() -> None:
+    known = [item for item in imports() if item.module.split(".")[0] == "hivemind"]
+    assert known
+    assert listed(item for item in known if room(item.importer) != "trainkit.collaborative") == []
+
+
+def test_only_the_executors_know_submitit() -> None:
+    known = {item.importer for item in imports() if item.module.split(".")[0] == "submitit"}
+    assert known == {"trainkit.launch.executors"}
+
+
+def test_the_environment_is_read_by_the_commands_and_a_named_few() -> None:
+    readers = {
+        name
+        for name, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"))
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names} & {"environ", "getenv"}
+        )
+    }
+    assert listed(name for name in readers if room(name) != "jobs" and name not in ENVIRONMENT) == []
+    assert listed(set(ENVIRONMENT) - readers) == [], "reads it no longer: take it off the list"
+
+
+def test_the_commands_never_load_torch_before_they_train() -> None:
+    names = sorted(name for name in modules() if name.startswith("jobs."))
+    code = f"import sys, {', '.join(names)}; print([m for m in {sorted(HEAVY)} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_checking_a_submission_never_loads_torch(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from jobs.submit import main; main(['ddp', '--nodes', '2', '--dry-run'], dict(os.environ));"
+        f"print([m for m in {sorted(HEAVY - {'sklearn'})} if m in sys.modules])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+# Size and speed
+
+
+def tracked() -> list[str]:
+    """Files that git knows, or will with the next `git add`."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [name for name in done.stdout.splitlines() if (PROJECT / name).is_file()]
+
+
+def test_nothing_else_lies_at_the_top() -> None:
+    top = {name.split("/")[0] for name in tracked()}
+    assert listed(name for name in top if name not in TOP and not name.startswith(".")) == []
+
+
+def test_no_file_is_long() -> None:
+    long = {
+        name: lines
+        for name in tracked()
+        if not name.startswith("tests/") and name.endswith((".py", ".yaml", ".json", ".sbatch", ".sh", "devcluster"))
+        if (lines := len((PROJECT / name).read_text("utf-8").splitlines())) > LONGEST and name not in LONG
+    }
+    assert long == {}
+
+
+def cpu_seconds(*arguments: str, cwd: Path) -> float:
+    """CPU time of a submission with these arguments: the least of three, so that a busy machine does not count."""
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+
+    def once() -> float:
+        command = [sys.executable, "-m", "jobs.submit", *arguments]
+        quiet = subprocess.DEVNULL
+        with subprocess.Popen(command, cwd=cwd, env=env, stdout=quiet, stderr=quiet) as process:
+            _, status, usage = os.wait4(process.pid, 0)  # the child's own usage, whatever else this test session runs
+            process.returncode = os.waitstatus_to_exitcode(status)
+        return usage.ru_utime + usage.ru_stime
+
+    return min(once() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [
+        (["--help"], 0.4),
+        (["ddp", "--dry-run"], 0.8),
+        (["ddp", "--nodes", "2", "--dry-run"], 0.8),
+        (["ddp", "optim.wieght_decay=1"], 0.5),
+        (["ddp", "model.name=resnett18"], 0.5),
+        (["ddp", "train.global_batch_size=10", "train.micro_batch_size=4"], 0.5),
+    ],
+    ids=str,
+)
+def test_an_answer_comes_at_once(arguments: list[str], limit: float, tmp_path: Path) -> None:
+    assert cpu_seconds(*arguments, cwd=tmp_path) < limit
+
+
+# The README
+
+
+def readme() -> str:
+    file = PROJECT / "README.md"
+    if not file.is_file() and os.environ.get("CI", "").lower() not in ("true", "1"):
+        pytest.skip("README.md is not written yet")
+    return file.read_text("utf-8")
+
+
+def test_every_link_of_the_readme_resolves() -> None:
+    text = re.sub(r"```.*?```", "", readme(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue  # elsewhere: tests do without a network
+        if (path and not (PROJECT / path).exists()) or (not path and anchor not in anchors):
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_command_of_the_readme_is_there() -> None:
+    verbs = set(re.findall(r"python3? -m jobs\.(\w+)", readme()))
+    assert "submit" in verbs
+    assert {verb for verb in verbs if f"jobs.{verb}" not in modules()} == set()
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    named = set(re.findall(r"(?<![\w/.])(?:slurm|configs|jobs|trainkit|tests)/[\w./-]*\w", readme()))
+    assert {name for name in named if not (PROJECT / name).exists()} == set()
