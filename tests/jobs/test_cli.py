@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import cli
+from trainkit.config.schema import LaunchConfig
+from trainkit.errors import RefusedError, UserError
+
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def parser() -> cli.Parser:
+    made = cli.Parser("submit", "Submit.")
+    made.add_argument("preset")
+    made.add_argument("overrides", nargs="*", metavar="section.key=value")
+    cli.add_resource_flags(made)
+    return made
+
+
+def settings(parser: cli.Parser, *words: str) -> dict[str, tuple[Any, str]]:
+    return cli.resource_settings(parser.parse_intermixed_args(["ddp", *words]))
+
+
+def exit_code(main: Any, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["x", "y"])
+    with pytest.raises(SystemExit) as caught:
+        cli.run(main)
+    return caught.value.code
+
+
+# Resource flags
+
+
+@pytest.mark.parametrize("flag", cli.RESOURCES)
+def test_every_resource_flag_has_a_key(flag: str) -> None:
+    assert flag.replace("-", "_") in LaunchConfig.model_fields
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--nodes", "2"], {"launch.nodes": (2, "--nodes")}),
+        (["-N", "2"], {"launch.nodes": (2, "--nodes")}),
+        (["-N2"], {"launch.nodes": (2, "--nodes")}),
+        (["--nodes=2"], {"launch.nodes": (2, "--nodes")}),
+        (["-t", "1:00:00"], {"launch.time": ("1:00:00", "--time")}),
+        (["-A", "0123"], {"launch.account": ("0123", "--account")}),
+        (["--gpus-per-node", "auto"], {"launch.gpus_per_node": ("auto", "--gpus-per-node")}),
+        (["--mem", "0"], {"launch.mem": ("0", "--mem")}),
+        (["-w", "n[1-2]"], {"launch.nodelist": ("n[1-2]", "--nodelist")}),
+        ([], {}),
+    ],
+)
+def test_a_flag_sets_its_key(parser: cli.Parser, words: list[str], expected: dict[str, Any]) -> None:
+    assert settings(parser, *words) == expected
+
+
+def test_other_options_of_sbatch_are_pairs(parser: cli.Parser) -> None:
+    given = settings(parser, "--sbatch", "comment=a=b", "--sbatch", "exclusive", "--srun", "cpu-bind=cores")
+    assert given == {
+        "launch.sbatch": ({"comment": "a=b", "exclusive": ""}, "--sbatch"),
+        "launch.srun": ({"cpu-bind": "cores"}, "--srun"),
+    }
+
+
+def test_an_option_without_a_key_is_refused(parser: cli.Parser) -> None:
+    with pytest.raises(UserError, match="has no key"):
+        settings(parser, "--sbatch", "=3")
+
+
+def test_flags_and_overrides_may_stand_in_any_order(parser: cli.Parser) -> None:
+    args = parser.parse_intermixed_args(["--nodes", "2", "ddp", "a=1", "-t", "5", "b=2"])
+    assert (args.preset, args.overrides, args.nodes, args.time) == ("ddp", ["a=1", "b=2"], "2", "5")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (["ddp", "--node", "2"], "Unrecognized arguments: --node 2.", "Did you mean '--nodes'?"),
+        (["ddp", "--gpu-per-node=2"], "Unrecognized arguments: --gpu-per-node=2.", "Did you mean '--gpus-per-node'?"),
+        (
+            ["ddp", "--lr", "3e-4"],
+            "Unrecognized arguments: --lr",
+            "Settings are written without dashes: optim.lr=3e-4.",
+        ),
+        (["ddp", "--lr=1"], "Unrecognized arguments: --lr=1.", "Settings are written without dashes: optim.lr=1."),
+        (["ddp", "--zzz"], "Unrecognized arguments: --zzz.", "`python -m jobs.submit --help` lists the flags."),
+        (["ddp", "--nodes"], "Argument --nodes/-N: expected one argument.", "--help"),
+        ([], "Preset missing.", "--help"),
+    ],
+)
+def test_a_wrong_flag_is_answered_with_what_is_right(parser: cli.Parser, words: list[str], what: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parser.parse_intermixed_args(words)
+    assert caught.value.what.startswith(what)
+    assert fix in caught.value.fix
+    assert len(str(caught.value).splitlines()) == 3
+
+
+# Running
+
+
+def test_a_command_gets_its_arguments_and_the_environment_and_gives_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[object] = []
+
+    def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+        seen.extend([argv, env["OMP_NUM_THREADS"]])
+        return 7
+
+    assert exit_code(main, monkeypatch) == 7
+    assert seen == [["y"], "1"]
+
+
+def test_an_error_for_users_is_on_stderr_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+        raise RefusedError("No GPUs.", why="There are none.", fix="Ask for none.")
+
+    assert exit_code(main, monkeypatch) == 3
+    assert capsys.readouterr() == ("", "No GPUs.\n  why: There are none.\n  fix: Ask for none.\n")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(sys, "argv", ["x"])
+    with pytest.raises(KeyError):
+        cli.run(main)
+
+
+def test_an_interrupted_command_exits_as_shells_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+        raise KeyboardInterrupt
+
+    assert exit_code(main, monkeypatch) == 130
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    code = "from jobs import cli; cli.run(lambda argv, env: [print('x' * 80) for _ in range(9999)] and 0)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+@pytest.mark.parametrize(
+    "verb", sorted(file.stem for file in (PROJECT / "jobs").glob("[a-z]*.py") if file.stem != "cli")
+)
+def test_every_verb_has_help(verb: str) -> None:
+    env = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"jobs.{verb}", "--help"],
+        cwd=PROJECT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: python -m jobs.{verb} ")

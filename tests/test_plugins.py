@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit import plugins
+from trainkit.errors import UserError
+
+STRATEGIES = "trainkit.strategies"
+SOURCE = """
+import torch_is_not_needed_to_read_this
+
+CONSTANT = 3
+
+def build(info, *, depth: int, width: float = 1.0, kind: str | None = None):
+    pass
+
+def anything(info, **options):
+    pass
+
+def nothing(info):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's own in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_own_plugin.py").write_text(SOURCE)
+    return "my_own_plugin"
+
+
+def test_a_file_with_build_is_a_plugin() -> None:
+    assert {"ddp", "single"} <= set(plugins.available(STRATEGIES))
+
+
+def test_a_file_that_plugins_share_is_none() -> None:
+    assert "base" not in plugins.available(STRATEGIES)
+
+
+def test_options_are_the_keyword_only_parameters(own: str) -> None:
+    signature = plugins.signature("trainkit.models", f"{own}:build")
+    assert (signature.options, signature.required) == (("depth", "width", "kind"), ("depth",))
+
+
+def test_options_are_read_without_importing_the_module(own: str) -> None:
+    plugins.check_options("trainkit.models", f"{own}:build", {"depth": 1}, where="model")
+    assert own not in sys.modules
+
+
+def test_an_unknown_option_is_answered_with_the_nearest(own: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plugins.check_options("trainkit.models", f"{own}:build", {"depth": 1, "widht": 2}, where="model")
+    assert caught.value.what == "Unknown key 'model.widht'."
+    assert "depth, width, kind" in caught.value.why
+    assert caught.value.fix == "Did you mean 'model.width'?"
+
+
+def test_an_option_of_the_wrong_type_is_refused(own: str) -> None:
+    with pytest.raises(UserError, match=r"model\.depth=deep is not possible"):
+        plugins.check_options("trainkit.models", f"{own}:build", {"depth": "deep"}, where="model")
+
+
+def test_an_option_without_default_must_be_given(own: str) -> None:
+    with pytest.raises(UserError, match=r"needs 'model\.depth'"):
+        plugins.check_options("trainkit.models", f"{own}:build", {}, where="model")
+
+
+def test_a_function_that_takes_anything_takes_any_option(own: str) -> None:
+    plugins.check_options("trainkit.models", f"{own}:anything", {"whatever": 1}, where="model")
+
+
+def test_a_function_without_options_says_so(own: str) -> None:
+    with pytest.raises(UserError, match="no options"):
+        plugins.check_options("trainkit.models", f"{own}:nothing", {"depth": 1}, where="model")
+
+
+def test_an_unknown_plugin_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError) as caught:
+        plugins.load(STRATEGIES, "dpd")
+    assert "ddp, dp, fsdp, single" in caught.value.why
+    assert caught.value.fix.startswith("Did you mean 'd")
+
+
+def test_a_module_that_is_nowhere_is_refused(own: str) -> None:
+    with pytest.raises(UserError, match="No module 'nowhere'"):
+        plugins.signature("trainkit.models", "nowhere:build")
+
+
+def test_a_function_of_ones_own_is_found_in_the_current_folder(own: str, tmp_path: Path) -> None:
+    (tmp_path / "another_plugin.py").write_text("def make(): return 3\n")
+    assert plugins.load("trainkit.models", "another_plugin:make")() == 3
+
+
+def test_a_name_that_is_no_function_is_refused(own: str, tmp_path: Path) -> None:
+    (tmp_path / "third_plugin.py").write_text("make = 3\n")
+    with pytest.raises(UserError, match="names no function"):
+        plugins.load("trainkit.models", "third_plugin:make")
+
+
+@pytest.mark.parametrize("package", [STRATEGIES, "trainkit.data", "trainkit.models"])
+def test_every_option_of_ours_has_a_type(package: str) -> None:
+    for name in plugins.available(package):
+        signature = plugins.signature(package, name)
+        assert set(signature.annotations) == set(signature.options), name
