@@ -103,3 +103,8 @@ def test_the_ranks_meet_on_the_first_host_at_a_probed_port(template: str) -> Non
     assert "MASTER_ADDR=${hosts[0]}" in commands(template)
     assert 'MASTER_PORT=$("$python" -m trainkit.launch.rendezvous)' in commands(template)
     assert "localhost" not in commands(template)
+
+
+def test_both_templates_end_in_the_same_way() -> None:
+    endings = {text(template).split("# The ranks have saved")[1] for template in TEMPLATES}
+    assert len(endings) == 1
