@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from jobs import cli
 from jobs.status import runs_of
 from trainkit.errors import RefusedError, SchedulerError
-from trainkit.launch.queue import JobState, controller_of, job_states
+from trainkit.launch.queue import JobState, controller_of, job_state, job_states
 from trainkit.records.events import append_event, last_event
 from trainkit.records.rundir import RunDir
 
@@ -57,24 +57,25 @@ def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
 
 
 def _end_locally(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
-    # The runs of a sweep share one controller.
-    for run, state in jobs:
+    # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
+    for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
         process = controller_of(last_event(run, "submitted") or {})
         if process is None or not process.is_here():
             where = process.host if process else "another machine"
             raise RefusedError(
                 f"{run.name} runs on {where}.", why="A local run can only be ended there.", fix=f"Log in to {where}."
             )
-        if not process.is_alive():
-            continue  # its sweep has just been ended
         append_event(run, "cancelled", job_id=state.job_id)
-        process.signal(signal.SIGTERM)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        # Its ranks die with it: each has asked the kernel for that.
-        process.signal(signal.SIGKILL)
-    for run, state in jobs:
+        in_sweep = (run.path.parent / "sweep.json").is_file()
+        if not in_sweep or job_state(run).state == "RUNNING":
+            # INT ends one run of a sweep, TERM all that its process has to do.
+            process.signal(signal.SIGINT if in_sweep else signal.SIGTERM)
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while (job_state(run).alive if in_sweep else process.is_alive()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        if not in_sweep:
+            # Its ranks die with it: each has asked the kernel for that.
+            process.signal(signal.SIGKILL)
         print(f"{run.name}: cancelled local job {state.job_id}.")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jobs import cli
 from trainkit.errors import UserError
-from trainkit.launch.diagnose import failure_of
+from trainkit.launch.diagnose import failure_of, last_words
 from trainkit.launch.queue import job_state
 from trainkit.records.rundir import RunDir, find_run
 
@@ -58,6 +58,7 @@ def _show_failure(run: RunDir, attempt: int) -> None:
     failure = failure_of(run, attempt)
     if failure is None:
         print(f"--- {run.name}: {state.state}" + (f" ({state.reason})" if state.reason else ""))
+        print("\n".join(last_words(run)))
         return
     print(f"--- {run.name}: {state.state}. Rank {failure.rank} failed first: {failure.error}")
     print("\n".join(failure.traceback))
@@ -71,9 +72,8 @@ def _show_failure(run: RunDir, attempt: int) -> None:
 def _nothing_yet(run: RunDir) -> int:
     state = job_state(run)
     print(f"{run.name}: {state.state}" + (f" ({state.reason})" if state.reason else "") + "; no rank has started.")
-    batch = run.logs / "batch.out"
-    if batch.is_file():
-        sys.stdout.write(batch.read_text(encoding="utf-8", errors="replace"))
+    for line in last_words(run):
+        print(line)
     return 0
 
 

@@ -123,9 +123,18 @@ def start(
         job_ids = submission.hand_over(folder, runs, plan, run_rank, cwd=cwd, env=env)
     _announce(folder, plan, job_ids)
     follow = args.follow if args.follow is not None else plan.executor == "local"
-    if args.wait:
-        return max(wait_for(run) for run in runs)
-    return max(follow_to_end(run) for run in runs) if follow else 0
+    if not args.wait and not follow:
+        return 0
+    codes = []
+    for run in runs:
+        try:
+            codes.append(wait_for(run) if args.wait else follow_to_end(run))
+        except RunFailedError as error:
+            if len(runs) == 1:
+                raise
+            print(error, file=sys.stderr)  # the others of a sweep go on
+            codes.append(error.exit_code)
+    return max(codes)
 
 
 def check(loaded: Loaded) -> None:
@@ -259,7 +268,7 @@ def wait_for(run: RunDir) -> int:
 
 def end_of(run: RunDir) -> int:
     """Say how a run ended: its numbers and paths, or why it failed."""
-    from trainkit.launch.diagnose import failure_of
+    from trainkit.launch.diagnose import failure_of, last_words
     from trainkit.launch.queue import job_state
     from trainkit.monitor.follow import summary_lines
 
@@ -270,6 +279,8 @@ def end_of(run: RunDir) -> int:
     failure = failure_of(run) if state.state not in ("CANCELLED", "PREEMPTED") else None
     if failure is not None and failure.traceback:
         print("\n".join(failure.traceback[-60:]), file=sys.stderr)
+    elif failure is None and state.state not in ("CANCELLED", "PREEMPTED"):
+        print("\n".join(last_words(run)), file=sys.stderr)
     raise RunFailedError(
         f"{run.name}: {state.state}" + (f", rank {failure.rank} first." if failure else "."),
         why=(failure.error if failure else state.reason) or f"Its log is in {run.logs}.",

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.processes import ProcessId
-from trainkit.launch.queue import controller_of
+from trainkit.launch.queue import controller_of, job_state, job_states
 from trainkit.launch.submission import hand_over
 from trainkit.records.events import append_event, last_event
 from trainkit.records.rundir import RunDir
@@ -50,6 +50,34 @@ def test_a_cancelled_local_run_leaves_no_process(
     assert controller is not None
     assert not controller.is_alive()
     assert [pid for pid in pids if ProcessId.of(pid).started] == []
+
+
+def test_one_run_of_a_sweep_can_be_cancelled_while_the_others_go_on(
+    command: Command,
+    no_slurm: dict[str, str],
+    local_run: MakeRun,
+    rank_function: MakeFunction,
+    tmp_path: Path,
+) -> None:
+    body = "(run / 'up').touch()\nif run.name != '2': time.sleep(60)"
+    made = [local_run(f"sweep-0001/{index}") for index in range(3)]
+    runs, plan = [run for run, _ in made], made[0][1]
+    sweep = runs[0].path.parent
+    (sweep / "sweep.json").write_text("[]")
+    (sweep / "plan.json").write_text(plan.to_json())
+    hand_over(sweep, runs, plan, rank_function(body), cwd=tmp_path, env=dict(os.environ))
+    deadline = time.monotonic() + 60
+    while not (runs[0].path / "up").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert [state.state for state in job_states(runs)] == ["RUNNING", "PENDING", "PENDING"]
+    assert "cancelled" in command("cancel", "sweep-0001/1").out
+    assert job_state(runs[0]).state == "RUNNING"
+    assert "cancelled" in command("cancel", "sweep-0001/0").out
+    while job_state(runs[2]).alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [state.state for state in job_states(runs)] == ["CANCELLED", "CANCELLED", "COMPLETED"]
 
 
 def test_what_has_ended_needs_no_cancelling(command: Command, no_slurm: dict[str, str], local_run: MakeRun) -> None:

@@ -87,10 +87,8 @@ def test_following_goes_across_attempts_and_ends_with_the_job(
     function = rank_function("\n".join(line.strip() for line in body.splitlines()))
     hand_over(run.path, [run], plan, function, cwd=tmp_path, env=dict(os.environ))
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "jobs.logs", str(run.path), "-f"], env=no_slurm, capture_output=True, text=True, timeout=60,
-        check=False,
-    )  # fmt: skip
+    logs = [sys.executable, "-m", "jobs.logs", str(run.path), "-f"]
+    done = subprocess.run(logs, env=no_slurm, capture_output=True, text=True, timeout=60, check=False)
     lines = [line for line in done.stdout.splitlines() if "attempt" in line]
     assert lines == ["attempt 0 begins", "attempt 0 ends", "--- attempt 1", "attempt 1 begins", "attempt 1 ends"]
     assert done.returncode == 0

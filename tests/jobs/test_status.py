@@ -72,7 +72,7 @@ def test_a_run_by_its_name_is_shown_from_any_folder_with_its_history(
 
 def test_a_slurm_run_is_asked_from_the_queue(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
-    assert ["PENDING", "4711"] == command("status", "ddp-0001").out.splitlines()[1].split()[1:3]
+    assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
 
 
 def test_a_sweep_is_shown_by_its_runs(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:

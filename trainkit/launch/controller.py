@@ -3,8 +3,8 @@
 FOLDER is a run, or a sweep whose runs are its folders 0, 1, 2, ... The controller starts the ranks, ends them
 together, tells them to save before the time limit, and starts the next attempt when they have saved and handed back.
 
-Signals: USR2 is a preemption, ranks save and the run goes on with the next attempt. TERM and INT cancel: ranks may
-save, and nothing starts any more.
+Signals: USR2 is a preemption, ranks save and the run goes on with the next attempt. INT cancels the run, its ranks may
+save before they end; TERM cancels the runs that come after it in a sweep as well.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +47,7 @@ class Requests:
     """What signals asked for; set by handlers, read by the loop."""
 
     cancel: bool = False
+    cancel_all: bool = False
     preempt: bool = False
 
     def note(self, number: int) -> None:
@@ -53,6 +56,7 @@ class Requests:
             self.preempt = True
         else:
             self.cancel = True
+            self.cancel_all |= number == signal.SIGTERM
 
 
 @dataclass
@@ -158,6 +162,25 @@ def _name_culprit(run_dir: RunDir, attempt: int, rank: int, codes: Sequence[int]
     append_event(run_dir, "failed", attempt=attempt, rank=rank, error=how)
 
 
+def _one(run_dir: RunDir, plan: Mapping[str, Any], job: Job, requests: Requests) -> str:
+    if requests.cancel_all or _is_cancelled(run_dir):
+        append_event(run_dir, "ended", state="CANCELLED", job_id=job.id)
+        return "CANCELLED"
+    requests.cancel = requests.preempt = False  # those were for the run before it
+    try:
+        return run_to_its_end(run_dir, plan, job, requests)
+    except Exception:
+        traceback.print_exc()
+        append_event(run_dir, "ended", state="FAILED", job_id=job.id)
+        return "FAILED"
+
+
+def _is_cancelled(run_dir: RunDir) -> bool:
+    """Whether it was cancelled while it waited for its turn in a sweep."""
+    kinds = [event.get("event") for event in read_events(run_dir)]
+    return "cancelled" in kinds[len(kinds) - 1 - kinds[::-1].index("submitted") :] if "submitted" in kinds else False
+
+
 def main(folder: Path, cwd: Path) -> int:
     """Run what is in ``folder``; 0 if all of it completed."""
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
@@ -165,13 +188,11 @@ def main(folder: Path, cwd: Path) -> int:
     points = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
     runs = points if sweep else [folder]
     requests, states = Requests(), []
+    print(f"{len(runs)} run{'s' * sweep} on {socket.gethostname()}, process {os.getpid()}")
     with caught_signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR2), requests.note):
         for index, path in enumerate(runs):
             job = Job(f"{os.getpid()}_{index}" if sweep else str(os.getpid()), folder / ".submitit", cwd)
-            if requests.cancel:
-                append_event(RunDir(path), "ended", state="CANCELLED", job_id=job.id)
-                continue
-            states.append(run_to_its_end(RunDir(path), plan, job, requests))
+            states.append(_one(RunDir(path), plan, job, requests))
             print(f"{path.name}: {states[-1]}")
     return 0 if set(states) == {"COMPLETED"} else 1
 

@@ -51,6 +51,14 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     return None
 
 
+def last_words(run: RunDir) -> list[str]:
+    """The end of what the batch script or the local controller said: why no rank started, or who killed them."""
+    try:
+        return (run.logs / "batch.out").read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+    except OSError:
+        return []
+
+
 def _traceback(path: Path) -> tuple[str, ...]:
     """The last traceback in a rank's stderr; empty if there is none."""
     try:
