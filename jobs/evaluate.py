@@ -17,8 +17,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("evaluate", __doc__)
     parser.add_argument("run", metavar="RUN", help="a run folder or its name")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
-    parser.add_argument("--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)")
-    parser.add_argument("--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)")
+    parser.add_argument(
+        "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
+    )
+    parser.add_argument(
+        "--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(argv)
     run_dir = find_run(args.run, env)
@@ -26,7 +30,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.experiment import evaluate_checkpoint
 
     result = evaluate_checkpoint(config, run_dir, args.checkpoint, args.split)
-    if args.split != "train":  # for the log book, which shows the newest
+    if args.split == "test":  # for the log book, which shows the newest
         append(run_dir.metrics, {"time": round(time.time(), 3), "split": args.split, **result})
     if args.json:
         print(json.dumps({"run": str(run_dir.path), "split": args.split, **result}))

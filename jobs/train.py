@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
@@ -49,13 +50,13 @@ def run_rank(run: str) -> str:
             config = load(str(run_dir.config)).config
             outcome, _ = _train(config, os.environ, stop, lambda: run_dir)
         except TrainkitError as error:
-            print(error, file=__import__("sys").stderr, flush=True)
+            print(error, file=sys.stderr, flush=True)
             raise SystemExit(error.exit_code) from None
     return outcome
 
 
 def _train(
-    config: Config, env: Mapping[str, str], stop: StopFlag, open_run: "cli.Callable[[], RunDir]"
+    config: Config, env: Mapping[str, str], stop: StopFlag, open_run: Callable[[], RunDir]
 ) -> tuple[str, RunDir | None]:
     from trainkit.launch.ranks import RankEnv
 

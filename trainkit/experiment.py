@@ -70,9 +70,7 @@ def wants_gpu(config: Config) -> bool:
     return config.launch.gpus_per_node != 0 and torch.cuda.is_available()
 
 
-def _run(
-    config: Config, dist: Distributed, stop: StopFlag, splits: Splits, run_dir: RunDir, attempt: int
-) -> Outcome:
+def _run(config: Config, dist: Distributed, stop: StopFlag, splits: Splits, run_dir: RunDir, attempt: int) -> Outcome:
     model, strategy, precision = build_parts(config, dist, splits)
     optimizer = build_optimizer(model, config.optim)
     checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
@@ -204,9 +202,7 @@ def _save(t: Training, checkpoints: Checkpoints, run_dir: RunDir) -> None:
         append_event(run_dir, "saved", step=progress.step)
 
 
-def _hand_back(
-    run_dir: RunDir, dist: Distributed, stop: StopFlag, step: int, attempt: int, *, requeue: bool
-) -> None:
+def _hand_back(run_dir: RunDir, dist: Distributed, stop: StopFlag, step: int, attempt: int, *, requeue: bool) -> None:
     """Say that this attempt ended on request, and ask whoever started it for another."""
     signals = sorted({name for names in dist.gather_objects(stop.signals) for name in names})
     if dist.is_main:

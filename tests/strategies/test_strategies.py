@@ -50,7 +50,7 @@ def _bytes_per_rank(env: RankEnv) -> int:
     with distributed(env, use_gpu=False) as dist:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Identity()) for _ in range(4)))
         sharded = plugins.load("trainkit.strategies", "fsdp")(dist).parallelize(model)
-        return sum(p.to_local().numel() * 4 for p in sharded.parameters())  # type: ignore[attr-defined]
+        return sum(p.to_local().numel() * 4 for p in sharded.parameters())
 
 
 def test_fsdp_keeps_a_share_of_the_parameters_on_each_rank() -> None:

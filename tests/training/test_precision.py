@@ -40,7 +40,9 @@ def test_tf32_on_cpu_is_refused() -> None:
         choose_precision("tf32", CPU)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_matrices_are_multiplied_in_the_format_that_was_asked_for(name: str, dtype: torch.dtype) -> None:
     with Precision(name, alone()).autocast():
         assert nn.Linear(4, 4)(torch.randn(2, 4)).dtype == dtype

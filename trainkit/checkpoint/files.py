@@ -45,9 +45,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for entry in folder.iterdir() if (match := _NAME.fullmatch(entry.name)))
 
 
-def write(
-    folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
-) -> Path:
+def write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
     """Write the checkpoint of ``step`` and point ``latest`` at it.
 
     Args:
@@ -159,7 +157,9 @@ def resolve(folder: Path, which: str) -> int:
     if step is None or not path_of(folder, step).is_dir():
         known = ", ".join(str(item) for item in steps(folder)) or "none"
         raise UserError(
-            f"No checkpoint '{which}' in {folder}.", why=f"Steps with a checkpoint: {known}.", fix="Use best, latest or a step."
+            f"No checkpoint '{which}' in {folder}.",
+            why=f"Steps with a checkpoint: {known}.",
+            fix="Use best, latest or a step.",
         )
     return step
 

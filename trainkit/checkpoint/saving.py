@@ -100,7 +100,9 @@ def _check_fit(model: nn.Module, weights: Mapping[str, Tensor], dist: Distribute
         for name in own.keys() | weights.keys():
             there = tuple(weights[name].shape) if name in weights else None
             if own.get(name) != there:
-                problem = f"'{name}' is {there or 'absent'} in the checkpoint and {own.get(name) or 'absent'} in the model"
+                problem = (
+                    f"'{name}' is {there or 'absent'} in the checkpoint and {own.get(name) or 'absent'} in the model"
+                )
                 break
     problem = dist.broadcast_object(problem)
     if problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,16 +26,20 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
     Only tensors are kept of the optimizer: learning rates and the like come from the configuration.
     """
-    weights = {name: value.detach().clone() for name, value in get_model_state_dict(model, options=_GATHER).items()}
-    flat = get_optimizer_state_dict(model, optimizer, options=_GATHER)
-    moments = {name: value.detach().clone() for name, value in flat.items() if isinstance(value, Tensor)}
+    weights = _copies(get_model_state_dict(model, options=_GATHER))
+    moments = _copies(get_optimizer_state_dict(model, optimizer, options=_GATHER))
     return weights, moments
 
 
-def hand_out_model(model: nn.Module, weights: dict[str, Tensor], dist: Distributed) -> None:
+def _copies(state: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensors of a state dict, each with memory of its own: safetensors refuses tied ones."""
+    return {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def hand_out_model(model: nn.Module, weights: Mapping[str, Tensor], dist: Distributed) -> None:
     """Load rank 0's ``weights`` into the model of every rank; the other ranks pass an empty dict."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.world_size > 1)
-    set_model_state_dict(model, weights, options=options)
+    set_model_state_dict(model, dict(weights), options=options)
 
 
 def hand_out_optimizer(

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as c10d
 from torch import Tensor
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from trainkit.errors import RunFailedError
 from trainkit.launch.ranks import RankEnv, device_index
@@ -111,9 +113,7 @@ class StopVote:
 
 
 @contextmanager
-def distributed(
-    env: RankEnv, *, use_gpu: bool, timeout: timedelta = timedelta(minutes=10)
-) -> Iterator[Distributed]:
+def distributed(env: RankEnv, *, use_gpu: bool, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Distributed]:
     """Join the other ranks, and leave together with them.
 
     NCCL carries GPU tensors and gloo CPU tensors. A single rank has a process group as well, so that nothing above has
@@ -154,16 +154,16 @@ def distributed(
         c10d.destroy_process_group()
 
 
-def _join(env: RankEnv, timeout: timedelta) -> c10d.Store:
+def _join(env: RankEnv, timeout: timedelta) -> Store:
     """A store that all ranks have reached."""
     if env.world_size == 1:
-        return c10d.HashStore()  # no port: two debug runs on one machine never collide
+        return HashStore()  # no port: two debug runs on one machine never collide
     try:
         if env.launcher == "torchrun":
             # torchrun's agent already serves the store at MASTER_PORT; torch knows whether and under which prefix.
-            store, _, _ = next(c10d.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+            store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
         else:
-            store = c10d.TCPStore(
+            store = TCPStore(
                 env.master_addr,
                 env.master_port,
                 is_master=env.rank == 0,
@@ -193,7 +193,7 @@ def _join(env: RankEnv, timeout: timedelta) -> c10d.Store:
     return store
 
 
-def _missing_ranks(store: c10d.Store, keys: list[str], env: RankEnv, timeout: timedelta) -> RunFailedError:
+def _missing_ranks(store: Store, keys: list[str], env: RankEnv, timeout: timedelta) -> RunFailedError:
     head = f"{env.master_addr}:{env.master_port}"
     try:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]

@@ -1,8 +1,8 @@
 """Stop requests: a signal sets a flag, the ranks agree, and the loop leaves at the same step everywhere.
 
-The handlers must be in place before torch is imported: until then the signal of a time limit kills the process. So this
-module imports nothing heavy. Nothing is done in the handler itself: a collective there would deadlock, because the ranks
-are at different lines when the signal arrives.
+The handlers must be in place before torch is imported: until then the signal of a time limit kills the process. So
+this module imports nothing heavy. Nothing is done in the handler itself: a collective there would deadlock, because the
+ranks are at different lines when the signal arrives.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class DDP:
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         assert isinstance(model, DistributedDataParallel)
-        return nullcontext() if enabled else model.no_sync()  # type: ignore[no-untyped-call]
+        return nullcontext() if enabled else model.no_sync()
 
 
 def build(

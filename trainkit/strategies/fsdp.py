@@ -30,7 +30,8 @@ class FSDP:
         mesh = init_device_mesh(self._dist.device.type, (self._dist.world_size,))
         for block in repeated_blocks(model, self._min_block_params):
             fully_shard(block, mesh=mesh, reshard_after_forward=self._reshard_after_forward)
-        return fully_shard(model, mesh=mesh, reshard_after_forward=self._reshard_after_forward)
+        fully_shard(model, mesh=mesh, reshard_after_forward=self._reshard_after_forward)
+        return model
 
     @contextmanager
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> Iterator[None]:

@@ -70,7 +70,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of ``loss``, scaled if need be."""
-        self._scaler.scale(loss).backward()
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks, train_run
+from trainkit.launch.ranks import RankEnv
+from trainkit.records.events import read_events
+from trainkit.records.rundir import RunDir
+
+QUICK = ("train.max_steps=3", "train.precision=fp32", "monitor.loggers=[jsonl]")
+
+
+def train(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = (
+        [*launcher, "-m", "jobs.train", *arguments] if launcher else [sys.executable, "-m", "jobs.train", *arguments]
+    )
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_alone_it_makes_a_run_folder_and_says_how_it_went(tmp_path: Path) -> None:
+    done = train("single", *QUICK, "--run-dir", "here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "val acc1" in done.stdout
+    summary = json.loads((tmp_path / "here/summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["world_size"] == 1
+    assert summary["test"]["samples"] > 200
+
+
+def test_other_settings_do_not_go_on_with_a_run(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "here", "seed: 3\n")
+    done = train("single", *QUICK, "--run-dir", "here", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "was started with other settings" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_data_exits_with_2_and_the_command_that_fetches_it(tmp_path: Path) -> None:
+    done = train("single", *QUICK, "data.name=cifar10", "--run-dir", "here", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "python -m jobs.prepare cifar10" in done.stderr
+    assert not (tmp_path / "here").exists()
+
+
+def test_torchrun_starts_ranks_of_one_run(tmp_path: Path) -> None:
+    torchrun = (str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2")
+    done = train("ddp", *QUICK, cwd=tmp_path, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    runs = [path for path in Path(os.environ["TRAINKIT_RUNS"]).iterdir() if not path.name.startswith(".")]
+    assert [json.loads((run / "summary.json").read_text())["world_size"] for run in runs] == [2]
+
+
+def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    settings = ("train.precision=fp32", "monitor.loggers=[jsonl]", "train.epochs=400")
+    command = [sys.executable, "-m", "jobs.train", "single", *settings, "--run-dir", "here"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "here/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Go on with: python -m jobs.train" in out
+    run_dir = RunDir(tmp_path / "here")
+    assert (run_dir.checkpoints / "latest/state.json").exists()
+    assert read_events(run_dir, "signalled")[0]["signals"] == ["SIGTERM"]
+
+
+def _with_settings_of_its_own(env: RankEnv, folder: Path) -> str:
+    return train_run(env, folder, "ddp", (f"seed={env.rank}", "train.max_steps=1"))
+
+
+def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="different settings: rank 1 differs from rank 0"):
+        run_ranks(2, _with_settings_of_its_own, tmp_path / "run")
+
+
+def test_a_batch_that_cannot_be_split_names_sizes_that_can(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"cannot be split evenly over 3 ranks(.|\n)*63 or 66"):
+        run_ranks(3, train_run, tmp_path / "run", "ddp", ("train.max_steps=1",))
