@@ -156,6 +156,7 @@ def distributed(env: RankEnv, *, use_gpu: bool, timeout: timedelta = timedelta(m
 
 def _join(env: RankEnv, timeout: timedelta) -> Store:
     """A store that all ranks have reached."""
+    store: Store
     if env.world_size == 1:
         return HashStore()  # no port: two debug runs on one machine never collide
     try:
