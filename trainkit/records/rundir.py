@@ -102,22 +102,23 @@ class RunDir:
         """
         path = path.absolute()
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        if _holds_only_logs(path):
-            # A plain sbatch script was here first: srun opens the ranks' logs before any Python runs.
-            partial.write_text(config_yaml, encoding="utf-8")
-            partial.rename(path / "config.yaml")
-            index.remember(path)
-            return cls(path)
+        late = False
         try:
-            partial.mkdir(parents=True)
-            (partial / "config.yaml").write_text(config_yaml, encoding="utf-8")
-            (partial / "logs").mkdir()
-            if path.exists() or path.is_symlink():
-                raise FileExistsError(path)
-            partial.rename(path)
+            late = _holds_only_logs(path)
+            if late:
+                # A plain sbatch script was here first: srun opens the ranks' logs before any Python runs.
+                partial.write_text(config_yaml, encoding="utf-8")
+                partial.rename(path / "config.yaml")
+            else:
+                partial.mkdir(parents=True)
+                (partial / "config.yaml").write_text(config_yaml, encoding="utf-8")
+                (partial / "logs").mkdir()
+                if path.exists() or path.is_symlink():
+                    raise FileExistsError(path)
+                partial.rename(path)
         except OSError as error:
             _remove(partial)
-            if path.exists():
+            if path.exists() and not late:
                 raise UserError(
                     f"{path} exists already.",
                     why="A run is never written over.",
@@ -207,6 +208,8 @@ def _holds_only_logs(path: Path) -> bool:
 
 
 def _remove(partial: Path) -> None:
+    if partial.is_file():
+        partial.unlink()
     if partial.is_dir():  # it may not even have been made: a file can lie where its folder should be
         (partial / "config.yaml").unlink(missing_ok=True)
         for folder in (partial / "logs", partial):

@@ -29,16 +29,21 @@ PACKAGES = (
     "numpy",
     "safetensors",
 )
-# What looks like a credential on a command line; its value must not reach a shared file system.
-_SECRET = re.compile(r"(?i)([\w.-]*(?:key|token|secret|password)[\w.-]*[=:])\S+")
+# What looks like a credential must not reach a shared file system: on a command line, and in a diff, where `key=` is
+# code as a rule, so that only the names of credentials and the shapes of well-known ones count.
+_SECRET_WORD = re.compile(r"(?i)([\w.-]*(?:key|token|secret|password)[\w.-]*[=:])\S+")
+_SECRET_TEXT = re.compile(
+    r"""(?ix) ( [\w.-]* (?: api_?key | access_?key(?:_?id)? | secret | token | password ) ["']? \s*[=:]\s* ["']? )
+    [^\s"',]+"""
+)
+_SECRET_SHAPE = re.compile(r"\b(?:hf_|ghp_|github_pat_|sk-|AKIA)[A-Za-z0-9_-]{16,}")
 _OWN = ("jobs", "trainkit", "configs")
 
 
 def write_code(run_dir: RunDir) -> None:
     """Copy the packages that the job runs, so that edits after submission do not change a queued or requeued job.
 
-    The user's own modules beside them (``package.module:function``) come along when git tracks them, or when the
-    folder is no git checkout and they are Python files.
+    The user's own Python files beside them (``package.module:function``) come along, those of the current folder.
     """
     for name in _OWN:
         shutil.copytree(
@@ -47,7 +52,7 @@ def write_code(run_dir: RunDir) -> None:
     here = Path.cwd()
     for file in _user_modules(here):
         target = run_dir.code / file
-        if not target.exists():
+        if not target.exists() and (here / file).is_file():  # a link may lead nowhere
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(here / file, target)
 
@@ -55,7 +60,7 @@ def write_code(run_dir: RunDir) -> None:
 def write_manifest(run_dir: RunDir, command: list[str]) -> None:
     """Record git commit, uncommitted changes, package versions, host, command line. Never the environment."""
     manifest: dict[str, Any] = {
-        "command": [_SECRET.sub(r"\1***", word) for word in command],
+        "command": [_without_secrets(word, _SECRET_WORD) for word in command],
         "cwd": str(Path.cwd()),
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -63,11 +68,15 @@ def write_manifest(run_dir: RunDir, command: list[str]) -> None:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "git": {
             "commit": _git("rev-parse", "HEAD"),
-            "diff": _SECRET.sub(r"\1***", _git("diff", "HEAD") or ""),
+            "diff": _without_secrets(_git("diff", "HEAD") or "", _SECRET_TEXT),
             "untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
         },
     }
     run_dir.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _without_secrets(text: str, named: re.Pattern[str]) -> str:
+    return _SECRET_SHAPE.sub("***", named.sub(r"\1***", text))
 
 
 def _user_modules(here: Path) -> list[Path]:
@@ -77,6 +86,9 @@ def _user_modules(here: Path) -> list[Path]:
         skip = {"runs", "data"}
     found: list[Path] = []
     for folder, folders, files in os.walk(here):
+        if {"config.yaml", "manifest.json"} <= set(files):  # a run folder: its code is a copy already
+            folders.clear()
+            continue
         inside = Path(folder).relative_to(here)
         folders[:] = [
             name

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from trainkit.records.events import append_event, last_event, read_events
+from trainkit.records.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run", "seed: 0\n")
+
+
+def test_an_event_has_its_kind_its_fields_and_the_present_time(run: RunDir) -> None:
+    append_event(run, "saved", step=7)
+    (event,) = read_events(run)
+    assert (event["event"], event["step"]) == ("saved", 7)
+    assert abs(event["time"] - time.time()) < 60
+
+
+def test_events_are_in_the_order_they_happened(run: RunDir) -> None:
+    for kind in ("submitted", "started", "saved"):
+        append_event(run, kind)
+    assert [event["event"] for event in read_events(run)] == ["submitted", "started", "saved"]
+
+
+def test_one_kind_can_be_read_alone(run: RunDir) -> None:
+    append_event(run, "started")
+    append_event(run, "saved")
+    assert [event["event"] for event in read_events(run, "saved")] == ["saved"]
+
+
+def test_the_last_event_of_a_kind_is_the_newest(run: RunDir) -> None:
+    append_event(run, "saved", step=1)
+    append_event(run, "saved", step=2)
+    append_event(run, "requeued")
+    event = last_event(run, "saved")
+    assert event is not None
+    assert event["step"] == 2
+
+
+def test_what_never_happened_has_no_last_event(run: RunDir) -> None:
+    assert last_event(run, "finished") is None

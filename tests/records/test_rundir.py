@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.errors import UserError
+from trainkit.records.rundir import RunDir, find_run, list_runs, next_path, runs_root
+
+YAML = "seed: 0\n"
+
+
+# Making
+
+
+def test_a_new_run_holds_its_configuration_and_a_place_for_logs(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", YAML)
+    assert run.config.read_text() == YAML
+    assert sorted(entry.name for entry in run.path.iterdir()) == ["config.yaml", "logs"]
+    assert [entry.name for entry in run.path.parent.iterdir()] == ["ddp-0001"]
+
+
+def test_a_runs_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunDir.create(Path("runs/a"), YAML).path == tmp_path / "runs" / "a"
+
+
+@pytest.mark.parametrize("kind", ["run", "empty folder", "file", "link"])
+def test_what_exists_is_never_written_over(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    if kind == "run":
+        RunDir.create(path, "seed: 1\n")
+    elif kind == "empty folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("mine")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="exists already"):
+        RunDir.create(path, YAML)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_in_which_only_logs_were_opened_becomes_the_run(tmp_path: Path) -> None:
+    (tmp_path / "a" / "logs" / "0").mkdir(parents=True)
+    assert RunDir.create(tmp_path / "a", YAML).config.read_text() == YAML
+
+
+def test_a_file_where_the_runs_folder_should_be_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("mine")
+    with pytest.raises(UserError, match="Cannot make the run folder"):
+        RunDir.create(tmp_path / "runs" / "a", YAML)
+    assert (tmp_path / "runs").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/proc/sys").is_dir(), reason="needs a folder that not even root may write to")
+def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"(?s)Cannot make the run folder.*TRAINKIT_RUNS=FOLDER"):
+        RunDir.create(Path("/proc/sys/runs/a"), YAML)
+
+
+def test_of_two_that_make_the_same_run_one_is_refused(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from trainkit.records.rundir import RunDir; sys.stdin.read()\n"
+        "try: RunDir.create(Path(sys.argv[1]), sys.argv[2])\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "a")]
+    makers = [
+        subprocess.Popen(
+            [*command, who], cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for who in "xyz"
+    ]
+    for maker in makers:
+        assert maker.stdin is not None
+        maker.stdin.close()
+        maker.stdin = None
+    answers = sorted(maker.communicate()[0].strip() for maker in makers)
+    assert answers == ["", "UserError", "UserError"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_ids_count_up_over_all_runs_of_the_folder(tmp_path: Path) -> None:
+    assert next_path(tmp_path, "ddp").name == "ddp-0001"
+    (tmp_path / "ddp-0001").mkdir()
+    (tmp_path / "vit-b-0041").mkdir()
+    (tmp_path / "notes-12").mkdir()
+    assert next_path(tmp_path, "ddp").name == "ddp-0042"
+
+
+def test_after_9999_runs_comes_the_next(tmp_path: Path) -> None:
+    (tmp_path / "ddp-9999").mkdir()
+    assert next_path(tmp_path, "ddp").name == "ddp-10000"
+
+
+@pytest.mark.parametrize(("name", "safe"), [("my run/é", "my-run"), ("..", "run"), ("-x-", "x"), ("a.b_c", "a.b_c")])
+def test_a_runs_name_is_safe_in_shells_and_paths(tmp_path: Path, name: str, safe: str) -> None:
+    assert next_path(tmp_path, name).name == f"{safe}-0001"
+
+
+@pytest.mark.parametrize("variable", [None, ""])
+def test_runs_are_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runs_root({} if variable is None else {"TRAINKIT_RUNS": variable}) == tmp_path / "runs"
+
+
+def test_or_where_the_user_wants_them() -> None:
+    assert runs_root({"TRAINKIT_RUNS": "~/runs"}) == Path(os.environ["HOME"]) / "runs"
+
+
+# Finding
+
+
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.chdir(tmp_path)
+    return {"TRAINKIT_RUNS": str(tmp_path / "runs")}
+
+
+def test_a_run_is_found_by_its_path(tmp_path: Path, env: dict[str, str]) -> None:
+    run = RunDir.create(tmp_path / "anywhere", YAML)
+    assert find_run("anywhere", env) == find_run(str(run.path), {}) == run
+
+
+def test_a_run_is_found_by_its_name_in_the_runs_folder(tmp_path: Path, env: dict[str, str]) -> None:
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", YAML)
+    assert find_run("ddp-0001", env) == run
+
+
+def test_a_run_is_found_by_its_name_from_any_folder(tmp_path: Path, env: dict[str, str]) -> None:
+    run = RunDir.create(tmp_path / "project" / "runs" / "ddp-0003", YAML)
+    assert find_run("ddp-0003", env) == run
+
+
+def test_a_run_of_a_sweep_is_found_by_the_end_of_its_path(tmp_path: Path, env: dict[str, str]) -> None:
+    run = RunDir.create(tmp_path / "project" / "runs" / "sweep-0001" / "0", YAML)
+    assert find_run("sweep-0001/0", env) == run
+
+
+def test_a_name_of_two_runs_is_refused_with_their_paths(tmp_path: Path, env: dict[str, str]) -> None:
+    paths = [RunDir.create(tmp_path / folder / "ddp-0001", YAML).path for folder in ("a", "b")]
+    with pytest.raises(UserError) as caught:
+        find_run("ddp-0001", env)
+    assert all(str(path) in caught.value.why for path in paths)
+
+
+def test_an_unknown_run_is_answered_with_the_nearest(tmp_path: Path, env: dict[str, str]) -> None:
+    RunDir.create(tmp_path / "runs" / "ddp-0001", YAML)
+    with pytest.raises(UserError) as caught:
+        find_run("ddp-001", env)
+    assert caught.value.fix == "Did you mean 'ddp-0001'?"
+
+
+def test_a_half_written_run_is_refused(tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "runs" / "ddp-0001" / "logs").mkdir(parents=True)
+    with pytest.raises(UserError, match="only half of one"):
+        find_run("ddp-0001", env)
+
+
+def test_runs_and_those_of_sweeps_are_listed_oldest_first(tmp_path: Path) -> None:
+    for age, name in enumerate(["c-0003", "sweep-0002/1", "sweep-0002/0", "a-0001"]):
+        os.utime(RunDir.create(tmp_path / name, YAML).config, (1000 - age, 1000 - age))
+    (tmp_path / "a-0001" / "code").mkdir()
+    (tmp_path / "a-0001" / "code" / "config.yaml").touch()
+    names = [str(run.path.relative_to(tmp_path)) for run in list_runs(tmp_path)]
+    assert names == ["a-0001", "sweep-0002/0", "sweep-0002/1", "c-0003"]
+
+
+def test_without_a_runs_folder_there_are_no_runs(tmp_path: Path) -> None:
+    assert list_runs(tmp_path / "runs") == []
+
+
+def test_attempts_are_the_numbered_log_folders_in_order(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "a", YAML)
+    for name in ("10", "2", "0", "notes"):
+        (run.logs / name).mkdir()
+    assert run.attempts() == [0, 2, 10]
+
+
+def test_every_name_in_a_run_folder_is_the_designs(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    paths = [
+        run.config, run.plan, run.script, run.manifest, run.code, run.logs, run.metrics, run.events, run.checkpoints,
+        run.tensorboard, run.wandb, run.summary, run.hardware("n1"), run.requeue_marker(2),
+    ]  # fmt: skip
+    assert [str(path.relative_to(tmp_path)) for path in paths] == [
+        "config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs", "metrics.jsonl", "events.jsonl",
+        "checkpoints", "tensorboard", "wandb", "summary.json", "system-n1.jsonl", "logs/2/requeue",
+    ]  # fmt: skip
