@@ -82,6 +82,7 @@ def test_a_function_without_options_says_so(own: str) -> None:
 def test_an_unknown_plugin_is_answered_with_the_nearest() -> None:
     with pytest.raises(UserError) as caught:
         plugins.load(STRATEGIES, "dpd")
+    assert caught.value.what == "Unknown strategy 'dpd'."
     assert "ddp, dp, fsdp, single" in caught.value.why
     assert caught.value.fix.startswith("Did you mean 'd")
 

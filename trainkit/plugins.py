@@ -20,6 +20,9 @@ from typing import Any
 from trainkit.errors import UserError, did_you_mean
 from trainkit.options import convert
 
+# What a package's plugins are called in messages.
+_KINDS = {"strategies": "strategy", "data": "data set", "models": "model", "monitor": "logger"}
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -104,8 +107,8 @@ def _require(package: str, name: str) -> None:
     names = available(package)
     if name not in names:
         raise UserError(
-            f"{package} has no '{name}'.",
-            why=f"It has: {', '.join(names)}.",
+            f"Unknown {_KINDS.get(package.rpartition('.')[2], 'plugin')} '{name}'.",
+            why=f"There are: {', '.join(names)}.",
             fix=did_you_mean(name, names, otherwise="Use one of them, or package.module:function of your own."),
         )
 

@@ -47,6 +47,11 @@ def test_mistakes_are_seen_in_the_editor(wrong: dict[str, Any]) -> None:
     assert problems(wrong, SCHEMA, "file")
 
 
+@pytest.mark.parametrize("launch", [{"time": 90}, {"mem": 0}, {"sbatch": {"nice": 10, "exclusive": True}}])
+def test_what_the_configuration_turns_into_text_may_be_a_number(launch: dict[str, Any]) -> None:
+    assert problems({"launch": launch}, SCHEMA, "file") == []
+
+
 def test_options_of_plugins_are_left_to_the_plugins() -> None:
     assert problems({"model": {"name": "vit", "depth": 3}}, SCHEMA, "file") == []
 
@@ -74,9 +79,11 @@ def problems(value: Any, schema: dict[str, Any], where: str) -> list[str]:
         "boolean": (bool,),
         "null": (type(None),),
     }
-    wanted = schema.get("type")
-    if wanted and (not isinstance(value, types[wanted]) or (isinstance(value, bool) and wanted != "boolean")):
-        return [f"{where}: {value!r} is no {wanted}"]
+    wanted = schema.get("type", [])
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    fits = "boolean" in wanted if isinstance(value, bool) else any(isinstance(value, types[name]) for name in wanted)
+    if wanted and not fits:
+        return [f"{where}: {value!r} is no {' or '.join(wanted)}"]
     if "enum" in schema and value not in schema["enum"]:
         found.append(f"{where}: {value!r} is none of {schema['enum']}")
     if "const" in schema and value != schema["const"]:

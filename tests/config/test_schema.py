@@ -91,7 +91,6 @@ def test_sbatch_options_are_text_and_true_is_an_option_without_a_value() -> None
     ("tree", "keys"),
     [
         ({"train": {"global_batch_size": 10, "micro_batch_size": 4}}, "global_batch_size=10.*micro_batch_size=4"),
-        ({"schedule": {"warmup_epochs": 3}, "train": {"epochs": 3}}, "warmup_epochs=3.*epochs=3"),
         ({"strategy": {"name": "single"}, "launch": {"nodes": 2}}, "name=single.*nodes=2"),
         ({"strategy": {"name": "dp"}, "launch": {"ntasks_per_node": 2}}, "name=dp.*ntasks_per_node=2"),
         ({"launch": {"gres": "gpu:2", "gpus_per_node": 2}}, "gres.*gpus_per_node"),
@@ -102,10 +101,6 @@ def test_sbatch_options_are_text_and_true_is_an_option_without_a_value() -> None
 def test_settings_that_cannot_hold_together_are_refused(tree: dict[str, Any], keys: str) -> None:
     with pytest.raises(ValidationError, match=keys):
         Config.model_validate(tree)
-
-
-def test_warm_up_may_be_long_where_nothing_comes_after_it() -> None:
-    Config.model_validate({"schedule": {"name": "constant", "warmup_epochs": 50}})
 
 
 @pytest.mark.parametrize(("time", "seconds"), [("1:00:00", 90), ("3:00", 60), ("0:00:06", 5)])

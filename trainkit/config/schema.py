@@ -96,7 +96,7 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     name: Literal["onecycle", "cosine", "constant"] = "onecycle"
     warmup_epochs: NonNegativeFloat = 1.0
-    """Epochs from a small rate up to optim.lr; counted per update."""
+    """Epochs from a small rate up to optim.lr, counted per update; at most half of the run."""
     final_lr_ratio: Fraction = 0.0
     """The last learning rate as a fraction of optim.lr (cosine and onecycle)."""
 
@@ -288,14 +288,6 @@ class Config(Section):
                 keys=("train.global_batch_size", "train.micro_batch_size"),
                 why="An update takes whole micro batches.",
                 fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
-            )
-        warmup = self.schedule.warmup_epochs
-        if train.max_steps is None and warmup >= train.epochs and self.schedule.name != "constant":
-            raise ImpossibleError(
-                f"schedule.warmup_epochs={warmup:g} is not shorter than train.epochs={train.epochs}",
-                keys=("schedule.warmup_epochs", "train.epochs"),
-                why="The learning rate would never come down again.",
-                fix=f"Use schedule.warmup_epochs={train.epochs / 10:g}, or more epochs.",
             )
         if self.strategy.name in ("single", "dp"):
             for name, count in (("nodes", launch.nodes), ("ntasks_per_node", launch.ntasks_per_node or 1)):
