@@ -50,7 +50,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.launch.ranks import RankEnv
 
     check(loaded)
-    plan = _plan(loaded, args)
+    plan = _plan(loaded, args, env)
     master_addr = _master_addr(args)
     run = existing or _new_run(loaded, args, plan, ["python", "-m", "jobs.launch", *argv], env)
     first = args.node_rank * plan.ntasks_per_node
@@ -79,7 +79,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(argv))
 
 
-def _plan(loaded: loading.Loaded, args: argparse.Namespace) -> Any:
+def _plan(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Any:
     """The plan of all nodes, checked against the GPUs of this one."""
     from dataclasses import replace
 
@@ -92,7 +92,7 @@ def _plan(loaded: loading.Loaded, args: argparse.Namespace) -> Any:
             why="They count from 0.",
             fix=f"Use 0 to {args.nodes - 1}.",
         )
-    here = discover(dict(os.environ))
+    here = discover(env)
     asked = loaded.config.launch.gpus_per_node
     if isinstance(asked, int) and asked > here.gpus:
         raise RefusedError(

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,15 @@ def _submit(
             "A sweep does not run with --executor debug.", why="debug is one run in this process.", fix="Use local."
         )
     configs = [submission.stored_config(loaded, cwd) for loaded in loadeds]
-    if points == 1:
-        runs = [submission.write_run(folder, configs[0], plan, script, command)]
-    else:
-        runs = _write_sweep(folder, configs, plan, script, command, variants)
+    try:
+        if points == 1:
+            runs = [submission.write_run(folder, configs[0], plan, script, command)]
+        else:
+            runs = submission.write_sweep(folder, configs, plan, script, command, variants)
+    except UserError:
+        if args.run_dir is None and folder.exists():  # another submission was given the same number: take the next
+            return _submit(loadeds, variants, next_path(folder.parent, loadeds[0].name), args, command, env)
+        raise
     return start(folder, runs, plan, args, cwd, env, new=True)
 
 
@@ -198,29 +203,6 @@ def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
     return [list(point) for point in itertools.product(*axes)]
 
 
-def _write_sweep(
-    folder: Path, configs: Sequence[Any], plan: Any, script: str | None, command: Sequence[str],
-    variants: Sequence[Sequence[str]],
-) -> list[RunDir]:  # fmt: skip
-    import json
-
-    from trainkit.launch import submission
-
-    if folder.exists():
-        raise UserError(f"{folder} exists already.", why="A run is never written over.", fix="Give another --run-dir.")
-    with submission.undone_on_error(folder):
-        runs = [
-            submission.write_run(folder / str(index), config, plan, script, command)
-            for index, config in enumerate(configs)
-        ]
-        submission.write_launch(folder, plan, script)
-        points = [
-            {"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)
-        ]
-        (folder / "sweep.json").write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
-    return runs
-
-
 def _announce(folder: Path, plan: Any, job_ids: Sequence[str]) -> None:
     ranks = f"{plan.nodes} node{'s' * (plan.nodes > 1)} x {plan.ntasks_per_node} rank{'s' * (plan.ntasks_per_node > 1)}"
     if plan.executor == "slurm":
@@ -243,16 +225,30 @@ def _reason(plan: Any, name: str) -> str:
 
 def follow_to_end(run: RunDir) -> int:
     """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
-    from trainkit.launch.queue import job_state
     from trainkit.monitor.follow import follow
 
     try:
-        follow(run, lambda: job_state(run).alive)
+        follow(run, _alive_asker(run))
     except KeyboardInterrupt:
         print("\nDetached; the run goes on.")
         print(f"  watch   python -m jobs.logs {run.path} -f\n  cancel  python -m jobs.cancel {run.path}")
         return 130
     return wait_for(run)
+
+
+def _alive_asker(run: RunDir) -> Callable[[], bool]:
+    """Whether the run's job may still write; SLURM is asked every ten seconds at most, for sites warn who asks more."""
+    from trainkit.launch.queue import job_state
+
+    state, asked = job_state(run), time.monotonic()
+
+    def is_alive() -> bool:
+        nonlocal state, asked
+        if state.executor != "slurm" or time.monotonic() - asked > 10:
+            state, asked = job_state(run), time.monotonic()
+        return state.alive
+
+    return is_alive
 
 
 def wait_for(run: RunDir) -> int:

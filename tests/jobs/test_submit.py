@@ -15,7 +15,7 @@ import pytest
 from jobs.submit import sweep_points
 from trainkit.errors import UserError
 from trainkit.records.events import last_event
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, next_path
 
 PROJECT = Path(__file__).parents[2]
 FAST = ("train.epochs=2", "schedule.warmup_epochs=0", "monitor.loggers=[jsonl]")
@@ -127,6 +127,22 @@ def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Pat
     assert (sweep / "3" / "code" / "jobs" / "train.py").is_file()
 
 
+def test_submissions_at_the_same_time_get_folders_of_their_own(
+    command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = [tmp_path / "runs" / "ddp-0001"]
+    taken[0].mkdir(parents=True)
+    (taken[0] / "config.yaml").write_text("seed: 0\n")
+    found = next_path
+    # As if the other folder had been made between the look and the deed.
+    monkeypatch.setattr("jobs.submit.next_path", lambda root, name: taken.pop() if taken else found(root, name))
+    done = command("submit", "ddp")
+    assert done.code == 0, done.err
+    assert f"run folder  {tmp_path}/runs/ddp-0002" in done.out
+    assert f"TRAINKIT_RUN_DIR={tmp_path}/runs/ddp-0002\n" in (fake_slurm / "submitted.sbatch").read_text()
+    assert (tmp_path / "runs" / "ddp-0001" / "config.yaml").read_text() == "seed: 0\n"
+
+
 def test_a_sweep_is_the_product_of_its_axes() -> None:
     assert sweep_points(["a.b=1,2", "c.d=x"]) == [["a.b=1", "c.d=x"], ["a.b=2", "c.d=x"]]
     assert sweep_points([]) == [[]]
@@ -167,7 +183,7 @@ def test_flags_and_overrides_may_come_in_any_order(command: Command, no_slurm: d
         (["ddp", "--run-dir", "taken"], 2, "exists already"),
         (["ddp", "--run-dir", "half"], 2, "exists already"),
         (["ddp", "--run-dir", "file/run"], 2, "Cannot make the run folder"),
-        (["ddp", "--sweep", "seed=1,2", "--run-dir", "taken"], 2, "exists already"),
+        (["ddp", "--sweep", "seed=1,2", "--run-dir", "taken"], 2, "File exists"),
         (["ddp", "--sweep", "seed=1,x"], 2, "seed"),
         (["ddp", "--nodes", "2", "--gpus-per-node", "4"], 3, "ddp_sim"),
         (["ddp", "--gres", "gpu:1"], 3, "--gpus-per-node 0"),

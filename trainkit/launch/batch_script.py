@@ -94,7 +94,7 @@ def _ending(plan: Plan, run_path: Path) -> list[str]:
         "# Saved and handed back: queue the same job again, unless it is being cancelled.",
         'if [ -e "$logs/requeue" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then',
         f"    {event}",
-        '    if scontrol requeue "$SLURM_JOB_ID"; then sleep 120 || true; fi  # SLURM ends this script',
+        '    if scontrol requeue "$SLURM_JOB_ID"; then sleep 120 || true; else rc=1; fi  # SLURM ends this script',
         "fi",
         'exit "$rc"',
     ]

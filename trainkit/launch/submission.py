@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -44,6 +45,30 @@ def write_run(path: Path, config: Config, plan: Plan, script: str | None, comman
         write_manifest(run_dir, list(command))
         write_launch(run_dir.path, plan, script)
     return run_dir
+
+
+def write_sweep(
+    folder: Path,
+    configs: Sequence[Config],
+    plan: Plan,
+    script: str | None,
+    command: Sequence[str],
+    variants: Sequence[Sequence[str]],
+) -> list[RunDir]:
+    """Make a sweep's folder: complete runs 0, 1, 2, ..., and sweep.json with the overrides of each."""
+    try:
+        folder.mkdir(parents=True)  # which claims the name: of two sweeps at once only one gets it
+    except OSError as error:
+        fix = "Give another --run-dir, or a folder that you may write to with TRAINKIT_RUNS=FOLDER."
+        raise UserError(f"Cannot make the folder {folder}.", why=f"{error.strerror}.", fix=fix) from None
+    with undone_on_error(folder):
+        runs = [write_run(folder / str(index), config, plan, script, command) for index, config in enumerate(configs)]
+        write_launch(folder, plan, script)
+        points = [
+            {"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)
+        ]
+        (folder / "sweep.json").write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
+    return runs
 
 
 def write_launch(folder: Path, plan: Plan, script: str | None) -> None:
