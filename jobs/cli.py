@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -47,20 +48,29 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        why, fix = f"It was given to `{self.prog}`.", f"`{self.prog} --help` lists the flags."
-        if message.startswith("unrecognized arguments: "):
-            word, *rest = message.split(": ", 1)[1].split()
+        what, why, fix = message, f"It was given to `{self.prog}`.", f"`{self.prog} --help` lists the flags."
+        kind, _, rest = message.partition(": ")
+        # "argument --nodes/-N" or "argument create|status": the long flag, or what stands for the word
+        name = max(kind.removeprefix("argument ").split("/"), key=lambda item: (item.startswith("--"), len(item)))
+        if kind == "unrecognized arguments":
+            word, *more = rest.split()
             flag, _, value = word.partition("=")
-            known = [name for action in self._actions for name in action.option_strings]
-            fix = _as_setting(flag, value or " ".join(rest[:1])) or did_you_mean(flag, known, otherwise=fix)
-        elif message.startswith("the following arguments are required: "):
+            known = [item for action in self._actions for item in action.option_strings]
+            fix = _as_setting(flag, value or " ".join(more[:1])) or did_you_mean(flag, known, otherwise=fix)
+        elif kind == "the following arguments are required":
             # argparse names the overrides as well, which nobody must give.
-            names = [name for name in message.split(": ", 1)[1].split(", ") if name != "section.key=value"]
-            what = f"{', '.join(names)} missing."
-            raise UserError(what[0].upper() + what[1:], why=f"`{self.prog}` needs it.", fix=fix)
-        elif message.endswith("expected one argument"):
-            why = "It takes a value, and none follows it."
-        raise UserError(f"{message[0].upper()}{message[1:]}.", why=why, fix=fix)
+            names = [item for item in rest.split(", ") if item != "section.key=value"]
+            what, why = f"{', '.join(names)} missing", f"`{self.prog}` needs it."
+        elif rest == "expected one argument":
+            what, why, fix = f"{name} has no value", "It takes one, and none follows it.", f"Write {name} VALUE."
+        elif match := re.fullmatch(r"invalid (\w+) value: '(.*)'", rest):
+            wanted = {"int": "a whole number", "float": "a number"}.get(match[1], f"a {match[1]}")
+            what, why, fix = f"{name} {match[2]} is not valid", f"It must be {wanted}.", f"Give {wanted}."
+        elif match := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", rest):
+            choices = match[2].replace("'", "").split(", ")
+            what, why = f"'{match[1]}' is not possible", f"{name} is one of: {', '.join(choices)}."
+            fix = did_you_mean(match[1], choices, otherwise=f"Use {choices[0]}.")
+        raise UserError(f"{what[0].upper()}{what[1:]}.", why=why, fix=fix)
 
 
 def _as_setting(flag: str, value: str) -> str:

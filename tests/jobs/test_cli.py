@@ -21,6 +21,8 @@ def parser() -> cli.Parser:
     made = cli.Parser("submit", "Submit.")
     made.add_argument("preset")
     made.add_argument("overrides", nargs="*", metavar="section.key=value")
+    made.add_argument("-r", "--rank", type=int)
+    made.add_argument("--mode", choices=["fast", "slow"])
     cli.add_resource_flags(made)
     return made
 
@@ -96,7 +98,10 @@ def test_flags_and_overrides_may_stand_in_any_order(parser: cli.Parser) -> None:
         ),
         (["ddp", "--lr=1"], "Unrecognized arguments: --lr=1.", "Settings are written without dashes: optim.lr=1."),
         (["ddp", "--zzz"], "Unrecognized arguments: --zzz.", "`python -m jobs.submit --help` lists the flags."),
-        (["ddp", "--nodes"], "Argument --nodes/-N: expected one argument.", "--help"),
+        (["ddp", "--nodes"], "--nodes has no value.", "Write --nodes VALUE."),
+        (["ddp", "--mode", "fats"], "'fats' is not possible.", "Did you mean 'fast'?"),
+        (["ddp", "--mode", "x"], "'x' is not possible.", "Use fast."),
+        (["ddp", "--rank", "x"], "--rank x is not valid.", "Give a whole number."),
         ([], "Preset missing.", "--help"),
     ],
 )
