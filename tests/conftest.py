@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import site
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,3 +42,20 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("TRAINKIT_RUNS", str(home / "runs"))
     monkeypatch.setenv("WANDB_MODE", wandb_mode)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """All of tests/slurm in one worker, first of all: its jobs share a cluster, and two workers would only contend.
+
+    xdist's own groups do not work with pytest 9.2, whose node ids cannot be given a suffix.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class OneWorkerForTheCluster(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return "slurm" if nodeid.startswith("tests/slurm/") else nodeid
+
+    return OneWorkerForTheCluster(config, log)

@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "model.name=slow_model:build")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")

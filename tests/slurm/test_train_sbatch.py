@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PROJECT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "model.name=slow_model:build")
 TEMPLATES = ("train.sbatch", "train_torchrun.sbatch")
