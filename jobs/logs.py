@@ -44,7 +44,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     path = run.attempt_logs(attempt) / name
     if not path.is_file():
         ranks = sorted(int(file.stem.removeprefix("rank-")) for file in run.attempt_logs(attempt).glob("rank-*.out"))
-        raise UserError(f"{run.name} has no rank {args.rank or 0} in attempt {attempt}.", why=_have("ranks", ranks))
+        raise UserError(
+            f"{run.name} has no rank {args.rank or 0} in attempt {attempt}.",
+            why=_have("ranks", ranks),
+            fix="Give one of them with --rank, or another --attempt.",
+        )
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             sys.stdout.write(line)

@@ -73,6 +73,8 @@ ENVIRONMENT = {
     "trainkit.collaborative.session": "OMP_NUM_THREADS: what this process was granted",
 }
 
+ERRORS = {"UserError", "RefusedError", "SchedulerError", "RunFailedError", "TrainkitError"}
+
 LONGEST = 350
 LONG = {
     "slurm/devcluster": "one file that can be copied to any machine",
@@ -273,6 +275,17 @@ def test_checking_a_submission_never_loads_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_every_error_for_users_says_what_why_and_how_to_fix_it() -> None:
+    short = [
+        f"{name}:{node.lineno}"
+        for name, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ERRORS
+        if None not in (given := {keyword.arg for keyword in node.keywords}) and not {"why", "fix"} <= given
+    ]
+    assert short == []
 
 
 # Size and speed

@@ -100,7 +100,11 @@ def check_options(package: str, name: str, options: Mapping[str, Any], *, where:
             )
     for option in sig.required:
         if option not in options:
-            raise UserError(f"{where} '{name}' needs '{where}.{option}'.", fix=f"Add {where}.{option}=VALUE.")
+            raise UserError(
+                f"{where} '{name}' needs '{where}.{option}'.",
+                why="It has no default.",
+                fix=f"Add {where}.{option}=VALUE.",
+            )
 
 
 def _require(package: str, name: str) -> None:

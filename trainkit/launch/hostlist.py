@@ -42,7 +42,9 @@ def expand_counts(counts: str) -> list[int]:
         match = _COUNT.fullmatch(item)
         if match is None:
             raise UserError(
-                f"Cannot read the tasks per node '{counts}'.", why="SLURM writes them like '4' or '2(x3),1'."
+                f"Cannot read the tasks per node '{counts}'.",
+                why="SLURM writes them like '4' or '2(x3),1'.",
+                fix="Leave SLURM_TASKS_PER_NODE as SLURM sets it.",
             )
         numbers += [int(match[1])] * int(match[2] or 1)
     return numbers

@@ -141,6 +141,7 @@ def _from_submitit_local(read: _Reader) -> RankEnv:
         raise UserError(
             f"{world_size} local tasks cannot be split over {num_nodes} simulated nodes.",
             why="TRAINKIT_SIMULATED_NODES must divide SUBMITIT_LOCAL_NTASKS.",
+            fix="Unset TRAINKIT_SIMULATED_NODES; `python -m jobs.submit` sets it for its own jobs.",
         )
     local_world_size = world_size // num_nodes
     return RankEnv(

@@ -141,7 +141,9 @@ class RunDir:
         """
         path = path.absolute()
         if not path.is_dir():
-            raise UserError(f"No run folder {path}.", fix="`python -m jobs.status` lists the runs.")
+            raise UserError(
+                f"No run folder {path}.", why="There is nothing there.", fix="`python -m jobs.status` lists the runs."
+            )
         run_dir = cls(path)
         if not run_dir.config.is_file():
             raise UserError(
