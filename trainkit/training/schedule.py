@@ -20,7 +20,7 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     Both end at ``final_lr_ratio`` of lr if that is higher. constant: linear warm-up, then lr.
     """
     peak = optim.lr
-    # At most half of a run that is shorter than its warm-up says (train.max_steps of a quick trial).
+    # At most half of the run, so that a preset made for many epochs can be tried for one.
     warmup = min(schedule.warmup_epochs * steps_per_epoch, total_steps / 2)
     floor = schedule.final_lr_ratio * peak
     if schedule.name == "onecycle":
