@@ -198,8 +198,10 @@ class Averaging:
             return None, {}, "no others" if "could not find a group" in str(error) else _first_line(error)
         except Exception as error:  # of libp2p, by way of the averager's process: what it is does not matter here
             return None, {}, _first_line(error)
-        with lock:
-            average = shared.clone()
+        if not lock.acquire(timeout=_GRACE):
+            return None, {}, "the averager holds on to its result"
+        average = shared.clone()
+        lock.release()
         found = {str(peer): value if isinstance(value, dict) else {} for peer, value in (members or {}).items()}
         return average, found, ""
 

@@ -5,7 +5,8 @@ One DHT is one swarm. Two kinds of records live in it: the creator's manifest, a
 
 from __future__ import annotations
 
-import os
+import ipaddress
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -17,7 +18,7 @@ import hivemind
 
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.trust import MANIFEST, PROGRESS, Identity, peer_id_of
-from trainkit.errors import RefusedError, TrainkitError, UserError
+from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
 
 PROTOCOL = 1
 _START_SECONDS = 20.0
@@ -179,6 +180,8 @@ def open_dht(
     """
     for item in peers:
         address.check(item)
+    if host is not None:
+        _check_listening(host, port)
     node = _DHT(
         initial_peers=list(peers) or None,
         start=False,
@@ -200,7 +203,7 @@ def open_dht(
             node.wait_until_ready(_START_SECONDS)
             mine = processes.family(node.pid)
         except Exception as error:  # whatever went wrong in the other process comes back as it was there
-            raise _explain(error, peers, host, port) from None
+            raise _explain(error, peers) from None
         yield SwarmDHT(node, identity)
     finally:
         with suppress(OSError, ValueError):
@@ -244,13 +247,31 @@ def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0)
     return manifest
 
 
+def _check_listening(host: str, port: int) -> None:
+    """Refuse an address that is not this machine's, and a port that somebody else has.
+
+    Tried here, because libp2p shares a port with whoever let others share it, such as another peer.
+    """
+    try:
+        kind = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(kind, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((host, port))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"Cannot listen on {host}, port {port or 'any'}.",
+            why=f"{getattr(error, 'strerror', None) or error}.",
+            fix="Choose another --port, or a --host that is an IP address of this machine.",
+        ) from None
+
+
 def _listen_on(host: str | None, port: int) -> str:
     if host is None:
         return "/ip4/127.0.0.1/tcp/0"  # libp2p insists on listening; nobody is told of it
     return f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}"
 
 
-def _explain(error: Exception, peers: Sequence[str], host: str | None, port: int) -> TrainkitError:
+def _explain(error: Exception, peers: Sequence[str]) -> TrainkitError:
     text = str(error) or type(error).__name__
     if "local time must be within" in text:
         return UserError(
@@ -267,17 +288,11 @@ def _explain(error: Exception, peers: Sequence[str], host: str | None, port: int
     if peers:
         return UserError(
             f"Nobody of the swarm answers at {peers[0]}.",
-            why=f"{_reason(text)} after at most {_START_SECONDS:.0f} s: the run is over, the address is mistyped, or a "
-            "firewall is between.",
+            why="The run is over, the address is mistyped, or a firewall is between.",
             fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
         )
-    return UserError(
-        f"Cannot listen on {host}, port {port or 'any'}.",
-        why=_reason(text),
-        fix="Choose another --port, or a --host that is an address of this machine.",
+    return RunFailedError(
+        "The peer-to-peer daemon of hivemind did not start.",
+        why=f"{text.strip().splitlines()[-1][:200]}.",
+        fix="On a loaded machine try again; else run with HIVEMIND_LOGLEVEL=DEBUG and see what it says.",
     )
-
-
-def _reason(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines and os.environ.get("HIVEMIND_LOGLEVEL") == "DEBUG" else "No answer"

@@ -32,8 +32,10 @@ from trainkit.training.schedule import lr_at
 Ending = Literal["finished", "stopped", "ended"]
 """All rounds done; told to leave by a signal; the creator has ended the run."""
 
-# A peer that calls out only has lost the swarm after so many rounds without an average and without news of anybody.
+# A peer that joined has lost the swarm after so many rounds without an average and without news of anybody.
 _LOST_AFTER = 3
+# How often a peer asks for news of the others.
+NEWS_SECONDS = 1.0
 _FOREVER = 1 << 40
 
 
@@ -79,6 +81,8 @@ class Peer:
     """Every peer has a data order of its own, so that together they see more than each alone."""
     stop_requested: Callable[[], bool]
     keeper: Keeper
+    may_be_alone: bool = False
+    """The creator waits for others as long as the run lasts; to anybody else silence means that the swarm is gone."""
     republish: Callable[[], None] = lambda: None
     """What the creator does every round, so that the manifest neither expires nor misses on new nodes."""
     step: int = 0
@@ -90,11 +94,6 @@ class Peer:
     @property
     def micro_batch_size(self) -> int:
         return self.config.train.micro_batch_size or self.config.train.global_batch_size
-
-    @property
-    def client(self) -> bool:
-        """Calls out only, so that it needs others to average."""
-        return bool(self.dht.node.client_mode)
 
 
 def train(p: Peer) -> Ending:
@@ -128,7 +127,7 @@ def train(p: Peer) -> Ending:
                 p.averaging.adopt(p.clock.seconds / 2)
             box = _round(p, batches, index)
             if box is None:
-                return "stopped"
+                return "ended" if p.watch.stopped else "stopped"
             p.keeper.after_round(box)
             if box.result.drifted:
                 p.averaging.adopt(p.clock.seconds / 2)  # if it fails, the next round says so again
@@ -137,15 +136,19 @@ def train(p: Peer) -> Ending:
 
 
 def _round(p: Peer, batches: Iterator[tuple[Tensor, Tensor]], index: int) -> Box | None:
-    """One round; None when told to leave before the search for the others has begun."""
+    """One round; None when it is time to leave and the search for the others has not begun."""
     boundary = p.clock.boundary(index)
     search_at = boundary - p.config.collaborative.matchmaking_seconds
     meter, began, samples, seconds, lr = Meter(p.dist), time.time(), 0, 0.0, 0.0
+    news_at = began
     p.model.train()
     while True:
         now = time.time()
-        if p.stop_requested() and not p.averaging.begun:
+        if (p.stop_requested() or p.watch.stopped) and not p.averaging.begun:
             return None  # afterwards the others count on this peer; the rest of the round is short
+        if now > news_at:
+            p.watch.poll()
+            news_at = now + NEWS_SECONDS
         if not p.averaging.begun and now + p.step_seconds >= search_at:
             p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
         if now + p.step_seconds >= boundary:
@@ -220,7 +223,7 @@ def _publish(p: Peer, index: int, samples: int, rate: float, loss: float, group:
 
 def _check_lost(p: Peer, box: Box) -> None:
     p.rounds_alone = p.rounds_alone + 1 if box.result.used != "average" and box.peers == 1 else 0
-    if p.client and p.rounds_alone >= _LOST_AFTER:
+    if not p.may_be_alone and p.rounds_alone >= _LOST_AFTER:
         raise RunFailedError(
             f"The swarm has not answered for {_LOST_AFTER} rounds.",
             why="Its creator has gone without a word, or this machine has lost its network.",

@@ -19,7 +19,7 @@ from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import Manifest, SwarmDHT, Watch, open_dht, read_manifest
 from trainkit.collaborative.keeping import NoKeeper, RunKeeper, device_name, restore
 from trainkit.collaborative.outer import OuterState
-from trainkit.collaborative.rounds import Ending, Peer, train
+from trainkit.collaborative.rounds import NEWS_SECONDS, Ending, Peer, train
 from trainkit.collaborative.settings import in_words, installed
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
@@ -97,19 +97,23 @@ def create(
             )
 
             def publish(manifest: Manifest, *, wait: bool = False) -> None:
-                dht.publish_manifest(manifest, max(0.0, clock.end - time.time()) + 600.0, wait=wait)
+                # From now on: a record only replaces one that would expire earlier.
+                dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
 
             with open_averaging(dht, body.outer, collaborative, manifest.run_id) as averaging:
                 averaging.share()
                 publish(manifest, wait=True)
                 announce(run_dir, dht.addresses(prefer_host))
                 peer = _peer(config, seat, body, clock, dht, dht.peer_id, averaging, keeper)
+                peer.may_be_alone = True
                 peer.republish = lambda: publish(manifest)
                 peer.step = keeper.progress.step
                 with _recorded(run_dir, seat, peer):
                     ending = train(peer)
                     if ending == "stopped":
                         publish(replace(manifest, stopped=True), wait=True)
+                        if peer.watch.others(time.time() - clock.seconds):
+                            time.sleep(4 * NEWS_SECONDS)  # with this peer the news would vanish
                     else:
                         # The others may still be fetching their part of the last round's average from this peer.
                         time.sleep(max(0.0, clock.end + 2.0 - time.time()))

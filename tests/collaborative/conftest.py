@@ -1,0 +1,154 @@
+"""Peers as a user starts them: processes of the real commands on this machine, ended by their ids."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Fail with ``what`` if ``condition`` is not true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.1)
+
+
+@dataclass
+class Command:
+    """One started command, its output, and every process it has had."""
+
+    process: subprocess.Popen[bytes]
+    file: Path
+    family: set[psutil.Process] = field(default_factory=set)
+
+    @property
+    def output(self) -> str:
+        return self.file.read_text(encoding="utf-8", errors="replace")
+
+    def note_family(self) -> None:
+        """Remember the processes that it has now."""
+        try:
+            own = psutil.Process(self.process.pid)
+            self.family.update({own, *own.children(recursive=True)})
+        except psutil.NoSuchProcess:
+            return
+
+    def says(self, pattern: str, seconds: float = 90.0) -> re.Match[str]:
+        """Wait for a line of its output."""
+
+        def found() -> bool:
+            self.note_family()
+            text = self.output
+            if re.search(pattern, text, re.MULTILINE) is None:
+                assert self.process.poll() is None, f"ended with {self.process.returncode}: {text}"
+            return re.search(pattern, text, re.MULTILINE) is not None
+
+        wait_for(found, seconds, f"{pattern!r} in {self.output!r}")
+        match = re.search(pattern, self.output, re.MULTILINE)
+        assert match is not None
+        return match
+
+    def ends(self, seconds: float = 90.0) -> int:
+        """Wait for its end; its exit code."""
+
+        def over() -> bool:
+            self.note_family()
+            return self.process.poll() is not None
+
+        try:
+            wait_for(over, seconds, f"the end of {self.process.args!r}")
+        except AssertionError as error:
+            self.process.send_signal(signal.SIGABRT)  # it says where it hangs
+            self.process.wait(10)
+            raise AssertionError(f"{error}: {self.output}") from None
+        return int(self.process.returncode)
+
+    def alive(self) -> list[psutil.Process]:
+        """Its processes that still run. What has ended and waits for its parent does not count."""
+        return [one for one in self.family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@dataclass
+class Commands:
+    """Starts commands in a folder of the test's own."""
+
+    folder: Path
+    started: list[Command] = field(default_factory=list)
+
+    @property
+    def runs_root(self) -> Path:
+        """Where their run folders are."""
+        return self.folder / "runs"
+
+    def run(self, name: str) -> Path:
+        """A run folder."""
+        return self.runs_root / name
+
+    def start(self, *words: str) -> Command:
+        """``python -m jobs.<words>``."""
+        file = self.folder / f"{len(self.started)}-{words[0]}.txt"
+        with file.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"jobs.{words[0]}", *words[1:]],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(PROJECT),
+                    "TRAINKIT_RUNS": str(self.runs_root),
+                    "XDG_STATE_HOME": str(self.folder / "state"),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONFAULTHANDLER": "1",
+                },
+                start_new_session=True,
+            )
+        command = Command(process, file)
+        self.started.append(command)
+        return command
+
+    def create(self, *overrides: str) -> tuple[Command, str]:
+        """A creator on the loopback interface that others can join, and its address."""
+        fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", "127.0.0.1"]
+        creator = self.start("swarm", "create", "hivemind", "--name", "creator", *fast, *overrides)
+        return creator, creator.says(r"jobs\.join (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")[1]
+
+
+@contextmanager
+def started_in(folder: Path) -> Iterator[Commands]:
+    """Starts commands; at the end all of their processes must be gone, and are made to go."""
+    starter = Commands(folder)
+    try:
+        yield starter
+    finally:
+        for command in starter.started:
+            command.note_family()
+            if command.process.poll() is None:
+                command.process.send_signal(signal.SIGKILL)
+                command.process.wait(10)
+        left = [one for command in starter.started for one in command.alive()]
+        _, left = psutil.wait_procs(left, timeout=15)
+        for one in left:
+            one.kill()
+        assert left == []
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    """`started_in` a folder of the test's own."""
+    with started_in(tmp_path) as starter:
+        yield starter

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from trainkit.collaborative.settings import adapted, check_own, in_words, require_collaborative, same_settings
+from trainkit.config.loading import load, to_yaml
+from trainkit.config.schema import Config
+from trainkit.errors import UserError
+
+
+def config(*overrides: str) -> Config:
+    return load("hivemind", overrides).config
+
+
+def test_a_joiner_takes_the_settings_of_the_run() -> None:
+    theirs = config("optim.lr=0.123", "collaborative.rounds=7", "seed=5")
+    own = adapted(to_yaml(theirs), (), allow_code=False)
+    assert (own.optim.lr, own.collaborative.rounds, own.seed) == (0.123, 7, 5)
+
+
+def test_a_joiner_keeps_its_data_where_it_wants_and_uses_its_own_gpu() -> None:
+    theirs = config("data.root=/creator/data", "launch.gpus_per_node=0", "data.workers=7")
+    own = adapted(to_yaml(theirs), ["data.root=/mine"], allow_code=False)
+    assert (own.data.root, own.launch.gpus_per_node, own.data.workers) == ("/mine", "auto", "auto")
+
+
+def test_a_joiner_cannot_change_what_all_peers_share() -> None:
+    check_own(["data.root=/mine", "train.micro_batch_size=8", "monitor.log_every=3"])
+    with pytest.raises(UserError, match=r"optim\.lr"):
+        check_own(["optim.lr=1"])
+
+
+@pytest.mark.parametrize("override", ["model.name=os:system", "data.name=runpy:run_path"])
+def test_code_that_a_manifest_names_is_run_only_with_leave(override: str) -> None:
+    text = to_yaml(config(override))
+    with pytest.raises(UserError, match="code of its creator"):
+        adapted(text, (), allow_code=False)
+    assert adapted(text, (), allow_code=True)
+
+
+@pytest.mark.parametrize("text", ["seed: [", "seed: 0\nnonsense: 1\n", "strategy: {name: ddp}\n"])
+def test_a_manifest_that_is_no_collaborative_configuration_is_refused(text: str) -> None:
+    with pytest.raises(UserError):
+        adapted(text, (), allow_code=False)
+
+
+def test_only_the_strategy_hivemind_makes_a_swarm() -> None:
+    with pytest.raises(UserError, match="no collaborative run"):
+        require_collaborative(load("ddp").config)
+    with pytest.raises(UserError, match=r"strategy\.bucket_cap_mb"):
+        require_collaborative(config("strategy.bucket_cap_mb=1"))
+
+
+def test_a_job_that_joins_says_where_its_settings_differ() -> None:
+    theirs = to_yaml(config("collaborative.rounds=7", "data.root=/elsewhere"))
+    assert same_settings(config("collaborative.rounds=7", "data.root=/here"), theirs)
+    with pytest.raises(UserError) as caught:
+        same_settings(config("collaborative.rounds=8"), theirs)
+    assert caught.value.fix == "Submit with collaborative.rounds=7."
+
+
+def test_versions_are_listed_by_name() -> None:
+    assert in_words({"torch": "2.6", "timm": "1.0"}) == "timm 1.0, torch 2.6"

@@ -1,0 +1,155 @@
+"""Whole swarms: real peers on the loopback interface, started by the commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.collaborative.conftest import Command, Commands, started_in, wait_for
+
+pytestmark = pytest.mark.swarm
+
+STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text(encoding="utf-8")))
+
+
+def kill_main_process(command: Command) -> None:
+    """As the memory killer does it, or `restart runtime` in a notebook."""
+    command.note_family()
+    assert len(command.alive()) >= 3  # itself, the DHT, libp2p's daemon
+    command.process.kill()
+    command.process.wait(10)
+
+
+def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_run(commands: Commands) -> None:
+    creator, address = commands.create("collaborative.round_seconds=5", "collaborative.rounds=18")
+    first, second = (commands.start("join", address, "--name", name) for name in ("first", "second"))
+    creator.says("3 peers averaged")
+
+    kill_main_process(first)
+    wait_for(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
+
+    late = commands.start("join", address, "--name", "late")
+    late.says("peers averaged")
+    creator.says("first has left")
+
+    status = commands.start("swarm", "status", address)
+    assert status.ends() == 0
+    assert re.search(r"hivemind-0001: running, round \d+/18, \d peers, loss \d", status.output)
+    assert all(name in status.output for name in ("creator", "second", "late"))
+
+    assert [peer.ends() for peer in (creator, second, late)] == [0, 0, 0]
+    done = summary(commands.run("hivemind-0001"))
+    assert (done["outcome"], done["rounds"], done["most_peers"]) == ("finished", 18, 3)
+    assert done["best"]["val/acc1"] >= 98.5
+    assert done["val"]["acc1"] >= 98.0
+    # All end with the same model: what a peer that joined has validated is what the creator has.
+    joined = [path for path in commands.runs_root.glob("*-peer-*") if (path / "summary.json").exists()]
+    assert len(joined) == 2
+    assert [summary(path)["val"]["acc1"] for path in joined] == pytest.approx([done["val"]["acc1"]] * 2, abs=0.8)
+
+    afterwards = commands.start("swarm", "status", str(commands.run("hivemind-0001")))
+    assert afterwards.ends() == 0
+    assert "hivemind-0001: not running, round 18/18" in afterwards.output
+
+
+@dataclass
+class Story:
+    """A swarm that many things happen to, at once where they can: starting a peer costs seconds."""
+
+    commands: Commands
+    creator: Command
+    guest: Command
+    """Joined, and left on SIGTERM."""
+    public: Command
+    """Joined as one that others can reach, and stayed to the end."""
+    refused: dict[str, Command]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    with started_in(tmp_path_factory.mktemp("swarm")) as commands:
+        creator, address = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
+        machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
+        guest = commands.start("join", address, "--name", "guest")
+        public = commands.start("join", address, "--name", "public", "--public", "--host", "127.0.0.1")
+        refused = {
+            "dead": commands.start("join", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
+            "stranger": commands.start("join", f"{machine}/{STRANGER}"),
+            "port": commands.start("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
+            "data": commands.start("join", address, "data.root=/nowhere", "optim.lr=1"),
+        }
+        creator.says("3 peers averaged")
+        guest.process.terminate()
+        guest.ends()
+        creator.says("guest has left")
+        creator.process.send_signal(signal.SIGINT)
+        for command in (creator, public, *refused.values()):
+            command.ends()
+        yield Story(commands, creator, guest, public, refused)
+
+
+def test_a_peer_leaves_cleanly_on_sigterm_and_the_others_go_on(story: Story) -> None:
+    assert story.guest.process.returncode == 0
+    assert "Left the swarm." in story.guest.output
+
+
+def test_the_creator_leaves_cleanly_on_ctrl_c(story: Story) -> None:
+    assert story.creator.process.returncode == 0
+    assert summary(story.commands.run("hivemind-0001"))["outcome"] == "stopped"
+
+
+def test_when_the_creator_leaves_the_others_are_told_and_end_too(story: Story) -> None:
+    assert story.public.process.returncode == 0
+    assert "The creator ended the run." in story.public.output
+
+
+def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
+    run = story.commands.run("hivemind-0001")
+    splits = [json.loads(line)["split"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {"train", "val"} <= set(splits)
+    assert (run / "checkpoints" / "best" / "model.safetensors").is_file()
+    assert (run / "manifest.json").is_file()
+    events = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {"started", "saved", "peer_joined", "peer_left"} <= set(events)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("dead", "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/"),
+        ("stranger", "Nobody of the swarm answers at"),
+        ("port", "Cannot listen on 127.0.0.1, port"),
+        ("data", "'optim.lr' cannot be set by a peer that joins."),
+    ],
+)
+def test_what_cannot_work_is_refused_with_exit_code_2_and_three_lines(story: Story, case: str, says: str) -> None:
+    command = story.refused[case]
+    assert command.process.returncode == 2
+    lines = command.output.splitlines()
+    assert lines[0].startswith(says)
+    assert [line[:6] for line in lines[1:]] == ["  why:", "  fix:"]
+
+
+def test_who_was_refused_has_written_nothing(story: Story) -> None:
+    names = sorted(path.name for path in story.commands.runs_root.iterdir())
+    assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer"]
+
+
+def test_a_peer_whose_swarm_is_gone_says_so_and_fails_instead_of_training_alone(commands: Commands) -> None:
+    creator, address = commands.create("collaborative.round_seconds=3", "collaborative.rounds=500")
+    joined = commands.start("join", address)
+    joined.says("peers averaged")
+    kill_main_process(creator)
+    assert joined.ends() == 1
+    assert "The swarm has not answered for 3 rounds." in joined.output
