@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.loading import DEFAULT, PACKAGED, Source, load, to_yaml
+from trainkit.config.schema import SECTIONS
 from trainkit.errors import UserError
 
 Write = Callable[[str, str], Path]
@@ -32,6 +34,15 @@ def refused(*arguments: Any, **options: Any) -> UserError:
     assert len(str(caught.value).splitlines()) == 3, caught.value
     assert "Input should" not in str(caught.value)
     return caught.value
+
+
+def answer(override: str) -> str:
+    """What is said to an override; nothing if it is taken."""
+    try:
+        load("ddp", [override])
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 # Presets
@@ -380,6 +391,17 @@ def test_settings_that_cannot_hold_together_are_named_with_their_places(write: W
     assert "a.yaml:2" in error.why
     assert "override train.micro_batch_size=4" in error.why
     assert error.fix == "Use train.global_batch_size=8 or 12."
+
+
+ODD = ("", "x", "-1", "1.5", "true", "null", "[1]", "{a: 1}", "1e400", "[[]]", "'", "[", "!!x", "*a", "%", "é # y")
+
+
+@pytest.mark.parametrize("section", ["", *SECTIONS])
+def test_whatever_is_typed_the_answer_is_three_lines_in_our_words(section: str) -> None:
+    fields = [*SECTIONS[section].model_fields, "nope", "nope.x"] if section else ["seed", "nope", section]
+    answers = [answer(f"{section}.{field}".lstrip(".") + f"={value}") for field in fields for value in ODD]
+    assert [text for text in answers if text and len(text.splitlines()) != 3] == []
+    assert [text for text in answers if re.search("nput should|pydantic|Undefined|<class|validation", text)] == []
 
 
 # Writing

@@ -35,13 +35,13 @@ def unknown_key(key: str, layer: Layer) -> UserError:
     """``key`` names no setting; say which is nearest."""
     # An unknown section is reported by its name alone; show one of the settings that were to go into it.
     written = key if key in layer else next((item for item in layer if item.startswith(f"{key}.")), key)
-    section, _, last = written.rpartition(".")
+    section, last = written.split(".")[0] if "." in written else "", written.rpartition(".")[2]
     has = list(SECTIONS[section].model_fields) if section in SECTIONS else list(Config.model_fields)
     named = f"'{section}' has" if section in SECTIONS else "The sections are"
     return UserError(
         f"Unknown key '{written}'.",
         why=f"{named}: {', '.join(has)} ({_source(key, layer)}).",
-        fix=_nearest_key(section, last),
+        fix=_nearest_key(section, last, written),
     )
 
 
@@ -149,7 +149,7 @@ def _written(key: str, value: Any, source: Source) -> str:
     return f"{source.where} {shown(value)}" if source.kind == "flag" else f"{key}={shown(value)}"
 
 
-def _nearest_key(section: str, name: str) -> str:
+def _nearest_key(section: str, name: str, written: str) -> str:
     own = list(SECTIONS[section].model_fields) if section in SECTIONS else []
     everywhere = {f"{item}.{field}": field for item, model in SECTIONS.items() for field in model.model_fields}
     near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
@@ -167,8 +167,7 @@ def _nearest_key(section: str, name: str) -> str:
         or [key for key, field in everywhere.items() if field.endswith(f"_{name}")]
         or [key for key, field in everywhere.items() if difflib.SequenceMatcher(None, name, field).ratio() > 0.75]
     )
-    whole = f"{section}.{name}" if section else name
-    return f"Did you mean '{near[0]}'?" if near else f"Use one of these, or remove '{whole}'."
+    return f"Did you mean '{near[0]}'?" if near else f"Use one of these, or remove '{written}'."
 
 
 def _choices(annotation: Any) -> list[str]:
