@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.data.loader import resolve_workers
+from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import TrainkitError, UserError
@@ -86,7 +87,7 @@ def _run(config: Config, dist: Distributed, stop: StopFlag, splits: Splits, run_
         strategy=strategy,
         optimizer=optimizer,
         precision=precision,
-        workers=resolve_workers(config.data.workers, splits, _cpus(dist)),
+        workers=resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env)),
         metrics=None,  # type: ignore[arg-type]  # opened below, with what only `training` knows
         progress=progress,
         save=lambda: _save(training, checkpoints, run_dir),
@@ -105,7 +106,7 @@ def _run(config: Config, dist: Distributed, stop: StopFlag, splits: Splits, run_
             steps_per_epoch=training.steps_per_epoch,
             world_size=dist.world_size,
             hosts=list(dict.fromkeys(hosts)),
-            device=_device_name(dist.device),
+            device=device_name(dist.device),
             precision=precision.name,
             params=params,
         )
@@ -248,9 +249,9 @@ def _write_summary(t: Training, run_dir: RunDir, test: dict[str, float], params:
         "micro_batch_size": t.micro_batch_size,
         "precision": t.precision.name,
         "skipped_steps": t.precision.skipped_steps,
-        "device": _device_name(t.dist.device),
+        "device": device_name(t.dist.device),
         "params": params,
-        "max_memory_mb": _max_memory_mb(t.dist.device),
+        "max_memory_mb": peak_memory_mb(t.dist.device),
     }
     partial = run_dir.summary.with_name(".summary.json.partial")
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -269,29 +270,6 @@ def _check_batch_sizes(t: Training) -> None:
             why=f"One pass over all ranks takes a multiple of {one} samples.",
             fix=f"Use train.global_batch_size={f'{low} or ' if low else ''}{low + one}.",
         )
-
-
-def _cpus(dist: Distributed) -> int | None:
-    """CPUs of this rank where several ranks of a machine share them unbound; None: what the process may use."""
-    if dist.env.launcher in ("slurm", "single"):
-        return None
-    import os
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // dist.env.local_world_size)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _max_memory_mb(device: torch.device) -> float:
-    """Peak memory: of the GPU's allocator, or of the process on CPU."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    import resource
-
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
 def evaluate_checkpoint(config: Config, run_dir: RunDir, which: str, split: str) -> dict[str, float]:
@@ -313,8 +291,7 @@ def evaluate_checkpoint(config: Config, run_dir: RunDir, which: str, split: str)
         ) from None
     single = config.model_copy(update={"strategy": type(config.strategy)(name="single")})
     splits = build_data(config.data)
-    env = replace(RankEnv.single(), launcher="single")
-    with distributed(env, use_gpu=wants_gpu(config)) as dist:
+    with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
         model, _, precision = build_parts(single, dist, splits)
         Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist).load_weights(model, step)
         result = evaluate(

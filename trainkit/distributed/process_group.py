@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from trainkit.distributed.device import intra_op_threads
 from trainkit.errors import RunFailedError
 from trainkit.launch.ranks import RankEnv, device_index
 
@@ -131,7 +131,7 @@ def distributed(env: RankEnv, *, use_gpu: bool, timeout: timedelta = timedelta(m
         device = torch.device("cuda", device_index(env.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)  # before NCCL starts, or every rank opens a context on GPU 0
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(_threads(env))
+        torch.set_num_threads(intra_op_threads(env))
     store = _join(env, timeout)
     c10d.init_process_group(
         "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
@@ -215,10 +215,3 @@ def _missing_ranks(store: Store, keys: list[str], env: RankEnv, timeout: timedel
 def _host_of(rank: int, env: RankEnv) -> str:
     node = rank // max(1, env.local_world_size)
     return f" on {env.hosts[node]}" if node < len(env.hosts) else f" on node {node}" if env.num_nodes > 1 else ""
-
-
-def _threads(env: RankEnv) -> int:
-    """Intra-op threads of a rank: processes x threads <= cores."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    return max(1, min(cores, int(given)) if given.isdigit() else cores // max(1, env.local_world_size))
