@@ -49,7 +49,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from jobs.submit import check
     from trainkit.launch.ranks import RankEnv
 
-    check(loaded)
+    if existing is None:  # what a run was made of is in its snapshot, wherever this is called
+        check(loaded)
     plan = _plan(loaded, args, env)
     master_addr = _master_addr(args)
     run = existing or _new_run(loaded, args, plan, ["python", "-m", "jobs.launch", *argv], env)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from jobs.submit import add_launch_flags, check, dry_run, launch_settings, start
+from jobs.submit import add_launch_flags, dry_run, launch_settings, start
 from trainkit.config import loading
 from trainkit.errors import UserError
 from trainkit.records.events import read_events
@@ -27,11 +27,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     # It waited for another job once; that is over.
     settings.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
     loaded = loading.load(str(run.config), flags=settings)
-    check(loaded)
+    from trainkit.data import check_data
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
     from trainkit.launch.site import discover
 
+    if ":" not in loaded.config.data.name:  # the user's own modules are in the run's snapshot, wherever this is called
+        check_data(loaded.config.data)
     site, cwd = discover(env), _first_folder(run)
     plan = make_plan(loaded, site, run.path)
     script = submission.script_text(plan, run.path, cwd) if plan.executor == "slurm" else None

@@ -58,6 +58,18 @@ def test_it_runs_where_it_was_submitted_from(
     assert f"\ncd {tmp_path}\n" in stopped.script.read_text()
 
 
+def test_a_model_of_the_users_own_is_found_from_any_folder(
+    command: Command, fake_slurm: Path, stopped: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = stopped.config.read_text()
+    stopped.config.write_text(text.replace("{name: fashion_cnn}", "{name: 'my_own_model:build'}"))
+    assert stopped.config.read_text() != text
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    done = command("resume", str(stopped.path))
+    assert done.code == 0, done.err
+
+
 def test_a_dry_run_changes_nothing(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
     before = {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")}
     done = command("resume", "ddp-0001", "--nodes", "2", "--dry-run")
