@@ -14,6 +14,7 @@ from jobs import cli
 from trainkit.config import loading
 from trainkit.config.loading import Loaded
 from trainkit.errors import RunFailedError, UserError
+from trainkit.records.events import last_event
 from trainkit.records.rundir import RunDir, next_path, runs_root
 
 EXECUTORS = ("auto", "slurm", "local", "debug")
@@ -228,12 +229,27 @@ def follow_to_end(run: RunDir) -> int:
     from trainkit.monitor.follow import follow
 
     try:
+        _wait_for_start(run)
         follow(run, _alive_asker(run))
     except KeyboardInterrupt:
         print("\nDetached; the run goes on.")
         print(f"  watch   python -m jobs.logs {run.path} -f\n  cancel  python -m jobs.cancel {run.path}")
         return 130
     return wait_for(run)
+
+
+def _wait_for_start(run: RunDir) -> None:
+    """While the job waits in the queue, say so, and why, whenever that changes."""
+    from trainkit.launch.queue import job_state
+
+    said, pause = "", 0.1
+    while (state := job_state(run)).state in ("PENDING", "CONFIGURING") and last_event(run, "started") is None:
+        words = f"Job {state.job_id}: {state.state}" + (f" ({state.reason})" if state.reason else "")
+        if words != said and state.executor == "slurm":
+            print(words, flush=True)
+            said = words
+        time.sleep(pause)
+        pause = min(pause * 1.5, 10.0 if state.executor == "slurm" else 0.5)
 
 
 def _alive_asker(run: RunDir) -> Callable[[], bool]:

@@ -127,6 +127,17 @@ def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Pat
     assert (sweep / "3" / "code" / "jobs" / "train.py").is_file()
 
 
+def test_a_followed_job_says_what_it_waits_for_and_how_it_ended(command: Command, fake_slurm: Path) -> None:
+    states = "echo x >> $0.n; if [ $(wc -l < $0.n) -lt 3 ]; then echo '4711|PENDING|Priority|0:00|'; "
+    states += "else echo '4711|FAILED|NonZeroExitCode|0:01|n1'; fi"
+    (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{states}\n")
+    done = command("submit", "ddp", "--follow")
+    assert done.code == 1
+    assert done.out.count("Job 4711: PENDING (Priority)") == 1
+    assert "ddp-0001: FAILED" in done.err
+    assert "NonZeroExitCode" in done.err
+
+
 def test_submissions_at_the_same_time_get_folders_of_their_own(
     command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
