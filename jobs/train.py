@@ -62,6 +62,11 @@ def _train(
 
     rank_env = RankEnv.from_mapping(env)
     attempt = int(env["TRAINKIT_ATTEMPT"]) if env.get("TRAINKIT_ATTEMPT", "").isdigit() else None
+    if config.strategy.name == "hivemind":  # each rank is a peer with a loop of its own; they meet in their swarm
+        from trainkit.collaborative.peer import run_swarm_rank
+
+        kept = open_run() if rank_env.is_main else None
+        return run_swarm_rank(config, kept, rank_env, stop, attempt=attempt), kept
     from trainkit import experiment
 
     outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, attempt=attempt)

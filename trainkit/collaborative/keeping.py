@@ -65,8 +65,8 @@ class RunKeeper:
             self._note_arrivals()
         self.say("  ".join(words))
 
-    def finish(self, outcome: str) -> None:
-        """Test metrics of the best model, and ``summary.json``."""
+    def finish(self, outcome: str, *, test: bool = True) -> None:
+        """Test metrics of the best model, if wanted, and ``summary.json``."""
         peer, progress = self._peer(), self.progress
         index = min(peer.outer.round, peer.clock.count) - 1
         where = self._where(index)
@@ -76,12 +76,14 @@ class RunKeeper:
             progress.best_step = progress.step
             self.metrics.log({**where, "split": "val", **progress.val})
             self._save(max(index, 0))
-        best = progress.best_step
-        if best is not None and best != progress.step and files.path_of(self.run_dir.checkpoints, best).is_dir():
-            _load_weights(peer.model, files.read_tensors(self.run_dir.checkpoints, best, "model"))
-        test = self._evaluate(peer.splits.test)
-        self.metrics.log({**where, "split": "test", **test})
-        self._write_summary(outcome, test, index + 1)
+        tested: dict[str, float] = {}
+        if test:
+            best = progress.best_step
+            if best is not None and best != progress.step and files.path_of(self.run_dir.checkpoints, best).is_dir():
+                _load_weights(peer.model, files.read_tensors(self.run_dir.checkpoints, best, "model"))
+            tested = self._evaluate(peer.splits.test)
+            self.metrics.log({**where, "split": "test", **tested})
+        self._write_summary(outcome, tested, index + 1)
 
     def _judge(self, index: int, where: dict[str, Any]) -> list[str]:
         peer, progress = self._peer(), self.progress

@@ -5,7 +5,6 @@ Nothing heavy is imported before it is clear that there is something to do.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -117,25 +116,34 @@ def join_swarm(
     return session.join(addresses, seat, adapt=adapt)
 
 
-def run_swarm_rank(config: Config, run_dir: RunDir, rank_env: RankEnv, stop: StopFlag) -> Outcome:
+def run_swarm_rank(
+    config: Config, run_dir: RunDir | None, rank_env: RankEnv, stop: StopFlag, *, attempt: int | None = None
+) -> Outcome:
     """One rank of a submitted swarm; each rank is a peer of its own.
 
     Rank 0 creates the swarm and the others join it. They meet by a store at ``MASTER_ADDR:MASTER_PORT``, so they need
     no folder in common; rank 0's addresses are also written to ``swarm_address`` in the run folder, for volunteers from
     outside. With ``collaborative.initial_peers`` all ranks join the swarm that is there.
+
+    Args:
+        run_dir: the run folder; needed on rank 0 only, which keeps the records.
+        attempt: number of this start of the run; null: the next.
     """
     require_collaborative(config)
     processes.require_hivemind()
     from trainkit.collaborative import session
 
-    attempt = int(given) if (given := os.environ.get("TRAINKIT_ATTEMPT", "")).isdigit() else len(run_dir.attempts())
+    assert run_dir is not None or not rank_env.is_main
+    if attempt is None:
+        attempt = len(run_dir.attempts()) if run_dir is not None else 0
     seat = session.Seat(
-        name=f"{run_dir.name}/{rank_env.rank}",
+        name=f"{socket.gethostname()}/{rank_env.rank}",
         env=rank_env,
         stop_requested=lambda: stop.requested,
         say=lambda line: print(line, flush=True),
-        open_run=(lambda _: run_dir) if rank_env.is_main else None,
+        open_run=None if run_dir is None or not rank_env.is_main else lambda _: run_dir,
         attempt=attempt,
+        goes_on_later=config.launch.requeue,
     )
     ending: str
     if config.collaborative.initial_peers:
@@ -145,15 +153,15 @@ def run_swarm_rank(config: Config, run_dir: RunDir, rank_env: RankEnv, stop: Sto
             config.collaborative.initial_peers, seat, adapt=lambda manifest: same_settings(config, manifest.config)
         )
     else:
-        ending = _rank_of_new_swarm(config, run_dir, seat, session)
+        ending = _rank_of_new_swarm(config, seat, session)
     if ending == "stopped":
-        if rank_env.is_main:
+        if rank_env.is_main and run_dir is not None:
             _hand_back(config, run_dir, stop, attempt)
         return "preempted"
     return "finished"
 
 
-def _rank_of_new_swarm(config: Config, run_dir: RunDir, seat: Any, session: Any) -> str:
+def _rank_of_new_swarm(config: Config, seat: Any, session: Any) -> str:
     env: RankEnv = seat.env
     several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
     # Ranks of one job reach each other, so every one of them serves the others.
@@ -209,8 +217,7 @@ def _meet(env: RankEnv) -> Any:
     """A store that all ranks reach; None for a single one."""
     if env.world_size == 1:
         return None
-    from torch.distributed import DistNetworkError, DistStoreError
-    from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
+    import torch.distributed as c10d
     from torch.distributed.rendezvous import rendezvous
 
     timeout = timedelta(minutes=5)
@@ -218,10 +225,10 @@ def _meet(env: RankEnv) -> Any:
         if env.launcher == "torchrun":  # its agent already serves the store at MASTER_PORT
             store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
             return store
-        return TCPStore(
+        return c10d.TCPStore(  # type: ignore[attr-defined]
             env.master_addr, env.master_port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
         )
-    except (DistNetworkError, DistStoreError) as error:
+    except (c10d.DistNetworkError, c10d.DistStoreError) as error:
         raise RunFailedError(
             f"Rank {env.rank} on {socket.gethostname()} cannot meet the others at {env.master_addr}:{env.master_port}.",
             why=str(error).splitlines()[0],

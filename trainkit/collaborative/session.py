@@ -54,6 +54,8 @@ class Seat:
     open_run: Callable[[Config], RunDir] | None
     """Makes or opens this peer's run folder; None for a rank whose rank 0 keeps the records."""
     attempt: int = 0
+    goes_on_later: bool = False
+    """A stopped run will be started again from its last checkpoint, so it has no results yet."""
     identity: Path | None = None
     host: str | None = None
     """Address to listen on; None: call out only."""
@@ -85,23 +87,25 @@ def create(
             if done >= config.collaborative.rounds:
                 return "finished", run_dir
             collaborative = config.collaborative
-            clock = RoundClock.starting(time.time(), collaborative.round_seconds, collaborative.rounds, done=done)
-            manifest = Manifest(
-                run_id=f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-"),
-                name=run_dir.name,
-                config=yaml,
-                config_sha256=hashlib.sha256(yaml.encode()).hexdigest(),
-                num_parameters=body.outer.num_parameters,
-                first_round=clock.first,
-                versions=installed(),
-            )
-
-            def publish(manifest: Manifest, *, wait: bool = False) -> None:
-                # From now on: a record only replaces one that would expire earlier.
-                dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
-
-            with open_averaging(dht, body.outer, collaborative, manifest.run_id) as averaging:
+            # Unguessable, and anew for each start: peers of an earlier attempt must not be taken for this one's.
+            run_id = f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
+            with open_averaging(dht, body.outer, collaborative, run_id) as averaging:
                 averaging.share()
+                clock = RoundClock.starting(time.time(), collaborative.round_seconds, collaborative.rounds, done=done)
+                manifest = Manifest(
+                    run_id=run_id,
+                    name=run_dir.name,
+                    config=yaml,
+                    config_sha256=hashlib.sha256(yaml.encode()).hexdigest(),
+                    num_parameters=body.outer.num_parameters,
+                    first_round=clock.first,
+                    versions=installed(),
+                )
+
+                def publish(manifest: Manifest, *, wait: bool = False) -> None:
+                    # From now on: a record only replaces one that would expire earlier.
+                    dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
+
                 publish(manifest, wait=True)
                 announce(run_dir, dht.addresses(prefer_host))
                 peer = _peer(config, seat, body, clock, dht, dht.peer_id, averaging, keeper)
@@ -119,6 +123,9 @@ def create(
                         time.sleep(max(0.0, clock.end + 2.0 - time.time()))
             if ending == "finished":
                 keeper.finish("finished")
+            elif not seat.goes_on_later:
+                keeper.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
+            if ending == "finished" or not seat.goes_on_later:
                 append_event(run_dir, "finished", attempt=seat.attempt, step=peer.step)
     return ending, run_dir
 
