@@ -1,0 +1,48 @@
+"""The development cluster's own manners; that it is a SLURM, the other tests here show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+DEVCLUSTER = Path(__file__).parents[2] / "slurm" / "devcluster"
+
+
+def devcluster(folder: Path, *arguments: str, net: str = "10.255.255") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "DEVCLUSTER_DIR": str(folder), "DEVCLUSTER_NET": net}
+    return subprocess.run([DEVCLUSTER, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_without_a_command_it_prints_its_help(tmp_path: Path) -> None:
+    done = devcluster(tmp_path)
+    assert done.returncode == 2
+    for word in ("up", "down [--purge]", "--gpus-per-node", "crash NODE", "DEVCLUSTER_DIR", "DEVCLUSTER_NET"):
+        assert word in done.stdout
+
+
+def test_purge_deletes_only_what_it_has_made(tmp_path: Path) -> None:
+    mine = tmp_path / "thesis"
+    mine.mkdir()
+    (mine / "chapter1.tex").write_text("x")
+    assert devcluster(mine, "down", "--purge").returncode == 0
+    assert (mine / "chapter1.tex").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gets as far as to look at the folder")
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "t"
+    mine.mkdir()
+    (mine / "chapter1.tex").write_text("x")
+    done = devcluster(mine, "up")
+    assert done.returncode == 1
+    assert "holds files of something else" in done.stderr
+    assert sorted(entry.name for entry in mine.iterdir()) == ["chapter1.tex"]
+
+
+def test_a_network_that_is_no_network_is_refused(tmp_path: Path) -> None:
+    done = devcluster(tmp_path, "up", net="home")
+    assert done.returncode == 2
+    assert "DEVCLUSTER_NET=home" in done.stderr
