@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from jobs.swarm import add_peer_flags, check_peer_flags, make_run, say, say_end
+from jobs.swarm import add_peer_flags, check_peer_flags, make_run, say_end
 from trainkit.collaborative import address
 from trainkit.errors import UserError
 
@@ -17,19 +17,21 @@ from trainkit.errors import UserError
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, join, say how it ended."""
     parser = cli.Parser("join", __doc__ or "")
-    parser.add_argument("address", metavar="ADDRESS", help="printed by `python -m jobs.swarm create`")
     parser.add_argument(
-        "more",
-        nargs="*",
-        metavar="ADDRESS|section.key=value",
-        help="further addresses; settings of this machine, such as data.root=...",
+        "words",
+        nargs="+",
+        metavar="ADDRESS",
+        help="printed by `python -m jobs.swarm create`; several of one swarm if you like, "
+        "and settings of this machine such as data.root=...",
     )
     parser.add_argument("--public", action="store_true", help="listen, so that other peers can reach this one")
     parser.add_argument("--allow-code", action="store_true", help="run code of the creator's own, which you trust")
     add_peer_flags(parser, host=None)
     args = parser.parse_intermixed_args(argv)
-    addresses = [args.address, *(word for word in args.more if address.looks_like(word))]
-    overrides = [word for word in args.more if not address.looks_like(word)]
+    addresses = [word for word in args.words if "=" not in word]
+    overrides = [word for word in args.words if "=" in word]
+    if not addresses:
+        parser.error("the following arguments are required: ADDRESS")
     for item in addresses:
         address.check(item)
     check_peer_flags(args)
@@ -40,21 +42,22 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix="Add --public, or leave it out.",
         )
 
+    from trainkit.collaborative.by_hand import by_hand
     from trainkit.collaborative.peer import join_swarm, leave_on_interrupt
     from trainkit.distributed.stop import stop_on_signal
 
-    with stop_on_signal() as stop, leave_on_interrupt(stop, say):
+    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         ending, run_dir = join_swarm(
             addresses,
             overrides=overrides,
-            open_run=lambda config, name: make_run(config, args.run_dir, f"{name}-peer", env),
+            open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-peer", env)),
             name=args.name,
             host=(args.host or "0.0.0.0") if args.public else None,
             port=args.port,
             identity=args.identity,
             allow_code=args.allow_code,
             stop=stop,
-            say=say,
+            say=peer.say,
         )
     say_end(ending, run_dir)
     return 0

@@ -72,30 +72,26 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     add_peer_flags(parser, host="0.0.0.0")
     args = parser.parse_intermixed_args(argv)
+    from trainkit.collaborative.by_hand import by_hand
     from trainkit.collaborative.peer import create_swarm, leave_on_interrupt
     from trainkit.distributed.stop import stop_on_signal
 
     check_peer_flags(args)
     loaded = load(args.preset, args.overrides, env=env)
     port = args.port or loaded.config.collaborative.port
-    with stop_on_signal() as stop, leave_on_interrupt(stop, say):
+    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         ending, run_dir = create_swarm(
             loaded.config,
-            open_run=lambda config: make_run(config, args.run_dir, loaded.name, env),
+            open_run=lambda config: peer.begin(make_run(config, args.run_dir, loaded.name, env)),
             name=args.name,
             host=args.host,
             port=port,
             identity=args.identity,
             stop=stop,
-            say=say,
+            say=peer.say,
         )
     say_end(ending, run_dir)
     return 0
-
-
-def say(line: str) -> None:
-    """Print at once, also into a pipe."""
-    print(line, flush=True)
 
 
 def say_end(ending: str, run_dir: RunDir | None) -> None:
@@ -103,9 +99,7 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
     from trainkit.monitor.follow import summary_lines
 
     endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
-    say(endings[ending])
-    if run_dir is not None:
-        say("\n".join(summary_lines(run_dir)))
+    print("\n".join([endings[ending], *(summary_lines(run_dir) if run_dir is not None else [])]))
 
 
 def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -42,7 +42,9 @@ def record_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: flo
     head = f"{record.get('split', '?'):5}"
     if "epoch" in record:
         head += f"  epoch {number(record['epoch'], '6.2f')}"
-    words = [f"{head}  step {record.get('step', 0):>{width}}/{total_steps}", *metric_words(record)]
+    # A swarm's peers make as many updates as time allows: there is no total.
+    of_total = f"/{total_steps}" if total_steps else ""
+    words = [f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record)]
     if eta_seconds is not None:
         words.append(f"ETA {duration(eta_seconds)}")
     return "  ".join(words)

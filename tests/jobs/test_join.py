@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.collaborative.address import EXAMPLE
+
+Command = Callable[..., Any]
+NOTEBOOK = Path(__file__).parents[2] / "jobs" / "notebooks" / "join_colab.ipynb"
+
+
+def test_help_loads_neither_torch_nor_hivemind() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['join', '--help']\n"
+        "try: runpy.run_module('jobs.join', run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'hivemind') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: python -m jobs.join")
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "ADDRESS missing."),
+        (("data.root=x",), "ADDRESS missing."),
+        (("203.0.113.7:4711",), "'203.0.113.7:4711' is not the address of a peer."),
+        ((EXAMPLE[:-1],), f"'{EXAMPLE[:-1]}' is not the address of a peer."),
+        ((EXAMPLE, EXAMPLE + "x"), f"'{EXAMPLE}x' is not the address of a peer."),
+        ((EXAMPLE, "optim.lr=1"), "'optim.lr' cannot be set by a peer that joins."),
+        ((EXAMPLE, "--port", "4711"), "--port needs --public."),
+        ((EXAMPLE, "--host", "10.0.0.1"), "--host needs --public."),
+        ((EXAMPLE, "--public", "--port", "-1"), "--port -1 does not exist."),
+        ((EXAMPLE, "--publik"), "Unrecognized arguments: --publik."),
+    ],
+)
+def test_what_is_wrong_is_said_at_once_and_nothing_is_written(
+    command: Command, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    done = command("join", *arguments)
+    assert done.code == 2
+    assert done.err.startswith(says)
+    assert not (tmp_path / "runs").exists()
+    assert "hivemind" not in sys.modules
+
+
+def test_the_notebook_is_valid_and_its_code_is_python() -> None:
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids) <= 6
+    for cell in notebook["cells"]:
+        assert cell["cell_type"] in ("markdown", "code")
+        assert isinstance(cell["metadata"], dict)
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            ast.parse(source)
+
+
+def test_the_notebook_joins_in_a_process_of_its_own() -> None:
+    source = "".join("".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"])
+    assert '"-m", "jobs.join", ADDRESS' in source
+    assert "start_new_session=True" in source

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.swarm import status_lines
+from trainkit.collaborative.swarm import PeerRow, View
+from trainkit.config.loading import load, to_yaml
+from trainkit.records import jsonl
+from trainkit.records.rundir import RunDir
+
+Command = Callable[..., Any]
+
+
+@pytest.mark.parametrize("verb", ["create", "status"])
+def test_help_lists_the_flags_and_loads_neither_torch_nor_hivemind(verb: str) -> None:
+    code = (
+        f"import sys, runpy; sys.argv = ['swarm', '{verb}', '--help']\n"
+        "try: runpy.run_module('jobs.swarm', run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'hivemind') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: python -m jobs.swarm {verb}")
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("create", "hivemnd"), "Unknown preset 'hivemnd'."),
+        (("create", "ddp"), "strategy.name=ddp is no collaborative run."),
+        (("create", "hivemind", "collaborative.round_seconds=2"), "collaborative.round_seconds=2 leaves no time"),
+        (("create", "hivemind", "--port", "70000"), "--port 70000 does not exist."),
+        (("create", "hivemind", "--name", ""), "--name is too long or empty."),
+        (("create", "hivemind", "collaborative.initial_peers=[x]"), "collaborative.initial_peers is set"),
+        (("creat", "hivemind"), "'creat' is not possible."),
+        (("status",), "No swarm in"),
+        (("status", "nonsense"), "No run 'nonsense'."),
+        (("status", "/ip4/1.2.3.4/tcp/1/p2p/Qm"), "'/ip4/1.2.3.4/tcp/1/p2p/Qm' is not the address of a peer."),
+    ],
+)
+def test_what_is_wrong_is_said_at_once_and_nothing_is_written(
+    command: Command, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    done = command("swarm", *arguments)
+    assert done.code == 2
+    assert done.err.startswith(says)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_is_no_swarm_is_said_to_be_none(command: Command, tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    done = command("swarm", "status", "ddp-0001")
+    assert (done.code, done.err.splitlines()[0]) == (2, "ddp-0001 is not a swarm.")
+
+
+def test_status_shows_peers_rounds_and_loss() -> None:
+    rows = (
+        PeerRow("anna", "QmAnna12345", 4, 2, 640, 1234.5, 0.25, 3.2),
+        PeerRow("bo", "QmBo1234567", 3, 0, 64, 10.0, 2.5, 9.0),
+    )
+    assert status_lines(View("hivemind-0001", 5, 15, True, rows, 0.4545)) == [
+        "hivemind-0001: running, round 5/15, 2 peers, loss 0.4545",
+        "  peer  id        round  group  samples  samples/s    loss  seen",
+        "  anna  ..a12345      4      2      640      1,234  0.2500  3 s ago",
+        "  bo    ..234567      3  alone       64         10  2.5000  9 s ago",
+    ]
+
+
+@pytest.mark.swarm
+def test_a_swarm_that_does_not_answer_is_shown_from_its_records(command: Command, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "hivemind-0001", to_yaml(load("hivemind").config))
+    address = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+    (run.path / "swarm_address").write_text(f"{address}\n", encoding="utf-8")
+    where = {"time": time.time(), "step": 10, "epoch": 0.5, "round": 1}
+    jsonl.append(run.metrics, {**where, "split": "train", "loss": 1.5, "peers": 3})
+    jsonl.append(run.metrics, {**where, "split": "val", "loss": 1.25, "acc1": 61.5})
+    # Not in this process: hivemind starts threads and processes that do not belong into the test's own.
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.swarm", "status"], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRAINKIT_RUNS": str(run.path.parent)},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "hivemind-0001: not running, round 1/15, 0 peers, loss 1.5000",
+        "  round  peers  train loss  val loss  val acc1",
+        "      1      3      1.5000    1.2500     61.50",
+    ]
