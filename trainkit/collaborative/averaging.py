@@ -32,6 +32,8 @@ from trainkit.errors import RunFailedError
 _LARGEST_RATIO = 10.0
 # A round has failed if no group is found within so many seconds after its end.
 _GRACE = 2.0
+# How long the averager's process may take to answer; it does so in milliseconds.
+_ANSWER_SECONDS = 30.0
 # Relative distance of those beyond which a peer takes over the senior peer's state. Rounding to fp16 gives about 1e-5.
 _DRIFT = 1e-3
 
@@ -71,16 +73,11 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 class Averaging:
     """One peer's rounds."""
 
-    def __init__(self, averager: Any, outer: OuterState, config: CollaborativeConfig, *, can_share: bool) -> None:
-        self._averager, self._outer, self._config = averager, outer, config
-        self._can_share = can_share
+    def __init__(self, averager: Any, dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig) -> None:
+        self._averager, self._dht, self._outer, self._config = averager, dht, outer, config
+        self._can_share = not averager.client_mode
         self._control: Any = None
         self._usual_norm = 0.0  # of the last average that was used
-
-    @property
-    def failed_helpers(self) -> bool:
-        """The averager's process has died; without it this peer is alone."""
-        return not self._averager.is_alive()
 
     def share(self) -> None:
         """From now on others may take over this peer's state; they prefer the oldest."""
@@ -109,24 +106,38 @@ class Averaging:
     def begin(self, boundary: float, samples_per_sec: float) -> None:
         """Look for the others, while training goes on. ``boundary``: when the round ends."""
         assert self._control is None
-        if self.failed_helpers:
+        if not (self._dht.alive and self._averager.is_alive()):
             raise RunFailedError(
-                "The averaging process of this peer has died.",
-                why="Most often memory ran out.",
+                "A helper process of this peer has died.",
+                why="Without it nobody can be reached; most often memory ran out.",
                 fix="Start the peer again.",
             )
-        self._control = self._averager.step(
-            gather={
-                "shares": self._can_share,
-                "age": self._outer.age,
-                "rate": float(samples_per_sec),
-                "probe": self._outer.probe().numpy().tobytes(),
-            },
-            scheduled_time=max(boundary, time.time() + 0.3),
-            timeout=max(boundary - time.time(), 0.0) + _GRACE,
-            require_trigger=True,
-            wait=False,
-        )
+        about = {
+            "shares": self._can_share,
+            "age": self._outer.age,
+            "rate": float(samples_per_sec),
+            "probe": self._outer.probe().numpy().tobytes(),
+        }
+
+        def search() -> None:
+            self._control = self._averager.step(
+                gather=about,
+                scheduled_time=max(boundary, time.time() + 0.3),
+                timeout=max(boundary - time.time(), 0.0) + _GRACE,
+                require_trigger=True,
+                wait=False,
+            )
+
+        # hivemind waits here without limit for a word of its process.
+        thread = threading.Thread(target=search, daemon=True)
+        thread.start()
+        thread.join(_ANSWER_SECONDS)
+        if self._control is None:
+            raise RunFailedError(
+                f"The averager of this peer has not answered for {_ANSWER_SECONDS:.0f} s.",
+                why="Its process hangs, or this machine is overloaded.",
+                fix="Start the peer again.",
+            )
 
     @property
     def begun(self) -> bool:
@@ -270,7 +281,7 @@ def open_averaging(dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig
         averager.run_in_background(await_ready=True, timeout=30.0)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, interrupt)  # hivemind has switched Ctrl-C off in this process
-        yield Averaging(averager, outer, config, can_share=not client)
+        yield Averaging(averager, dht, outer, config)
     finally:
         mine = processes.family(averager.pid)
         with suppress(OSError, ValueError):

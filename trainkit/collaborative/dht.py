@@ -66,10 +66,15 @@ class _DHT(hivemind.DHT):  # type: ignore[misc]
 class SwarmDHT:
     """This peer's node of the DHT."""
 
-    def __init__(self, node: Any, identity: Identity) -> None:
-        self.node = node
+    def __init__(self, node: Any, identity: Identity, helpers: list[Any]) -> None:
+        self.node, self._helpers = node, helpers
         self.peer_id = str(node.peer_id)
         self._subkey = identity.subkey
+
+    @property
+    def alive(self) -> bool:
+        """Whether the DHT's process and libp2p's daemon still run; they do not come back."""
+        return processes.all_alive(self._helpers)
 
     def addresses(self, prefer_host: str | None = None) -> list[str]:
         """Where others reach this peer, the most useful first."""
@@ -96,9 +101,9 @@ class SwarmDHT:
         return self.node.get(key, latest=True, return_future=True)
 
     def _store(self, key: str, value: dict[str, Any], seconds: float, *, wait: bool) -> None:
-        future = self.node.store(key, value, time.time() + seconds, subkey=self._subkey, return_future=True)
-        if wait:
-            with suppress(FutureTimeoutError):
+        with suppress(FutureTimeoutError, OSError):
+            future = self.node.store(key, value, time.time() + seconds, subkey=self._subkey, return_future=True)
+            if wait:
                 future.result(_READ_SECONDS)
 
     def _read(self, key: str) -> Any:
@@ -127,7 +132,8 @@ class Watch:
             if question is not None:
                 with suppress(Exception):  # a question that failed is asked again
                     self._take(key, question.result(0))
-            self._questions[key] = self._dht.ask(key)
+            with suppress(OSError):  # the node has died, which ends the round
+                self._questions[key] = self._dht.ask(key)
 
     def others(self, since: float) -> dict[str, Progress]:
         """Peers besides this one that have told of themselves since then (seconds since 1970)."""
@@ -204,7 +210,7 @@ def open_dht(
             mine = processes.family(node.pid)
         except Exception as error:  # whatever went wrong in the other process comes back as it was there
             raise _explain(error, peers) from None
-        yield SwarmDHT(node, identity)
+        yield SwarmDHT(node, identity, mine)
     finally:
         with suppress(OSError, ValueError):
             node.shutdown()

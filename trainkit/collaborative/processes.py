@@ -83,6 +83,14 @@ def family(pid: int | None) -> list[psutil.Process]:
         return []
 
 
+def all_alive(processes: list[psutil.Process]) -> bool:
+    """Whether none of them has ended."""
+    try:
+        return all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:
     """Kill those of ``processes`` that are still alive, each by its id, and wait until they are gone."""
     _, alive = psutil.wait_procs(processes, timeout=patience)
