@@ -12,6 +12,7 @@ from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag, stop_on_signal
 from trainkit.errors import TrainkitError, UserError
+from trainkit.records.events import append_event, last_event
 from trainkit.records.rundir import RunDir, next_path, runs_root
 
 
@@ -28,7 +29,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         run_dir = given if (given / "config.yaml").is_file() else args.run_dir
         if run_dir is None and env.get("TRAINKIT_RUN_DIR"):
             run_dir = Path(env["TRAINKIT_RUN_DIR"])
-        outcome, done = _train(loaded.config, env, stop, lambda: _open(loaded, run_dir, env))
+        command = ["python", "-m", "jobs.train", *argv]
+        outcome, done = _train(loaded.config, env, stop, lambda: _open(loaded, run_dir, env, command))
     if "TRAINKIT_ATTEMPT" not in env and done is not None:
         if outcome == "preempted":
             print(f"Stopped and saved. Go on with: python -m jobs.train {done.path}", flush=True)
@@ -73,12 +75,17 @@ def _train(
     return outcome, run_dir if rank_env.is_main else None
 
 
-def _open(loaded: Loaded, path: Path | None, env: Mapping[str, str]) -> RunDir:
+def _open(loaded: Loaded, path: Path | None, env: Mapping[str, str], command: list[str]) -> RunDir:
     """The run folder that was asked for, made if it is not there."""
     if path is None:
         path = next_path(runs_root(env), loaded.name)
     if not (path / "config.yaml").exists() and (not path.exists() or "TRAINKIT_ATTEMPT" in env):
-        return RunDir.create(path, to_yaml(loaded.config))
+        from trainkit.records.snapshot import write_manifest
+
+        run_dir = RunDir.create(path, to_yaml(loaded.config))
+        write_manifest(run_dir, command)
+        _record_job(run_dir, env)
+        return run_dir
     run_dir = RunDir.open(path)
     if _settings(load(str(run_dir.config)).config) != _settings(loaded.config):
         raise UserError(
@@ -86,7 +93,18 @@ def _open(loaded: Loaded, path: Path | None, env: Mapping[str, str]) -> RunDir:
             why="Its config.yaml differs from what was asked for now.",
             fix=f"Go on with it as it is (`python -m jobs.train {path}`), or give another --run-dir.",
         )
+    _record_job(run_dir, env)
     return run_dir
+
+
+def _record_job(run_dir: RunDir, env: Mapping[str, str]) -> None:
+    """Note the SLURM job of a template, so that `status` and `cancel` find it like one of `jobs.submit`."""
+    job_id, attempt = env.get("SLURM_JOB_ID"), env.get("TRAINKIT_ATTEMPT", "")
+    if not job_id or not attempt.isdigit():  # a shell inside an allocation is no job of this run
+        return
+    before = last_event(run_dir, "submitted")
+    if before is None or before.get("job_id") != job_id:
+        append_event(run_dir, "submitted", executor="slurm", job_id=job_id, attempts_before=int(attempt))
 
 
 def _settings(config: Config) -> Config:

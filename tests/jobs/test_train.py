@@ -33,6 +33,8 @@ def test_alone_it_makes_a_run_folder_and_says_how_it_went(tmp_path: Path) -> Non
     assert summary["steps"] == 3
     assert summary["world_size"] == 1
     assert summary["test"]["samples"] > 200
+    manifest = json.loads((tmp_path / "here/manifest.json").read_text())
+    assert manifest["command"][:4] == ["python", "-m", "jobs.train", "single"]
 
 
 def test_other_settings_do_not_go_on_with_a_run(tmp_path: Path) -> None:

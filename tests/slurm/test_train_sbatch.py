@@ -64,6 +64,14 @@ def test_a_template_gives_every_rank_its_own_logs(trained: dict[str, Path], temp
     assert {file.name for file in (trained[template] / "logs" / "0").iterdir()} == names
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_status_knows_the_job_of_a_template(devcluster: Cluster, trained: dict[str, Path], template: str) -> None:
+    run = trained[template]
+    said = devcluster.job("status", str(run)).stdout
+    assert run.name.rpartition("job")[2] in said
+    assert "COMPLETED" in said
+
+
 def test_both_templates_train_the_same_weights(devcluster: Cluster, trained: dict[str, Path]) -> None:
     assert len({devcluster.final_weights(run) for run in trained.values()}) == 1
 

@@ -21,7 +21,7 @@ def final_weights(folder: Path) -> bytes:
     return (files.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("ddp", 4), ("fsdp", 2)])
 def test_a_run_interrupted_anywhere_ends_with_the_weights_of_one_that_was_not(
     tmp_path: Path, preset: str, world_size: int
 ) -> None:
