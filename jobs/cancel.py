@@ -8,11 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from jobs.status import runs_of
 from trainkit.errors import RefusedError, SchedulerError
 from trainkit.launch.queue import JobState, controller_of, job_state, job_states
 from trainkit.records.events import append_event, last_event
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, find_runs
 
 PATIENCE_SECONDS = 20.0
 """A local run has less than this to save and end; then it is killed."""
@@ -22,7 +21,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("cancel", "End the jobs of runs. What they have saved stays, and `resume` goes on from it.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
     args = parser.parse_args(list(argv))
-    runs = [run for reference in args.runs for run in runs_of(reference, env)]
+    runs = [run for reference in args.runs for run in find_runs(reference, env)]
     states = job_states(runs)
     on_slurm = [
         (run, state) for run, state in zip(runs, states, strict=True) if state.alive and state.executor == "slurm"

@@ -46,7 +46,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if (value := getattr(args, key)) is not None:
             settings[f"launch.{key}"] = (value, "--" + key.replace("_", "-"))
     loaded = loading.load(args.preset, args.overrides, flags=settings)
-    from jobs.submit import check
+    from jobs.starting import check
     from trainkit.launch.ranks import RankEnv
 
     if existing is None:  # what a run was made of is in its snapshot, wherever this is called

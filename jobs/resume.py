@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from jobs.submit import add_launch_flags, dry_run, launch_settings, start
+from jobs.starting import add_launch_flags, dry_run, launch_settings, start
 from trainkit.config import loading
 from trainkit.errors import UserError
 from trainkit.records.events import read_events

@@ -14,7 +14,7 @@ from trainkit.launch.queue import JobState, job_states
 from trainkit.records import index
 from trainkit.records.events import last_event, read_events
 from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir, find_run, list_runs, runs_root
+from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
 
 HEADER = ("run", "state", "job", "step", "epoch", "val acc1", "age", "")
 LISTED = 20
@@ -27,7 +27,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_args(list(argv))
     root = runs_root(env)
     if args.runs:
-        runs = [run for reference in args.runs for run in runs_of(reference, env)]
+        runs = [run for reference in args.runs for run in find_runs(reference, env)]
         states = job_states(runs)
         _print_table(runs, states, root)
         if len(runs) == 1:
@@ -43,21 +43,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if hidden:
         print(f"{hidden} older runs are not shown; --all shows them.")
     return 0
-
-
-def runs_of(reference: str, env: Mapping[str, str]) -> list[RunDir]:
-    """The run of that name, or all runs of a sweep."""
-    for folder in (Path(reference).expanduser(), runs_root(env) / reference):
-        if (folder / "sweep.json").is_file():
-            return [run for run in list_runs(folder) if run.path.parent == folder.absolute()]
-    sweeps = {
-        path.parent
-        for path in index.known()
-        if path.parent.name == reference and (path.parent / "sweep.json").is_file()
-    }
-    if len(sweeps) == 1:
-        return list_runs(sweeps.pop())
-    return [find_run(reference, env)]
 
 
 def _all_runs(root: Path) -> list[RunDir]:

@@ -209,6 +209,21 @@ def _holds_only_logs(path: Path) -> bool:
     return path.is_dir() and [entry.name for entry in path.iterdir()] == ["logs"]
 
 
+def find_runs(reference: str, env: Mapping[str, str]) -> list[RunDir]:
+    """The run of that name, or all runs of a sweep."""
+    for folder in (Path(reference).expanduser(), runs_root(env) / reference):
+        if (folder / "sweep.json").is_file():
+            return [run for run in list_runs(folder) if run.path.parent == folder.absolute()]
+    sweeps = {
+        path.parent
+        for path in index.known()
+        if path.parent.name == reference and (path.parent / "sweep.json").is_file()
+    }
+    if len(sweeps) == 1:
+        return list_runs(sweeps.pop())
+    return [find_run(reference, env)]
+
+
 def _remove(partial: Path) -> None:
     if partial.is_file():
         partial.unlink()
