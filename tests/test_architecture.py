@@ -68,7 +68,6 @@ ENVIRONMENT = {
     "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",
     "trainkit.models.libraries": "HF_HOME: to tell the user where weights are looked for",
     "trainkit.collaborative.processes": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
-    "trainkit.collaborative.peer": "TRAINKIT_ATTEMPT: a peer is started by hand as well as by a launcher",
     "trainkit.collaborative.session": "OMP_NUM_THREADS: what this process was granted",
 }
 
