@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint import files
@@ -17,6 +16,7 @@ from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Box, Peer
 from trainkit.config.schema import Config
 from trainkit.data.base import Samples
+from trainkit.distributed.device import device_name, peak_memory_mb
 from trainkit.errors import RunFailedError
 from trainkit.monitor.base import Logger
 from trainkit.records.events import append_event
@@ -184,7 +184,7 @@ class RunKeeper:
             "skipped_steps": peer.precision.skipped_steps,
             "device": device_name(peer.dist.device),
             "params": peer.outer.num_parameters,
-            "max_memory_mb": _max_memory_mb(peer.dist.device),
+            "max_memory_mb": peak_memory_mb(peer.dist.device),
             "rounds": rounds,
             "most_peers": self.most_peers,
         }
@@ -229,17 +229,3 @@ def _who(box: Box) -> str:
     if box.peers == 1:
         return "alone"
     return f"went on alone ({box.result.why})"
-
-
-def device_name(device: torch.device) -> str:
-    """Name of the GPU, or ``cpu``."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _max_memory_mb(device: torch.device) -> float:
-    """Peak memory: of the GPU's allocator, or of this process on CPU."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    import resource
-
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)

@@ -40,6 +40,9 @@ def require_hivemind() -> None:
     multiprocessing.set_start_method("fork", force=True)
     # Its loggers print tracebacks for what is normal here, such as a round without others.
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
+    # Peers share their cores with helpers, and with other peers when somebody tries it on a laptop. Threads that wait by
+    # spinning then take the cores from those that work: 30 images/s instead of 1,900 with three peers on two cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside hivemind that no user of ours can mend

@@ -17,7 +17,7 @@ from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging, open_averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import Manifest, SwarmDHT, Watch, open_dht, read_manifest
-from trainkit.collaborative.keeping import NoKeeper, RunKeeper, device_name, restore
+from trainkit.collaborative.keeping import NoKeeper, RunKeeper, restore
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import NEWS_SECONDS, Ending, Peer, train
 from trainkit.collaborative.settings import in_words, installed
@@ -27,6 +27,7 @@ from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.data.loader import resolve_workers
 from trainkit.data.order import mix
+from trainkit.distributed.device import cpus_of_rank, device_name, intra_op_threads
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
 from trainkit.experiment import wants_gpu
@@ -208,8 +209,8 @@ def _peer(
     if wants_gpu(config):
         device = torch.device("cuda", device_index(seat.env.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ and seat.env.local_world_size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // seat.env.local_world_size))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(intra_op_threads(seat.env))
     dist = Distributed(replace(seat.env, rank=0, world_size=1), device)  # a peer is a whole of its own
     body.model.to(device)
     peer = Peer(
@@ -225,7 +226,7 @@ def _peer(
         precision=Precision(choose_precision(config.train.precision, device), dist),
         dist=dist,
         splits=body.splits,
-        workers=resolve_workers(config.data.workers, body.splits),
+        workers=resolve_workers(config.data.workers, body.splits, cpus_of_rank(seat.env)),
         data_seed=mix(config.seed, int(hashlib.sha256(dht.peer_id.encode()).hexdigest(), 16)),
         stop_requested=seat.stop_requested,
         keeper=keeper,
