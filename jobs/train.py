@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
+from jobs.starting import check
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag, stop_on_signal
@@ -25,6 +26,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_intermixed_args(argv)
     with stop_on_signal() as stop:
         loaded = load(args.run, args.overrides, env=env)
+        check(loaded)
         given = Path(args.run)
         run_dir = given if (given / "config.yaml").is_file() else args.run_dir
         if run_dir is None and env.get("TRAINKIT_RUN_DIR"):
@@ -82,7 +84,7 @@ def _open(loaded: Loaded, path: Path | None, env: Mapping[str, str], command: li
     if not (path / "config.yaml").exists() and (not path.exists() or "TRAINKIT_ATTEMPT" in env):
         from trainkit.records.snapshot import write_manifest
 
-        run_dir = RunDir.create(path, to_yaml(loaded.config))
+        run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs="TRAINKIT_ATTEMPT" in env)
         write_manifest(run_dir, command)
         _record_job(run_dir, env)
         return run_dir

@@ -21,6 +21,7 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.data.loader import resolve_workers
+from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag
@@ -59,6 +60,7 @@ def run(
     """
     splits = build_data(config.data)
     with distributed(env, use_gpu=wants_gpu(config)) as dist:
+        _check_batch_sizes(config, dist.world_size, splits)
         run_dir = _meet(config, dist, open_run)
         attempt = dist.broadcast_object(attempt if attempt is not None else len(run_dir.attempts()))
         with _failures_recorded(run_dir, dist):
@@ -93,7 +95,6 @@ def _run(config: Config, dist: Distributed, stop: StopFlag, splits: Splits, run_
         save=lambda: _save(training, checkpoints, run_dir),
         stop_requested=lambda: stop.requested,
     )
-    _check_batch_sizes(training)
     params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     hosts = dist.gather_objects(socket.gethostname())
     if dist.is_main:
@@ -258,15 +259,15 @@ def _write_summary(t: Training, run_dir: RunDir, test: dict[str, float], params:
     partial.replace(run_dir.summary)
 
 
-def _check_batch_sizes(t: Training) -> None:
-    size, world = t.config.train.global_batch_size, t.dist.world_size
-    per_pass = t.micro_batch_size * world
-    if not per_pass or size % per_pass:
-        one = world * (t.config.train.micro_batch_size or 1)
+def _check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
+    size, micro = config.train.global_batch_size, config.train.micro_batch_size
+    steps_per_epoch(len(splits.train), size)  # refuses data of less than one batch
+    one = world_size * (micro or 1)
+    if size % one:
         low = size // one * one
         raise UserError(
-            f"train.global_batch_size={size} cannot be split evenly over {world} ranks"
-            + (f" of micro_batch_size={t.micro_batch_size}." if t.config.train.micro_batch_size else "."),
+            f"train.global_batch_size={size} cannot be split evenly over {world_size} ranks"
+            + (f" of train.micro_batch_size={micro}." if micro else "."),
             why=f"One pass over all ranks takes a multiple of {one} samples.",
             fix=f"Use train.global_batch_size={f'{low} or ' if low else ''}{low + one}.",
         )

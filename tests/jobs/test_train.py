@@ -52,6 +52,16 @@ def test_missing_data_exits_with_2_and_the_command_that_fetches_it(tmp_path: Pat
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.parametrize(
+    "setting", ["model.name=resnet5", "strategy.name=dpp", "train.global_batch_size=5000", "data.augmnt=true"]
+)
+def test_wrong_input_exits_with_2_and_leaves_nothing(tmp_path: Path, setting: str) -> None:
+    done = train("single", *QUICK, setting, "--run-dir", "here", cwd=tmp_path)
+    assert done.returncode == 2
+    assert [line.split(":")[0] for line in done.stderr.splitlines()[1:]] == ["  why", "  fix"]
+    assert not (tmp_path / "here").exists()
+
+
 def test_torchrun_starts_ranks_of_one_run(tmp_path: Path) -> None:
     torchrun = (str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2")
     done = train("ddp", *QUICK, cwd=tmp_path, launcher=torchrun)

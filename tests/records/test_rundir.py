@@ -48,7 +48,13 @@ def test_what_exists_is_never_written_over(tmp_path: Path, kind: str) -> None:
 
 def test_a_folder_in_which_only_logs_were_opened_becomes_the_run(tmp_path: Path) -> None:
     (tmp_path / "a" / "logs" / "0").mkdir(parents=True)
-    assert RunDir.create(tmp_path / "a", YAML).config.read_text() == YAML
+    assert RunDir.create(tmp_path / "a", YAML, after_logs=True).config.read_text() == YAML
+
+
+def test_a_half_written_folder_is_no_place_for_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "a" / "logs").mkdir(parents=True)
+    with pytest.raises(UserError, match="exists already"):
+        RunDir.create(tmp_path / "a", "seed: 0")
 
 
 def test_a_file_where_the_runs_folder_should_be_is_the_users_mistake(tmp_path: Path) -> None:

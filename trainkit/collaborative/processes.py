@@ -47,12 +47,30 @@ def require_hivemind() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside hivemind that no user of ours can mend
             import hivemind  # noqa: F401
+
+            _start_memory_manager()
     except ImportError as error:
         raise RefusedError(
             "Collaborative runs need hivemind.",
             why=f"It cannot be imported: {error}.",
             fix="pip install hivemind",
         ) from None
+
+
+def _start_memory_manager() -> None:
+    """Start torch's manager of shared memory, deaf to stop signals.
+
+    hivemind's messages need it to the end, and a stop signal goes to every process of a job step. It ends by itself when
+    the last process that it serves is gone. Signals that are blocked when a program starts stay blocked in it.
+    """
+    import torch
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        torch.empty(1).share_memory_()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def become_helper(parent: int) -> None:

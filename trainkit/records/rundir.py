@@ -94,8 +94,12 @@ class RunDir:
         return self.attempt_logs(attempt) / "requeue"
 
     @classmethod
-    def create(cls, path: Path, config_yaml: str) -> RunDir:
+    def create(cls, path: Path, config_yaml: str, *, after_logs: bool = False) -> RunDir:
         """Make the folder of a new run; it holds its configuration from the first moment that it has its name.
+
+        Args:
+            after_logs: the folder may be there with nothing but ``logs/`` in it, as a plain sbatch script leaves it:
+                srun opens the ranks' logs before any Python runs.
 
         Raises:
             UserError: something of that name exists, or the folder cannot be written.
@@ -104,9 +108,8 @@ class RunDir:
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         late = False
         try:
-            late = _holds_only_logs(path)
+            late = after_logs and _holds_only_logs(path)
             if late:
-                # A plain sbatch script was here first: srun opens the ranks' logs before any Python runs.
                 partial.write_text(config_yaml, encoding="utf-8")
                 partial.rename(path / "config.yaml")
             else:
