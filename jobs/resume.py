@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from trainkit.config import loading
 from trainkit.errors import UserError
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir, find_run
+
+ENDING_SECONDS = 60.0
+"""How long to wait for a job that is being ended; SLURM gives its tasks 30 s by default."""
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -49,6 +53,10 @@ def _require_resumable(run: RunDir) -> None:
     from trainkit.launch.queue import job_state
 
     state = job_state(run)
+    deadline = time.monotonic() + ENDING_SECONDS
+    while state.state == "COMPLETING" and time.monotonic() < deadline:  # cancelled a moment ago
+        time.sleep(1)
+        state = job_state(run)
     if state.alive:
         raise UserError(
             f"{run.name} is {state.state} (job {state.job_id}).",

@@ -153,10 +153,13 @@ def test_the_state_of_global_random_numbers_changes_no_augmentation(reference: T
 
 
 def test_a_stop_signal_to_the_workers_does_not_end_them(reference: Tensor) -> None:
+    before = {child.pid for child in psutil.Process().children()}
     found = batches(workers=2)
     with found:
         images = [next(found)[0]]
-        for worker in psutil.Process().children():
+        workers = [child for child in psutil.Process().children() if child.pid not in before]
+        assert len(workers) == 2
+        for worker in workers:
             for signum in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
                 os.kill(worker.pid, signum)
         images += [batch for batch, _ in found]

@@ -278,7 +278,15 @@ def test_debug_runs_in_this_very_process_so_that_breakpoints_work(no_slurm: dict
 
 def test_interrupting_a_followed_run_leaves_it_running(no_slurm: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "jobs.submit", "single", "train.epochs=500", "monitor.loggers=[jsonl]"]
-    with subprocess.Popen(command, env=no_slurm, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as submit:
+    with subprocess.Popen(
+        command,
+        env=no_slurm,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        # As from a terminal, also where the tests themselves run in the background, which ignores interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as submit:
         assert submit.stdout is not None
         while "Attempt 0" not in (line := submit.stdout.readline()):
             assert line, "it ended before it started"
