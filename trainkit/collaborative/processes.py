@@ -40,8 +40,8 @@ def require_hivemind() -> None:
     multiprocessing.set_start_method("fork", force=True)
     # Its loggers print tracebacks for what is normal here, such as a round without others.
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
-    # Peers share their cores with helpers, and with other peers when somebody tries it on a laptop. Threads that wait by
-    # spinning then take the cores from those that work: 30 images/s instead of 1,900 with three peers on two cores.
+    # Peers share their cores with helpers, and with other peers when somebody tries it on a laptop. Threads that wait
+    # by spinning take the cores from those that work: 30 images/s instead of 1,900 with three peers on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
     try:
         with warnings.catch_warnings():
@@ -60,15 +60,15 @@ def require_hivemind() -> None:
 def _start_memory_manager() -> None:
     """Start torch's manager of shared memory, deaf to stop signals.
 
-    hivemind's messages need it to the end, and a stop signal goes to every process of a job step. It ends by itself when
-    the last process that it serves is gone. Signals that are blocked when a program starts stay blocked in it.
+    hivemind's messages need it to the end, and a stop signal goes to every process of a job step. It ends by itself
+    when the last process that it serves is gone. Signals that are blocked when a program starts stay blocked in it.
     """
     import torch
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        torch.empty(1).share_memory_()
+        torch.empty(1).share_memory_()  # type: ignore[no-untyped-call]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
