@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.ranks import run_ranks, train_run
+from trainkit.checkpoint import files
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import load
 from trainkit.data import build_data
@@ -68,6 +71,28 @@ def test_a_save_that_fails_is_raised_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     told = run_ranks(2, _save_where_there_is_no_room, tmp_path / "checkpoints")
     assert told == ["The checkpoint of step 1 could not be written."] * 2
+
+
+def _save_on_a_full_disk(env: RankEnv, folder: Path) -> tuple[str, list[str]]:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with distributed(env, use_gpu=False) as dist:
+        checkpoints, model = Checkpoints(folder, keep=3, dist=dist), nn.Linear(200, 200)
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpoints.save(model, optimizer, step=1, state={}, best_step=None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file may hold the 160 kB of the weights
+        try:
+            checkpoints.save(model, optimizer, step=2, state={}, best_step=None)
+        except RunFailedError as error:
+            return str(error), sorted(entry.name for entry in folder.iterdir())
+    return "saved", []
+
+
+def test_a_full_disk_is_said_so_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    ((said, left),) = run_ranks(1, _save_on_a_full_disk, tmp_path)
+    assert "The checkpoint of step 2 could not be written." in said
+    assert "Make room" in said
+    assert left == ["latest", "step-00000001"]
+    files.read_state(tmp_path, 1)
 
 
 def test_nothing_is_restored_from_nothing(tmp_path: Path) -> None:

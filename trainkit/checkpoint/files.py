@@ -12,6 +12,7 @@ any moment leaves either the whole checkpoint or none.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -51,29 +52,44 @@ def write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], 
     Args:
         tensors: file stem -> name -> CPU tensor.
         state: plain values for ``state.json``.
-    """
-    from safetensors.torch import save_file
 
+    Raises:
+        OSError: it could not be written; the checkpoints before it are as they were.
+    """
     final = path_of(folder, step)
     partial = folder / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed while saving
     partial.mkdir(parents=True)
-    files = {}
-    for stem, named in tensors.items():
-        file = partial / f"{stem}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in named.items()}, file)
-        _flush(file)
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-    record = partial / "state.json"
-    record.write_text(json.dumps({**state, "step": step, "files": files}, indent=1), encoding="utf-8")
-    _flush(record)
-    _flush(partial)
+    try:
+        _fill(partial, step, tensors, state)
+    except BaseException:  # a full disk: what is left would keep the next save from fitting
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if final.exists():  # broken, or `rewrite_state` would have been enough
         _delete(final)
     os.replace(partial, final)
     _flush(folder)
     point(folder, "latest", step)
     return final
+
+
+def _fill(partial: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    files = {}
+    for stem, named in tensors.items():
+        file = partial / f"{stem}.safetensors"
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in named.items()}, file)
+        except SafetensorError as error:  # it wraps what the system said
+            raise OSError(errno.EIO, str(error).removeprefix("Error while serializing: "), str(file)) from None
+        _flush(file)
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    record = partial / "state.json"
+    record.write_text(json.dumps({**state, "step": step, "files": files}, indent=1), encoding="utf-8")
+    _flush(record)
+    _flush(partial)
 
 
 def rewrite_state(folder: Path, step: int, state: Mapping[str, Any]) -> bool:
