@@ -40,6 +40,20 @@ def test_every_strategy_and_world_size_writes_the_same_layout(tmp_path: Path) ->
         assert layouts["single", stem] == layouts["ddp", stem] == layouts["fsdp", stem]
 
 
+def test_data_parallel_leaves_no_trace_in_the_names(tmp_path: Path) -> None:
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        wrapped = nn.DataParallel(nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(wrapped.parameters())
+        wrapped(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        checkpoints = Checkpoints(tmp_path, keep=3, dist=dist)
+        checkpoints.save(wrapped, optimizer, step=1, state={}, best_step=None)
+        assert set(load_file(tmp_path / "latest/model.safetensors")) == {"weight", "bias"}
+        other = nn.DataParallel(nn.Linear(4, 2))
+        assert checkpoints.restore(other, torch.optim.AdamW(other.parameters())) is not None
+        assert torch.equal(other.module.weight, wrapped.module.weight)
+
+
 def test_the_weights_load_into_the_plain_model(tmp_path: Path) -> None:
     run_ranks(2, train_run, tmp_path / "run", "fsdp", ("train.max_steps=1",))
     config = load("fsdp").config

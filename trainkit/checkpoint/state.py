@@ -26,9 +26,15 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
     Only tensors are kept of the optimizer: learning rates and the like come from the configuration.
     """
+    model = _inner(model)
     weights = _copies(get_model_state_dict(model, options=_GATHER))
     moments = _copies(get_optimizer_state_dict(model, optimizer, options=_GATHER))
     return weights, moments
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """torch leaves the traces of DDP and FSDP out of the names, but not that of DataParallel."""
+    return model.module if isinstance(model, nn.DataParallel) else model
 
 
 def _copies(state: Mapping[str, object]) -> dict[str, Tensor]:
@@ -39,13 +45,14 @@ def _copies(state: Mapping[str, object]) -> dict[str, Tensor]:
 def hand_out_model(model: nn.Module, weights: Mapping[str, Tensor], dist: Distributed) -> None:
     """Load rank 0's ``weights`` into the model of every rank; the other ranks pass an empty dict."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.world_size > 1)
-    set_model_state_dict(model, dict(weights), options=options)
+    set_model_state_dict(_inner(model), dict(weights), options=options)
 
 
 def hand_out_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, Tensor], dist: Distributed
 ) -> None:
     """Load rank 0's optimizer state into the optimizer of every rank; the other ranks pass an empty dict."""
+    model = _inner(model)
     # Nested, not flattened as it is stored: torch cannot broadcast a flattened optimizer state.
     current = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
