@@ -27,6 +27,16 @@ def intra_op_threads(env: RankEnv) -> int:
     return max(1, min(cores, int(granted)) if granted.isdigit() else cores // max(1, env.local_world_size))
 
 
+def seed_random(seed: int, device: torch.device) -> None:
+    """Seed torch's generators that this rank draws from.
+
+    Not `torch.manual_seed`: where CUDA is not in use it formats a stack trace each time, 1 ms per call.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's own name, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

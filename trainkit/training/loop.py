@@ -15,6 +15,7 @@ from trainkit.config.schema import Config
 from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches
 from trainkit.data.order import mix, steps_per_epoch
+from trainkit.distributed.device import seed_random
 from trainkit.distributed.process_group import Distributed, StopVote
 from trainkit.monitor.base import Logger
 from trainkit.strategies.base import Strategy
@@ -128,7 +129,7 @@ def _train(t: Training, should_stop: Callable[[], bool]) -> bool:
             )
             set_lr(t.optimizer, lr)
             # Dropout and the like: a function of step and rank, so that resuming needs no random state.
-            torch.manual_seed(mix(config.seed, step, dist.rank))
+            seed_random(mix(config.seed, step, dist.rank), dist.device)
             for micro_step in range(t.grad_accum_steps):
                 is_last = micro_step == t.grad_accum_steps - 1  # gradients are exchanged once per update
                 images, labels = next(batches)
