@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -42,14 +41,13 @@ def main() -> int:
     splits = build_data(config.data)
     with distributed(RankEnv.single(), use_gpu=False) as dist:
         torch.set_num_threads(1)  # CPU time of several threads would also count their waiting
-        bare_weights, kit_weights = bare(config, splits, dist), kit(config, splits, dist)
+        (bare_weights, _), (kit_weights, _) = bare(config, splits, dist), kit(config, splits, dist)
         if not torch.equal(bare_weights, kit_weights):
             print("The two loops do not make the same updates, so their times say nothing.")
             return 1
         ratios, controls, extra = [], [], []
         for _ in range(ROUNDS):
-            a1, b1, b2, a2 = (cpu_seconds(arm, config, splits, dist) for arm in (bare, kit, kit, bare))
-            a3 = cpu_seconds(bare, config, splits, dist)
+            a1, b1, b2, a2, a3 = (arm(config, splits, dist)[1] for arm in (bare, kit, kit, bare, bare))
             ratios.append((b1 + b2) / (a1 + a2))
             controls.append(a3 / a2)
             extra.append((b1 + b2 - a1 - a2) / 2 / STEPS * 1e6)
@@ -65,28 +63,27 @@ def main() -> int:
     return 0
 
 
-def bare(config: Config, splits: Splits, dist: Distributed) -> torch.Tensor:
-    """The shortest loop that makes the same updates, and one validation at the end; the final weights."""
+def bare(config: Config, splits: Splits, dist: Distributed) -> tuple[torch.Tensor, float]:
+    """The shortest loop that makes the same updates, and one validation at the end: final weights, CPU seconds."""
     model = build_model(config.model, splits.info, config.seed)
     optimizer = build_optimizer(model, config.optim)
-    step = 0
+    precision, size, step = Precision("fp32", dist), config.train.global_batch_size, 0
+    began = time.process_time()
     with batches_of(config, splits) as batches:
         for images, labels in batches:
-            per_epoch = len(splits.train) // config.train.global_batch_size
+            per_epoch = len(splits.train) // size
             schedule = {"steps_per_epoch": per_epoch, "total_steps": STEPS}
             set_lr(optimizer, lr_at(step, optim=config.optim, schedule=config.schedule, **schedule))
             functional.cross_entropy(model(normalize(images, splits.info)), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-    precision = Precision("fp32", dist)
-    size = config.train.global_batch_size
     evaluate(model, splits.val, splits, batch_size=size, workers=0, precision=precision, dist=dist)
-    return weights_of(model)
+    return weights_of(model), time.process_time() - began
 
 
-def kit(config: Config, splits: Splits, dist: Distributed) -> torch.Tensor:
-    """The kit's loop without files; the final weights."""
+def kit(config: Config, splits: Splits, dist: Distributed) -> tuple[torch.Tensor, float]:
+    """The kit's loop without files: final weights, CPU seconds."""
     model, strategy, precision = build_parts(config, dist, splits)
     training = Training(
         config=config,
@@ -102,8 +99,9 @@ def kit(config: Config, splits: Splits, dist: Distributed) -> torch.Tensor:
         save=lambda: None,
         stop_requested=lambda: False,
     )
+    began = time.process_time()
     train(training)
-    return weights_of(model)
+    return weights_of(model), time.process_time() - began
 
 
 def batches_of(config: Config, splits: Splits):  # type: ignore[no-untyped-def]  # an iterator of (images, labels)
@@ -123,14 +121,6 @@ def batches_of(config: Config, splits: Splits):  # type: ignore[no-untyped-def] 
 
 def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def cpu_seconds(
-    arm: Callable[[Config, Splits, Distributed], torch.Tensor], config: Config, splits: Splits, dist: Distributed
-) -> float:
-    began = time.process_time()
-    arm(config, splits, dist)
-    return time.process_time() - began
 
 
 def describe(values: list[float]) -> str:
