@@ -120,13 +120,7 @@ def _train(t: Training, should_stop: Callable[[], bool]) -> bool:
     )
     with loader as batches:
         for step in range(progress.step, t.total_steps):
-            lr = lr_at(
-                step,
-                optim=config.optim,
-                schedule=config.schedule,
-                steps_per_epoch=t.steps_per_epoch,
-                total_steps=t.total_steps,
-            )
+            lr = _lr(t, step)
             set_lr(t.optimizer, lr)
             # Dropout and the like: a function of step and rank, so that resuming needs no random state.
             seed_random(mix(config.seed, step, dist.rank), dist.device)
@@ -201,7 +195,7 @@ def _validate(t: Training, should_stop: Callable[[], bool]) -> bool:
     better = progress.best is None or (value < progress.best if name == "loss" else value > progress.best)
     if better:
         progress.best, progress.best_step = value, progress.step
-    t.metrics.log({**_where(t), "split": "val", **result})
+    t.metrics.log({**_where(t), "split": "val", **result, "lr": _lr(t, progress.step - 1)})
     if better and progress.step != t.total_steps and not _saving_is_due(t):
         t.save()  # the best must be on disk, whatever the rhythm of saving
     return True
@@ -230,6 +224,14 @@ def _log_training(
     if t.dist.device.type == "cuda":
         record["max_memory_mb"] = round(torch.cuda.max_memory_allocated(t.dist.device) / 2**20, 1)
     t.metrics.log(record)
+
+
+def _lr(t: Training, step: int) -> float:
+    """Learning rate of update ``step``, from 0."""
+    config, total = t.config, t.total_steps
+    return lr_at(
+        step, optim=config.optim, schedule=config.schedule, steps_per_epoch=t.steps_per_epoch, total_steps=total
+    )
 
 
 def _where(t: Training) -> dict[str, Any]:
