@@ -21,7 +21,14 @@ from trainkit.records.rundir import RunDir
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["trainkit.experiment", "tests.ranks"])
 
-QUICK = ("train.precision=fp32", "monitor.loggers=[jsonl]", "monitor.log_every=1", "monitor.hardware_every_seconds=60")
+# On the CPU also where there is a GPU: four ranks are more than one GPU has room for.
+QUICK = (
+    "train.precision=fp32",
+    "launch.gpus_per_node=0",
+    "monitor.loggers=[jsonl]",
+    "monitor.log_every=1",
+    "monitor.hardware_every_seconds=60",
+)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:

@@ -58,7 +58,9 @@ def test_the_weights_load_into_the_plain_model(tmp_path: Path) -> None:
     run_ranks(2, train_run, tmp_path / "run", "fsdp", ("train.max_steps=1",))
     config = load("fsdp").config
     model = build_model(config.model, build_data(config.data).info, 0)
-    model.load_state_dict(load_file(tmp_path / "run/checkpoints/latest/model.safetensors"))
+    weights = load_file(tmp_path / "run/checkpoints/latest/model.safetensors")
+    model.load_state_dict(weights)
+    assert torch.equal(dict(model.named_parameters())["0.weight"], weights["0.weight"])
 
 
 def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def missing() -> str | None:
         return "it needs Debian or Ubuntu"
     if os.geteuid() != 0:
         return "it needs root"
-    for tool in ("ip", "unshare", "nsenter", "flock", "apt-get"):
+    for tool in ("unshare", "nsenter", "flock", "apt-get"):
         if shutil.which(tool) is None:
             return f"it needs the command '{tool}'"
     if subprocess.run(

@@ -1,0 +1,31 @@
+"""What only a GPU can show; `pytest -m gpu` on a machine that has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks, train_run
+from trainkit.records.metrics import read_metrics
+from trainkit.records.rundir import RunDir
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("preset", ["single", "ddp", "fsdp"])
+def test_a_gpu_trains_in_every_format_and_its_memory_is_recorded(tmp_path: Path, preset: str, precision: str) -> None:
+    folder = tmp_path / "run"
+    settings = ("launch.gpus_per_node=1", f"train.precision={precision}", "train.max_steps=19")
+    assert run_ranks(1, train_run, folder, preset, settings) == ["finished"]
+    records = read_metrics(RunDir(folder), "train")
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[-1]["max_memory_mb"] > 0
+
+
+def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_ranks(1, train_run, folder, "fsdp", ("launch.gpus_per_node=1", "train.max_steps=30"), 8)
+    assert run_ranks(1, train_run, folder, "single", ("launch.gpus_per_node=0", "train.max_steps=30")) == ["finished"]
