@@ -44,6 +44,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     path = run.attempt_logs(attempt) / name
     if not path.is_file():
         ranks = sorted(int(file.stem.removeprefix("rank-")) for file in run.attempt_logs(attempt).glob("rank-*.out"))
+        if not ranks or (not args.rank and job_state(run).alive):  # the folder is there just before the ranks start
+            return _nothing_yet(run)
         raise UserError(
             f"{run.name} has no rank {args.rank or 0} in attempt {attempt}.",
             why=_have("ranks", ranks),

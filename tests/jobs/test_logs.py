@@ -35,6 +35,13 @@ def ended(tmp_path: Path, no_slurm: dict[str, str]) -> RunDir:
     return run
 
 
+def test_an_attempt_whose_ranks_have_not_opened_their_logs_is_no_mistake(command: Command, ended: RunDir) -> None:
+    ended.attempt_logs(2).mkdir()
+    done = command("logs", "ddp-0001")
+    assert done.code == 0
+    assert "no rank has started" in done.out
+
+
 def test_of_a_failed_run_the_failing_ranks_traceback_comes_first(command: Command, ended: RunDir) -> None:
     lines = command("logs", "ddp-0001").out.splitlines()
     assert lines[0] == "--- ddp-0001: FAILED. Rank 1 failed first: ValueError: bad"
