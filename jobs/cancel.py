@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
+from trainkit.cluster.queue import JobState, controller_of, job_state, job_states
 from trainkit.errors import RefusedError, SchedulerError
-from trainkit.launch.queue import JobState, controller_of, job_state, job_states
 from trainkit.records.events import append_event, last_event
 from trainkit.records.rundir import RunDir, find_runs
 

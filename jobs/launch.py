@@ -47,7 +47,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             settings[f"launch.{key}"] = (value, "--" + key.replace("_", "-"))
     loaded = loading.load(args.preset, args.overrides, flags=settings)
     from jobs.starting import check
-    from trainkit.launch.ranks import RankEnv
+    from trainkit.ranks.env import RankEnv
 
     if existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
@@ -84,8 +84,8 @@ def _plan(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, st
     """The plan of all nodes, checked against the GPUs of this one."""
     from dataclasses import replace
 
+    from trainkit.cluster.site import discover
     from trainkit.launch.plan import make_plan
-    from trainkit.launch.site import discover
 
     if not 0 <= args.node_rank < args.nodes:
         raise UserError(
@@ -108,7 +108,7 @@ def _plan(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, st
 
 
 def _master_addr(args: argparse.Namespace) -> str:
-    from trainkit.launch.rendezvous import check_head
+    from trainkit.ranks.rendezvous import check_head
 
     if args.master_addr is None:
         if args.nodes > 1:
@@ -159,9 +159,10 @@ def _rank_env(args: argparse.Namespace, plan: Any, master_addr: str, local_rank:
 
 
 def _run(run: RunDir, ranks: Sequence[Mapping[str, str]], first: int, plan: Any, env: Mapping[str, str]) -> int:
+    from trainkit.cluster.site import local_cpus
     from trainkit.launch.environment import python_path, scrubbed
-    from trainkit.launch.processes import ProcessId, Rank, RankGroup, caught_signals
-    from trainkit.launch.site import local_cpus
+    from trainkit.launch.processes import Rank, RankGroup, caught_signals
+    from trainkit.records.process_id import ProcessId
 
     attempt, me = len(run.attempts()), ProcessId.of(os.getpid())
     logs = run.attempt_logs(attempt)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
+from trainkit.cluster.queue import job_state
+from trainkit.diagnosis.evidence import failure_of, last_words
 from trainkit.errors import UserError
-from trainkit.launch.diagnose import failure_of, last_words
-from trainkit.launch.queue import job_state
 from trainkit.records.rundir import RunDir, find_run
 
 POLL_SECONDS = 0.5

@@ -31,10 +31,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     # It waited for another job once; that is over.
     settings.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
     loaded = loading.load(str(run.config), flags=settings)
+    from trainkit.cluster.site import discover
     from trainkit.data import check_data
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
-    from trainkit.launch.site import discover
 
     if ":" not in loaded.config.data.name:  # the user's own modules are in the run's snapshot, wherever this is called
         check_data(loaded.config.data)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _require_resumable(run: RunDir) -> None:
-    from trainkit.launch.queue import job_state
+    from trainkit.cluster.queue import job_state
 
     state = job_state(run)
     deadline = time.monotonic() + ENDING_SECONDS

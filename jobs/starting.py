@@ -157,7 +157,7 @@ def follow_to_end(run: RunDir) -> int:
 
 def _wait_for_start(run: RunDir) -> None:
     """While the job waits in the queue, say so, and why, whenever that changes."""
-    from trainkit.launch.queue import job_state
+    from trainkit.cluster.queue import job_state
 
     said, pause = "", 0.1
     while (state := job_state(run)).state in ("PENDING", "CONFIGURING") and last_event(run, "started") is None:
@@ -171,7 +171,7 @@ def _wait_for_start(run: RunDir) -> None:
 
 def _alive_asker(run: RunDir) -> Callable[[], bool]:
     """Whether the run's job may still write; SLURM is asked every ten seconds at most, for sites warn who asks more."""
-    from trainkit.launch.queue import job_state
+    from trainkit.cluster.queue import job_state
 
     state, asked = job_state(run), time.monotonic()
 
@@ -186,7 +186,7 @@ def _alive_asker(run: RunDir) -> Callable[[], bool]:
 
 def wait_for(run: RunDir) -> int:
     """Wait until the run's job has ended, without a word. Returns the exit code, raises if it failed."""
-    from trainkit.launch.queue import job_state
+    from trainkit.cluster.queue import job_state
 
     pause = 0.1
     while job_state(run).alive:
@@ -197,8 +197,8 @@ def wait_for(run: RunDir) -> int:
 
 def end_of(run: RunDir) -> int:
     """Say how a run ended: its numbers and paths, or why it failed."""
-    from trainkit.launch.diagnose import failure_of, last_words
-    from trainkit.launch.queue import job_state
+    from trainkit.cluster.queue import job_state
+    from trainkit.diagnosis.evidence import failure_of, last_words
     from trainkit.monitor.follow import summary_lines
 
     state = job_state(run)

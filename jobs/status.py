@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from trainkit.launch.queue import JobState, job_states
+from trainkit.cluster.queue import JobState, job_states
 from trainkit.records import index
 from trainkit.records.events import last_event, read_events
 from trainkit.records.metrics import read_metrics

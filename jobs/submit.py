@@ -43,9 +43,9 @@ def _submit(
     loadeds: Sequence[Loaded], variants: Sequence[Sequence[str]], folder: Path, args: argparse.Namespace,
     command: Sequence[str], env: Mapping[str, str],
 ) -> int:  # fmt: skip
+    from trainkit.cluster.site import discover
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
-    from trainkit.launch.site import discover
 
     site, cwd, points = discover(env), Path.cwd(), len(loadeds)
     plans = [make_plan(loaded, site, folder, points=points) for loaded in loadeds]

@@ -62,7 +62,7 @@ def run_rank(run: str) -> str:
 def _train(
     config: Config, env: Mapping[str, str], stop: StopFlag, open_run: Callable[[], RunDir]
 ) -> tuple[str, RunDir | None]:
-    from trainkit.launch.ranks import RankEnv
+    from trainkit.ranks.env import RankEnv
 
     rank_env = RankEnv.from_mapping(env)
     attempt = int(env["TRAINKIT_ATTEMPT"]) if env.get("TRAINKIT_ATTEMPT", "").isdigit() else None

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from trainkit.cluster.site import Site
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan, make_plan
-from trainkit.launch.site import Site
 from trainkit.launch.submission import stored_config, write_run
 from trainkit.records.rundir import RunDir
 

@@ -25,7 +25,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.plugins",),
     ("trainkit.config",),
     ("trainkit.records",),
-    ("trainkit.monitor", "trainkit.report"),
+    ("trainkit.ranks",),
+    ("trainkit.cluster",),
+    ("trainkit.diagnosis", "trainkit.monitor", "trainkit.report"),
     ("trainkit.launch",),
     ("trainkit.distributed",),
     ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models"),
@@ -34,6 +36,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.collaborative",),
     ("jobs",),
 )
+# Nothing inside a job needs what puts jobs onto machines.
+NOT_INSIDE_A_JOB = {"trainkit.launch"}
+INSIDE_A_JOB = {
+    "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
+    "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.monitor",
+}  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
 # A model is built for the data that it sees: it names that type, and loads nothing of it.
@@ -59,7 +67,7 @@ HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "ma
 ENVIRONMENT = {
     "trainkit.records.index": "XDG_STATE_HOME: where this user's state is, whatever the run",
     "trainkit.launch.controller": "is the main program of a local job, and gives its ranks their environment",
-    "trainkit.launch.rendezvous": "is the main program that batch scripts ask for a port",
+    "trainkit.ranks.rendezvous": "is the main program that batch scripts ask for a port",
     "trainkit.launch.submission": "--executor debug makes this process a rank, so its environment becomes a rank's",
     "trainkit.distributed.process_group": "OMP_NUM_THREADS: what this process was granted",
     "trainkit.distributed.device": "SLURM_CPUS_PER_TASK: what this process was granted",
@@ -183,6 +191,13 @@ def test_verbs_stand_on_their_own() -> None:
         for found in imports()
         if room(found.importer) == room(found.module) == "jobs" and found.importer != "jobs.cli"
         if found.module not in SHARED | VERBS.get(found.importer, set())
+    ]
+    assert listed(wrong) == []
+
+
+def test_nothing_inside_a_job_needs_what_launches_it() -> None:
+    wrong = [
+        found for found in imports() if room(found.importer) in INSIDE_A_JOB and room(found.module) in NOT_INSIDE_A_JOB
     ]
     assert listed(wrong) == []
 

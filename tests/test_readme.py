@@ -45,7 +45,7 @@ def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
 
 
 def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:
-    from trainkit.launch.rendezvous import free_port
+    from trainkit.ranks.rendezvous import free_port
 
     (lines,) = readme.blocks("two machines")
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -26,10 +26,10 @@ from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_m
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import TrainkitError, UserError
-from trainkit.launch.ranks import RankEnv
 from trainkit.models import build_model
 from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
+from trainkit.ranks.env import RankEnv
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 from trainkit.strategies.base import Strategy

@@ -21,9 +21,9 @@ from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.experiment import build_parts
-from trainkit.launch.ranks import RankEnv
 from trainkit.models import build_model
 from trainkit.monitor.base import NullLogger
+from trainkit.ranks.env import RankEnv
 from trainkit.training.evaluate import evaluate
 from trainkit.training.loop import Progress, Training, train
 from trainkit.training.optim import build_optimizer, set_lr

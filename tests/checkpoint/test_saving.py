@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.ranks import run_ranks, train_run
+from tests.rank_functions import run_ranks, train_run
 from trainkit.checkpoint import files
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RunFailedError, UserError
-from trainkit.launch.ranks import RankEnv
 from trainkit.models import build_model
+from trainkit.ranks.env import RankEnv
 
 
 def save(folder: Path, model: nn.Module, step: int = 1) -> None:

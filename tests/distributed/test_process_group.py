@@ -6,11 +6,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.ranks import rank_env, run_ranks
+from tests.rank_functions import rank_env, run_ranks
 from trainkit.distributed.process_group import StopVote, distributed
 from trainkit.errors import RunFailedError
-from trainkit.launch.ranks import RankEnv
-from trainkit.launch.rendezvous import free_port
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.rendezvous import free_port
 
 
 def _talk(env: RankEnv) -> tuple[bool, bool, int, str, list[int]]:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainkit.cluster.queue import controller_of, job_state, job_states
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
-from trainkit.launch.processes import ProcessId
-from trainkit.launch.queue import controller_of, job_state, job_states
 from trainkit.launch.submission import hand_over
 from trainkit.records.events import append_event, last_event
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 Command = Callable[..., Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks, train_run
+from tests.rank_functions import run_ranks, train_run
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.launch.rendezvous import free_port
+from trainkit.ranks.rendezvous import free_port
 from trainkit.records.events import last_event, read_events
 from trainkit.records.rundir import RunDir
 

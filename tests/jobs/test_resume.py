@@ -9,8 +9,8 @@ import pytest
 
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan
-from trainkit.launch.processes import ProcessId
 from trainkit.records.events import append_event, read_events
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 Command = Callable[..., Any]

@@ -11,9 +11,9 @@ import pytest
 
 from jobs.status import age
 from trainkit.config.loading import load, to_yaml
-from trainkit.launch.processes import ProcessId
 from trainkit.records import jsonl
 from trainkit.records.events import append_event
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 Command = Callable[..., Any]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks, train_run
-from trainkit.launch.ranks import RankEnv
+from tests.rank_functions import run_ranks, train_run
+from trainkit.ranks.env import RankEnv
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
 from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import make_plan
-from trainkit.launch.site import Site
 
 Load = Callable[..., Loaded]
 GOLDEN = Path(__file__).with_name("golden.sbatch")

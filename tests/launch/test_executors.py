@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from trainkit.cluster.queue import controller_of, job_state
 from trainkit.errors import SchedulerError
 from trainkit.launch import executors
 from trainkit.launch.plan import Plan
-from trainkit.launch.processes import ProcessId
-from trainkit.launch.queue import controller_of, job_state
 from trainkit.launch.submission import hand_over
 from trainkit.records.events import last_event, read_events
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 MakeRun = Callable[..., tuple[RunDir, Plan]]

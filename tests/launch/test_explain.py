@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
 from trainkit.launch.explain import config_rows, plan_rows, rank_commands
 from trainkit.launch.plan import make_plan
-from trainkit.launch.site import Site
 
 RUN = Path("/runs/ddp-0001")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.resources import slurm_time
-from trainkit.launch.site import Site
 
 RUN = Path("/runs/ddp-0001")
 LAPTOP = Site(slurm=False, gpus=0, cpus=2)

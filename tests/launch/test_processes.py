@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.launch.processes import ProcessId, Rank, RankGroup, caught_signals
+from trainkit.launch.processes import Rank, RankGroup, caught_signals
+from trainkit.records.process_id import ProcessId
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

@@ -101,7 +101,7 @@ def test_the_batch_shell_expands_no_rank(template: str) -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_ranks_meet_on_the_first_host_at_a_probed_port(template: str) -> None:
     assert "MASTER_ADDR=${hosts[0]}" in commands(template)
-    assert 'MASTER_PORT=$("$python" -m trainkit.launch.rendezvous)' in commands(template)
+    assert 'MASTER_PORT=$("$python" -m trainkit.ranks.rendezvous)' in commands(template)
     assert "localhost" not in commands(template)
 
 

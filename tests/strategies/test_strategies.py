@@ -5,11 +5,11 @@ import timm
 import torch
 from torch import nn
 
-from tests.ranks import run_ranks
+from tests.rank_functions import run_ranks
 from trainkit import plugins
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
-from trainkit.launch.ranks import RankEnv
+from trainkit.ranks.env import RankEnv
 from trainkit.strategies.fsdp import repeated_blocks
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import run_ranks, train_run
+from tests.rank_functions import run_ranks, train_run
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import run_ranks, train_run
+from tests.rank_functions import run_ranks, train_run
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError
-from trainkit.launch.ranks import RankEnv
+from trainkit.ranks.env import RankEnv
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 from trainkit.training.precision import Precision, choose_precision

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks, train_run
+from tests.rank_functions import run_ranks, train_run
 from trainkit.checkpoint import files
 from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainkit.launch.processes import ProcessId
 from trainkit.records.events import append_event
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 

@@ -20,7 +20,7 @@ from trainkit.collaborative.settings import adapted, check_own, require_collabor
 from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.launch.ranks import RankEnv
+from trainkit.ranks.env import RankEnv
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 

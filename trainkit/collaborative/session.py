@@ -31,10 +31,10 @@ from trainkit.distributed.device import cpus_of_rank, device_name, intra_op_thre
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
 from trainkit.experiment import wants_gpu
-from trainkit.launch.ranks import RankEnv, device_index
 from trainkit.models import build_model
 from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
+from trainkit.ranks.env import RankEnv, device_index
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 from trainkit.training.optim import build_optimizer

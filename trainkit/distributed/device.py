@@ -7,7 +7,7 @@ import resource
 
 import torch
 
-from trainkit.launch.ranks import RankEnv
+from trainkit.ranks.env import RankEnv
 
 
 def cpus_of_rank(env: RankEnv) -> int | None:

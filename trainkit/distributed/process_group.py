@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainkit.distributed.device import intra_op_threads
 from trainkit.errors import RunFailedError
-from trainkit.launch.ranks import RankEnv, device_index
+from trainkit.ranks.env import RankEnv, device_index
 
 T = TypeVar("T")
 

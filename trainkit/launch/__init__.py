@@ -1,1 +1,1 @@
-"""Getting ranks onto machines: who is rank what, where they meet, what is submitted and how."""
+"""Onto machines: what is submitted, how, and who looks after the ranks until they end."""

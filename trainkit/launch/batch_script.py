@@ -44,7 +44,7 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
         'export PYTHONPATH="$TRAINKIT_RUN_DIR/code${PYTHONPATH:+:$PYTHONPATH}"',
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "export MASTER_ADDR=\"${MASTER_ADDR%%$'\\n'*}\"",
-        f'MASTER_PORT=$(cd "$TRAINKIT_RUN_DIR/code" && {shlex.quote(python)} -m trainkit.launch.rendezvous)',
+        f'MASTER_PORT=$(cd "$TRAINKIT_RUN_DIR/code" && {shlex.quote(python)} -m trainkit.ranks.rendezvous)',
         "export MASTER_PORT",
     ]
     if plan.cpus_per_task:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.cluster.site import local_cpus
 from trainkit.launch.batch_script import TASK
 from trainkit.launch.environment import gpu_mask, python_path, scrubbed
 from trainkit.launch.processes import Rank, RankGroup, caught_signals
-from trainkit.launch.rendezvous import free_port
-from trainkit.launch.site import local_cpus
+from trainkit.ranks.rendezvous import free_port
 from trainkit.records.events import append_event, read_events
 from trainkit.records.rundir import RunDir
 

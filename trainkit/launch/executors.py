@@ -22,7 +22,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from trainkit.errors import SchedulerError
 from trainkit.launch.environment import leaked, scrubbed
-from trainkit.launch.processes import ProcessId
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 # Kept, or Python would warn that they still run when this process forgets them; they are meant to.

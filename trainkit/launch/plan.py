@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.cluster.site import Site, count_gpus
 from trainkit.config.loading import Loaded, Source
 from trainkit.config.schema import time_minutes
 from trainkit.errors import UserError
@@ -26,7 +27,6 @@ from trainkit.launch.resources import (
     tasks_setting,
     time_setting,
 )
-from trainkit.launch.site import Site, count_gpus
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.cluster.site import Node, Partition, Site, count_gpus
 from trainkit.config.loading import Loaded, Source
 from trainkit.config.schema import time_minutes
 from trainkit.errors import RefusedError, did_you_mean
-from trainkit.launch.site import Node, Partition, Site, count_gpus
 
 DERIVED = Source("derived")
 FIXED = Source("trainkit")

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import Plan
-from trainkit.launch.processes import ProcessId
-from trainkit.launch.site import Site
 from trainkit.records.events import append_event
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 Function = Callable[[str], str]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.launch.processes import ProcessId
 from trainkit.records.events import read_events
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 ENDED = frozenset(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.launch import rendezvous
-from trainkit.launch.rendezvous import (
+from trainkit.ranks import rendezvous
+from trainkit.ranks.rendezvous import (
     PORTS,
     candidates,
     check_head,
@@ -84,7 +84,7 @@ def test_outside_of_slurm_the_search_begins_anywhere() -> None:
 
 def test_the_module_prints_one_port_outside_the_ephemeral_range_and_imports_no_torch() -> None:
     code = (
-        "import runpy, sys; runpy.run_module('trainkit.launch.rendezvous', run_name='__main__'); "
+        "import runpy, sys; runpy.run_module('trainkit.ranks.rendezvous', run_name='__main__'); "
         "print('torch' in sys.modules)"
     )
     env = {**os.environ, "SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "2"}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from trainkit.errors import UserError
-from trainkit.launch.hostlist import expand, expand_counts
-from trainkit.launch.rendezvous import derived_port
+from trainkit.ranks.hostlist import expand, expand_counts
+from trainkit.ranks.rendezvous import derived_port
 
 # Step ids from here on are SLURM's own: the shell of salloc (interactive), the batch script, external, pending.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainkit.config.schema import time_minutes
-from trainkit.launch.hostlist import expand
+from trainkit.ranks.hostlist import expand
 
 _DOWN = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "FUTURE", "MAINT")
 _NO_CLUSTER = "Could not establish a configuration source"

@@ -1,6 +1,6 @@
 """Where ranks meet: the head node's address and a port.
 
-``python -m trainkit.launch.rendezvous`` prints a free port; batch scripts call it on the head node.
+``python -m trainkit.ranks.rendezvous`` prints a free port; batch scripts call it on the head node.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.launch.hostlist import expand, expand_counts
+from trainkit.ranks.hostlist import expand, expand_counts
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.launch.site import Site, count_gpus, discover, read_nodes, read_partitions, visible_gpus
+from trainkit.cluster.site import Site, count_gpus, discover, read_nodes, read_partitions, visible_gpus
 
 # As a SLURM 22.05.8 printed them, but for what one cluster does not have at once: a drained node, a reason, limits.
 NODES = """\

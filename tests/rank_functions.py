@@ -14,12 +14,12 @@ from typing import Any
 
 from trainkit.config.loading import load, to_yaml
 from trainkit.distributed.stop import StopFlag
-from trainkit.launch.ranks import RankEnv
-from trainkit.launch.rendezvous import free_port
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.rendezvous import free_port
 from trainkit.records.rundir import RunDir
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["trainkit.experiment", "tests.ranks"])
+_CONTEXT.set_forkserver_preload(["trainkit.experiment", "tests.rank_functions"])
 
 # On the CPU also where there is a GPU: four ranks are more than one GPU has room for.
 QUICK = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.launch.diagnose import failure_of
+from trainkit.diagnosis.evidence import failure_of
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.launch.ranks import RankEnv, device_index
+from trainkit.ranks.env import RankEnv, device_index
 
 Env = dict[str, str]
 

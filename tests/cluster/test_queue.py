@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from trainkit.cluster.queue import job_state, job_states, read_sacct, read_squeue
 from trainkit.config.loading import load, to_yaml
-from trainkit.launch.processes import ProcessId
-from trainkit.launch.queue import job_state, job_states, read_sacct, read_squeue
 from trainkit.records.events import append_event
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 SQUEUE = """\

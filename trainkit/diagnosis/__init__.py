@@ -1,0 +1,1 @@
+"""What happened: which rank failed first, and what it said."""
