@@ -138,7 +138,7 @@ def _announce(folder: Path, plan: Any, job_ids: Sequence[str]) -> None:
 
 
 def _reason(plan: Any, name: str) -> str:
-    return next((str(item.reason) for item in plan.settings if item.name == name), "")
+    return next((str(item.reason) for item in plan.decisions if item.name == name), "")
 
 
 def follow_to_end(run: RunDir) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainkit.cluster.site import Site
-from trainkit.config.loading import Loaded, load
+from trainkit.config.loading import Loaded, Source, load
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.resources import slurm_time
@@ -21,11 +21,11 @@ Load = Callable[..., Loaded]
 
 
 def value(plan: Plan, name: str) -> Any:
-    return next(item.value for item in plan.settings if item.name == name)
+    return next(item.value for item in plan.decisions if item.name == name)
 
 
 def said(plan: Plan, name: str) -> str:
-    item = next(item for item in [*plan.settings, *plan.directives] if item.name == name)
+    item = next(item for item in [*plan.decisions, *plan.directives] if item.name == name)
     return f"{item.source} | {item.reason}"
 
 
@@ -216,6 +216,43 @@ def test_the_plan_is_written_with_sources_and_reasons(loaded: Load, gpu_site: Si
     assert (plan["world_size"], plan["lead_seconds"]) == (8, 90)
     nodes = next(item for item in plan["directives"] if item["name"] == "nodes")
     assert (nodes["value"], nodes["source"]) == (2, "flag --nodes")
+
+
+def test_a_plan_read_back_is_the_plan_that_was_written(loaded: Load, gpu_site: Site, tmp_path: Path) -> None:
+    profile, file = tmp_path / "a site.yaml", tmp_path / "plan.json"
+    profile.write_text("launch: {qos: long, sbatch: {comment: thesis}, srun: {mpi: pmix}, setup: [module load x]}\n")
+    plan = make_plan(loaded("train.micro_batch_size=4", nodes=2, cluster=str(profile)), gpu_site, RUN, points=2)
+    file.write_text(plan.to_json())
+    assert Plan.read(file) == plan
+    assert {type(item.source) for item in (*plan.decisions, *plan.directives)} == {Source}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda text: text[: len(text) // 2], "line"),
+        (lambda text: "[]", "list"),
+        (lambda text: "[" * 10**5, "recursion"),
+        (lambda text: text.replace('"nodes": 2', '"nodes": "two"'), "nodes"),
+        (lambda text: text.replace('"nodes": 2', '"nodes": 0'), "nodes"),
+        (lambda text: text.replace('"executor": "slurm"', '"executor": "os.system"'), "executor"),
+        (lambda text: text.replace('"decisions"', '"settings"'), "decisions"),
+        (lambda text: text.replace('"flag --nodes"', "3"), "string"),
+    ],
+)  # fmt: skip
+def test_a_foreign_or_damaged_plan_is_refused_by_its_name(
+    loaded: Load, gpu_site: Site, change: Callable[[str], str], why: str
+) -> None:
+    text = make_plan(loaded(nodes=2), gpu_site, RUN).to_json()
+    with pytest.raises(UserError) as refused:
+        Plan.from_json(change(text), where="runs/x/plan.json")
+    assert refused.value.what == "runs/x/plan.json is not a launch plan, or is damaged."
+    assert why in refused.value.why
+
+
+def test_a_plan_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Cannot read"):
+        Plan.read(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,17 @@ ENVIRONMENT = {
 class Source:
     """Where a value came from: a kind and, for a person, the place."""
 
-    kind: str  # flag, override, environment, file, cluster profile, default
+    kind: str  # flag, override, environment, file, cluster profile, default; in a plan also discovered, derived, ...
     where: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.where}".strip()
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """The source that `str` wrote. The kind is one word, but for ``cluster profile``."""
+        kind, where = re.fullmatch(r"(cluster profile|\w*) ?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+        return cls(kind, where)
 
 
 DEFAULT = Source("default")

@@ -18,7 +18,7 @@ Row = tuple[str, str, str, str]
 
 def plan_rows(plan: Plan) -> list[Row]:
     """Value, source and reason of everything that the plan decided."""
-    rows = [("launch." + item.name, _text(item.value), str(item.source), item.reason) for item in plan.settings]
+    rows = [("launch." + item.name, _text(item.value), str(item.source), item.reason) for item in plan.decisions]
     return rows + [
         ("#SBATCH --" + item.name, _text(item.value), str(item.source), item.reason) for item in plan.directives
     ]

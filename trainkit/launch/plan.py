@@ -10,6 +10,9 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from trainkit.cluster.site import Site, count_gpus
 from trainkit.config.loading import Loaded, Source
@@ -18,34 +21,33 @@ from trainkit.errors import UserError
 from trainkit.launch.resources import (
     DERIVED,
     FIXED,
-    Setting,
+    Decision,
     chosen_partition,
-    cpus_setting,
-    executor_setting,
-    gpus_setting,
-    nodes_setting,
-    tasks_setting,
-    time_setting,
+    decide_cpus,
+    decide_executor,
+    decide_gpus,
+    decide_nodes,
+    decide_tasks,
+    decide_time,
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run: ``settings`` explains the numbers, ``directives`` are sbatch's options in their order."""
+    """What will run: ``decisions`` explains the numbers, ``directives`` are sbatch's options in their order."""
 
     name: str
-    executor: str
-    """slurm, local or debug."""
-    nodes: int
-    ntasks_per_node: int
-    gpus_per_node: int
-    cpus_per_task: int | None
-    time_limit_seconds: int
-    lead_seconds: int
+    executor: Literal["slurm", "local", "debug"]
+    nodes: PositiveInt
+    ntasks_per_node: PositiveInt
+    gpus_per_node: NonNegativeInt
+    cpus_per_task: PositiveInt | None
+    time_limit_seconds: PositiveInt
+    lead_seconds: PositiveInt
     """How long before the time limit the ranks are told to save."""
     requeue: bool
-    settings: tuple[Setting, ...]
-    directives: tuple[Setting, ...]
+    decisions: tuple[Decision, ...]
+    directives: tuple[Decision, ...]
     srun: tuple[tuple[str, str], ...] = ()
     setup: tuple[str, ...] = ()
 
@@ -56,9 +58,39 @@ class Plan:
     def to_json(self) -> str:
         """Text of plan.json."""
         plain = dataclasses.asdict(self) | {"world_size": self.world_size}
-        for key in ("settings", "directives"):
+        for key in ("decisions", "directives"):
             plain[key] = [item | {"source": str(Source(**item["source"]))} for item in plain[key]]
         return json.dumps(plain, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "plan.json") -> Plan:
+        """The plan that `to_json` wrote. Raises UserError, which names ``where``, for any other text."""
+        try:
+            plain = json.loads(text)
+            for item in [*plain["decisions"], *plain["directives"]]:
+                item["source"] = Source.parse(item["source"])
+            return TypeAdapter(cls).validate_python(plain)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            why = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False, include_input=False)[0]
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise UserError(
+                f"{where} is not a launch plan, or is damaged.",
+                why=f"{why.splitlines()[0]}.",
+                fix="Submit the run anew: python -m jobs.submit RUN.",
+            ) from None
+
+    @classmethod
+    def read(cls, file: Path) -> Plan:
+        """The plan in a run folder's plan.json. Raises UserError as `from_json` does."""
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"Cannot read {file}.", why=f"{error}.", fix="Submit the run anew: python -m jobs.submit RUN."
+            ) from None
+        return cls.from_json(text, where=str(file))
 
 
 def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) -> Plan:
@@ -73,25 +105,25 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         RefusedError: this site or machine cannot run it.
     """
     launch = loaded.config.launch
-    executor = executor_setting(loaded, site)
+    executor = decide_executor(loaded, site)
     partition = chosen_partition(loaded, site) if executor.value == "slurm" else None
-    nodes = nodes_setting(loaded, site, executor.value, partition)
-    gpus = gpus_setting(loaded, site, executor.value, partition, nodes.value)
-    tasks = tasks_setting(loaded, executor.value, gpus.value)
-    cpus = cpus_setting(loaded, executor.value, partition, gpus.value, tasks.value)
-    time = time_setting(loaded, executor.value, partition)
+    nodes = decide_nodes(loaded, site, executor.value, partition)
+    gpus = decide_gpus(loaded, site, executor.value, partition, nodes.value)
+    tasks = decide_tasks(loaded, executor.value, gpus.value)
+    cpus = decide_cpus(loaded, executor.value, partition, gpus.value, tasks.value)
+    time = decide_time(loaded, executor.value, partition)
     time_limit = round(time_minutes(time.value) * 60)
     lead = launch.model_copy(update={"time": time.value}).lead_seconds()
     by_default = "" if launch.signal_seconds else "90 s, or a third of a short limit"
     decided = [executor, nodes, gpus, tasks, cpus, time]
-    decided += [Setting("signal_seconds", lead, loaded.source("launch.signal_seconds"), by_default)]
-    decided += [Setting("world_size", nodes.value * tasks.value, DERIVED, f"{nodes.value} x {tasks.value} ranks")]
+    decided += [Decision("signal_seconds", lead, loaded.source("launch.signal_seconds"), by_default)]
+    decided += [Decision("world_size", nodes.value * tasks.value, DERIVED, f"{nodes.value} x {tasks.value} ranks")]
     decided += _batch(loaded, nodes.value * tasks.value)
     if partition is not None and launch.partition is None:
-        decided += [Setting("partition", partition.name, Source("discovered", "scontrol"), "the site's default")]
+        decided += [Decision("partition", partition.name, Source("discovered", "scontrol"), "the site's default")]
     elif executor.value == "slurm" and site.unknown:
         decided += [
-            Setting("partition", launch.partition, loaded.source("launch.partition"), f"not checked: {site.unknown}")
+            Decision("partition", launch.partition, loaded.source("launch.partition"), f"not checked: {site.unknown}")
         ]
     return Plan(
         name=launch.job_name or loaded.name,
@@ -103,7 +135,7 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         time_limit_seconds=time_limit,
         lead_seconds=lead,
         requeue=launch.requeue,
-        settings=tuple(decided),
+        decisions=tuple(decided),
         directives=_directives(loaded, run_path, points, nodes, gpus, tasks, cpus, time, lead)
         if executor.value == "slurm"
         else (),
@@ -112,7 +144,7 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     )
 
 
-def _batch(loaded: Loaded, world_size: int) -> list[Setting]:
+def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
     train = loaded.config.train
     size, micro = train.global_batch_size, train.micro_batch_size
     if loaded.config.strategy.name == "hivemind":
@@ -130,20 +162,20 @@ def _batch(loaded: Loaded, world_size: int) -> list[Setting]:
     accumulate = size // (world_size * per_pass)
     passes = f"{accumulate} passes per update" if accumulate > 1 else "the rank's whole share in one pass"
     return [
-        Setting("micro_batch_size", per_pass, loaded.source("train.micro_batch_size") if micro else DERIVED, passes),
-        Setting("grad_accum_steps", accumulate, DERIVED, f"{size} / ({world_size} x {per_pass})"),
+        Decision("micro_batch_size", per_pass, loaded.source("train.micro_batch_size") if micro else DERIVED, passes),
+        Decision("grad_accum_steps", accumulate, DERIVED, f"{size} / ({world_size} x {per_pass})"),
     ]
 
 
 def _directives(
-    loaded: Loaded, run_path: Path, points: int, nodes: Setting, gpus: Setting, tasks: Setting, cpus: Setting,
-    time: Setting, lead: int,
-) -> tuple[Setting, ...]:  # fmt: skip
+    loaded: Loaded, run_path: Path, points: int, nodes: Decision, gpus: Decision, tasks: Decision, cpus: Decision,
+    time: Decision, lead: int,
+) -> tuple[Decision, ...]:  # fmt: skip
     launch = loaded.config.launch
     logs = f"{run_path}/%a/logs".replace("%a", "\0") if points > 1 else f"{run_path}/logs"
     output = logs.replace("%", "%%").replace("\0", "%a") + "/batch.out"
     found = [
-        Setting(
+        Decision(
             "job-name",
             launch.job_name or loaded.name,
             loaded.source("launch.job_name"),
@@ -152,7 +184,7 @@ def _directives(
     ]
     found += [nodes, tasks]
     if launch.gres is not None:
-        found.append(Setting("gres", launch.gres, loaded.source("launch.gres")))
+        found.append(Decision("gres", launch.gres, loaded.source("launch.gres")))
     if gpus.value and not (launch.gres and count_gpus(launch.gres)):
         found.append(gpus)
     found += [cpus] if cpus.value else []
@@ -160,15 +192,15 @@ def _directives(
     for key in ("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "dependency",
                 "mail_user", "mail_type"):  # fmt: skip
         if (value := getattr(launch, key)) is not None:
-            found.append(Setting(key, value, loaded.source(f"launch.{key}")))
+            found.append(Decision(key, value, loaded.source(f"launch.{key}")))
     found += [
-        Setting("signal", f"USR2@{lead}", FIXED, "to every rank (no B:), so that they save before the time limit"),
-        Setting("requeue" if launch.requeue else "no-requeue", None, loaded.source("launch.requeue")),
-        Setting("open-mode", "append", FIXED, "a requeued job must not truncate its log"),
-        Setting("output", output, FIXED, "the batch script's own words"),
+        Decision("signal", f"USR2@{lead}", FIXED, "to every rank (no B:), so that they save before the time limit"),
+        Decision("requeue" if launch.requeue else "no-requeue", None, loaded.source("launch.requeue")),
+        Decision("open-mode", "append", FIXED, "a requeued job must not truncate its log"),
+        Decision("output", output, FIXED, "the batch script's own words"),
     ]
-    found += [Setting("array", f"0-{points - 1}", Source("flag", "--sweep"))] if points > 1 else []
-    extra = [Setting(key, value or None, loaded.source("launch.sbatch")) for key, value in launch.sbatch.items()]
+    found += [Decision("array", f"0-{points - 1}", Source("flag", "--sweep"))] if points > 1 else []
+    extra = [Decision(key, value or None, loaded.source("launch.sbatch")) for key, value in launch.sbatch.items()]
     replaced = {_flag(item.name) for item in extra}
     kept = [item for item in found if _flag(item.name) not in replaced]
     return tuple(dataclasses.replace(item, name=_flag(item.name)) for item in [*kept, *extra])

@@ -17,7 +17,7 @@ ONE_PROCESS = ("single", "dp")
 
 
 @dataclass(frozen=True)
-class Setting:
+class Decision:
     """A decided value, where it came from, and why."""
 
     name: str
@@ -26,14 +26,14 @@ class Setting:
     reason: str = ""
 
 
-def executor_setting(loaded: Loaded, site: Site) -> Setting:
+def decide_executor(loaded: Loaded, site: Site) -> Decision:
     """SLURM where it is, unless another was asked for."""
     asked, source = loaded.config.launch.executor, loaded.source("launch.executor")
     if asked != "auto":
-        return Setting("executor", asked, source)
+        return Decision("executor", asked, source)
     if site.slurm:
-        return Setting("executor", "slurm", Source("discovered", "sbatch"), "SLURM is here")
-    return Setting(
+        return Decision("executor", "slurm", Source("discovered", "sbatch"), "SLURM is here")
+    return Decision(
         "executor", "local", Source("discovered", "no sbatch"), site.unknown or "there is no SLURM on this machine"
     )
 
@@ -59,15 +59,15 @@ def chosen_partition(loaded: Loaded, site: Site) -> Partition | None:
     return found
 
 
-def nodes_setting(loaded: Loaded, site: Site, executor: str, partition: Partition | None) -> Setting:
+def decide_nodes(loaded: Loaded, site: Site, executor: str, partition: Partition | None) -> Decision:
     """As many nodes as asked for; RefusedError if the partition does not give them."""
     nodes, source = loaded.config.launch.nodes, loaded.source("launch.nodes")
     if executor == "debug":
         reason = "debug runs rank 0 of 1 in this process" + (f", not {nodes} nodes" if nodes > 1 else "")
-        return Setting("nodes", 1, FIXED, reason)
+        return Decision("nodes", 1, FIXED, reason)
     if executor == "local":
         reason = f"{nodes} nodes are simulated on this machine" if nodes > 1 else ""
-        return Setting("nodes", nodes, source, reason)
+        return Decision("nodes", nodes, source, reason)
     if partition is not None:
         total = len(partition.nodes)
         limit = min(partition.max_nodes or total, total) if total else partition.max_nodes
@@ -80,10 +80,10 @@ def nodes_setting(loaded: Loaded, site: Site, executor: str, partition: Partitio
                 why=why,
                 fix=f"Use --nodes {limit}" + (" or another --partition." if len(site.partitions) > 1 else "."),
             )
-    return Setting("nodes", nodes, source)
+    return Decision("nodes", nodes, source)
 
 
-def gpus_setting(loaded: Loaded, site: Site, executor: str, partition: Partition | None, nodes: int) -> Setting:
+def decide_gpus(loaded: Loaded, site: Site, executor: str, partition: Partition | None, nodes: int) -> Decision:
     """GPUs per node: what was asked for, if it is there, else what is there."""
     launch, strategy = loaded.config.launch, loaded.config.strategy.name
     asked, source = launch.gpus_per_node, loaded.source("launch.gpus_per_node")
@@ -93,7 +93,7 @@ def gpus_setting(loaded: Loaded, site: Site, executor: str, partition: Partition
         return _slurm_gpus(asked, source, strategy, partition, nodes)
     simulated = f" over {nodes} simulated nodes" if nodes > 1 else ""
     if executor == "debug":
-        return Setting(
+        return Decision(
             "gpus_per_node", min(site.gpus, 1 if asked == "auto" else asked), DERIVED, "one process uses one GPU"
         )
     if asked == "auto":
@@ -101,7 +101,7 @@ def gpus_setting(loaded: Loaded, site: Site, executor: str, partition: Partition
         share = min(share, 1) if strategy == "single" else share
         where = Source("discovered", "nvidia driver")
         why = f"{site.gpus} GPUs here{simulated}" if site.gpus else "no GPU here, so it trains on the CPU"
-        return Setting("gpus_per_node", share, where, why)
+        return Decision("gpus_per_node", share, where, why)
     if asked * nodes > site.gpus:
         here = f"{site.gpus} of its GPUs are visible" if site.gpus else "no GPU is visible"
         no_slurm = "" if site.slurm else ", and there is no SLURM here to find others"
@@ -110,22 +110,22 @@ def gpus_setting(loaded: Loaded, site: Site, executor: str, partition: Partition
             why=f"The run would be local, and {here}{no_slurm}.",
             fix="Use --gpus-per-node 0 or the preset ddp_sim to train on the CPU, or submit from a login node.",
         )
-    return Setting("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
+    return Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
 
 
-def _slurm_gpus(asked: int | str, source: Source, strategy: str, partition: Partition | None, nodes: int) -> Setting:
+def _slurm_gpus(asked: int | str, source: Source, strategy: str, partition: Partition | None, nodes: int) -> Decision:
     # The GPU counts of the partition's nodes, largest first: entry nodes-1 is what that many nodes all have.
     counts = sorted((node.gpus for node in partition.nodes if node.up), reverse=True) if partition else []
     if asked == "auto":
         if not counts:
-            return Setting(
+            return Decision(
                 "gpus_per_node", 0, Source("default"), "the partition's nodes are not known; set --gpus-per-node"
             )
         most = counts[min(nodes, len(counts)) - 1]
         assert partition is not None
         count = min(most, 1) if strategy == "single" else most
         why = "one process uses one GPU" if count < most else "what its nodes have"
-        return Setting("gpus_per_node", count, Source("discovered", f"partition {partition.name}"), why)
+        return Decision("gpus_per_node", count, Source("discovered", f"partition {partition.name}"), why)
     assert isinstance(asked, int)
     known = sorted((node.gpus for node in partition.nodes), reverse=True) if partition else []
     if known and asked > known[min(nodes, len(known)) - 1]:
@@ -139,20 +139,20 @@ def _slurm_gpus(asked: int | str, source: Source, strategy: str, partition: Part
             + (" to train on the CPU" if not most else "")
             + ", or another --partition.",
         )
-    return Setting("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
+    return Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
 
 
-def tasks_setting(loaded: Loaded, executor: str, gpus: int) -> Setting:
+def decide_tasks(loaded: Loaded, executor: str, gpus: int) -> Decision:
     """Ranks per node: one per GPU, or one on the CPU, unless asked otherwise."""
     asked, source = loaded.config.launch.ntasks_per_node, loaded.source("launch.ntasks_per_node")
     strategy = loaded.config.strategy.name
     if executor == "debug":
-        return Setting("ntasks_per_node", 1, FIXED, "one process")
+        return Decision("ntasks_per_node", 1, FIXED, "one process")
     if strategy in ONE_PROCESS:
-        return Setting("ntasks_per_node", 1, Source("default"), f"{strategy} is one process")
+        return Decision("ntasks_per_node", 1, Source("default"), f"{strategy} is one process")
     if asked is None:
         why = "one rank per GPU" if gpus else "one rank per node on the CPU"
-        return Setting("ntasks_per_node", gpus or 1, Source("default"), why)
+        return Decision("ntasks_per_node", gpus or 1, Source("default"), why)
     if gpus and asked > gpus:
         raise RefusedError(
             f"{asked} ranks per node cannot share {gpus} GPU{'s' * (gpus > 1)} ({source}).",
@@ -160,41 +160,41 @@ def tasks_setting(loaded: Loaded, executor: str, gpus: int) -> Setting:
             fix=f"Use --ntasks-per-node {gpus}, or --gpus-per-node 0 to train on the CPU.",
         )
     idle = gpus - asked
-    return Setting("ntasks_per_node", asked, source, f"{idle} of {gpus} GPUs stay idle" if idle > 0 else "")
+    return Decision("ntasks_per_node", asked, source, f"{idle} of {gpus} GPUs stay idle" if idle > 0 else "")
 
 
-def cpus_setting(loaded: Loaded, executor: str, partition: Partition | None, gpus: int, tasks: int) -> Setting:
+def decide_cpus(loaded: Loaded, executor: str, partition: Partition | None, gpus: int, tasks: int) -> Decision:
     """CPUs per rank: on SLURM the share that belongs to its GPUs."""
     asked, source = loaded.config.launch.cpus_per_task, loaded.source("launch.cpus_per_task")
     if asked is not None or executor != "slurm":
-        return Setting("cpus_per_task", asked, source, "" if asked else "what this machine has is shared")
+        return Decision("cpus_per_task", asked, source, "" if asked else "what this machine has is shared")
     owners: list[Node] = [node for node in partition.nodes if node.gpus >= gpus] if partition and gpus else []
     if not owners:
-        return Setting(
+        return Decision(
             "cpus_per_task", None, Source("default"), "left to the site" + ("" if gpus else ": no GPUs to go by")
         )
     # A node's CPUs in proportion to the GPUs taken: the rest is for whoever takes the other GPUs.
     share = min(node.cpus * gpus // (node.gpus * tasks) for node in owners)
     where = Source("discovered", f"partition {partition.name}" if partition else "")
-    return Setting(
+    return Decision(
         "cpus_per_task", max(share, 1), where, f"{min(node.cpus for node in owners)} CPUs a node, by its GPUs"
     )
 
 
-def time_setting(loaded: Loaded, executor: str, partition: Partition | None) -> Setting:
+def decide_time(loaded: Loaded, executor: str, partition: Partition | None) -> Decision:
     """The time limit, within the partition's."""
     time, source = loaded.config.launch.time, loaded.source("launch.time")
     limit = partition.max_time_min if partition else None
     if executor == "slurm" and partition and limit is not None and time_minutes(time) > limit:
         longest = slurm_time(limit)
         if source.kind == "default":
-            return Setting("time", longest, Source("discovered", f"partition {partition.name}"), "its MaxTime")
+            return Decision("time", longest, Source("discovered", f"partition {partition.name}"), "its MaxTime")
         raise RefusedError(
             f"--time {time} is over the limit of partition '{partition.name}' ({source}).",
             why=f"Its MaxTime is {longest}; SLURM would leave the job pending for ever.",
             fix=f"Use --time {longest}; the job is requeued at the limit and goes on where it was.",
         )
-    return Setting("time", time, source)
+    return Decision("time", time, source)
 
 
 def slurm_time(minutes: float) -> str:
