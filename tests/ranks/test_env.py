@@ -306,9 +306,15 @@ def test_ranks_by_hand_with_a_local_world_size_are_split_over_nodes() -> None:
 # ---------------------------------------------------------------- wrong values
 
 
-def test_a_rank_that_is_no_number_is_named() -> None:
-    with pytest.raises(UserError, match="RANK='x' is not a number"):
-        RankEnv.from_mapping({**HAND_SET, "RANK": "x"})
+@pytest.mark.parametrize("text", ["x", "²", "-1", "1.0"])
+def test_a_rank_that_is_no_number_is_named(text: str) -> None:
+    with pytest.raises(UserError, match=f"RANK='{text}' is not a number"):
+        RankEnv.from_mapping({**HAND_SET, "RANK": text})
+
+
+def test_a_port_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UserError, match="Port 65536 does not exist"):
+        RankEnv.from_mapping({**HAND_SET, "MASTER_PORT": "65536"})
 
 
 def test_a_rank_beyond_the_world_is_refused() -> None:

@@ -5,7 +5,7 @@ import timm
 import torch
 from torch import nn
 
-from tests.rank_functions import run_ranks
+from tests.rank_functions import rank_env, run_ranks
 from trainkit import plugins
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
@@ -14,8 +14,7 @@ from trainkit.strategies.fsdp import repeated_blocks
 
 
 def two_ranks() -> Distributed:
-    env = RankEnv(0, 2, 0, 2, 0, 1, "127.0.0.1", 29500, "manual")
-    return Distributed(env, torch.device("cpu"))
+    return Distributed(rank_env(0, 2, 29500), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["single", "dp"])
