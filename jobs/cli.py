@@ -84,6 +84,11 @@ def _as_setting(flag: str, value: str) -> str:
     return ""
 
 
+def add_allow_code_flag(parser: argparse.ArgumentParser) -> None:
+    """``--allow-code``, of every verb that goes from a run to a process (`trainkit.records.ownership`)."""
+    parser.add_argument("--allow-code", action="store_true", help="run code that a run of somebody else's names")
+
+
 def add_resource_flags(parser: argparse.ArgumentParser) -> None:
     """Add sbatch's flags. Their values stay text here; the configuration checks them."""
     group = parser.add_argument_group("resources (sbatch's own flags)")

@@ -14,6 +14,7 @@ from jobs import cli
 from trainkit.config import loading
 from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.records.events import append_event
+from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, next_path, runs_root
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if (value := getattr(args, key)) is not None:
             settings[f"launch.{key}"] = (value, "--" + key.replace("_", "-"))
     loaded = loading.load(args.preset, args.overrides, flags=settings)
+    require_own_code(
+        Path(args.preset).expanduser(), loaded, allow_code=args.allow_code, starts_snapshot=existing is not None
+    )
     from jobs.starting import check
     from trainkit.ranks.env import RankEnv
 
@@ -77,6 +81,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})"
     )
     parser.add_argument("--run-dir", metavar="FOLDER", help="the run folder to make on this node")
+    cli.add_allow_code_flag(parser)
     return parser.parse_intermixed_args(list(argv))
 
 
@@ -175,7 +180,8 @@ def _run(run: RunDir, ranks: Sequence[Mapping[str, str]], first: int, plan: Any,
     }
     if not plan.gpus_per_node:
         common["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-u", "-m", "jobs.train", str(run.path)]
+    # Whether its code may run was asked above, of the user; the ranks do not ask again.
+    command = [sys.executable, "-u", "-m", "jobs.train", str(run.path), "--allow-code"]
     numbers = range(first, first + len(ranks))
     files = [(logs / f"rank-{number}.out", logs / f"rank-{number}.err") for number in numbers]
     who = {"host": me.host, "pid": me.pid, "process_started": me.started}

@@ -13,6 +13,7 @@ from jobs.starting import add_launch_flags, dry_run, launch_settings, start
 from trainkit.config import loading
 from trainkit.errors import UserError
 from trainkit.records.events import read_events
+from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, find_run
 
 ENDING_SECONDS = 60.0
@@ -22,6 +23,7 @@ ENDING_SECONDS = 60.0
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("resume", "Queue a run again. Resources may change; settings may not: they are the run's own.")
     parser.add_argument("run", help="a run's name or folder")
+    cli.add_allow_code_flag(parser)
     add_launch_flags(parser)
     args = parser.parse_args(list(argv))
     run = find_run(args.run, env)
@@ -31,6 +33,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     # It waited for another job once; that is over.
     settings.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
     loaded = loading.load(str(run.config), flags=settings)
+    require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
     from trainkit.cluster.site import discover
     from trainkit.data import check_data
     from trainkit.launch import submission

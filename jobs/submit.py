@@ -12,6 +12,7 @@ from jobs.starting import add_launch_flags, check, dry_run, launch_settings, sta
 from trainkit.config import loading
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
+from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import next_path, runs_root
 
 DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
@@ -27,12 +28,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "--sweep", metavar="KEY=A,B,C", action="append", default=[], help="one run per value; repeatable"
     )
     parser.add_argument("--run-dir", metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)")
+    cli.add_allow_code_flag(parser)
     add_launch_flags(parser)
     args = parser.parse_intermixed_args(list(argv))
     settings = launch_settings(args)
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
     loadeds = [loading.load(args.preset, overrides, flags=settings, env=env) for overrides in variants]
     for loaded in loadeds:
+        require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
         check(loaded)
     folder = Path(args.run_dir).expanduser().absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
     command = ["python", "-m", "jobs.submit", *argv]

@@ -18,6 +18,7 @@ from jobs import cli
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
+from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, next_path, runs_root
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("preset", metavar="PRESET", help="as a rule hivemind")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     add_peer_flags(parser, host="0.0.0.0")
+    cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
     from trainkit.collaborative.by_hand import by_hand
     from trainkit.collaborative.peer import create_swarm, leave_on_interrupt
@@ -78,6 +80,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     check_peer_flags(args)
     loaded = load(args.preset, args.overrides, env=env)
+    require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     port = args.port or loaded.config.collaborative.port
     with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         ending, run_dir = create_swarm(

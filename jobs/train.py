@@ -14,6 +14,7 @@ from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag, stop_on_signal
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records.events import append_event, last_event
+from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, next_path, runs_root
 
 
@@ -23,11 +24,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--run-dir", type=Path, help="run folder to make, or to go on with if it is there")
+    cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
     with stop_on_signal() as stop:
         loaded = load(args.run, args.overrides, env=env)
+        given = Path(args.run).expanduser()
+        require_own_code(given, loaded, allow_code=args.allow_code)
         check(loaded)
-        given = Path(args.run)
         run_dir = given if (given / "config.yaml").is_file() else args.run_dir
         if run_dir is None and env.get("TRAINKIT_RUN_DIR"):
             run_dir = Path(env["TRAINKIT_RUN_DIR"])

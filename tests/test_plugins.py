@@ -108,3 +108,16 @@ def test_every_option_of_ours_has_a_type(package: str) -> None:
     for name in plugins.available(package):
         signature = plugins.signature(package, name)
         assert set(signature.annotations) == set(signature.options), name
+
+
+@pytest.mark.parametrize("name", ["os:system", "subprocess:run", "posix:system", "builtins:exec", "json.tool:main"])
+def test_python_itself_is_no_plugin(name: str) -> None:
+    for ask in (plugins.load, plugins.signature):
+        with pytest.raises(UserError, match="is no plugin"):
+            ask("trainkit.data", name)
+
+
+def test_a_function_not_written_in_python_is_none_by_another_name(own: str, tmp_path: Path) -> None:
+    (tmp_path / "fourth_plugin.py").write_text("from os import system as build\n")
+    with pytest.raises(UserError, match="names no function"):
+        plugins.load("trainkit.data", "fourth_plugin:build")

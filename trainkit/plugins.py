@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,11 +47,12 @@ def load(package: str, name: str) -> Callable[..., Any]:
     if ":" in name:
         module_name, function = name.split(":", 1)
         _source_of_user_module(module_name, name)
-        found = getattr(importlib.import_module(module_name), function, None)
-        if not callable(found):
+        found: Any = getattr(importlib.import_module(module_name), function, None)
+        # A module of the user's may hold `os.system` by another name: only what Python source defines is a plugin.
+        if not (inspect.isclass(found) or (callable(found) and inspect.isfunction(inspect.unwrap(found)))):
             raise UserError(
                 f"'{name}' names no function.",
-                why=f"Module '{module_name}' has no function '{function}'.",
+                why=f"Module '{module_name}' has no function '{function}' written in Python.",
                 fix=f"Define '{function}' in {module_name}.py, or correct the name.",
             )
         return found  # type: ignore[no-any-return]
@@ -117,6 +120,18 @@ def _require(package: str, name: str) -> None:
         )
 
 
+def search_first(code: Path) -> None:
+    """Look for the user's own modules in a run's snapshot before the current folder and what is installed.
+
+    Only after `require_own_code` has let the run pass.
+    """
+    for folder in (os.getcwd(), str(code)):
+        if folder in sys.path:
+            sys.path.remove(folder)
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+
+
 @cache
 def _package_folder(package: str) -> Path:
     # Our own packages lie beside this file; asking the import system would import their parents.
@@ -136,7 +151,21 @@ def _source_of_user_module(module_name: str, name: str) -> Path:
             why="It is neither installed nor in the current folder.",
             fix=f"Start from the folder that holds {module_name.replace('.', '/')}.py, or install its package.",
         )
-    return Path(spec.origin)
+    origin = Path(spec.origin)
+    if origin.suffix != ".py" or _is_of_python_itself(origin):
+        raise UserError(
+            f"'{name}' is no plugin.",
+            why=f"Module '{module_name}' is part of Python, or not written in it ({origin}).",
+            fix="Name a function in a Python file of your own, or in an installed package.",
+        )
+    return origin
+
+
+def _is_of_python_itself(file: Path) -> bool:
+    """Whether it is in the standard library: ``subprocess:run`` takes an argument as well, and is no data set."""
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    inside = file.resolve()
+    return inside.is_relative_to(library) and not {"site-packages", "dist-packages"} & set(inside.parts)
 
 
 @cache

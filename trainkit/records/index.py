@@ -26,8 +26,21 @@ def remember(path: Path) -> None:
 
 def known() -> list[Path]:
     """Run folders that were remembered and still exist, oldest first."""
+    return [path for path in _remembered() if (path / "config.yaml").is_file()]
+
+
+def has(path: Path) -> bool:
+    """Whether a command of this user made the run in ``path``, by whatever name the folder is reached."""
+    real = os.path.realpath(path)
+    return any(
+        str(item) in (str(path), real) or (item.name == path.name and os.path.realpath(item) == real)
+        for item in _remembered()
+    )
+
+
+def _remembered() -> list[Path]:
     try:
-        lines = _file().read_text(encoding="utf-8").splitlines()
+        lines = _file().read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []
-    return [path for path in map(Path, dict.fromkeys(lines)) if (path / "config.yaml").is_file()]
+    return [Path(line) for line in dict.fromkeys(lines) if line]
