@@ -11,12 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainkit import packaged
 from trainkit.config import yaml
 from trainkit.config.schema import SECTIONS, Config, field_of
 from trainkit.config.section import PluginSection, Section
 from trainkit.errors import UserError, did_you_mean
 
-PACKAGED = Path(__file__).resolve().parents[2] / "configs"
+PACKAGED = packaged.folder("configs")
 
 # sbatch's own environment variables that users set in their shell profile; sbatch ranks them above the script's header.
 ENVIRONMENT = {

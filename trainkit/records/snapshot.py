@@ -14,10 +14,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainkit import packaged
 from trainkit.records.rundir import RunDir
 
-PROJECT = Path(__file__).resolve().parents[2]
+INSTALLED = Path(__file__).resolve().parents[2]
+"""The folder that jobs and trainkit are in: a checkout, site-packages, or the snapshot of another run."""
+
 PACKAGES = (
+    "trainkit",
     "torch",
     "torchvision",
     "timm",
@@ -45,10 +49,11 @@ def write_code(run_dir: RunDir) -> None:
 
     The user's own Python files beside them (``package.module:function``) come along, those of the current folder.
     """
+    # The snapshot of a wheel is laid out as that of a checkout, where configs and slurm lie beside trainkit.
+    unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", "*.ipynb", "configs", "slurm")
     for name in _OWN:
-        shutil.copytree(
-            PROJECT / name, run_dir.code / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.ipynb")
-        )
+        source = packaged.folder(name) if name == "configs" else INSTALLED / name
+        shutil.copytree(source, run_dir.code / name, ignore=unwanted)
     here = Path.cwd()
     for file in _user_modules(here):
         target = run_dir.code / file
@@ -80,7 +85,7 @@ def _without_secrets(text: str, named: re.Pattern[str]) -> str:
 
 
 def _user_modules(here: Path) -> list[Path]:
-    if here == PROJECT or (here / "trainkit" / "errors.py").is_file():
+    if here == INSTALLED or (here / "trainkit" / "errors.py").is_file():
         skip = {*_OWN, "tests", "slurm", "runs", "data"}
     else:
         skip = {"runs", "data"}
@@ -113,7 +118,7 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

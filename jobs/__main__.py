@@ -1,0 +1,66 @@
+"""``python -m jobs``: the verbs, one line each, and where presets, schema and templates lie."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jobs import cli
+from trainkit import packaged
+from trainkit.errors import UserError, did_you_mean
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """List the verbs; ``python -m jobs submit ...`` is ``python -m jobs.submit ...``."""
+    known = verbs(Path(__file__).parent)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print("\n".join(overview(known)))
+        return 0
+    verb = argv[0]
+    if verb not in known:
+        raise UserError(
+            f"Unknown command '{verb}'.",
+            why=f"There are: {', '.join(known)}.",
+            fix=did_you_mean(verb, known, otherwise="`python -m jobs` says what each of them does."),
+        )
+    code: int = importlib.import_module(f"jobs.{verb}").main(argv[1:], env)
+    return code
+
+
+def verbs(folder: Path) -> dict[str, str]:
+    """What every verb says of itself in its file's first line, without the command that it begins with.
+
+    Read without importing. A verb is a file with a function ``main``.
+    """
+    found = {}
+    for file in sorted(folder.glob("[a-z]*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+            first = (ast.get_docstring(tree) or "").partition("\n")[0]
+            found[file.stem] = re.sub(r"^`+[^`]*`+: ", "", first)
+    return found
+
+
+def overview(known: Mapping[str, str]) -> list[str]:
+    """The lines of ``python -m jobs``."""
+    configs, templates = packaged.folder("configs"), packaged.folder("slurm")
+    width = max(len(verb) for verb in known)
+    lines = ["python -m jobs.VERB ...  (--help says more)", ""]
+    lines += [f"  {verb:{width}}  {said}" for verb, said in known.items()]
+    return [
+        *lines,
+        "",
+        f"  presets    {configs}: {', '.join(sorted(file.stem for file in configs.glob('*.yaml')))}",
+        f"  recipes    {configs / 'recipes'}",
+        f"  schema     {configs / 'schema.json'}",
+        f"  templates  {templates}: {', '.join(sorted(file.name for file in templates.glob('*.sbatch')))}",
+        "",
+        "Presets and clusters/ in a folder configs/ of your own are found too, and come first.",
+    ]
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,47 @@
+"""``python -m jobs``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.__main__ import verbs
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_the_verbs_are_listed_with_what_each_says_of_itself(command: Callable[..., Any], arguments: Any) -> None:
+    done = command("__main__", *arguments)
+    assert (done.code, done.err) == (0, "")
+    listed = {line.split()[0]: line for line in done.out.splitlines() if line.startswith("  ")}
+    assert {"submit", "train", "launch", "evaluate", "status", "prepare", "report", "swarm"} <= set(listed)
+    assert listed["submit"] == "  submit    plan, validate, write the run folder, queue."
+
+
+def test_every_verb_has_a_sentence_for_the_list() -> None:
+    said = verbs(JOBS)
+    assert {file.stem for file in JOBS.glob("*.py") if "cli.run(main)" in file.read_text()} == {*said, "__main__"}
+    assert [verb for verb, words in said.items() if not words or "`" in words.split()[0]] == []
+
+
+def test_a_new_file_is_a_new_verb(tmp_path: Path) -> None:
+    (tmp_path / "bench.py").write_text('"""``python -m jobs.bench NAME``: does it help here?"""\ndef main(): ...\n')
+    (tmp_path / "shared.py").write_text('"""What verbs share."""\n')
+    assert verbs(tmp_path) == {"bench": "does it help here?"}
+
+
+def test_a_misspelt_verb_is_answered_with_the_nearest(command: Callable[..., Any]) -> None:
+    done = command("__main__", "sumbit", "ddp")
+    assert done.code == 2
+    assert done.err.startswith("Unknown command 'sumbit'.")
+    assert "Did you mean 'submit'?" in done.err
+
+
+def test_a_verb_behind_a_space_is_that_verb(command: Callable[..., Any]) -> None:
+    done = command("__main__", "submit", "ddp", "optim.wieght_decay=1")
+    assert done.code == 2
+    assert "Did you mean 'optim.weight_decay'?" in done.err

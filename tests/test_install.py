@@ -1,0 +1,155 @@
+"""trainkit without its checkout: the wheel, installed, and a user in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[1]
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+PRESET = """
+extends: single
+seed: 7
+model: {name: "my_models:mlp", width: 24}
+train: {epochs: 1}
+monitor: {loggers: [console, jsonl]}
+launch: {cluster: here}
+"""
+CLUSTER = 'launch: {gpus_per_node: 0, time: "5:00"}\n'
+MODEL = """
+from torch import nn
+
+
+def mlp(info, *, width: int = 8):
+    pixels = info.in_chans * info.image_size**2
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, width), nn.ReLU(), nn.Linear(width, info.num_classes))
+"""
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of what git knows: building writes into the folder that it builds."""
+    copy, dist = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
+    for name in ("jobs", "trainkit", "configs", "slurm"):
+        shutil.copytree(PROJECT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, copy)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(dist)], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return next(dist.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an installation of the wheel leaves in site-packages; pip does no more with pure Python."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder under git: their own preset, site profile and model, and nothing of ours."""
+    folder = tmp_path_factory.mktemp("thesis")
+    (folder / "configs" / "clusters").mkdir(parents=True)
+    (folder / "configs" / "mine.yaml").write_text(PRESET)
+    (folder / "configs" / "clusters" / "here.yaml").write_text(CLUSTER)
+    (folder / "my_models.py").write_text(MODEL)
+    who = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "mine"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(installed: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """``python(...)`` in the user's folder, on a machine without SLURM, with the installed trainkit."""
+    state = tmp_path_factory.mktemp("state")
+    tools = tmp_path_factory.mktemp("bin")
+    (tools / "git").symlink_to(shutil.which("git") or "/usr/bin/git")
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {
+            "PATH": str(tools), "PYTHONPATH": str(installed), "HOME": str(state), "XDG_STATE_HOME": str(state),
+            "CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", ""),
+        }  # fmt: skip
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, check=False)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def run(python: Command, home: Path) -> Path:
+    """The run folder of a local training with the user's own preset and model."""
+    done = python("-m", "jobs.submit", "mine", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home / "runs" / "mine-0001"
+
+
+def test_the_wheel_holds_all_that_the_checkout_holds(wheel: Path) -> None:
+    code = [file for name in ("jobs", "trainkit") for file in (PROJECT / name).rglob("*.py")]
+    names = {str(file.relative_to(PROJECT)) for file in code}
+    data = [*(PROJECT / "configs").rglob("*.*"), *(PROJECT / "slurm").glob("*.sbatch")]
+    names |= {f"trainkit/{file.relative_to(PROJECT)}" for file in data}
+    with zipfile.ZipFile(wheel) as content:
+        held = {name for name in content.namelist() if ".dist-info/" not in name}
+    assert held == names
+
+
+def test_commands_run_from_the_installation_and_not_from_a_checkout(python: Command, installed: Path) -> None:
+    done = python("-c", "import trainkit, jobs; print(trainkit.__file__, jobs.__file__)")
+    assert done.stdout.split() == [str(installed / name / "__init__.py") for name in ("trainkit", "jobs")]
+
+
+def test_an_installed_trainkit_says_what_it_brought(python: Command, installed: Path) -> None:
+    done = python("-m", "jobs")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"presets    {installed / 'trainkit' / 'configs'}: ddp, ddp_sim, dp, fsdp, hivemind, single" in done.stdout
+    assert f"templates  {installed / 'trainkit' / 'slurm'}: train.sbatch, train_torchrun.sbatch" in done.stdout
+
+
+def test_a_preset_that_is_not_there_is_answered_with_those_that_are(python: Command) -> None:
+    done = python("-m", "jobs.submit", "dpd", "--dry-run")
+    assert done.returncode == 2
+    assert "ddp, ddp_sim, dp, fsdp, hivemind, mine, single, recipes/" in done.stderr
+
+
+def test_a_preset_of_the_users_own_extends_a_packaged_one(python: Command, home: Path) -> None:
+    done = python("-m", "jobs.submit", "mine", "--dry-run")
+    rows = {row[0]: row[1:] for line in done.stderr.splitlines() if (row := line.split())}
+    assert rows["model.width"][:3] == ["24", "file", "configs/mine.yaml:4"]
+    assert rows["launch.time"][0] == "5:00"
+    assert rows["strategy.name"][0] == "single"
+    assert not (home / "runs").exists()
+
+
+def test_an_installed_trainkit_trains_from_a_folder_of_the_users_own(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["outcome"], summary["epochs"], summary["params"]) == ("finished", 1.0, 64 * 24 + 24 + 240 + 10)
+
+
+def test_the_snapshot_of_an_installed_trainkit_is_laid_out_like_a_checkout(run: Path) -> None:
+    names = {path.name for path in (run / "code").iterdir()}
+    assert sorted(names - {"__pycache__"}) == ["configs", "jobs", "my_models.py", "trainkit"]
+    assert (run / "code" / "configs" / "ddp.yaml").is_file()
+    assert not (run / "code" / "trainkit" / "configs").exists()
+
+
+def test_the_manifest_tells_the_git_commit_of_the_users_folder(run: Path, home: Path) -> None:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=home, capture_output=True, text=True, check=True)
+    assert json.loads((run / "manifest.json").read_text())["git"]["commit"] == done.stdout.strip()
