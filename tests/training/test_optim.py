@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.rank_functions import run_ranks
+from trainkit.config.schema import OptimConfig
+from trainkit.distributed.process_group import distributed
+from trainkit.ranks.env import RankEnv
+from trainkit.strategies import ddp
+from trainkit.training.optim import build_optimizer, set_lr
+
+ADAMW = OptimConfig(name="adamw", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9))
+SGD = OptimConfig(name="sgd", lr=0.25, weight_decay=0.5, momentum=0.7, nesterov=True)
+
+
+def small_vit() -> nn.Module:
+    import timm
+
+    model: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3, num_classes=2
+    )
+    return model
+
+
+def not_decayed(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """Names, and every trainable parameter is in exactly one group."""
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(named)
+    assert set(decay.values()) <= {0.0, 0.5}
+    return {name for name, parameter in named.items() if decay[id(parameter)] == 0.0}
+
+
+@pytest.mark.parametrize("config", [ADAMW, SGD], ids=["adamw", "sgd"])
+def test_filters_and_matrices_decay_and_biases_and_norms_do_not(config: OptimConfig) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
+    optimizer = build_optimizer(model, config)
+    assert not_decayed(model, optimizer) == {"0.bias", "1.weight", "1.bias", "3.bias"}
+
+
+def test_decay_really_shrinks_the_weights_and_leaves_the_biases() -> None:
+    model = nn.Linear(2, 2)
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    optimizer = build_optimizer(model, ADAMW)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(model.weight, weight * (1 - 0.25 * 0.5))
+    assert torch.equal(model.bias, bias)
+
+
+def test_a_vits_class_token_and_position_embedding_do_not_decay() -> None:
+    model = small_vit()
+    spared = {name for name in not_decayed(model, build_optimizer(model, ADAMW)) if "." not in name}
+    assert spared == {"cls_token", "pos_embed"}
+
+
+def test_a_backbone_inside_a_model_of_the_users_own_is_asked_too() -> None:
+    model = nn.Sequential(small_vit(), nn.Linear(2, 2))
+    assert {"0.cls_token", "0.pos_embed"} <= not_decayed(model, build_optimizer(model, ADAMW))
+
+
+def test_dataparallels_prefix_does_not_matter() -> None:
+    model = nn.DataParallel(small_vit(), device_ids=[])
+    assert {"module.cls_token", "module.pos_embed"} <= not_decayed(model, build_optimizer(model, ADAMW))
+
+
+def _not_decayed_by_wrapper(env: RankEnv) -> list[set[str]]:
+    with distributed(env, use_gpu=False) as dist:
+        parallel = ddp.build(dist).parallelize(small_vit())
+        sharded = small_vit()
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.world_size,)))
+        return [not_decayed(model, build_optimizer(model, ADAMW)) for model in (small_vit(), parallel, sharded)]
+
+
+def test_ddp_and_fsdp_decay_what_one_process_does() -> None:
+    for plain, parallel, sharded in run_ranks(2, _not_decayed_by_wrapper):
+        assert "cls_token" in plain
+        assert parallel == {f"module.{name}" for name in plain}
+        assert sharded == plain
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    assert not_decayed(model, build_optimizer(model, ADAMW)) == {"1.bias"}
+
+
+def test_a_model_without_biases_has_one_group() -> None:
+    assert len(build_optimizer(nn.Linear(2, 2, bias=False), ADAMW).param_groups) == 1
+
+
+def test_the_settings_reach_adamw() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), ADAMW)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["fused"]) == (0.25, (0.8, 0.9), True)
+
+
+def test_the_settings_reach_sgd() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), SGD)
+    assert isinstance(optimizer, torch.optim.SGD)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["momentum"], group["nesterov"]) == (0.25, 0.7, True)
+
+
+def test_a_new_rate_is_that_of_every_group() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), ADAMW)
+    set_lr(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
