@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
 from trainkit.launch.explain import config_rows, plan_rows, rank_commands
@@ -27,3 +29,14 @@ def test_a_local_run_is_explained_by_one_command_a_rank(loaded: Callable[..., Lo
     lines = rank_commands(plan, RUN)
     assert len(lines) == 4
     assert "SUBMITIT_LOCAL_NODEID=1 SUBMITIT_LOCAL_LOCALID=0 SUBMITIT_LOCAL_GLOBALID=2" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "samples"),
+    [("train.micro_batch_size=8", "one pass of one rank"), ("strategy.sync_batchnorm=true", "all ranks' passes")],
+)
+def test_a_plan_says_over_which_samples_batchnorm_takes_its_statistics(
+    loaded: Callable[..., Loaded], gpu_site: Site, override: str, samples: str
+) -> None:
+    rows = {row[0]: row for row in plan_rows(make_plan(loaded(override), gpu_site, RUN))}
+    assert rows["launch.micro_batch_size"][3].endswith(f"; BatchNorm's statistics are those of {samples}")

@@ -56,3 +56,29 @@ def test_another_seed_gives_another_trace(tmp_path: Path, reference: list[float]
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "single", (*SETTINGS, "seed=1"))
     assert losses(folder) != pytest.approx(reference, rel=1e-2)
+
+
+# BatchNorm's statistics are those of a micro batch, so that only equal micro batches are the same optimisation.
+BATCHNORM = (*SETTINGS, "model.norm=batch", "train.micro_batch_size=16")
+
+
+@pytest.fixture(scope="module")
+def batchnorm_reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("batchnorm") / "single"
+    run_ranks(1, train_run, folder, "single", BATCHNORM)
+    return losses(folder)
+
+
+@pytest.mark.parametrize(("preset", "world_size"), [("ddp", 2), ("ddp", 4), ("fsdp", 2)])
+def test_batchnorm_trains_alike_where_the_micro_batches_are_equal(
+    tmp_path: Path, batchnorm_reference: list[float], preset: str, world_size: int
+) -> None:
+    folder = tmp_path / "run"
+    run_ranks(world_size, train_run, folder, preset, BATCHNORM)
+    assert losses(folder) == pytest.approx(batchnorm_reference, rel=1e-5)
+
+
+def test_batchnorm_trains_otherwise_where_they_are_not(tmp_path: Path, batchnorm_reference: list[float]) -> None:
+    folder = tmp_path / "run"
+    run_ranks(1, train_run, folder, "single", (*BATCHNORM, "train.micro_batch_size=64"))
+    assert losses(folder) != pytest.approx(batchnorm_reference, rel=1e-3)

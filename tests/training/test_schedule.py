@@ -56,3 +56,12 @@ def test_a_trial_shorter_than_its_warm_up_still_rises_and_falls() -> None:
     rates = [lr_at(s, optim=OptimConfig(lr=1.0), schedule=config, steps_per_epoch=100, total_steps=6) for s in range(6)]
     assert max(rates) == pytest.approx(1.0)
     assert rates[0] < 1.0 > rates[-1]
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine"])
+def test_the_last_rate_is_the_floor(name: str) -> None:
+    assert lrs(name=name, warmup_epochs=1, final_lr_ratio=0.25)[-1] == pytest.approx(0.25, rel=2e-3)
+
+
+def test_a_floor_below_onecycles_own_end_is_not_reached() -> None:
+    assert lrs(name="onecycle", final_lr_ratio=1e-9)[-1] == pytest.approx(1 / 25 / 1e4)

@@ -161,6 +161,9 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
     per_pass = micro or size // world_size
     accumulate = size // (world_size * per_pass)
     passes = f"{accumulate} passes per update" if accumulate > 1 else "the rank's whole share in one pass"
+    # Whether the model has BatchNorm only torch could tell, so it is said of every model.
+    norm = "all ranks' passes" if loaded.config.strategy.options.get("sync_batchnorm") else "one pass of one rank"
+    passes += f"; BatchNorm's statistics are those of {norm}"
     return [
         Decision("micro_batch_size", per_pass, loaded.source("train.micro_batch_size") if micro else DERIVED, passes),
         Decision("grad_accum_steps", accumulate, DERIVED, f"{size} / ({world_size} x {per_pass})"),

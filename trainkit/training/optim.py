@@ -16,7 +16,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     parallelized: sharding replaces the parameters.
     """
     spared = _spared(model)
-    decayed, left_alone = [], []
+    decayed: list[nn.Parameter] = []
+    left_alone: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (left_alone if parameter.ndim < 2 or name in spared else decayed).append(parameter)
