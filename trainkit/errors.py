@@ -12,7 +12,7 @@ Everything else that is raised is a bug of ours and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class TrainkitError(Exception):
@@ -35,6 +35,10 @@ class TrainkitError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are pickled with their `args` only; ours also carry why and fix across processes.
         return (_rebuild, (type(self), self.what, self.why, self.fix))
+
+    def to_json(self) -> dict[str, str]:
+        """Plain text, for another rank."""
+        return {"kind": type(self).__name__, "what": self.what, "why": self.why, "fix": self.fix}
 
 
 def _rebuild(cls: type[TrainkitError], what: str, why: str, fix: str) -> TrainkitError:
@@ -61,6 +65,13 @@ class SchedulerError(TrainkitError):
 
 class RunFailedError(TrainkitError):
     """The run itself failed."""
+
+
+def error_from_json(told: Mapping[str, object]) -> TrainkitError:
+    """The error that another rank has told with `to_json`; of a kind that is not known here a plain one."""
+    kinds = {kind.__name__: kind for kind in (UserError, RefusedError, SchedulerError, RunFailedError)}
+    what, why, fix = (str(told.get(part, "")) for part in ("what", "why", "fix"))
+    return kinds.get(str(told.get("kind")), TrainkitError)(what, why=why, fix=fix)
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:

@@ -62,7 +62,7 @@ def run(
     with distributed(env, use_gpu=wants_gpu(config)) as dist:
         _check_batch_sizes(config, dist.world_size, splits)
         run_dir = _meet(config, dist, open_run)
-        attempt = dist.broadcast_object(attempt if attempt is not None else len(run_dir.attempts()))
+        attempt = dist.broadcast_json(attempt if attempt is not None else len(run_dir.attempts()))
         with _failures_recorded(run_dir, dist):
             outcome = _run(config, dist, stop, splits, run_dir, attempt)
     return outcome, run_dir
@@ -78,9 +78,9 @@ def _run(config: Config, dist: Distributed, stop: StopFlag, splits: Splits, run_
     optimizer = build_optimizer(model, config.optim)
     checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
     restored = checkpoints.restore(model, optimizer)
-    progress = Progress(**restored["progress"]) if restored else Progress()
+    progress = Progress(**restored.state["progress"]) if restored else Progress()
     if restored:
-        precision.load_state_dict(restored["precision"])
+        precision.load_state_dict(restored.state["precision"])
     training = Training(
         config=config,
         dist=dist,
@@ -96,7 +96,7 @@ def _run(config: Config, dist: Distributed, stop: StopFlag, splits: Splits, run_
         stop_requested=lambda: stop.requested,
     )
     params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    hosts = dist.gather_objects(socket.gethostname())
+    hosts = dist.gather_json(socket.gethostname())
     if dist.is_main:
         append_event(
             run_dir,
@@ -148,7 +148,7 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], RunDir]) -> 
     # Where it is launched and where its data lies may differ: machines need not share a folder.
     data = config.data.model_copy(update={"root": ""})
     settings = to_yaml(config.model_copy(update={"launch": type(config.launch)(), "data": data}))
-    others = dist.gather_objects(settings)
+    others = dist.gather_json(settings)
     if any(other != settings for other in others):
         different = [rank for rank, other in enumerate(others) if other != others[0]]
         raise UserError(
@@ -156,16 +156,14 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], RunDir]) -> 
             why="One run has one configuration.",
             fix="Give the same preset and overrides on every node.",
         )
-    path: Path | TrainkitError | None = None
+    opened, failed = "", None
     if dist.is_main:
         try:
-            path = open_run().path
+            opened = str(open_run().path)
         except TrainkitError as error:
-            path = error
-    path = dist.broadcast_object(path)
-    if isinstance(path, TrainkitError):
-        raise path
-    assert path is not None
+            failed = error
+    dist.raise_together(failed)
+    path = Path(dist.broadcast_json(opened))
     path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk: for its own samples
     return RunDir(path)
 
@@ -206,7 +204,7 @@ def _save(t: Training, checkpoints: Checkpoints, run_dir: RunDir) -> None:
 
 def _hand_back(run_dir: RunDir, dist: Distributed, stop: StopFlag, step: int, attempt: int, *, requeue: bool) -> None:
     """Say that this attempt ended on request, and ask whoever started it for another."""
-    signals = sorted({name for names in dist.gather_objects(stop.signals) for name in names})
+    signals = sorted({name for names in dist.gather_json(stop.signals) for name in names})
     if dist.is_main:
         append_event(run_dir, "signalled", attempt=attempt, step=step, signals=signals)
         if requeue:
@@ -218,7 +216,7 @@ def _test(t: Training, checkpoints: Checkpoints) -> dict[str, float]:
     """Test metrics of the best weights."""
     best = t.progress.best_step
     if best is not None and best != t.progress.step:
-        checkpoints.load_weights(t.model, best)
+        checkpoints.load_weights(t.model, best, or_newest=True)
     result = evaluate(
         t.model,
         t.splits.test,
@@ -278,23 +276,18 @@ def evaluate_checkpoint(config: Config, run_dir: RunDir, which: str, split: str)
 
     A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
 
+    Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so.
+
     Raises:
         UserError: no such checkpoint, or it is broken.
     """
     step = files.resolve(run_dir.checkpoints, which)
-    try:
-        files.read_state(run_dir.checkpoints, step)
-    except files.BrokenCheckpointError as error:
-        raise UserError(
-            f"The checkpoint of step {step} is broken.",
-            why=f"{error}.",
-            fix=f"Use another: {', '.join(str(item) for item in files.steps(run_dir.checkpoints) if item != step)}.",
-        ) from None
     single = config.model_copy(update={"strategy": type(config.strategy)(name="single")})
     splits = build_data(config.data)
     with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
         model, _, precision = build_parts(single, dist, splits)
-        Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist).load_weights(model, step)
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+        step = checkpoints.load_weights(model, step, or_newest=which in ("best", "latest"))
         result = evaluate(
             model,
             {"train": splits.train, "val": splits.val, "test": splits.test}[split],

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainkit.checkpoint import files
+from trainkit.checkpoint.record import BrokenCheckpointError
 from trainkit.errors import UserError
 
 
@@ -20,7 +21,7 @@ def write(folder: Path, step: int, value: float = 0.0) -> Path:
 
 def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
     write(tmp_path, 7, 3.0)
-    assert files.read_state(tmp_path, 7)["note"] == "hello"
+    assert files.verified(tmp_path, 7).state["note"] == "hello"
     assert torch.equal(files.read_tensors(tmp_path, 7, "model")["w"], torch.full((100,), 3.0))
 
 
@@ -41,8 +42,8 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 def test_a_truncated_file_is_noticed(tmp_path: Path) -> None:
     weights = write(tmp_path, 1) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(files.BrokenCheckpointError, match="bytes instead of"):
-        files.read_state(tmp_path, 1)
+    with pytest.raises(BrokenCheckpointError, match="bytes instead of"):
+        files.verified(tmp_path, 1)
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -50,15 +51,15 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(files.BrokenCheckpointError, match="has changed"):
-        files.read_state(tmp_path, 1)
+    with pytest.raises(BrokenCheckpointError, match="has changed"):
+        files.verified(tmp_path, 1)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_an_unreadable_record_is_a_broken_checkpoint(tmp_path: Path, content: str) -> None:
     (write(tmp_path, 1) / "state.json").write_text(content)
-    with pytest.raises(files.BrokenCheckpointError):
-        files.read_state(tmp_path, 1)
+    with pytest.raises(BrokenCheckpointError):
+        files.verified(tmp_path, 1)
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -70,17 +71,25 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_the_record_of_a_whole_checkpoint_can_be_renewed(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    assert files.rewrite_state(tmp_path, 1, {"note": "again"})
-    assert files.read_state(tmp_path, 1)["note"] == "again"
+def test_a_second_save_of_a_step_renews_what_is_said_of_it(tmp_path: Path) -> None:
+    weights = write(tmp_path, 1) / "model.safetensors"
+    before = weights.stat()
+    files.write(tmp_path, 1, {"model": {"w": torch.zeros(100)}}, {"note": "again"})
+    assert files.verified(tmp_path, 1).state["note"] == "again"
+    assert weights.stat().st_ino == before.st_ino  # never taken away
 
 
-def test_a_broken_checkpoint_is_not_renewed_but_written_again(tmp_path: Path) -> None:
+def test_a_second_save_of_a_step_with_other_weights_replaces_them(tmp_path: Path) -> None:
+    write(tmp_path, 1, 1.0)
+    write(tmp_path, 1, 2.0)
+    files.verified(tmp_path, 1)
+    assert files.read_tensors(tmp_path, 1, "model")["w"][0] == 2
+
+
+def test_a_broken_checkpoint_is_written_again(tmp_path: Path) -> None:
     (write(tmp_path, 1) / "model.safetensors").unlink()
-    assert not files.rewrite_state(tmp_path, 1, {})
     write(tmp_path, 1)
-    files.read_state(tmp_path, 1)
+    files.verified(tmp_path, 1)
 
 
 def test_asking_for_a_checkpoint_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
@@ -94,6 +103,7 @@ WRITER = """
 import sys, torch
 from pathlib import Path
 from trainkit.checkpoint import files
+from trainkit.checkpoint.record import BrokenCheckpointError
 folder = Path(sys.argv[1])
 print("ready", flush=True)
 for step in range(1, 100000):
@@ -116,7 +126,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> N
             os.kill(writer.pid, signal.SIGKILL)
         assert files.steps(folder)
         for step in files.steps(folder):
-            files.read_state(folder, step)
+            files.verified(folder, step)
             assert files.read_tensors(folder, step, "model")["w"][0] == step
         latest = files.pointed(folder, "latest")
         assert latest is not None

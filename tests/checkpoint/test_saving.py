@@ -108,7 +108,7 @@ def test_a_full_disk_is_said_so_and_leaves_the_checkpoint_before_it(tmp_path: Pa
     assert "The checkpoint of step 2 could not be written." in said
     assert "Make room" in said
     assert left == ["latest", "step-00000001"]
-    files.read_state(tmp_path, 1)
+    files.verified(tmp_path, 1)
 
 
 def test_nothing_is_restored_from_nothing(tmp_path: Path) -> None:

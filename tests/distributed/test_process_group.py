@@ -20,8 +20,8 @@ def _talk(env: RankEnv) -> tuple[bool, bool, int, str, list[int]]:
             dist.any(dist.rank == 1),
             dist.any(False),
             int(counts),
-            dist.broadcast_object(f"from rank {dist.rank}"),
-            dist.gather_objects(dist.rank),
+            dist.broadcast_json(f"from rank {dist.rank}"),
+            dist.gather_json(dist.rank),
         )
 
 
@@ -44,7 +44,7 @@ def test_a_request_on_one_rank_is_seen_by_all_at_the_same_poll() -> None:
 
 def test_a_single_rank_needs_no_port() -> None:
     with distributed(RankEnv.single(), use_gpu=False) as first:
-        assert first.broadcast_object("x") == "x"
+        assert first.broadcast_json("x") == "x"
 
 
 def _join_without_the_others(env: RankEnv) -> str:

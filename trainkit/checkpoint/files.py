@@ -2,36 +2,36 @@
 
     checkpoints/step-00001000/model.safetensors       plain weights: `safetensors.torch.load_file` reads them
                               optimizer.safetensors
-                              state.json              step, best value, ..., and size and SHA-256 of the files above
+                              state.json              step, best value, ..., size and SHA-256 of the files above, and
+                                                      a checksum of its own
     checkpoints/latest -> step-00001000
     checkpoints/best   -> step-00000800
 
 It is written beside its place, flushed to disk and then renamed; `state.json` is written last. So a process killed at
-any moment leaves either the whole checkpoint or none.
+any moment leaves either the whole checkpoint or none. What is read is compared with what was written: a disk flips
+bits, a copy stops half way, and a folder may come from a stranger.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import stat
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, FileFacts, Record, parse
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NAME = re.compile(r"step-(\d{8,})")
-
-
-class BrokenCheckpointError(Exception):
-    """A checkpoint that is not what was written."""
+_NAME = re.compile(r"step-([0-9]{8,15})")
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -40,40 +40,54 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps with a checkpoint, ascending."""
+    """Steps with a checkpoint, whole or broken, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for entry in folder.iterdir() if (match := _NAME.fullmatch(entry.name)))
+    return sorted(step for entry in folder.iterdir() if (step := _step_of(entry.name)) is not None)
 
 
-def write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+def write(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    may_write: Callable[[], None] = lambda: None,
+) -> Path:
     """Write the checkpoint of ``step`` and point ``latest`` at it.
 
     Args:
         tensors: file stem -> name -> CPU tensor.
         state: plain values for ``state.json``.
+        may_write: raises when this process no longer writes this run; asked before the first byte and the last move.
 
     Raises:
         OSError: it could not be written; the checkpoints before it are as they were.
     """
+    may_write()
     final = path_of(folder, step)
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed while saving
+    _remove(partial)  # left by a process that was killed while saving
     partial.mkdir(parents=True)
     try:
-        _fill(partial, step, tensors, state)
+        record = _fill(partial, step, tensors, state)
+        may_write()
+        if _is_same(folder, record):
+            # A second save of a step, after a validation that a stop request had cut short. Only what is said of it is
+            # new, and a whole checkpoint is never taken away to be put back.
+            os.replace(partial / "state.json", final / "state.json")
+            _flush(final)
+            _remove(partial)
+        else:
+            _delete(final)
+            os.replace(partial, final)
     except BaseException:  # a full disk: what is left would keep the next save from fitting
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         raise
-    if final.exists():  # broken, or `rewrite_state` would have been enough
-        _delete(final)
-    os.replace(partial, final)
-    _flush(folder)
     point(folder, "latest", step)
     return final
 
 
-def _fill(partial: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+def _fill(partial: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Record:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -85,44 +99,38 @@ def _fill(partial: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]],
         except SafetensorError as error:  # it wraps what the system said
             raise OSError(errno.EIO, str(error).removeprefix("Error while serializing: "), str(file)) from None
         _flush(file)
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-    record = partial / "state.json"
-    record.write_text(json.dumps({**state, "step": step, "files": files}, indent=1), encoding="utf-8")
-    _flush(record)
+        files[file.name] = FileFacts(file.stat().st_size, _sha256(file))
+    record = Record(step, state, files)
+    (partial / "state.json").write_text(record.to_json(), encoding="utf-8")
+    _flush(partial / "state.json")
     _flush(partial)
+    return record
 
 
-def rewrite_state(folder: Path, step: int, state: Mapping[str, Any]) -> bool:
-    """Replace what ``state.json`` says besides its files, in one move. False if there is no whole checkpoint.
-
-    For a second save of the same step (after a validation that a stop request had cut short): the tensors are the same,
-    and a whole checkpoint is never taken away to be written again.
-    """
+def _is_same(folder: Path, record: Record) -> bool:
     try:
-        files = read_state(folder, step)["files"]
+        return verified(folder, record.step).files == record.files
     except BrokenCheckpointError:
         return False
-    record = path_of(folder, step) / "state.json"
-    partial = record.with_name(".state.json.partial")
-    partial.write_text(json.dumps({**state, "step": step, "files": files}, indent=1), encoding="utf-8")
-    _flush(partial)
-    os.replace(partial, record)
-    return True
 
 
 def point(folder: Path, name: str, step: int) -> None:
     """Make ``latest`` or ``best`` name the checkpoint of ``step``, in one move."""
-    link = folder / f".{name}.partial"
-    link.unlink(missing_ok=True)
+    place, link = folder / name, folder / f".{name}.partial"
+    if place.is_dir() and not place.is_symlink():  # a copy that followed the links
+        aside = next(path for number in range(10**6) if not (path := folder / f"{name}-{number}").exists())
+        os.rename(place, aside)
+        _say(f"{place} is a folder and no link; it has been moved to {aside.name}.")
+    _remove(link)
     link.symlink_to(path_of(folder, step).name)
-    os.replace(link, folder / name)
+    os.replace(link, place)
+    _flush(folder)
 
 
 def pointed(folder: Path, name: str) -> int | None:
-    """Step that ``latest`` or ``best`` names."""
+    """Step that ``latest`` or ``best`` names; None if it is not a link to a checkpoint of this folder."""
     link = folder / name
-    match = _NAME.fullmatch(os.readlink(link)) if link.is_symlink() else None
-    return int(match[1]) if match else None
+    return _step_of(os.readlink(link)) if link.is_symlink() else None
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -135,57 +143,105 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def read_state(folder: Path, step: int) -> dict[str, Any]:
-    """``state.json`` of a checkpoint whose files are all there as they were written.
+def verified(folder: Path, step: int, stems: Iterable[str] | None = None) -> Record:
+    """What a checkpoint says of itself, once its files (or those of ``stems``) are found to be as they were written.
 
     Raises BrokenCheckpointError and says what is wrong with it.
     """
     checkpoint = path_of(folder, step)
     try:
-        state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        for name, expected in state["files"].items():
-            file = checkpoint / name
-            if file.stat().st_size != expected["bytes"]:
-                raise BrokenCheckpointError(f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-            if _sha256(file) != expected["sha256"]:
-                raise BrokenCheckpointError(f"the content of {name} has changed")
+        if not stat.S_ISDIR(checkpoint.lstat().st_mode):
+            raise BrokenCheckpointError("it is no folder")
+        with _open(checkpoint / "state.json") as file:
+            record = parse(file.read(LONGEST + 1)[: LONGEST + 1], step)
+        for name in record.files if stems is None else [f"{stem}.safetensors" for stem in stems]:
+            if name not in record.files:
+                raise BrokenCheckpointError(f"it has no {name}")
+            _compare(checkpoint / name, record.files[name])
     except OSError as error:
         raise BrokenCheckpointError(f"{error.strerror}: {error.filename}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpointError(f"state.json is not readable ({error})") from None
-    return state
+    return record
 
 
 def read_tensors(folder: Path, step: int, stem: str) -> dict[str, Tensor]:
-    """Tensors of one file of a checkpoint, on the CPU."""
+    """Tensors of one file of a checkpoint that is `verified`, on the CPU.
+
+    Raises BrokenCheckpointError when there are none.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    loaded: dict[str, Tensor] = load_file(path_of(folder, step) / f"{stem}.safetensors")
+    try:
+        loaded: dict[str, Tensor] = load_file(path_of(folder, step) / f"{stem}.safetensors")
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise BrokenCheckpointError(f"{stem}.safetensors is not readable ({error})") from None
     return loaded
 
 
 def resolve(folder: Path, which: str) -> int:
-    """Step of ``best``, ``latest`` or a number.
+    """Step of ``best``, ``latest`` or a number; of the newest checkpoint, and says so, where a link names none.
 
     Raises UserError when there is no such checkpoint.
     """
-    step = int(which) if which.isdigit() else pointed(folder, which) if which in ("best", "latest") else None
-    if step is None or not path_of(folder, step).is_dir():
-        known = ", ".join(str(item) for item in steps(folder)) or "none"
+    known = steps(folder)
+    if which in ("best", "latest"):
+        step = pointed(folder, which)
+        if step not in known and known:
+            _say(f"{folder / which} does not name a checkpoint of this run. Taking the newest, of step {known[-1]}.")
+            step = known[-1]
+    else:
+        step = int(which) if re.fullmatch("[0-9]{1,15}", which) else None
+    if step is None or step not in known:
         raise UserError(
             f"No checkpoint '{which}' in {folder}.",
-            why=f"Steps with a checkpoint: {known}.",
+            why=f"Steps with a checkpoint: {', '.join(map(str, known)) or 'none'}.",
             fix="Use best, latest or a step.",
         )
     return step
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _step_of(name: str) -> int | None:
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and name == path_of(Path(), int(match[1])).name else None
+
+
+def _compare(file: Path, expected: FileFacts) -> None:
+    with _open(file) as data:
+        size = os.fstat(data.fileno()).st_size
+        if size != expected.bytes:
+            raise BrokenCheckpointError(f"{file.name} has {size} bytes instead of {expected.bytes}")
+    if _sha256(file) != expected.sha256:
+        raise BrokenCheckpointError(f"the content of {file.name} has changed")
+
+
+def _open(file: Path) -> Any:
+    """Open a plain file: no link that leads elsewhere, and no pipe that never answers."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BrokenCheckpointError(f"{file.name} is no plain file")
+    return open(descriptor, "rb")
+
+
 def _delete(checkpoint: Path) -> None:
     """Delete a checkpoint that loses its name first, so that half of one is never taken for a whole."""
-    doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(checkpoint, doomed)
-    shutil.rmtree(doomed)
+    if checkpoint.is_dir() and not checkpoint.is_symlink():
+        doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
+        _remove(doomed)
+        os.replace(checkpoint, doomed)
+        checkpoint = doomed
+    _remove(checkpoint)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

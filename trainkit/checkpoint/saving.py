@@ -1,9 +1,10 @@
-"""Saving and restoring with all ranks: gathering and handing out is collective, files are rank 0's."""
+"""Saving and restoring with all ranks: gathering and scattering is collective, files are rank 0's."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,103 +12,170 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint import files
-from trainkit.checkpoint.state import gather, hand_out_model, hand_out_optimizer
+from trainkit.checkpoint.record import BrokenCheckpointError
+from trainkit.checkpoint.state import gather_state_dict, scatter_optimizer_state, scatter_state_dict
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import RunFailedError, UserError
+from trainkit.errors import RunFailedError, TrainkitError, UserError
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored besides model and optimizer."""
+
+    step: int
+    state: Mapping[str, Any]
+    """As it was given to `Checkpoints.save`, on every rank; a number that was not finite is None."""
+    extra: Mapping[str, Mapping[str, Tensor]]
+    """The extra tensors that were asked for: on rank 0's CPU, empty on the others."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank calls every method; only rank 0 needs to see the folder."""
+    """The checkpoints of one run. Every rank calls every method; only rank 0 needs to see the folder.
 
-    def __init__(self, folder: Path, *, keep: int, dist: Distributed) -> None:
-        self._folder, self._keep, self._dist = folder, keep, dist
+    Args:
+        keep: how many to keep besides the best.
+        may_write: raises TrainkitError when this process no longer writes this run; asked on rank 0, before anything is
+            written and again before a checkpoint takes its place.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: int, dist: Distributed, may_write: Callable[[], None] = lambda: None
+    ) -> None:
+        self._folder, self._keep, self._dist, self._may_write = folder, keep, dist, may_write
 
     def save(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         *,
         step: int,
         state: Mapping[str, Any],
         best_step: int | None,
+        extra: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
         """Write the checkpoint of ``step``, point ``latest`` and ``best``, delete what is no longer kept.
 
-        A failed write (a full disk) is raised on every rank, or the others would wait in the next collective.
+        Args:
+            optimizer: None: its state is not kept.
+            state: plain values, for `restore`.
+            extra: file stem -> name -> tensor: what else belongs to it, looked at on rank 0.
+
+        Raises:
+            RunFailedError: it could not be written (a full disk); on every rank, or the others would wait in the next
+                collective.
         """
-        weights, moments = gather(model, optimizer)
-        problem = None
+        weights, moments = gather_state_dict(model, optimizer, self._dist)
+        tensors = {"model": weights, **({} if optimizer is None else {"optimizer": moments})}
+        error: TrainkitError | None = None
         if self._dist.is_main:
+            for stem, named in (extra or {}).items():
+                tensors[stem] = {name: value.detach().cpu() for name, value in named.items()}
             try:
-                if not files.rewrite_state(self._folder, step, state):
-                    files.write(self._folder, step, {"model": weights, "optimizer": moments}, state)
-                if best_step is not None and files.path_of(self._folder, best_step).is_dir():
+                files.write(self._folder, step, tensors, state, self._may_write)
+                if best_step is not None and best_step in files.steps(self._folder):
                     files.point(self._folder, "best", best_step)
                 files.prune(self._folder, self._keep)
-            except OSError as error:
-                problem = f"{error.strerror}: {error.filename}"
-        problem = self._dist.broadcast_object(problem)
-        if problem is not None:
-            raise RunFailedError(
-                f"The checkpoint of step {step} could not be written.",
-                why=f"{problem}.",
-                fix="Make room, then `python -m jobs.resume`; the checkpoint before it is whole.",
-            )
+            except OSError as problem:
+                error = RunFailedError(
+                    f"The checkpoint of step {step} could not be written.",
+                    why=f"{problem.strerror}: {problem.filename}.",
+                    fix="Make room, then `python -m jobs.resume`; the checkpoint before it is whole.",
+                )
+            except TrainkitError as refusal:
+                error = refusal
+        self._dist.raise_together(error)
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Load the newest whole checkpoint into model and optimizer; its ``state.json``, or None if there is none.
+    def restore(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        extra: Sequence[str] = (),
+        accept: Callable[[Restored], object] = lambda _: None,
+    ) -> Restored | None:
+        """Load the newest whole checkpoint into model and optimizer; None if there is none.
 
-        Broken ones are passed over, and said so.
+        Broken ones are passed over, and said so on stderr.
+
+        Args:
+            extra: stems of the extra tensors to read.
+            accept: raises ValueError, KeyError or TypeError for one that is whole but of no use, with the reason; it is
+                then passed over too. Called on rank 0, before anything is loaded.
+
+        Raises:
+            UserError: it is that of another model; on every rank.
         """
-        state, weights, moments = self._read_newest() if self._dist.is_main else (None, {}, {})
-        state = self._dist.broadcast_object(state)
-        if state is None:
+        stems = ["model", *([] if optimizer is None else ["optimizer"]), *extra]
+        found, tensors = self._newest(stems, extra, accept) if self._dist.is_main else (None, {})
+        told: Any = self._dist.broadcast_json(
+            None if found is None else {"step": found.step, "state": dict(found.state)}
+        )
+        if told is None:
             return None
-        _check_fit(model, weights, self._dist)
-        hand_out_model(model, weights, self._dist)
-        hand_out_optimizer(model, optimizer, moments, self._dist)
-        return state
+        scatter_state_dict(model, tensors.get("model", {}), self._dist)
+        if optimizer is not None:
+            scatter_optimizer_state(model, optimizer, tensors.get("optimizer", {}), self._dist)
+        return found or Restored(int(told["step"]), told["state"], {stem: {} for stem in extra})
 
-    def load_weights(self, model: nn.Module, step: int) -> None:
-        """Load only the weights of the checkpoint of ``step``."""
-        weights = files.read_tensors(self._folder, step, "model") if self._dist.is_main else {}
-        _check_fit(model, weights, self._dist)
-        hand_out_model(model, weights, self._dist)
+    def load_weights(self, model: nn.Module, step: int, *, or_newest: bool = False) -> int:
+        """Load only the weights of the checkpoint of ``step``; the step whose weights were loaded.
 
-    def _read_newest(self) -> tuple[dict[str, Any] | None, dict[str, Tensor], dict[str, Tensor]]:
+        Args:
+            or_newest: if that one is broken or gone, take the newest whole one and say so on stderr.
+
+        Raises:
+            UserError: there is none, or it is that of another model; on every rank.
+        """
+        weights: dict[str, Tensor] = {}
+        error = None
+        if self._dist.is_main:
+            try:
+                step, weights = self._weights(step, or_newest)
+            except TrainkitError as refusal:
+                error = refusal
+        self._dist.raise_together(error)
+        scatter_state_dict(model, weights, self._dist)
+        return self._dist.broadcast_json(step)
+
+    def _newest(
+        self, stems: Sequence[str], extra: Sequence[str], accept: Callable[[Restored], object]
+    ) -> tuple[Restored | None, dict[str, dict[str, Tensor]]]:
         for step in reversed(files.steps(self._folder)):
             try:
-                state = files.read_state(self._folder, step)
-                weights = files.read_tensors(self._folder, step, "model")
-                moments = files.read_tensors(self._folder, step, "optimizer")
-            except files.BrokenCheckpointError as error:
-                print(
-                    f"Checkpoint {files.path_of(self._folder, step)} is broken: {error}. Trying the one before it.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                record = files.verified(self._folder, step)
+                tensors = {stem: files.read_tensors(self._folder, step, stem) for stem in stems}
+            except BrokenCheckpointError as fault:
+                self._say(step, fault, "Trying the one before it")
                 continue
-            return state, weights, moments
-        return None, {}, {}
+            restored = Restored(step, record.state, {stem: tensors[stem] for stem in extra})
+            try:
+                accept(restored)
+            except (ValueError, KeyError, TypeError) as fault:
+                self._say(step, fault, "Trying the one before it")
+                continue
+            return restored, tensors
+        return None, {}
 
-
-def _check_fit(model: nn.Module, weights: Mapping[str, Tensor], dist: Distributed) -> None:
-    """Raise UserError on every rank if rank 0's ``weights`` are those of another model."""
-    problem = None
-    if dist.is_main:
-        # Wrappers put their name in front (`module.`); shapes of shards are those of the whole tensor.
-        own = {name.removeprefix("module."): tuple(value.shape) for name, value in model.state_dict().items()}
-        for name in own.keys() | weights.keys():
-            there = tuple(weights[name].shape) if name in weights else None
-            if own.get(name) != there:
-                problem = (
-                    f"'{name}' is {there or 'absent'} in the checkpoint and {own.get(name) or 'absent'} in the model"
-                )
-                break
-    problem = dist.broadcast_object(problem)
-    if problem is not None:
+    def _weights(self, step: int, or_newest: bool) -> tuple[int, dict[str, Tensor]]:
+        others = [other for other in reversed(files.steps(self._folder)) if other != step]
+        why = ""
+        for candidate in [step, *(others if or_newest else [])]:
+            try:
+                files.verified(self._folder, candidate, ["model"])
+                return candidate, files.read_tensors(self._folder, candidate, "model")
+            except BrokenCheckpointError as fault:
+                why = why or f"{fault}."
+                if or_newest:
+                    self._say(candidate, fault, "Taking the newest whole one instead")
         raise UserError(
-            "The checkpoint does not fit the model.",
-            why=f"{problem}.",
-            fix="Use the configuration that the checkpoint was made with: config.yaml in its run folder.",
+            f"The checkpoint of step {step} is broken{', and so are all others' if or_newest else ''}.",
+            why=why,
+            fix=f"Use another: {', '.join(map(str, others)) or 'there is none'}."
+            if not or_newest
+            else "Train again: `python -m jobs.submit` on the run's config.yaml.",
+        )
+
+    def _say(self, step: int, fault: Exception, then: str) -> None:
+        print(
+            f"Checkpoint {files.path_of(self._folder, step)} is broken: {fault}. {then}.", file=sys.stderr, flush=True
         )

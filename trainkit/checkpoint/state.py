@@ -1,4 +1,8 @@
-"""What is in a checkpoint: full tensors, gathered from however many ranks, and handed out again to however many."""
+"""What is in a checkpoint: full tensors, gathered from however many ranks, and scattered again to however many.
+
+Tensors travel as tensors and their names as JSON. torch's own functions for this (torch.distributed.checkpoint's
+``set_model_state_dict`` with ``broadcast_from_rank0``) send names and shapes pickled.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +10,175 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as c10d
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from trainkit.distributed.process_group import Distributed
+from trainkit.errors import UserError
 
-# Names are those of the plain model's parameters: neither DDP's nor a sharding's trace is left in them.
-_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+# What wrappers put into the names of parameters, beside the `module.` of DDP and DataParallel.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def gather_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, dist: Distributed
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Full weights and optimizer state on rank 0's CPU, empty elsewhere. Every rank must call it.
 
-    Only tensors are kept of the optimizer: learning rates and the like come from the configuration.
+    Names are those of the plain model: neither DDP's nor a sharding's trace is left in them. Only tensors are kept of
+    the optimizer: learning rates and the like come from the configuration.
     """
-    model = _inner(model)
-    weights = _copies(get_model_state_dict(model, options=_GATHER))
-    moments = _copies(get_optimizer_state_dict(model, optimizer, options=_GATHER))
+    weights, moments = {}, {}
+    for name, value in _tensors_of(model).items():
+        full = _full(value, dist)
+        if full is not None:
+            weights[name] = full
+    if optimizer is not None:
+        for name, parameter in _parameters_of(model).items():
+            for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
+                full = _full(value, dist) if isinstance(value, Tensor) else None
+                if full is not None:
+                    moments[f"state.{name}.{kind}"] = full
     return weights, moments
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    """torch leaves the traces of DDP and FSDP out of the names, but not that of DataParallel."""
-    return model.module if isinstance(model, nn.DataParallel) else model
+def scatter_state_dict(model: nn.Module, weights: Mapping[str, Tensor], dist: Distributed) -> None:
+    """Load rank 0's ``weights`` into the model of every rank; what the other ranks pass is not looked at.
+
+    Raises:
+        UserError: on every rank, if they are those of another model for one of them.
+    """
+    own = _tensors_of(model)
+    there = _announced(weights, dist)
+    dist.raise_together(_misfit({name: tuple(value.shape) for name, value in own.items()}, there))
+    for name, (dtype, shape) in there.items():
+        with torch.no_grad():
+            value = _received(weights.get(name), dtype, shape, dist)
+            target = own[name]
+            _local(target).copy_(_own_shard(value, target))
 
 
-def _copies(state: Mapping[str, object]) -> dict[str, Tensor]:
-    """The tensors of a state dict, each with memory of its own: safetensors refuses tied ones."""
-    return {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def hand_out_model(model: nn.Module, weights: Mapping[str, Tensor], dist: Distributed) -> None:
-    """Load rank 0's ``weights`` into the model of every rank; the other ranks pass an empty dict."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.world_size > 1)
-    set_model_state_dict(_inner(model), dict(weights), options=options)
-
-
-def hand_out_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, Tensor], dist: Distributed
+def scatter_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor], dist: Distributed
 ) -> None:
-    """Load rank 0's optimizer state into the optimizer of every rank; the other ranks pass an empty dict."""
-    model = _inner(model)
-    # Nested, not flattened as it is stored: torch cannot broadcast a flattened optimizer state.
-    current = get_optimizer_state_dict(
-        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    nested: dict[str, Any] = {"state": {}, "param_groups": current.get("param_groups", [])}
-    for name, value in moments.items():
+    """Load rank 0's optimizer state into the optimizer of every rank; what the others pass is not looked at.
+
+    Raises:
+        UserError: on every rank, if it is that of another model or optimizer for one of them.
+    """
+    _tensors_of(model)  # a sharded model shows its parameters as the optimizer knows them from then on
+    own = _parameters_of(model)
+    there = _announced(moments, dist)
+    shapes = {}
+    for name, (_, shape) in there.items():
         parameter, _, kind = name.removeprefix("state.").rpartition(".")
-        nested["state"].setdefault(parameter, {})[kind] = value
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.world_size > 1)
-    set_optimizer_state_dict(model, optimizer, nested if dist.is_main else {}, options=options)
+        # A count of updates and the like is a single number; everything else is one number per weight.
+        fits = parameter in own and shape in ((), tuple(own[parameter].shape))
+        shapes[name] = shape if fits and name == f"state.{parameter}.{kind}" else None
+    dist.raise_together(_misfit(shapes, there))
+    loaded: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for name, (dtype, shape) in there.items():
+        parameter, _, kind = name.removeprefix("state.").rpartition(".")
+        target = own[parameter]
+        with torch.no_grad():
+            value = _received(moments.get(name), dtype, shape, dist)
+            if shape == tuple(target.shape) and shape != ():
+                shard = _own_shard(value, target)
+                value = torch.empty_like(target, dtype=dtype)
+                _local(value).copy_(shard)
+            else:
+                value = value.cpu()  # where optimizers keep their counts; what needs them on the GPU moves them
+        loaded.setdefault(target, {})[kind] = value
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: loaded[parameter] for index, parameter in enumerate(order) if parameter in loaded}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the plain model."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    return model.module if isinstance(model, wrappers) else model
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Plain name -> the model's own tensor, sharded ones as they are."""
+    state = _inner(model).state_dict()
+    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {plain_name(name): parameter for name, parameter in _inner(model).named_parameters()}
+
+
+def _full(value: Tensor, dist: Distributed) -> Tensor | None:
+    """The whole tensor on rank 0's CPU, with memory of its own: safetensors refuses tied ones."""
+    value = value.detach()
+    if hasattr(value, "full_tensor"):  # sharded: a collective
+        value = value.full_tensor()
+    return value.cpu().clone(memory_format=torch.contiguous_format) if dist.is_main else None
+
+
+def _announced(tensors: Mapping[str, Tensor], dist: Distributed) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, dtypes and shapes of rank 0's tensors, on every rank."""
+    mine = [[name, str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in tensors.items()]
+    told: Any = dist.broadcast_json(mine if dist.is_main else [])
+    return {str(name): (_dtype(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in told}
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    assert isinstance(dtype, torch.dtype), f"rank 0 announces a tensor of type {name!r}"
+    return dtype
+
+
+def _received(mine: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], dist: Distributed) -> Tensor:
+    """Rank 0's tensor on this rank's device. It travels as bytes, which every backend carries, so it stays the same."""
+    if dist.is_main:
+        assert mine is not None
+        value = mine.to(dist.device).contiguous()
+    else:
+        value = torch.empty(shape, dtype=dtype, device=dist.device)
+    if dist.world_size > 1 and value.numel():
+        c10d.broadcast(value.view(-1).view(torch.uint8), src=0)
+    return value
+
+
+def _own_shard(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of ``full``, if ``like`` is sharded: cut along each dimension of the mesh in turn."""
+    mesh = getattr(like, "device_mesh", None)
+    if mesh is None:
+        return full
+    for axis, placement in enumerate(like.placements):  # type: ignore[attr-defined]
+        if not placement.is_replicate():
+            parts = full.chunk(mesh.size(axis), dim=placement.dim)
+            mine = mesh.get_local_rank(axis)
+            full = parts[mine] if mine < len(parts) else full.narrow(placement.dim, 0, 0)
+    return full
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _misfit(
+    own: Mapping[str, tuple[int, ...] | None], there: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> UserError | None:
+    for name in [*there, *(name for name in own if name not in there)]:
+        expected, found = own.get(name), there[name][1] if name in there else None
+        if expected != found:
+            return UserError(
+                "The checkpoint does not fit the model.",
+                why=f"'{name}' is {_words(found)} in the checkpoint and {_words(expected)} in the model.",
+                fix="Use the configuration that the checkpoint was made with: config.yaml in its run folder.",
+            )
+    return None
+
+
+def _words(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(shape) if shape else "one number"

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.checkpoint import files
+from trainkit.checkpoint.record import BrokenCheckpointError
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Box, Peer
 from trainkit.config.schema import Config
@@ -208,10 +209,10 @@ def restore(run_dir: RunDir, outer: OuterState, keeper: RunKeeper) -> int:
     folder = run_dir.checkpoints
     for step in reversed(files.steps(folder)):
         try:
-            state = files.read_state(folder, step)
+            state = files.verified(folder, step).state
             tensors = files.read_tensors(folder, step, "outer")
             outer.load(tensors["theta"], tensors["momentum"], int(state["round"]), float(state["age"]))
-        except (files.BrokenCheckpointError, KeyError, ValueError) as error:
+        except (BrokenCheckpointError, KeyError, ValueError) as error:
             keeper.say(f"Checkpoint {files.path_of(folder, step)} is broken: {error}. Trying the one before it.")
             continue
         keeper.progress = Progress(**state["progress"])

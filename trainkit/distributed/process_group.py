@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -18,10 +19,13 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.rendezvous import rendezvous
 
 from trainkit.distributed.device import intra_op_threads
-from trainkit.errors import RunFailedError
+from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 from trainkit.ranks.env import RankEnv, device_index
 
 T = TypeVar("T")
+
+# Names of a model's tensors are the longest of what ranks tell each other: 100 bytes each.
+_LONGEST_JSON = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -63,21 +67,70 @@ class Distributed:
             c10d.all_reduce(tensor)
         return tensor
 
-    def broadcast_object(self, value: T) -> T:
-        """Rank 0's value on every rank. Between ranks of one job only: objects travel pickled."""
+    def broadcast_json(self, value: T) -> T:
+        """Rank 0's value on every rank: JSON's own types only, since nothing that came over a wire is unpickled."""
         if self.world_size == 1:
             return value
-        box: list[Any] = [value if self.is_main else None]
-        c10d.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]  # type: ignore[no-any-return]
+        content = _to_bytes(value if self.is_main else None)
+        size = torch.tensor([content.numel()])
+        c10d.broadcast(size, src=0)
+        if not self.is_main:
+            content = torch.empty(_bounded(size), dtype=torch.uint8)
+        c10d.broadcast(content, src=0)
+        return _from_bytes(content)  # type: ignore[no-any-return]
 
-    def gather_objects(self, value: T) -> list[T]:
-        """Every rank's value, in order of rank, on every rank."""
+    def gather_json(self, value: T) -> list[T]:
+        """Every rank's value, in order of rank, on every rank: JSON's own types only."""
         if self.world_size == 1:
             return [value]
-        box: list[Any] = [None] * self.world_size
-        c10d.all_gather_object(box, value)
-        return box
+        content = _to_bytes(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        c10d.all_gather(sizes, torch.tensor([content.numel()]))
+        longest = max(_bounded(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: content.numel()] = content
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        c10d.all_gather(parts, padded)
+        return [_from_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    def raise_together(self, error: TrainkitError | None) -> None:
+        """Raise on every rank as soon as one has an error: that of the lowest rank.
+
+        A rank that raised alone would leave the others waiting in their next collective.
+        """
+        if self.world_size == 1 or not self.any(error is not None):
+            if error is not None:
+                raise error
+            return
+        for told in self.gather_json(None if error is None else error.to_json()):
+            if told is not None:
+                raise error_from_json(told)
+
+
+def _to_bytes(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(content: Tensor) -> Any:
+    try:
+        return json.loads(content.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise RunFailedError(
+            "What another rank has sent is not JSON.",
+            why=f"{type(error).__name__}. Ranks of one run send nothing else.",
+            fix="Start all ranks with the same version of trainkit, where no stranger can connect to them.",
+        ) from None
+
+
+def _bounded(size: Tensor) -> int:
+    number = int(size.item())
+    if not 0 < number <= _LONGEST_JSON:
+        raise RunFailedError(
+            f"Another rank announces a message of {number} bytes.",
+            why=f"Ranks of one run send at most {_LONGEST_JSON}.",
+            fix="Start all ranks with the same version of trainkit, where no stranger can connect to them.",
+        )
+    return number
 
 
 class StopVote:
