@@ -21,6 +21,15 @@ def test_all_digits_are_in_one_split() -> None:
     assert [round(size / 1797, 2) for size in sizes] == [0.7, 0.15, 0.15]
 
 
+def test_they_are_the_ones_that_scikit_learn_loads() -> None:
+    from sklearn.datasets import load_digits
+
+    theirs = load_digits()
+    table = digits._table()
+    assert (table[:, :-1] == theirs.data).all()
+    assert (table[:, -1] == theirs.target).all()
+
+
 def test_every_class_is_in_every_split_alike() -> None:
     data = digits.build(ROOT)
     counts = Counter(data.val[index][1] for index in range(len(data.val)))

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainkit.data.archives import Say
 from trainkit.data.base import DataInfo, Splits, require
 from trainkit.data.splitting import stratified_split
 from trainkit.errors import UserError
 
+if TYPE_CHECKING:
+    import numpy
+
 
 def build(root: Path, *, image_size: int = 8, in_chans: int = 1, augment: bool = True, shift: int = 1) -> Splits:
     """About 70 / 15 / 15 % train, val, test, stratified, whatever the seed. Augmented by shifts of up to ``shift``."""
     import torch
-    from sklearn.datasets import load_digits
 
     from trainkit.data.tensors import TensorSamples, tensor_transforms
 
     locate(root, image_size=image_size, in_chans=in_chans, shift=shift)
-    digits = load_digits()
-    images = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)[:, None].expand(-1, in_chans, -1, -1)
-    labels = torch.from_numpy(digits.target).to(torch.int64)
+    table = torch.from_numpy(_table())
+    images = table[:, :-1].mul(255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8).expand(-1, in_chans, -1, -1)
+    labels = table[:, -1].to(torch.int64)
     train, val, test = (
         TensorSamples(images[part], labels[part]) for part in stratified_split(labels.tolist(), (0.15, 0.15))
     )
@@ -43,6 +46,19 @@ def build(root: Path, *, image_size: int = 8, in_chans: int = 1, augment: bool =
         eval_transform=eval_transform,
         in_memory=True,
     )
+
+
+def _table() -> numpy.ndarray[Any, Any]:
+    """64 pixels of 0 to 16 and the label, float64 [1797, 65]: what `sklearn.datasets.load_digits` reads.
+
+    Read without it, because importing scikit-learn takes every rank longer than an epoch does.
+    """
+    import numpy
+
+    spec = importlib.util.find_spec("sklearn")
+    assert spec is not None, "`locate` has looked"
+    assert spec.origin is not None, "a package has a file"
+    return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
 def locate(root: Path, *, image_size: int, in_chans: int, shift: int, **others: object) -> None:
