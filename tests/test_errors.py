@@ -24,8 +24,8 @@ def test_every_kind_has_its_exit_code(kind: type[TrainkitError], code: int) -> N
 
 @pytest.mark.parametrize("kind", [UserError, RefusedError, SchedulerError, RunFailedError])
 def test_an_error_is_whole_when_it_comes_from_another_process(kind: type[TrainkitError]) -> None:
-    there = pickle.loads(pickle.dumps(kind("what", why="why", fix="fix")))
-    assert (type(there), there.what, there.why, there.fix) == (kind, "what", "why", "fix")
+    there = pickle.loads(pickle.dumps(kind("what", why="why", fix="fix", key="optim.lr")))
+    assert (type(there), there.what, there.why, there.fix, there.key) == (kind, "what", "why", "fix", "optim.lr")
 
 
 def test_the_nearest_name_is_suggested() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ SOURCE = """
 import torch_is_not_needed_to_read_this
 
 CONSTANT = 3
+TYPED: str = "yes"
+COMPUTED = 1 + len("x")
+_PRIVATE = lower = 4
 
 def build(info, *, depth: int, width: float = 1.0, kind: str | None = None):
     pass
@@ -121,3 +125,28 @@ def test_a_function_not_written_in_python_is_none_by_another_name(own: str, tmp_
     (tmp_path / "fourth_plugin.py").write_text("from os import system as build\n")
     with pytest.raises(UserError, match="names no function"):
         plugins.load("trainkit.data", "fourth_plugin:build")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key"),
+    [
+        ("dpd", {}, "strategy.name"),
+        ("nowhere:build", {}, "strategy.name"),
+        ("os:system", {}, "strategy.name"),
+        ("ddp", {"bucket": 1}, "strategy.bucket"),
+        ("ddp", {"bucket_cap_mb": "big"}, "strategy.bucket_cap_mb"),
+    ],
+)
+def test_a_mistake_in_a_plugin_names_the_setting_to_change(name: str, options: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plugins.check_options(STRATEGIES, name, options, where="strategy")
+    assert caught.value.key == key
+
+
+def test_what_a_plugins_file_states_is_read_without_importing_it(own: str) -> None:
+    assert plugins.stated("trainkit.models", f"{own}:build") == {"CONSTANT": 3, "TYPED": "yes"}
+    assert own not in sys.modules
+
+
+def test_a_file_that_states_nothing_states_nothing() -> None:
+    assert plugins.stated(STRATEGIES, "ddp") == {}

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 
 
 class TrainkitError(Exception):
-    """An error for users: what happened, why, and how to fix it."""
+    """An error for users: what happened, why, and how to fix it. ``key``: the setting to change, where it is one."""
 
     exit_code = 1
 
-    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, why: str = "", fix: str = "", key: str | None = None) -> None:
         super().__init__(what)
-        self.what, self.why, self.fix = what, why, fix
+        self.what, self.why, self.fix, self.key = what, why, fix, key
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -33,16 +33,16 @@ class TrainkitError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are pickled with their `args` only; ours also carry why and fix across processes.
-        return (_rebuild, (type(self), self.what, self.why, self.fix))
+        # Exceptions are pickled with their `args` only; ours carry the rest across processes too.
+        return (_rebuild, (type(self), self.what, self.why, self.fix, self.key))
 
     def to_json(self) -> dict[str, str]:
         """Plain text, for another rank."""
         return {"kind": type(self).__name__, "what": self.what, "why": self.why, "fix": self.fix}
 
 
-def _rebuild(cls: type[TrainkitError], what: str, why: str, fix: str) -> TrainkitError:
-    return cls(what, why=why, fix=fix)
+def _rebuild(cls: type[TrainkitError], what: str, why: str, fix: str, key: str | None) -> TrainkitError:
+    return cls(what, why=why, fix=fix, key=key)
 
 
 class UserError(TrainkitError):

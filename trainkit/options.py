@@ -45,6 +45,7 @@ def convert(value: Any, annotation: str, *, key: str) -> Any:
                 f"{key}={value} is not possible.",
                 why=f"{key} is one of: {', '.join(choices)}.",
                 fix=did_you_mean(str(value), choices, otherwise=f"Use {key}={choices[0]}."),
+                key=key,
             )
         return value
     types = [part.strip() for part in annotation.split("|")]
@@ -64,4 +65,4 @@ def convert(value: Any, annotation: str, *, key: str) -> Any:
             return str(value)
     wanted = " or ".join(_ARTICLE[part] for part in types)
     shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
-    raise UserError(f"{key}={shown} is not possible.", why=f"{key} is {wanted}.", fix=f"Give {wanted}.")
+    raise UserError(f"{key}={shown} is not possible.", why=f"{key} is {wanted}.", fix=f"Give {wanted}.", key=key)

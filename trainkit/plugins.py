@@ -7,6 +7,7 @@ a misspelt option or a value of the wrong type is refused at submission, in mill
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -22,8 +23,21 @@ from typing import Any
 from trainkit.errors import UserError, did_you_mean
 from trainkit.options import convert
 
-# What a package's plugins are called in messages.
-_KINDS = {"strategies": "strategy", "data": "data set", "models": "model", "monitor": "logger"}
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a package's plugins are called in messages, and the setting that names one."""
+
+    word: str
+    key: str | None
+
+
+_KINDS = {
+    "strategies": _Kind("strategy", "strategy.name"),
+    "data": _Kind("data set", "data.name"),
+    "models": _Kind("model", "model.name"),
+    "monitor": _Kind("logger", "monitor.loggers"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,41 +58,43 @@ def available(package: str) -> list[str]:
 
 def load(package: str, name: str) -> Callable[..., Any]:
     """Import the function of plugin ``name``: a file of ``package``, or ``some.module:function``."""
-    if ":" in name:
-        module_name, function = name.split(":", 1)
-        _source_of_user_module(module_name, name)
-        found: Any = getattr(importlib.import_module(module_name), function, None)
-        # A module of the user's may hold `os.system` by another name: only what Python source defines is a plugin.
-        if not (inspect.isclass(found) or (callable(found) and inspect.isfunction(inspect.unwrap(found)))):
-            raise UserError(
-                f"'{name}' names no function.",
-                why=f"Module '{module_name}' has no function '{function}' written in Python.",
-                fix=f"Define '{function}' in {module_name}.py, or correct the name.",
-            )
-        return found  # type: ignore[no-any-return]
-    _require(package, name)
-    return importlib.import_module(f"{package}.{name}").build  # type: ignore[no-any-return]
+    if ":" not in name:
+        require(package, name)
+        return importlib.import_module(f"{package}.{name}").build  # type: ignore[no-any-return]
+    _file_of(package, name)
+    module_name, function = name.split(":", 1)
+    found: Any = getattr(importlib.import_module(module_name), function, None)
+    # A module of the user's may hold `os.system` by another name: only what Python source defines is a plugin.
+    if not (inspect.isclass(found) or (callable(found) and inspect.isfunction(inspect.unwrap(found)))):
+        raise UserError(
+            f"'{name}' names no function.",
+            why=f"Module '{module_name}' has no function '{function}' written in Python.",
+            fix=f"Define '{function}' in {module_name}.py, or correct the name.",
+            key=_kind(package).key,
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def signature(package: str, name: str) -> Signature:
     """The options of plugin ``name``, read without importing it."""
-    if ":" in name:
-        module_name, function = name.split(":", 1)
-        file = _source_of_user_module(module_name, name)
-        node = _find_function(file, function)
-        if node is None:
-            # It may be assigned or imported there; only importing could tell, so let the run decide.
-            return Signature((), (), takes_any=True)
-    else:
-        _require(package, name)
-        node = _find_function(_package_folder(package) / f"{name}.py", "build")
-        assert node is not None
+    node = _find_function(_file_of(package, name), name.partition(":")[2] or "build")
+    if node is None:
+        # It may be assigned or imported there; only importing could tell, so let the run decide.
+        return Signature((), (), takes_any=True)
     options = tuple(arg.arg for arg in node.args.kwonlyargs)
     required = tuple(
         arg.arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None
     )
     annotations = {arg.arg: ast.unparse(arg.annotation) for arg in node.args.kwonlyargs if arg.annotation is not None}
     return Signature(options, required, node.args.kwarg is not None, annotations)
+
+
+def stated(package: str, name: str) -> dict[str, Any]:
+    """What the file of plugin ``name`` says of it: its upper-case constants at top level, as in ``RANKS = "one"``.
+
+    Read without importing it, for those who must know this and never load it. What is no literal is left out.
+    """
+    return dict(_constants(_file_of(package, name)))
 
 
 def check_options(package: str, name: str, options: Mapping[str, Any], *, where: str) -> None:
@@ -100,6 +116,7 @@ def check_options(package: str, name: str, options: Mapping[str, Any], *, where:
                     [f"{where}.{item}" for item in sig.options],
                     otherwise=f"Remove '{where}.{option}'.",
                 ),
+                key=f"{where}.{option}",
             )
     for option in sig.required:
         if option not in options:
@@ -107,16 +124,20 @@ def check_options(package: str, name: str, options: Mapping[str, Any], *, where:
                 f"{where} '{name}' needs '{where}.{option}'.",
                 why="It has no default.",
                 fix=f"Add {where}.{option}=VALUE.",
+                key=f"{where}.name",
             )
 
 
-def _require(package: str, name: str) -> None:
+def require(package: str, name: str) -> None:
+    """Refuse a name that no file of ``package`` has."""
     names = available(package)
     if name not in names:
+        kind = _kind(package)
         raise UserError(
-            f"Unknown {_KINDS.get(package.rpartition('.')[2], 'plugin')} '{name}'.",
-            why=f"There are: {', '.join(names)}.",
-            fix=did_you_mean(name, names, otherwise="Use one of them, or package.module:function of your own."),
+            f"Unknown {kind.word} '{name}'.",
+            why=f"There are: {', '.join(names)}; or package.module:function of your own.",
+            fix=did_you_mean(name, names, otherwise="Use one of them."),
+            key=kind.key,
         )
 
 
@@ -138,7 +159,20 @@ def _package_folder(package: str) -> Path:
     return Path(__file__).parent.joinpath(*package.split(".")[1:])
 
 
-def _source_of_user_module(module_name: str, name: str) -> Path:
+def _kind(package: str) -> _Kind:
+    return _KINDS.get(package.rpartition(".")[2], _Kind("plugin", None))
+
+
+def _file_of(package: str, name: str) -> Path:
+    """The source of a plugin. Raises UserError where there is none."""
+    if ":" not in name:
+        require(package, name)
+        return _package_folder(package) / f"{name}.py"
+    return _source_of_user_module(name, _kind(package).key)
+
+
+def _source_of_user_module(name: str, key: str | None) -> Path:
+    module_name = name.partition(":")[0]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -150,6 +184,7 @@ def _source_of_user_module(module_name: str, name: str) -> Path:
             f"No module '{module_name}' for '{name}'.",
             why="It is neither installed nor in the current folder.",
             fix=f"Start from the folder that holds {module_name.replace('.', '/')}.py, or install its package.",
+            key=key,
         )
     origin = Path(spec.origin)
     if origin.suffix != ".py" or _is_of_python_itself(origin):
@@ -157,6 +192,7 @@ def _source_of_user_module(module_name: str, name: str) -> Path:
             f"'{name}' is no plugin.",
             why=f"Module '{module_name}' is part of Python, or not written in it ({origin}).",
             fix="Name a function in a Python file of your own, or in an installed package.",
+            key=key,
         )
     return origin
 
@@ -179,3 +215,19 @@ def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     return None
+
+
+@cache
+def _constants(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if (
+            isinstance(node, ast.Assign | ast.AnnAssign)
+            and isinstance(target, ast.Name)
+            and target.id.isupper()
+            and target.id[0] != "_"
+        ):
+            with contextlib.suppress(ValueError, TypeError):
+                found[target.id] = ast.literal_eval(node.value) if node.value is not None else None
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.config import json_schema, yaml
-from trainkit.config.loading import PACKAGED
+from trainkit.config.presets import PACKAGED
 
 SCHEMA = json.loads((PACKAGED / "schema.json").read_text(encoding="utf-8"))
 PRESETS = sorted([*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")])

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from trainkit.config.loading import DEFAULT, PACKAGED, Source, load, to_yaml
+from trainkit.config.layers import DEFAULT, Source
+from trainkit.config.loading import load, to_yaml
+from trainkit.config.presets import PACKAGED
 from trainkit.config.schema import SECTIONS
 from trainkit.errors import UserError
 
@@ -29,6 +31,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 
 def refused(*arguments: Any, **options: Any) -> UserError:
+    """What is said to a wrong input."""
     with pytest.raises(UserError) as caught:
         load(*arguments, **options)
     assert len(str(caught.value).splitlines()) == 3, caught.value
@@ -183,6 +186,23 @@ def test_a_file_may_extend_the_path_of_another(write: Write) -> None:
     assert load(str(write("my/top.yaml", "extends: ../shared/base.yaml\n"))).config.seed == 5
 
 
+def test_a_preset_that_stands_before_a_packaged_one_may_extend_it(write: Write) -> None:
+    write("configs/ddp.yaml", "extends: ddp\noptim: {lr: 0.5}\n")
+    config = load("ddp").config
+    assert (config.optim.lr, config.strategy.name) == (0.5, "ddp")
+    assert config.model_dump(exclude={"optim"}) == load(str(PACKAGED / "ddp.yaml")).config.model_dump(exclude={"optim"})
+
+
+def test_a_runs_own_configuration_does_not_ask_its_profile_again(write: Write) -> None:
+    profile = write("site.yaml", "launch: {qos: long, sbatch: {comment: then}}\n")
+    run = load("ddp", [f"launch.cluster={profile}"]).config
+    write("runs/ddp-0001/config.yaml", to_yaml(run))
+    write("site.yaml", "launch: {sbatch: {nice: 10}}\n")
+    assert load("runs/ddp-0001").config == run
+    profile.unlink()
+    assert load("runs/ddp-0001").config == run
+
+
 def test_a_circle_of_presets_is_refused_with_its_members(write: Write) -> None:
     write("a.yaml", "extends: b\n")
     write("b.yaml", "extends: a\n")
@@ -228,13 +248,14 @@ def test_a_check_that_names_a_key_says_where_it_was_written() -> None:
         pytest.raises(UserError, match=r"why: It has none \(override strategy\.bucket=3\)\."),
         loaded.pointing_at_sources(),
     ):
-        raise UserError("Unknown key 'strategy.bucket'.", why="It has none.")
+        raise UserError("Unknown key 'strategy.bucket'.", why="It has none.", key="strategy.bucket")
 
 
-def test_a_check_that_names_a_plugin_says_where_it_was_chosen() -> None:
-    loaded = load("ddp", ["data.name=digit"])
-    with pytest.raises(UserError, match=r"\(override data\.name=digit\)"), loaded.pointing_at_sources():
-        raise UserError("Unknown data set 'digit'.", why="There are others.")
+def test_only_the_key_of_an_error_counts_and_never_its_words() -> None:
+    error = UserError("data.name=digit and strategy.name=ddp are fine.", key="optim.momentum")
+    with pytest.raises(UserError) as caught, load("ddp", ["data.name=digit"]).pointing_at_sources():
+        raise error
+    assert caught.value is error
 
 
 def test_a_check_that_names_nothing_is_passed_on_as_it_is() -> None:
@@ -242,6 +263,19 @@ def test_a_check_that_names_nothing_is_passed_on_as_it_is() -> None:
     with pytest.raises(UserError) as caught, load("ddp").pointing_at_sources():
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("optim.wieght_decay=1", "optim.wieght_decay"),
+        ("optim.lr=fast", "optim.lr"),
+        ("optim=sgd", "optim"),
+        ("train.micro_batch_size=7", "train.global_batch_size"),
+    ],
+)
+def test_a_mistake_in_the_configuration_names_its_key(override: str, key: str) -> None:
+    assert refused("ddp", [override]).key == key
 
 
 # Overrides

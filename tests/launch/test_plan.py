@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trainkit.cluster.site import Site
-from trainkit.config.loading import Loaded, Source, load
+from trainkit.config.layers import Source
+from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.resources import slurm_time

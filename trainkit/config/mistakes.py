@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from trainkit.config.loading import DEFAULT, Layer, Source
+from trainkit.config.layers import DEFAULT, Layer, Source
 from trainkit.config.schema import SECTIONS, Config, field_of
 from trainkit.config.section import ImpossibleError, PluginSection
 from trainkit.errors import UserError
@@ -42,6 +42,7 @@ def unknown_key(key: str, layer: Layer) -> UserError:
         f"Unknown key '{written}'.",
         why=f"{named}: {', '.join(has)} ({_source(key, layer)}).",
         fix=_nearest_key(section, last, written),
+        key=written,
     )
 
 
@@ -57,6 +58,7 @@ def value_for_section(section: str, value: Any, source: Source) -> UserError:
         f"'{section}' is a section, not a value ({source}).",
         why=f"'{section}' has: {', '.join(model.model_fields)}.",
         fix=fix,
+        key=section,
     )
 
 
@@ -79,6 +81,7 @@ def below_a_value(key: str, layer: Layer) -> UserError:
         f"Unknown key '{key}'.",
         why=f"'{parent}' is one value, not a section ({_source(key, layer)}).",
         fix=f"For example {parent}={shown(default)}." if default is not None else f"Give {parent}=VALUE.",
+        key=key,
     )
 
 
@@ -126,6 +129,7 @@ def _wrong_value(key: str, given: Any, cause: Any, layer: Layer) -> UserError:
         f"{_written(key, value, source)} is not valid" + ("." if source.kind == "flag" else f" ({source})."),
         why=f"{key} must be {sentence}.",
         fix=example or f"Give {sentence.removesuffix(', or null')}, or leave it out.",
+        key=key,
     )
 
 
@@ -135,6 +139,7 @@ def _impossible(problem: ImpossibleError, layer: Layer) -> UserError:
         f"{problem}.",
         why=f"{problem.why} ".lstrip() + f"Written: {', '.join(written) or 'by default'}.",
         fix=problem.fix,
+        key=problem.keys[0],
     )
 
 

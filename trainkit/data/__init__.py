@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import options, plugins
-from trainkit.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,8 +32,6 @@ class DataChoice(Protocol):
 
 def check_data(config: DataChoice) -> None:
     """Refuse, without importing torch, a data set that does not exist, wrong options, and data that is not there."""
-    if ":" not in config.name:
-        _require_known(config.name)
     plugins.check_options(__name__, config.name, config.options, where="data")
     if ":" in config.name:
         return  # importing the user's module may import torch: its own complaints come when the run starts
@@ -44,19 +41,7 @@ def check_data(config: DataChoice) -> None:
 
 def build_data(config: DataChoice) -> Splits:
     """The data set of a configuration. Raises UserError as `check_data` does."""
-    if ":" not in config.name:
-        _require_known(config.name)
     plugins.check_options(__name__, config.name, config.options, where="data")
     build = plugins.load(__name__, config.name)
     splits: Splits = build(Path(config.root), **options.fill(build, config.options, where="data"))
     return splits
-
-
-def _require_known(name: str) -> None:
-    names = plugins.available(__name__)
-    if name not in names:
-        raise UserError(
-            f"Unknown data set '{name}'.",
-            why=f"There are: {', '.join(names)}; or package.module:function of your own.",
-            fix=did_you_mean(name, names, otherwise="Use data.name=image_folder for a folder of your own images."),
-        )

@@ -77,6 +77,7 @@ def require(condition: bool, option: str, value: object, must_be: str) -> None:
             f"data.{option}={value} is not possible.",
             why=f"data.{option} must be {must_be}.",
             fix=f"Give data.{option} such a value, or leave it out.",
+            key=f"data.{option}",
         )
 
 
@@ -86,4 +87,5 @@ def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
         f"The data set '{name}' is not in {root}.",
         why=f"{absent} does not exist.",
         fix=fix or f"python -m jobs.prepare {name} --root {root}",
+        key="data.name",
     )

@@ -59,6 +59,7 @@ def locate(
             f"There is no folder {root}.",
             why="data.root of image_folder is the folder of your images.",
             fix=f"Put them into {root}/train/CLASS/NAME.jpg and {root}/val/CLASS/NAME.jpg, or correct data.root.",
+            key="data.root",
         )
     require_classes(folder)
 

@@ -15,7 +15,8 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from trainkit.cluster.site import Site, count_gpus
-from trainkit.config.loading import Loaded, Source
+from trainkit.config.layers import Source
+from trainkit.config.loading import Loaded
 from trainkit.config.schema import time_minutes
 from trainkit.errors import UserError
 from trainkit.launch.resources import (

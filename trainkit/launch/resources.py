@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.cluster.site import Node, Partition, Site, count_gpus
-from trainkit.config.loading import Loaded, Source
+from trainkit.config.layers import Source
+from trainkit.config.loading import Loaded
 from trainkit.config.schema import time_minutes
 from trainkit.errors import RefusedError, did_you_mean
 

@@ -116,6 +116,7 @@ def _is_timm(name: str) -> bool:
             f"timm's {base} has no pretrained weights '{tag}'.",
             why=f"There are: {', '.join(tags)}.",
             fix=f"Use model.name={_nearest(f'{base}.{tag}', [f'{base}.{item}' for item in tags])[0]}.",
+            key="model.name",
         )
     return True
 
@@ -124,7 +125,10 @@ def _unknown(name: str, known: list[str], library: str | None) -> UserError:
     for package in (library,) if library else ("timm", "torchvision"):
         if package and importlib.util.find_spec(package) is None:
             return UserError(
-                f"Unknown model '{name}'.", why=f"{package} is not installed here.", fix=f"pip install {package}"
+                f"Unknown model '{name}'.",
+                why=f"{package} is not installed here.",
+                fix=f"pip install {package}",
+                key="model.name",
             )
     near = _nearest(name, known)
     return UserError(
@@ -135,6 +139,7 @@ def _unknown(name: str, known: list[str], library: str | None) -> UserError:
         fix=f"Did you mean {' or '.join(repr(item) for item in near)}?"
         if near
         else "Use a name of timm or torchvision, or package.module:function for a model of your own.",
+        key="model.name",
     )
 
 
@@ -149,6 +154,7 @@ def _check_library_options(home: str, given: Mapping[str, Any]) -> None:
                 f"model.{option} cannot be set.",
                 why="It follows from the data.",
                 fix="Remove it." if option == "num_classes" else f"Remove it; use data.{option}.",
+                key=f"model.{option}",
             )
     if not isinstance(given.get("pretrained", False), bool):
         raise UserError(
@@ -157,4 +163,5 @@ def _check_library_options(home: str, given: Mapping[str, Any]) -> None:
             fix="Use model.pretrained=true with model.name=NAME.TAG."
             if home == "timm"
             else "Use model.weights=NAME for certain weights of torchvision's.",
+            key="model.pretrained",
         )

@@ -55,10 +55,12 @@ def check(*, width: int, dropout: float, norm: str) -> None:
             f"model.width={width} is not possible.",
             why="The channels are normalised in 8 groups.",
             fix=f"Use model.width={max(8, round(width / 8) * 8)}.",
+            key="model.width",
         )
     if not 0.0 <= dropout < 1.0:
         raise UserError(
             f"model.dropout={dropout} is not possible.",
             why="It is the share of features that is dropped.",
             fix="Use a value from 0 up to, not including, 1.",
+            key="model.dropout",
         )

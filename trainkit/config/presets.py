@@ -1,0 +1,112 @@
+"""Presets and site profiles: where their files are, what they extend, and the layer of values that each of them is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainkit import packaged
+from trainkit.config import yaml
+from trainkit.config.layers import Layer, Source, flatten, merge
+from trainkit.config.schema import SECTIONS
+from trainkit.errors import UserError, did_you_mean
+
+PACKAGED = packaged.folder("configs")
+OWN = Path("configs")
+"""The user's own, in the folder where the command is given; they come before the packaged ones."""
+
+
+def find_preset(preset: str) -> Path:
+    """The YAML file of a preset name, a path, or a run folder."""
+    given = Path(preset).expanduser()
+    if given.is_dir() and (given / "config.yaml").is_file():
+        return given / "config.yaml"
+    if given.suffix in (".yaml", ".yml"):
+        if given.is_file():
+            return given
+        raise UserError(f"No file {preset}.", why=f"It is not in {Path.cwd()}.", fix="Check the path.")
+    folders = [folder for folder in (OWN, PACKAGED) if folder.is_dir()]
+    for folder in folders:
+        if (folder / f"{preset}.yaml").is_file():
+            return folder / f"{preset}.yaml"
+    if given.is_dir():
+        raise UserError(
+            f"{preset} is not a run folder, or only half of one.",
+            why="It has no config.yaml.",
+            fix="Give a preset, a YAML file, or another run folder.",
+        )
+    known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+    known += sorted({f"recipes/{file.stem}" for folder in folders for file in folder.glob("recipes/*.yaml")})
+    raise UserError(
+        f"Unknown preset '{preset}'.",
+        why=f"There are: {', '.join(known)}.",
+        fix=did_you_mean(preset, known, otherwise="Use one of them, or the path of a YAML file."),
+    )
+
+
+def file_layer(path: Path, seen: tuple[Path, ...] = ()) -> Layer:
+    """What a preset's file says, on top of what it extends. ``seen``: the files that extend it."""
+    if path.resolve() in [item.resolve() for item in seen]:
+        chain = " -> ".join(str(item) for item in (*seen, path))
+        raise UserError(f"{path} extends itself.", why=chain, fix="Break the circle.")
+    values, lines = yaml.read(path)
+    base: Layer = {}
+    parent = values.pop("extends", None)
+    if parent is not None:
+        base = file_layer(_parent(path, parent, lines["extends"]), (*seen, path))
+    own: Layer = {}
+    for key, value in flatten({key: {} if _is_bare(key, value) else value for key, value in values.items()}):
+        own[key] = (value, Source("file", f"{path}:{lines.get(key, 1)}"))
+    return merge(base, own)
+
+
+def _parent(path: Path, parent: Any, line: int) -> Path:
+    """The file that ``path`` extends: beside it first, then as `find_preset` knows it.
+
+    What extends its own name extends the packaged preset that it stands before.
+    """
+    if not isinstance(parent, str):
+        raise UserError(
+            f"extends={parent} is not valid (file {path}:{line}).",
+            why="It must be the name of one preset.",
+            fix="For example extends: ddp.",
+        )
+    name = parent if parent.endswith((".yaml", ".yml")) else f"{parent}.yaml"
+    beside, packaged_one = path.parent / name, PACKAGED / name
+    if beside.is_file() and beside.resolve() == path.resolve() and packaged_one.is_file():
+        return packaged_one
+    try:
+        return beside if beside.is_file() else find_preset(parent)
+    except UserError as error:
+        raise UserError(error.what, why=f"{error.why.removesuffix('.')} (file {path}:{line}).", fix=error.fix) from None
+
+
+def _is_bare(key: str, value: Any) -> bool:
+    # `optim:` with nothing but comments below it says nothing, rather than that there is no optimizer.
+    return value is None and key in SECTIONS
+
+
+def profile_layer(cluster: str) -> Layer:
+    """What the site profile of that name, or in that file, says."""
+    given = Path(cluster).expanduser()
+    candidates = [given] if given.suffix in (".yaml", ".yml") else []
+    candidates += [folder / "clusters" / f"{cluster}.yaml" for folder in (OWN, PACKAGED)]
+    for path in candidates:
+        if path.is_file():
+            values, lines = yaml.read(path)
+            layer: Layer = {}
+            for key, value in flatten(values):
+                if not key.startswith("launch.") or key == "launch.cluster":
+                    raise UserError(
+                        f"'{key}' does not belong into a cluster profile.",
+                        why=f"{path}:{lines.get(key, 1)}; a profile describes a site, so it holds launch.* only.",
+                        fix="Move it to a preset.",
+                    )
+                layer[key] = (value, Source("cluster profile", f"{path}:{lines.get(key, 1)}"))
+            return layer
+    known = sorted(file.stem for folder in (OWN, PACKAGED) for file in folder.glob("clusters/*.yaml"))
+    raise UserError(
+        f"Unknown cluster profile '{cluster}'.",
+        why=f"There are: {', '.join(dict.fromkeys(known)) or 'none'}.",
+        fix=did_you_mean(cluster, known, otherwise="Write configs/clusters/NAME.yaml, or give the path of a file."),
+    )
