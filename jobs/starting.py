@@ -84,7 +84,9 @@ def check(loaded: Loaded) -> None:
     from trainkit import plugins
     from trainkit.data import check_data
     from trainkit.models import check_model
+    from trainkit.records.secrets import refuse_settings
 
+    refuse_settings(loaded)
     config = loaded.config
     with loaded.pointing_at_sources():
         check_data(config.data)

@@ -20,6 +20,7 @@ from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, next_path, runs_root
+from trainkit.records.secrets import refuse_settings
 
 if TYPE_CHECKING:
     from trainkit.collaborative.swarm import View
@@ -81,6 +82,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     check_peer_flags(args)
     loaded = load(args.preset, args.overrides, env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
+    refuse_settings(loaded)
     port = args.port or loaded.config.collaborative.port
     with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         ending, run_dir = create_swarm(

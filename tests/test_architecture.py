@@ -65,6 +65,7 @@ HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "ma
 
 # os.environ is read once, in jobs/cli.py and jobs/train.py, and handed down as a mapping. Other readers, and why:
 ENVIRONMENT = {
+    "trainkit.records.rundir": "TRAINKIT_RUN_MODE: who may enter a new run folder; the user's, like their umask",
     "trainkit.records.index": "XDG_STATE_HOME: where this user's state is, whatever the run",
     "trainkit.launch.controller": "is the main program of a local job, and gives its ranks their environment",
     "trainkit.ranks.rendezvous": "is the main program that batch scripts ask for a port",

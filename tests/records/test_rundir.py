@@ -199,3 +199,36 @@ def test_every_name_in_a_run_folder_is_the_designs(tmp_path: Path) -> None:
         "config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs", "metrics.jsonl", "events.jsonl",
         "checkpoints", "tensorboard", "wandb", "summary.json", "system-n1.jsonl", "logs/2/requeue",
     ]  # fmt: skip
+
+
+# Who may enter
+
+
+def mode(path: Path) -> str:
+    return oct(path.stat().st_mode & 0o7777)[2:]
+
+
+def test_a_run_folder_is_the_users_alone(tmp_path: Path) -> None:
+    old = os.umask(0o002)  # as on sites where every user has a group of their own
+    try:
+        assert mode(RunDir.create(tmp_path / "runs" / "a", "").path) == "700"
+    finally:
+        os.umask(old)
+
+
+@pytest.mark.parametrize("asked", ["750", "2770", "755"])
+def test_a_group_that_shares_its_runs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("TRAINKIT_RUN_MODE", asked)
+    assert mode(RunDir.create(tmp_path / "a", "").path) == asked
+
+
+def test_a_folder_that_a_plain_sbatch_script_made_is_closed_as_well(tmp_path: Path) -> None:
+    (tmp_path / "a" / "logs").mkdir(parents=True)
+    assert mode(RunDir.create(tmp_path / "a", "", after_logs=True).path) == "700"
+
+
+@pytest.mark.parametrize("asked", ["rwx", "070", "7777", "9"])
+def test_a_mode_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("TRAINKIT_RUN_MODE", asked)
+    with pytest.raises(UserError, match="TRAINKIT_RUN_MODE"):
+        RunDir.create(tmp_path / "a", "")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trainkit.errors import RefusedError
 from trainkit.records import snapshot
 from trainkit.records.rundir import RunDir
 
@@ -84,6 +85,48 @@ def test_a_home_folder_is_no_project(run: RunDir) -> None:
     assert "m0.py" not in files(run)
 
 
+TOKEN = "xoxb-" + "1234567890-abcdefGHIJ"
+
+
+def test_a_file_with_a_secret_stays_behind_and_the_manifest_says_which_and_why(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("notify.py").write_text(f'import os\nslack = "{TOKEN}"\n')
+    Path("model.py").write_text('REVISION = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b"\n')
+    withheld = snapshot.write_code(run)
+    snapshot.write_manifest(run, [], withheld)
+    assert files(run) & {"notify.py", "model.py"} == {"model.py"}
+    assert json.loads(run.manifest.read_text())["withheld"] == [{"what": "notify.py", "line": 2, "kind": "Slack token"}]
+    assert capsys.readouterr().err == "Withheld from the run folder: notify.py (line 2 looks like a Slack token).\n"
+
+
+@pytest.mark.parametrize(("file", "name"), [("m.py", "m:build"), ("p/q.py", "p.q:build"), ("p/__init__.py", "p:build")])
+def test_a_run_whose_own_module_holds_a_secret_is_refused(run: RunDir, file: str, name: str) -> None:
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_text(f'slack = "{TOKEN}"\n')
+    with pytest.raises(RefusedError, match=rf"{file} \(line 1 looks like a Slack token\)") as caught:
+        snapshot.write_code(run, own=("fashion_cnn", name))
+    assert TOKEN not in str(caught.value)
+    assert not run.code.exists()
+
+
+def test_a_plugin_in_the_checkout_that_holds_a_secret_is_refused(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files that are as they were published are not looked through."""
+    checkout = tmp_path / "checkout"
+    (checkout / "trainkit").mkdir(parents=True)
+    (checkout / "trainkit" / "published.py").write_text(f'a = "{TOKEN}"\n')
+    git = ["git", "-C", str(checkout), "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(snapshot, "INSTALLED", checkout)
+    assert snapshot._changed_own_files() == []
+    (checkout / "trainkit" / "mine.py").write_text(f'a = "{TOKEN}"\n')
+    with pytest.raises(RefusedError, match=r"trainkit/mine\.py"):
+        snapshot.write_code(run)
+
+
 # Manifest
 
 
@@ -118,6 +161,18 @@ def test_a_secret_in_an_uncommitted_change_is_not_written(
 ) -> None:
     monkeypatch.setattr(snapshot, "_git", lambda *arguments: f"+{line}\n" if arguments[0] == "diff" else "")
     assert "s3cret" not in json.dumps(manifest(run))
+
+
+def test_the_diff_of_python_is_read_as_python(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`token = tokenizer(x)` is code there; in a shell script a value needs no quotes."""
+    code = "diff --git a/m.py b/m.py\n+    password = read_password()\n+    secret = 'hunter2'\n"
+    script = "diff --git a/run.sh b/run.sh\n+PASSWORD=hunter3\n"
+    monkeypatch.setattr(snapshot, "_git", lambda *arguments: code + script if arguments[0] == "diff" else "")
+    written = manifest(run)
+    assert written["git"]["diff"] == (code + script).replace("hunter2", "***").replace("hunter3", "***")
+    assert [(item["what"], item["kind"]) for item in written["withheld"]] == [
+        ("the diff", "Secret Keyword"), ("the diff", "value of PASSWORD"),
+    ]  # fmt: skip
 
 
 def test_ordinary_code_in_an_uncommitted_change_is_written_as_it_is(

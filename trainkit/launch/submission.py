@@ -18,7 +18,7 @@ from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import Plan
 from trainkit.records.events import append_event
 from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, make_private
 
 Function = Callable[[str], str]
 
@@ -41,8 +41,8 @@ def write_run(path: Path, config: Config, plan: Plan, script: str | None, comman
     with undone_on_error(path):
         from trainkit.records.snapshot import write_code, write_manifest
 
-        write_code(run_dir)
-        write_manifest(run_dir, list(command))
+        withheld = write_code(run_dir, own=(config.model.name, config.data.name, config.strategy.name))
+        write_manifest(run_dir, command, withheld)
         write_launch(run_dir.path, plan, script)
     return run_dir
 
@@ -57,7 +57,7 @@ def write_sweep(
 ) -> list[RunDir]:
     """Make a sweep's folder: complete runs 0, 1, 2, ..., and sweep.json with the overrides of each."""
     try:
-        folder.mkdir(parents=True)  # which claims the name: of two sweeps at once only one gets it
+        make_private(folder)  # which claims the name: of two sweeps at once only one gets it
     except OSError as error:
         fix = "Give another --run-dir, or a folder that you may write to with TRAINKIT_RUNS=FOLDER."
         raise UserError(f"Cannot make the folder {folder}.", why=f"{error.strerror}.", fix=fix) from None

@@ -111,9 +111,10 @@ class RunDir:
             late = after_logs and _holds_only_logs(path)
             if late:
                 partial.write_text(config_yaml, encoding="utf-8")
+                path.chmod(_mode())
                 partial.rename(path / "config.yaml")
             else:
-                partial.mkdir(parents=True)
+                make_private(partial)
                 (partial / "config.yaml").write_text(config_yaml, encoding="utf-8")
                 (partial / "logs").mkdir()
                 if path.exists() or path.is_symlink():
@@ -155,6 +156,27 @@ class RunDir:
                 fix="Choose another run; remove this folder if nothing in it is needed.",
             )
         return run_dir
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only the user can enter, or whom ``$TRAINKIT_RUN_MODE`` (octal, as for chmod: 750) lets in.
+
+    What is in it may be as open as the user's umask makes it: nobody gets there.
+    """
+    folder.mkdir(parents=True, mode=0o700)
+    if _mode() != 0o700:
+        folder.chmod(_mode())
+
+
+def _mode() -> int:
+    text = os.environ.get("TRAINKIT_RUN_MODE") or "700"
+    if not re.fullmatch(r"[0-2]?7[0-7][0-7]", text):
+        raise UserError(
+            f"TRAINKIT_RUN_MODE={text} is no mode for a folder that you write to.",
+            why="It is written as for chmod, and you have all rights yourself.",
+            fix="Use 700 (only you), 750 (your group reads), 2770 (your group writes), or leave it out.",
+        )
+    return int(text, 8)
 
 
 def runs_root(env: Mapping[str, str]) -> Path:

@@ -10,11 +10,16 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from trainkit import packaged
+from trainkit.errors import RefusedError
+from trainkit.records import secrets
 from trainkit.records.rundir import RunDir
 
 INSTALLED = Path(__file__).resolve().parents[2]
@@ -33,39 +38,84 @@ PACKAGES = (
     "numpy",
     "safetensors",
 )
-# What looks like a credential must not reach a shared file system: on a command line, and in a diff, where `key=` is
-# code as a rule, so that only the names of credentials and the shapes of well-known ones count.
-_SECRET_WORD = re.compile(r"(?i)([\w.-]*(?:key|token|secret|password)[\w.-]*[=:])\S+")
-_SECRET_TEXT = re.compile(
-    r"""(?ix) ( [\w.-]* (?: api_?key | access_?key(?:_?id)? | secret | token | password ) ["']? \s*[=:]\s* ["']? )
-    [^\s"',]+"""
-)
-_SECRET_SHAPE = re.compile(r"\b(?:hf_|ghp_|github_pat_|sk-|AKIA)[A-Za-z0-9_-]{16,}")
 _OWN = ("jobs", "trainkit", "configs")
 
 
-def write_code(run_dir: RunDir) -> None:
+LONGEST_DIFF = 2_000_000
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """Something that was left out of a run folder because it looks like a credential."""
+
+    what: str
+    """A file of the user's, ``the diff`` or ``the command line``."""
+    line: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.what} (line {self.line} looks like a {self.kind})"
+
+
+def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
     """Copy the packages that the job runs, so that edits after submission do not change a queued or requeued job.
 
-    The user's own Python files beside them (``package.module:function``) come along, those of the current folder.
+    The user's own Python files beside them (``package.module:function``) come along, those of the current folder,
+    except for files with what looks like a credential: these are returned.
+
+    Args:
+        own: the run's own functions, ``package.module:function``.
+
+    Raises:
+        RefusedError: a file that would have to be left out is one that the run cannot do without.
     """
+    here = Path.cwd()
+    modules = [file for file in _user_modules(here) if (here / file).is_file()]  # a link may lead nowhere
+    withheld = {file: found for file in modules if (found := _secret_in(here / file, str(file)))}
+    needed = {Path(*name.partition(":")[0].split(".")) for name in own if ":" in name}
+    needed = {file for module in needed for file in (module.with_suffix(".py"), module / "__init__.py")}
+    essential = [found for file, found in withheld.items() if file in needed]
+    essential += [found for file in _changed_own_files() if (found := _secret_in(INSTALLED / file, file))]
+    if essential:
+        raise RefusedError(
+            f"The run needs {essential[0]}.",
+            why="Every run keeps a copy of its code, and a secret must not lie in it.",
+            fix="Read the secret from an environment variable. If it is none, end the line with "
+            "`# pragma: allowlist secret`.",
+        )
     # The snapshot of a wheel is laid out as that of a checkout, where configs and slurm lie beside trainkit.
     unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", "*.ipynb", "configs", "slurm")
     for name in _OWN:
         source = packaged.folder(name) if name == "configs" else INSTALLED / name
         shutil.copytree(source, run_dir.code / name, ignore=unwanted)
-    here = Path.cwd()
-    for file in _user_modules(here):
+    for file in modules:
         target = run_dir.code / file
-        if not target.exists() and (here / file).is_file():  # a link may lead nowhere
+        if not target.exists() and file not in withheld:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(here / file, target)
+    return list(withheld.values())
 
 
-def write_manifest(run_dir: RunDir, command: list[str]) -> None:
-    """Record git commit, uncommitted changes, package versions, host, command line. Never the environment."""
+def write_manifest(run_dir: RunDir, command: Sequence[str], withheld: Sequence[Withheld] = ()) -> None:
+    """Record git commit, uncommitted changes, package versions, host, command line. Never the environment.
+
+    What looks like a credential is replaced by ``***``. That, and what was ``withheld`` from the snapshot, stands in
+    the manifest and is said in one line on stderr.
+    """
+    left_out = list(withheld)
+
+    def without_secrets(text: str, what: str, *, python: bool) -> str:
+        found = secrets.find(text, python=python)
+        left_out.extend(Withheld(what, item.line, item.kind) for item in found)
+        return secrets.redacted(text, found)
+
+    diff = _git("diff", "HEAD") or ""
+    if len(diff) > LONGEST_DIFF:
+        diff = f"left out: {len(diff)} characters\n"
+    # A file's part of the diff begins with its name, which says what a line of it means.
+    parts = re.split(r"(?m)^(?=diff --git )", diff)
     manifest: dict[str, Any] = {
-        "command": [_without_secrets(word, _SECRET_WORD) for word in command],
+        "command": [without_secrets(word, "the command line", python=False) for word in command],
         "cwd": str(Path.cwd()),
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -73,15 +123,41 @@ def write_manifest(run_dir: RunDir, command: list[str]) -> None:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "git": {
             "commit": _git("rev-parse", "HEAD"),
-            "diff": _without_secrets(_git("diff", "HEAD") or "", _SECRET_TEXT),
+            "diff": "".join(
+                without_secrets(part, "the diff", python=part.partition("\n")[0].endswith(".py")) for part in parts
+            ),
             "untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
         },
+        "withheld": [asdict(item) for item in left_out],
     }
     run_dir.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    if left_out:
+        _say_once(f"Withheld from the run folder: {'; '.join(dict.fromkeys(map(str, left_out)))}.")
 
 
-def _without_secrets(text: str, named: re.Pattern[str]) -> str:
-    return _SECRET_SHAPE.sub("***", named.sub(r"\1***", text))
+@cache
+def _say_once(line: str) -> None:
+    """A sweep writes the same snapshot many times."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@cache  # the runs of a sweep are written by one process, within seconds
+def _secret_in(file: Path, name: str) -> Withheld | None:
+    """The first line of a file that looks like a credential."""
+    try:
+        found = secrets.find(file.read_text(encoding="utf-8", errors="replace"), python=file.suffix == ".py")
+    except OSError:
+        return None
+    return Withheld(name, found[0].line, found[0].kind) if found else None
+
+
+def _changed_own_files() -> list[str]:
+    """Files of the program that are not as they were published: edited, or added as plugins."""
+    told = _git(
+        "-C", str(INSTALLED), "status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *_OWN
+    )
+    changed = [entry[3:] for entry in (told or "").split("\0") if len(entry) > 3]
+    return [name for name in changed if name.endswith((".py", ".yaml")) and (INSTALLED / name).is_file()]
 
 
 def _user_modules(here: Path) -> list[Path]:
@@ -121,4 +197,4 @@ def _git(*arguments: str) -> str | None:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip("\n") if done.returncode == 0 else None

@@ -1,0 +1,211 @@
+"""What looks like a credential in a text that is about to be written into a run folder.
+
+detect-secrets knows the shapes of services' tokens, and names like ``password = "..."``. Two things are ours: what it
+misses (bearer tokens, short or unquoted values, passwords with slashes, newer shapes), and what it must not take for a
+secret here: the kit's texts are models and data sets, full of hashes, keys of dictionaries and tokens of language. So
+its entropy detectors stay off, and a value counts by its name only if it is no placeholder, path, type or variable.
+
+A line that ends in ``# pragma: allowlist secret``, detect-secrets' own mark, is passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from trainkit.config.loading import Loaded
+from trainkit.errors import RefusedError
+
+# High entropy is every hash; a public address is no secret; Artifactory's pattern fits APACHELICENSE; the last four
+# are slow (a tenth of a second a megabyte each), and what they look for has a name that counts anyway.
+_OFF = {
+    "Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector", "ArtifactoryDetector",
+    "CloudantDetector", "IbmCloudIamDetector", "IbmCosHmacDetector", "SoftlayerDetector",
+}  # fmt: skip
+_ALLOWED = re.compile(r"pragma: ?allowlist[ -]secret")
+LONGEST_LINE = 5000  # beyond it only shapes are looked for: such a line is data
+
+_TOKENS = {  # in one pass: each of its own would cost as much as all
+    "Slack token": r"xox[abeoprs]-[\w-]{10,}|xapp-\d-[\w-]{10,}",
+    "GitLab token": r"gl(?:pat|dt|ft|rt|soat|cbt|ptt|agent|oas)-[\w-]{16,}",
+    "GitHub token": r"gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}",
+    "Google key": r"AIza[\w-]{30,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}",
+    "AWS key": r"(?:AKIA|ASIA)[A-Za-z0-9]{16,}",
+    "Hugging Face token": r"hf_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{20,}",
+    "secret key": r"sk-(?=[A-Za-z_-]*\d)[\w-]{20,}|[sr]k_(?:live|test)_\w{10,}|wandb_v\d_\w{20,}",
+    "access token": r"(?:npm|dckr_pat|dop_v1|shpat|pul|figd)[_-](?=\w*\d)[\w-]{20,}",
+    "Telegram token": r"\d{8,10}:AA[\w-]{30,36}(?![\w-])",
+}
+_SHAPES = {
+    "token": re.compile(rf"\b({'|'.join(f'(?:{token})' for token in _TOKENS.values())})"),
+    "bearer token": re.compile(r"(?i)bearer\s+((?=[\w.~+/-]*\d)[\w.~+/-]{12,}=*)"),
+    "authorization header": re.compile(r"""(?i)authorization["']?\s*[:=,]\s*["']?(?:basic|token)\s+([\w.~+/=-]{8,})"""),
+    "password in a URL": re.compile(r"""://[^\s/:@"'<>{}$]*:(?!\d{1,5}/)([^\s@"'<>{}$]{3,})@[\w.\[-]"""),
+    "key": re.compile(r"""login\([^)\n]*?(?:key|token)\s*=\s*["']([^"'\n]{8,})["']"""),
+    "private key": re.compile(r"(-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END[^\n]*|\Z))"),
+}
+_STRONG = (
+    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|(?:api|access|secret|auth|private|account|service|client|signing"
+    r"|encryption|subscription|license|master|storage)[_-]?key(?:[_-]?id)?"
+)
+_NAME = rf"(?P<name>(?<![A-Za-z0-9])[\w.-]*(?:{_STRONG}|token))"
+_QUOTED = r"""[rbuf]{0,2}(?P<quote>["'`])(?P<quoted>[^"'`\n]{3,}?)(?P=quote)"""
+_ASSIGNED = r"""["']?\]?\s*(?::\s*[\w.\[\] |]+=|:=|=>|={1,2}|:)\s*"""
+_IN_PYTHON = re.compile(rf"(?i){_NAME}{_ASSIGNED}{_QUOTED}")
+_IN_TEXT = re.compile(rf"(?i){_NAME}{_ASSIGNED}(?:{_QUOTED}|(?P<bare>[^\s\"'`,;]{{3,}}))")
+_AS_DEFAULT = re.compile(r"""["'](?P<name>[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD))["']\s*,\s*""" + _QUOTED)
+_WORTH_A_LOOK = re.compile(r"(?i)key|token|secret|pass|pwd|credential|contrase")
+
+_TEMPLATE = re.compile(r"^\$|\$\{|\$\(|\{[\w.!:\[\]'-]*\}|^<.*>$|%\(|%s|\*{3}|\.{3}|^(.)\1*$")
+_NOT_A_VALUE = re.compile(
+    "|".join(
+        (
+            r"^(?:\.{0,2}|~)/|^[a-z_.-]+(?:/[\w.-]+)+$|^\w+://[^@]*$",  # a path, an address
+            r"^[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+$",  # a variable's name
+            r"^[A-Za-z_.]+[\[(]|^(?:self|os|args|config|cfg|env|environ|getpass|this)\b",  # a type, a call
+            r"\.(?:py|pt|pth|json|ya?ml|txt|safetensors|bin|env|csv|key|pem)$",
+            r"^(?i:none|null|true|false|str|bytes|int|optional|required|redacted|secret|password|token|key|hidden)$",
+            r"(?i:\b(?:your|enter|please|must|should|changeme|placeholder|example|dummy|fake|insert)\b|^(?:your|my)[_-]|^\.[a-z_]+$)",
+        )
+    )
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One of them: the line that it begins in (from 1), its place in the text, and what it looks like."""
+
+    line: int
+    kind: str
+    start: int
+    end: int
+
+
+def find(text: str, *, python: bool) -> list[Finding]:
+    """Everything in a text that looks like a credential, in order.
+
+    Args:
+        python: a value with a name like ``password`` counts only in quotes; elsewhere (shell, YAML) without them too.
+    """
+    spans = {**_named(text, python), **_of_detectors(text), **_shaped(text)}  # the most telling kind wins
+    found: list[Finding] = []
+    for (start, end), kind in sorted(spans.items(), key=lambda item: (item[0][0], -item[0][1])):
+        line_end = text.find("\n", start)
+        line = text[text.rfind("\n", 0, start) + 1 : line_end if line_end >= 0 else len(text)]
+        if not _ALLOWED.search(line) and not (found and end <= found[-1].end):
+            found.append(Finding(text.count("\n", 0, start) + 1, kind, start, end))
+    return found
+
+
+def refuse_settings(loaded: Loaded) -> None:
+    """Refuse a setting that looks like a credential: config.yaml must be complete, so that it cannot be left out.
+
+    Raises:
+        RefusedError: naming the setting, not its value.
+    """
+    settings = loaded.config.model_dump(mode="json")
+    for key, source in loaded.sources.items():
+        if source.kind == "default":
+            continue
+        value: Any = settings
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        for found in _in_setting(key, value):
+            raise RefusedError(
+                f"{key} looks like a secret ({found.kind}).",
+                why="Settings are written into the run folder as they are, and shown to whoever follows the run.",
+                fix="Export it as an environment variable before you submit, and read it from there.",
+            )
+
+
+def _in_setting(key: str, value: Any) -> Iterator[Finding]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _in_setting(f"{key}.{name}", item)
+    elif isinstance(value, list):
+        for item in value:  # lines of shell, above all
+            yield from find(item, python=False) if isinstance(item, str) else ()
+    elif isinstance(value, str):
+        unquoted = re.sub("[\"'`]", "", value)
+        yield from find(f'{key} = "{unquoted}"', python=True)
+
+
+def redacted(text: str, found: Iterable[Finding]) -> str:
+    """The text with ``***`` in place of what was found in it."""
+    parts, at = [], 0
+    for finding in found:
+        if finding.end > at:
+            parts += [text[at : max(at, finding.start)], "***"]
+            at = finding.end
+    return "".join([*parts, text[at:]])
+
+
+def _shaped(text: str) -> dict[tuple[int, int], str]:
+    return {
+        match.span(1): _kind(match[1]) if kind == "token" else kind
+        for kind, shape in _SHAPES.items()
+        for match in shape.finditer(text)
+        if kind == "private key" or not _TEMPLATE.search(match[1])
+    }
+
+
+def _kind(token: str) -> str:
+    return next(kind for kind, shape in _TOKENS.items() if re.match(shape, token))
+
+
+def _of_detectors(text: str) -> dict[tuple[int, int], str]:
+    found: dict[tuple[int, int], str] = {}
+    detectors, by_name = _detectors()
+    for detector in detectors:
+        for secret in set(detector.analyze_string(text)):
+            if not _TEMPLATE.search(secret):
+                found |= {match.span(): detector.secret_type for match in re.finditer(re.escape(secret), text)}
+    for start, line in _lines(text):
+        for secret in by_name.analyze_string(line):
+            if not _is_innocent(secret, weak=False):
+                at = start + line.index(secret)
+                found[at, at + len(secret)] = by_name.secret_type
+    return found
+
+
+def _named(text: str, python: bool) -> dict[tuple[int, int], str]:
+    found = {}
+    for start, line in _lines(text):
+        for pattern in (_IN_PYTHON if python else _IN_TEXT, _AS_DEFAULT):
+            for match in pattern.finditer(line):
+                group = "quoted" if match["quoted"] else "bare"
+                weak = match["name"].lower().endswith("token")
+                if not _is_innocent(match[group], weak=weak, short=6 if group == "bare" or not python else 16):
+                    name = match["name"].lstrip("-").rpartition(".")[2]
+                    found[start + match.start(group), start + match.end(group)] = f"value of {name}"
+    return found
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines that may name a credential, each with its place in the text."""
+    at = 0
+    for line in text.splitlines(keepends=True):
+        if len(line) <= LONGEST_LINE and _WORTH_A_LOOK.search(line):
+            yield at, line.rstrip("\r\n")
+        at += len(line)
+
+
+def _is_innocent(value: str, *, weak: bool, short: int = 16) -> bool:
+    """Whether a value is none, for all that its name says. ``token`` is a weak name: models are full of tokens."""
+    if len(value) < 4 or _TEMPLATE.search(value) or _NOT_A_VALUE.search(value):
+        return True
+    mixed = re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])[\w.~+/=:@-]+", value) is not None
+    return weak and (len(value) < short or not mixed)
+
+
+@cache
+def _detectors() -> tuple[list[Any], Any]:
+    """detect-secrets' detectors of shapes, and the one of names. A tenth of a second: it imports requests."""
+    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+    from detect_secrets.plugins.keyword import KeywordDetector
+
+    known: Iterable[Any] = get_mapping_from_secret_type_to_class().values()
+    return [make() for make in known if make.__name__ not in {*_OFF, "KeywordDetector"}], KeywordDetector()
