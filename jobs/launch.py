@@ -50,7 +50,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     require_own_code(
         Path(args.preset).expanduser(), loaded, allow_code=args.allow_code, starts_snapshot=existing is not None
     )
-    from jobs.starting import check
+    from trainkit.checking import check
     from trainkit.ranks.env import RankEnv
 
     if existing is None:  # what a run was made of is in its snapshot, wherever this is called

@@ -79,23 +79,6 @@ def start(
     return max(codes)
 
 
-def check(loaded: Loaded) -> None:
-    """Refuse what the configuration names and is not there: data, model, strategy, their options. Without torch."""
-    from trainkit import plugins
-    from trainkit.data import check_data
-    from trainkit.models import check_model
-    from trainkit.records.secrets import refuse_settings
-
-    refuse_settings(loaded)
-    config = loaded.config
-    with loaded.pointing_at_sources():
-        check_data(config.data)
-        check_model(config.model)
-        strategy = config.strategy
-        if strategy.name != "hivemind":
-            plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
-
-
 def dry_run(plan: Any, loaded: Loaded, folder: Path, script: str | None) -> int:
     """On stdout what would be submitted, on stderr every value with its source and reason. Writes nothing."""
     from trainkit.launch import explain

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from jobs.starting import add_launch_flags, check, dry_run, launch_settings, start
+from jobs.starting import add_launch_flags, dry_run, launch_settings, start
+from trainkit.checking import check
 from trainkit.config import loading
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError

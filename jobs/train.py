@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from jobs.starting import check
+from trainkit.checking import check
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
+from trainkit.config.traits import strategy_traits
 from trainkit.distributed.stop import StopFlag, stop_on_signal
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records.events import append_event, last_event
@@ -69,7 +70,7 @@ def _train(
 
     rank_env = RankEnv.from_mapping(env)
     attempt = int(env["TRAINKIT_ATTEMPT"]) if env.get("TRAINKIT_ATTEMPT", "").isdigit() else None
-    if config.strategy.name == "hivemind":  # each rank is a peer with a loop of its own; they meet in their swarm
+    if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
         from trainkit.collaborative.peer import run_swarm_rank
 
         kept = open_run() if rank_env.is_main else None

@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.launch",),
     ("trainkit.distributed",),
     ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models"),
-    ("trainkit.training",),
+    ("trainkit.checking", "trainkit.training"),
     ("trainkit.experiment",),
     ("trainkit.collaborative",),
     ("jobs",),

@@ -56,6 +56,15 @@ def test_options_are_read_without_importing_the_module(own: str) -> None:
     assert own not in sys.modules
 
 
+def test_a_module_in_a_package_is_read_without_importing_the_package(own: str, tmp_path: Path) -> None:
+    (tmp_path / "own_package" / "nets").mkdir(parents=True)
+    (tmp_path / "own_package" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "own_package" / "nets" / "small.py").write_text("def build(info, *, depth: int = 3): ...\n")
+    assert plugins.signature("trainkit.models", "own_package.nets.small:build").options == ("depth",)
+    with pytest.raises(UserError, match=r"No module 'own_package\.nets\.large'"):
+        plugins.signature("trainkit.models", "own_package.nets.large:build")
+
+
 def test_an_unknown_option_is_answered_with_the_nearest(own: str) -> None:
     with pytest.raises(UserError) as caught:
         plugins.check_options("trainkit.models", f"{own}:build", {"depth": 1, "widht": 2}, where="model")
@@ -87,7 +96,7 @@ def test_an_unknown_plugin_is_answered_with_the_nearest() -> None:
     with pytest.raises(UserError) as caught:
         plugins.load(STRATEGIES, "dpd")
     assert caught.value.what == "Unknown strategy 'dpd'."
-    assert "ddp, dp, fsdp, single" in caught.value.why
+    assert "ddp, dp, fsdp, hivemind, single;" in caught.value.why
     assert caught.value.fix.startswith("Did you mean 'd")
 
 

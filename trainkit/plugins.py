@@ -176,17 +176,16 @@ def _source_of_user_module(name: str, key: str | None) -> Path:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        spec = importlib.util.find_spec(module_name)
+        origin = _find_module(module_name)
     except (ImportError, ValueError):
-        spec = None
-    if spec is None or spec.origin is None:
+        origin = None
+    if origin is None:
         raise UserError(
             f"No module '{module_name}' for '{name}'.",
             why="It is neither installed nor in the current folder.",
             fix=f"Start from the folder that holds {module_name.replace('.', '/')}.py, or install its package.",
             key=key,
         )
-    origin = Path(spec.origin)
     if origin.suffix != ".py" or _is_of_python_itself(origin):
         raise UserError(
             f"'{name}' is no plugin.",
@@ -195,6 +194,19 @@ def _source_of_user_module(name: str, key: str | None) -> Path:
             key=key,
         )
     return origin
+
+
+def _find_module(name: str) -> Path | None:
+    """The file of a module. `find_spec` would import the packages that it is in."""
+    first, *rest = name.split(".")
+    spec = importlib.util.find_spec(first)
+    file = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    for part in rest:
+        inside = [folder / part for folder in folders]
+        files = [file for item in inside for file in (item / "__init__.py", item.with_suffix(".py")) if file.is_file()]
+        file, folders = (files[0] if files else None), [item for item in inside if item.is_dir()]
+    return file
 
 
 def _is_of_python_itself(file: Path) -> bool:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trainkit.collaborative.settings import adapted, check_own, in_words, require_collaborative, same_settings
@@ -30,12 +32,25 @@ def test_a_joiner_cannot_change_what_all_peers_share() -> None:
         check_own(["optim.lr=1"])
 
 
-@pytest.mark.parametrize("override", ["model.name=os:system", "data.name=runpy:run_path"])
+@pytest.mark.parametrize(
+    "override", ["model.name=os:system", "data.name=runpy:run_path", "monitor.loggers=[os:system]"]
+)
 def test_code_that_a_manifest_names_is_run_only_with_leave(override: str) -> None:
     text = to_yaml(config(override))
     with pytest.raises(UserError, match="code of its creator"):
         adapted(text, (), allow_code=False)
     assert adapted(text, (), allow_code=True)
+
+
+def test_a_strategy_that_a_manifest_names_is_not_even_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text('LOOP = "collaborative"\ndef build(dist): ...\n')
+    monkeypatch.chdir(tmp_path)
+    text = to_yaml(config("strategy.name=theirs:build"))
+    with pytest.raises(UserError, match="code of its creator"):
+        adapted(text, (), allow_code=False)
+    assert adapted(text, (), allow_code=True).strategy.name == "theirs:build"
 
 
 @pytest.mark.parametrize("text", ["seed: [", "seed: 0\nnonsense: 1\n", "strategy: {name: ddp}\n"])

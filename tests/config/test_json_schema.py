@@ -39,7 +39,7 @@ def test_every_preset_tells_editors_where_the_schema_is(preset: Path) -> None:
         {"train": {"epochs": 0}},
         {"train": {"epochs": "x"}},
         {"optim": {"name": "adam"}},
-        {"monitor": {"loggers": ["consle"]}},
+        {"monitor": {"loggers": "console"}},
         {"model": "vit"},
     ],
 )

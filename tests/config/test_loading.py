@@ -266,6 +266,40 @@ def test_a_check_that_names_nothing_is_passed_on_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "must_be"),
+    [
+        (f"seed={2**70}", "a whole number of at least 0 and of at most 4294967295"),
+        ("collaborative.port=65536", "a whole number of at least 0 and of at most 65535"),
+        ("monitor.loggers=[jsonl,jsonl]", "a list without repetitions: every record would be written twice"),
+        ("launch.job_name=a\nrm -rf ~", "text on one line, without control characters"),
+        ("launch.job_name=\x1b[2J", "text on one line, without control characters"),
+        ("launch.account=a\u2028b", "text on one line, without control characters"),
+        ("launch.nodelist=n1\n#SBATCH --begin=now+1year", "text on one line, without control characters"),
+        ('launch.setup=["module load x\\nrm x"]', "text on one line, without control characters"),
+        ("launch.sbatch.comment=a\nb", "text on one line, without control characters"),
+        ("launch.sbatch.comment\nb=a", "text on one line, without control characters"),
+        ("launch.sbatch.comment b=a", "options without their dashes, as in {comment: thesis}"),
+        ("launch.srun.--mpi=a", "options without their dashes, as in {comment: thesis}"),
+    ],
+)
+def test_what_would_fail_later_is_refused_at_once_in_one_printable_line(override: str, must_be: str) -> None:
+    error = refused("ddp", [override])
+    assert error.key == ".".join(override.partition("=")[0].split(".")[:2])
+    assert error.why == f"{error.key} must be {must_be}."
+    assert error.what.isprintable()
+
+
+def test_tabs_and_what_any_language_writes_may_stand_in_a_script() -> None:
+    launch = load("ddp", ["launch.job_name=Übung 3", "launch.setup=['module load\tcuda']"]).config.launch
+    assert (launch.job_name, launch.setup) == ("Übung 3", ("module load\tcuda",))
+
+
+def test_a_file_whose_name_breaks_a_line_names_no_run(write: Write) -> None:
+    write("a\nb.yaml", "seed: 1\n")
+    assert "cannot name a run" in refused("a\nb.yaml").what
+
+
+@pytest.mark.parametrize(
     ("override", "key"),
     [
         ("optim.wieght_decay=1", "optim.wieght_decay"),
@@ -349,7 +383,7 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("train.epochs=1.5", "train.epochs=1.5 is not valid", "For example train.epochs=20."),
         ("optim.name=adam", "optim.name=adam is not valid", "Did you mean 'adamw'?"),
         ("checkpoint.best=val/acc", "checkpoint.best=val/acc is not valid", "Did you mean 'val/acc1'?"),
-        ("monitor.loggers=[consle]", "monitor.loggers=[consle] is not valid", "Did you mean 'console'?"),
+        ("monitor.loggers=[jsonl, jsonl]", "monitor.loggers=[jsonl, jsonl] is not valid", "For example"),
         ("monitor.loggers=wandb", "monitor.loggers=wandb is not valid", "Did you mean monitor.loggers=[wandb]?"),
         ("launch.setup=x", "launch.setup=x is not valid", "Did you mean launch.setup=[x]?"),
     ],
@@ -366,14 +400,14 @@ def test_a_mistake_is_answered_with_what_is_right(override: str, what: str, fix:
     [
         ("optim.lr=0", "a number above 0."),
         ("optim.momentum=1", "a number of at least 0 and below 1."),
-        ("seed=-1", "a whole number of at least 0."),
+        ("seed=-1", "a whole number of at least 0 and of at most 4294967295."),
         ("train.max_steps=x", "a whole number above 0, or null."),
         ("launch.gpus_per_node=few", "a whole number of at least 0, or auto."),
         ("optim.betas=[0.9]", "2 numbers of at least 0 and below 1, as in [0.9, 0.99]."),
         ("optim.betas=[0.9, 2]", "2 numbers of at least 0 and below 1, as in [0.9, 0.99]."),
         ("optim.name=x", "adamw or sgd."),
         ("optim.nesterov=maybe", "true or false."),
-        ("monitor.loggers=3", "a list of any of: console, jsonl, tensorboard, wandb."),
+        ("monitor.loggers=3", "a list of texts: [a, b]."),
         ("launch.sbatch=3", "a mapping, as in {name: value}."),
         ("launch.time=soon", "a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00."),
         ("launch.mem=lots", "a size as sbatch writes it: 32G, 500M, 0."),

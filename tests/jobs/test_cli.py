@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobs import cli
-from trainkit.config.schema import LaunchConfig
+from trainkit.config.launch import LaunchConfig
 from trainkit.errors import RefusedError, UserError
 
 PROJECT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import pytest
 from trainkit.cluster.site import Site
 from trainkit.config.layers import Source
 from trainkit.config.loading import Loaded, load
+from trainkit.config.times import slurm_time
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan, make_plan
-from trainkit.launch.resources import slurm_time
 
 RUN = Path("/runs/ddp-0001")
 LAPTOP = Site(slurm=False, gpus=0, cpus=2)
@@ -75,6 +75,24 @@ def test_cpus_per_task_are_left_to_the_site_on_the_cpu(loaded: Load, gpu_site: S
 def test_single_is_one_process_on_one_gpu(loaded: Load, gpu_site: Site) -> None:
     plan = make_plan(loaded(preset="single"), gpu_site, RUN)
     assert (plan.world_size, plan.gpus_per_node) == (1, 1)
+
+
+@pytest.mark.parametrize(("preset", "flags"), [("single", {"nodes": 2}), ("dp", {"ntasks_per_node": 2})])
+def test_a_strategy_of_one_process_is_not_planned_for_more(loaded: Load, preset: str, flags: dict[str, int]) -> None:
+    (name, count), *_ = flags.items()
+    with pytest.raises(UserError) as refused:
+        make_plan(loaded(preset=preset, **flags), LAPTOP, RUN)
+    assert refused.value.what == f"strategy.name={preset} cannot run with launch.{name}={count}."
+    assert (f"flag --{name.replace('_', '-')}" in refused.value.why, refused.value.key) == (True, f"launch.{name}")
+
+
+def test_a_strategy_of_the_users_own_says_itself_what_it_takes(loaded: Load, tmp_path: Path) -> None:
+    (tmp_path / "my_strategy.py").write_text('RANKS = "one"\nGPUS_PER_RANK = "all"\ndef build(dist): ...\n')
+    plan = make_plan(loaded("strategy.name=my_strategy:build"), FOUR_GPUS, RUN)
+    assert (plan.world_size, plan.gpus_per_node) == (1, 4)
+    (tmp_path / "my_peers.py").write_text('LOOP = "collaborative"\ndef build(dist): ...\n')
+    plan = make_plan(loaded("strategy.name=my_peers:build", ntasks_per_node=3, gpus_per_node=0), LAPTOP, RUN)
+    assert value(plan, "micro_batch_size") == 64
 
 
 def test_dp_is_one_process_on_all_gpus_of_the_node(loaded: Load, gpu_site: Site) -> None:

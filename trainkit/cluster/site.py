@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainkit.config.schema import time_minutes
+from trainkit.config.times import time_minutes
 from trainkit.ranks.hostlist import expand
 
 _DOWN = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "FUTURE", "MAINT")

@@ -8,8 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainkit import plugins
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
+from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
 
 # What a joining peer decides for itself; everything else is the run's.
@@ -35,19 +37,13 @@ def require_collaborative(config: Config) -> None:
 
     Raises UserError.
     """
-    if config.strategy.name != "hivemind":
+    if strategy_traits(config.strategy.name).loop != "collaborative":
         raise UserError(
             f"strategy.name={config.strategy.name} is no collaborative run.",
             why="Peers of a swarm train with strategy.name=hivemind.",
             fix="Use the preset hivemind, or add strategy.name=hivemind.",
         )
-    if config.strategy.options:
-        name = next(iter(config.strategy.options))
-        raise UserError(
-            f"Unknown key 'strategy.{name}'.",
-            why="strategy 'hivemind' has no options; the settings of a swarm are in the section 'collaborative'.",
-            fix=f"Remove 'strategy.{name}'.",
-        )
+    plugins.check_options("trainkit.strategies", config.strategy.name, config.strategy.options, where="strategy")
 
 
 def check_own(overrides: Sequence[str]) -> None:
@@ -76,14 +72,15 @@ def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> 
         # The creator's folder and machine are not this one's.
         own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
         config = load(str(file), own).config
-    require_collaborative(config)
-    for key, plugin in (("model.name", config.model.name), ("data.name", config.data.name)):
+    named = [(f"{section}.name", getattr(config, section).name) for section in ("model", "data", "strategy")]
+    for key, plugin in (*named, *(("monitor.loggers", logger) for logger in config.monitor.loggers)):
         if ":" in plugin and not allow_code:
             raise UserError(
                 f"The run uses code of its creator's own: {key}={plugin}.",
                 why="Joining would run that function on this machine.",
                 fix="If you have that code and trust it, add --allow-code.",
             )
+    require_collaborative(config)
     return config
 
 

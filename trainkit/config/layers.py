@@ -44,9 +44,10 @@ def override_layer(overrides: Iterable[str]) -> Layer:
     layer: Layer = {}
     for text in overrides:
         key, equals, value = text.partition("=")
+        shown = text if text.isprintable() else repr(text)
         if not equals or not key or key.startswith("-"):
             raise UserError(
-                f"'{text}' is not an override.",
+                f"'{shown}' is not an override.",
                 why="Overrides are written section.key=value.",
                 fix="For example optim.lr=3e-4.",
             )
@@ -54,7 +55,7 @@ def override_layer(overrides: Iterable[str]) -> Layer:
         for mapping in OPEN_MAPPINGS:
             if key.startswith(f"{mapping}."):  # launch.sbatch.comment=thesis
                 parsed = {mapping: {key.removeprefix(f"{mapping}."): value}}
-        layer = merge(layer, {item: (given, Source("override", text)) for item, given in flatten(parsed)})
+        layer = merge(layer, {item: (given, Source("override", shown)) for item, given in flatten(parsed)})
     return layer
 
 

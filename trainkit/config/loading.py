@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit.config import yaml
+from trainkit.config.launch import LaunchConfig, is_one_line
 from trainkit.config.layers import DEFAULT, Layer, Source, merge, override_layer
 from trainkit.config.presets import file_layer, find_preset, profile_layer
-from trainkit.config.schema import SECTIONS, Config, LaunchConfig
-from trainkit.errors import TrainkitError
+from trainkit.config.schema import SECTIONS, Config
+from trainkit.errors import TrainkitError, UserError
 
 # sbatch's own environment variables that users set in their shell profile; sbatch ranks them above the script's header.
 ENVIRONMENT = {
@@ -87,6 +88,12 @@ def load(
     if cluster is not None and not complete:
         merged = merge(profile_layer(str(cluster)), merged)
     name = path.parent.name.rsplit("-", 1)[0] if path.name == "config.yaml" else path.stem
+    if not is_one_line(name):
+        raise UserError(
+            f"{name!r} cannot name a run.",
+            why="It holds a line break or another control character.",
+            fix="Rename the file or the folder.",
+        )
     return Loaded(_validate(merged), name, {key: source for key, (_, source) in merged.items()})
 
 

@@ -39,7 +39,7 @@ def unknown_key(key: str, layer: Layer) -> UserError:
     has = list(SECTIONS[section].model_fields) if section in SECTIONS else list(Config.model_fields)
     named = f"'{section}' has" if section in SECTIONS else "The sections are"
     return UserError(
-        f"Unknown key '{written}'.",
+        f"Unknown key '{written if written.isprintable() else repr(written)}'.",
         why=f"{named}: {', '.join(has)} ({_source(key, layer)}).",
         fix=_nearest_key(section, last, written),
         key=written,
@@ -65,7 +65,7 @@ def value_for_section(section: str, value: Any, source: Source) -> UserError:
 def shown(value: Any) -> str:
     """A value as one would write it in YAML or in an override."""
     if isinstance(value, str):
-        return value if value and value == value.strip() else repr(value)
+        return value if value and value == value.strip() and value.isprintable() else repr(value)
     try:
         return json.dumps(value).replace('"', "")  # true, null, [0.9, 0.999]: the same words as in YAML
     except TypeError:
@@ -183,10 +183,8 @@ def _choices(annotation: Any) -> list[str]:
 
 def _within(limits: tuple[Any, ...]) -> str:
     words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
-    found = [
-        f" {word} {getattr(item, name):g}" for item in limits for name, word in words.items() if hasattr(item, name)
-    ]
-    return " and".join(found)
+    found = [(word, getattr(item, name)) for item in limits for name, word in words.items() if hasattr(item, name)]
+    return " and".join(f" {word} {limit if isinstance(limit, int) else format(limit, 'g')}" for word, limit in found)
 
 
 def _any_of(items: list[str]) -> str:

@@ -6,8 +6,7 @@ Frozen means that a value printed at submission is the value used at step 10,000
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -21,30 +20,12 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from trainkit.config.launch import LaunchConfig
 from trainkit.config.section import ImpossibleError, PluginSection, Section
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-def time_minutes(text: str) -> float:
-    """Minutes of a time as sbatch writes it: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``.
-
-    Raises ValueError for anything else, and for zero.
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        raise ValueError("a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00")
-    days, *rest = match.groups()
-    a, b, c = (int(part) if part else 0 for part in rest)
-    if days is not None:
-        minutes = int(days) * 1440 + a * 60 + b + c / 60
-    elif rest[2] is not None:
-        minutes = a * 60 + b + c / 60
-    else:
-        minutes = a + b / 60
-    if minutes <= 0:
-        raise ValueError("a time above zero")
-    return minutes
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what torch, numpy and scikit-learn all take
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ModelConfig(PluginSection):
@@ -54,7 +35,7 @@ class ModelConfig(PluginSection):
 
 class DataConfig(PluginSection):
     name: str = "digits"
-    """digits, fashion_mnist, cifar10, cinic10, imagenet, image_folder, synthetic, or package.module:function."""
+    """A data set: a file in trainkit/data (`python -m jobs.prepare --help` lists them), or package.module:function."""
     root: str = "data"
     """Folder of the data sets; relative to where the command is given."""
     workers: NonNegativeInt | Literal["auto"] = "auto"
@@ -103,7 +84,7 @@ class ScheduleConfig(Section):
 
 class StrategyConfig(PluginSection):
     name: str = "ddp"
-    """single, dp, ddp, fsdp, hivemind, or package.module:function of your own."""
+    """A file in trainkit/strategies (single, ddp, fsdp, ...), or package.module:function of your own."""
 
 
 class CheckpointConfig(Section):
@@ -117,118 +98,21 @@ class CheckpointConfig(Section):
     """What `best` is judged by."""
 
 
-LoggerName = Literal["console", "jsonl", "tensorboard", "wandb"]
-
-
 class MonitorConfig(Section):
-    loggers: tuple[LoggerName, ...] = ("console", "jsonl", "tensorboard", "wandb")
-    """Where records go: names in trainkit/monitor."""
+    loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard", "wandb")
+    """Where records go, each once: files in trainkit/monitor, or package.module:function of your own."""
     log_every: PositiveInt = 10
     """Updates between two training records."""
     wandb_project: str = "trainkit"
     hardware_every_seconds: PositiveFloat = 5.0
     """Seconds between two samples of GPU and CPU use."""
 
-
-class LaunchConfig(Section):
-    """Resources. The names are those of sbatch's flags, with underscores."""
-
-    executor: Literal["auto", "slurm", "local", "debug"] = "auto"
-    """auto: slurm where sbatch is found, else local. debug: in the calling process."""
-    cluster: str | None = None
-    """A site profile: a name in configs/clusters or the path of a YAML file."""
-    nodes: PositiveInt = 1
-    gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
-    """auto: what this machine or the partition has; 0: train on CPU."""
-    ntasks_per_node: PositiveInt | None = None
-    """Ranks per node; null: one per GPU, or one on CPU."""
-    cpus_per_task: PositiveInt | None = None
-    mem: str | None = None
-    """Memory per node, as sbatch writes it: 32G, 500M; 0 for all."""
-    time: str = "1:00:00"
-    """Time limit, as sbatch writes it: minutes, H:MM:SS, D-HH:MM:SS."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    reservation: str | None = None
-    gres: str | None = None
-    """Generic resources, for sites that do not know --gpus-per-node: gpu:4, gpu:a100:4."""
-    job_name: str | None = None
-    """null: the preset's name."""
-    dependency: str | None = None
-    mail_user: str | None = None
-    mail_type: str | None = None
-    requeue: bool = True
-    """Requeue after a time limit or a preemption, and go on from the last checkpoint."""
-    signal_seconds: PositiveInt | None = None
-    """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
-    setup: tuple[str, ...] = ()
-    """Shell lines before the job starts: module load, source ..."""
-    sbatch: dict[str, str] = {}  # noqa: RUF012  pydantic copies defaults
-    """Further sbatch options without their dashes: {comment: thesis}."""
-    srun: dict[str, str] = {}  # noqa: RUF012
-    """Further srun options without their dashes."""
-
-    def lead_seconds(self) -> int:
-        """Seconds before the time limit at which the job is told to save."""
-        return self.signal_seconds or max(5, min(90, int(time_minutes(self.time) * 60 / 3)))
-
-    @field_validator("time", mode="before")
+    @field_validator("loggers")
     @classmethod
-    def _minutes_as_text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("time")
-    @classmethod
-    def _is_a_time(cls, value: str) -> str:
-        time_minutes(value)
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("a list without repetitions: every record would be written twice")
         return value
-
-    @field_validator("mem", mode="before")
-    @classmethod
-    def _mem_as_text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("mem")
-    @classmethod
-    def _is_a_size(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"\d+[KMGT]?B?", value):
-            raise ValueError("a size as sbatch writes it: 32G, 500M, 0")
-        return value
-
-    @field_validator("sbatch", "srun", mode="before")
-    @classmethod
-    def _values_as_text(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
-            return {
-                str(key): "" if item is None or item is True else str(item)
-                for key, item in value.items()
-                if item is not False
-            }
-        return value
-
-    @model_validator(mode="after")
-    def _combinations(self) -> LaunchConfig:
-        if self.gres is not None and "gpu" in self.gres and isinstance(self.gpus_per_node, int):
-            raise ImpossibleError(
-                "launch.gres and launch.gpus_per_node both ask for GPUs",
-                keys=("launch.gres", "launch.gpus_per_node"),
-                why="A site knows one of them.",
-                fix="Give one of them.",
-            )
-        seconds = time_minutes(self.time) * 60
-        if self.signal_seconds is not None and self.signal_seconds * 2 > seconds:
-            raise ImpossibleError(
-                f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}",
-                keys=("launch.signal_seconds", "launch.time"),
-                why="The job would be told to save soon after it starts.",
-                fix=f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or ask for more time.",
-            )
-        return self
 
 
 class CollaborativeConfig(Section):
@@ -246,7 +130,7 @@ class CollaborativeConfig(Section):
     """What peers send: fp16 halves the traffic."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join; `join ADDRESS` sets them."""
-    port: NonNegativeInt = 0
+    port: Port = 0
     """Port of the first peer; 0: any free one."""
 
     @model_validator(mode="after")
@@ -265,7 +149,7 @@ class CollaborativeConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -279,8 +163,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        train, launch = self.train, self.launch
-        batch, micro = train.global_batch_size, train.micro_batch_size
+        batch, micro = self.train.global_batch_size, self.train.micro_batch_size
         if micro is not None and batch % micro:
             possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
             raise ImpossibleError(
@@ -289,15 +172,6 @@ class Config(Section):
                 why="An update takes whole micro batches.",
                 fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
             )
-        if self.strategy.name in ("single", "dp"):
-            for name, count in (("nodes", launch.nodes), ("ntasks_per_node", launch.ntasks_per_node or 1)):
-                if count > 1:
-                    raise ImpossibleError(
-                        f"strategy.name={self.strategy.name} cannot run with launch.{name}={count}",
-                        keys=("strategy.name", f"launch.{name}"),
-                        why=f"{self.strategy.name} is one process on one node.",
-                        fix=f"Use strategy.name=ddp or fsdp, or launch.{name}=1.",
-                    )
         return self
 
 

@@ -17,7 +17,8 @@ from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from trainkit.cluster.site import Site, count_gpus
 from trainkit.config.layers import Source
 from trainkit.config.loading import Loaded
-from trainkit.config.schema import time_minutes
+from trainkit.config.times import time_minutes
+from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
 from trainkit.launch.resources import (
     DERIVED,
@@ -30,6 +31,7 @@ from trainkit.launch.resources import (
     decide_nodes,
     decide_tasks,
     decide_time,
+    require_ranks,
 )
 
 
@@ -102,10 +104,11 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         points: runs of a sweep; more than one makes a job array.
 
     Raises:
-        UserError: the batch size does not divide over the ranks.
+        UserError: the batch size does not divide over the ranks, or the strategy is for one.
         RefusedError: this site or machine cannot run it.
     """
     launch = loaded.config.launch
+    require_ranks(loaded)
     executor = decide_executor(loaded, site)
     partition = chosen_partition(loaded, site) if executor.value == "slurm" else None
     nodes = decide_nodes(loaded, site, executor.value, partition)
@@ -148,7 +151,7 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
 def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
     train = loaded.config.train
     size, micro = train.global_batch_size, train.micro_batch_size
-    if loaded.config.strategy.name == "hivemind":
+    if strategy_traits(loaded.config.strategy.name).loop == "collaborative":
         world_size = 1  # every peer trains with its own batches
     unit = world_size * (micro or 1)
     if size % unit:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from trainkit.cluster.site import Node, Partition, Site, count_gpus
 from trainkit.config.layers import Source
 from trainkit.config.loading import Loaded
-from trainkit.config.schema import time_minutes
-from trainkit.errors import RefusedError, did_you_mean
+from trainkit.config.times import slurm_time, time_minutes
+from trainkit.config.traits import strategy_traits
+from trainkit.errors import RefusedError, UserError, did_you_mean
 
 DERIVED = Source("derived")
 FIXED = Source("trainkit")
-ONE_PROCESS = ("single", "dp")
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,22 @@ def chosen_partition(loaded: Loaded, site: Site) -> Partition | None:
     return found
 
 
+def require_ranks(loaded: Loaded) -> None:
+    """Raise UserError where several ranks are asked for and the strategy is one process."""
+    strategy, launch = loaded.config.strategy.name, loaded.config.launch
+    if strategy_traits(strategy).ranks != "one":
+        return
+    for name, count in (("nodes", launch.nodes), ("ntasks_per_node", launch.ntasks_per_node or 1)):
+        if count > 1:
+            written = [f"{key} ({loaded.source(key)})" for key in ("strategy.name", f"launch.{name}")]
+            raise UserError(
+                f"strategy.name={strategy} cannot run with launch.{name}={count}.",
+                why=f"{strategy} is one process on one node. Written: {', '.join(written)}.",
+                fix=f"Use a strategy for many ranks, such as strategy.name=ddp, or launch.{name}=1.",
+                key=f"launch.{name}",
+            )
+
+
 def decide_nodes(loaded: Loaded, site: Site, executor: str, partition: Partition | None) -> Decision:
     """As many nodes as asked for; RefusedError if the partition does not give them."""
     nodes, source = loaded.config.launch.nodes, loaded.source("launch.nodes")
@@ -86,12 +101,13 @@ def decide_nodes(loaded: Loaded, site: Site, executor: str, partition: Partition
 
 def decide_gpus(loaded: Loaded, site: Site, executor: str, partition: Partition | None, nodes: int) -> Decision:
     """GPUs per node: what was asked for, if it is there, else what is there."""
-    launch, strategy = loaded.config.launch, loaded.config.strategy.name
+    launch, traits = loaded.config.launch, strategy_traits(loaded.config.strategy.name)
+    one = traits.ranks == "one" and traits.gpus_per_rank == 1
     asked, source = launch.gpus_per_node, loaded.source("launch.gpus_per_node")
     if launch.gres is not None and count_gpus(launch.gres):
         asked, source = count_gpus(launch.gres), loaded.source("launch.gres")
     if executor == "slurm":
-        return _slurm_gpus(asked, source, strategy, partition, nodes)
+        return _slurm_gpus(asked, source, one, partition, nodes)
     simulated = f" over {nodes} simulated nodes" if nodes > 1 else ""
     if executor == "debug":
         return Decision(
@@ -99,7 +115,7 @@ def decide_gpus(loaded: Loaded, site: Site, executor: str, partition: Partition 
         )
     if asked == "auto":
         share = site.gpus // nodes
-        share = min(share, 1) if strategy == "single" else share
+        share = min(share, 1) if one else share
         where = Source("discovered", "nvidia driver")
         why = f"{site.gpus} GPUs here{simulated}" if site.gpus else "no GPU here, so it trains on the CPU"
         return Decision("gpus_per_node", share, where, why)
@@ -114,7 +130,7 @@ def decide_gpus(loaded: Loaded, site: Site, executor: str, partition: Partition 
     return Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
 
 
-def _slurm_gpus(asked: int | str, source: Source, strategy: str, partition: Partition | None, nodes: int) -> Decision:
+def _slurm_gpus(asked: int | str, source: Source, one: bool, partition: Partition | None, nodes: int) -> Decision:
     # The GPU counts of the partition's nodes, largest first: entry nodes-1 is what that many nodes all have.
     counts = sorted((node.gpus for node in partition.nodes if node.up), reverse=True) if partition else []
     if asked == "auto":
@@ -124,7 +140,7 @@ def _slurm_gpus(asked: int | str, source: Source, strategy: str, partition: Part
             )
         most = counts[min(nodes, len(counts)) - 1]
         assert partition is not None
-        count = min(most, 1) if strategy == "single" else most
+        count = min(most, 1) if one else most
         why = "one process uses one GPU" if count < most else "what its nodes have"
         return Decision("gpus_per_node", count, Source("discovered", f"partition {partition.name}"), why)
     assert isinstance(asked, int)
@@ -149,7 +165,7 @@ def decide_tasks(loaded: Loaded, executor: str, gpus: int) -> Decision:
     strategy = loaded.config.strategy.name
     if executor == "debug":
         return Decision("ntasks_per_node", 1, FIXED, "one process")
-    if strategy in ONE_PROCESS:
+    if strategy_traits(strategy).ranks == "one":
         return Decision("ntasks_per_node", 1, Source("default"), f"{strategy} is one process")
     if asked is None:
         why = "one rank per GPU" if gpus else "one rank per node on the CPU"
@@ -196,12 +212,3 @@ def decide_time(loaded: Loaded, executor: str, partition: Partition | None) -> D
             fix=f"Use --time {longest}; the job is requeued at the limit and goes on where it was.",
         )
     return Decision("time", time, source)
-
-
-def slurm_time(minutes: float) -> str:
-    """A time as sbatch writes it: ``30:00``, ``2:00:00``, ``1-12:00:00``."""
-    seconds = round(minutes * 60)
-    days, rest = divmod(seconds, 86400)
-    hours, rest = divmod(rest, 3600)
-    text = f"{hours}:{rest // 60:02}:{rest % 60:02}"
-    return f"{days}-{text}" if days else re.sub(r"^0:", "", text)

@@ -10,7 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from trainkit import plugins
 from trainkit.config import yaml
+from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.events import read_events
@@ -195,7 +197,7 @@ class Facts:
     @property
     def processors(self) -> int | None:
         """What the work was spread over: ranks, or the GPUs that one process with DataParallel drives."""
-        if self.setting("strategy.name") == "dp":
+        if _takes_all_gpus(str(self.setting("strategy.name"))):
             return sum(len(host.gpu_indices()) for host in self.hosts) or 1
         world_size = self.started("world_size")
         return world_size if isinstance(world_size, int) else None
@@ -224,6 +226,12 @@ def collect(runs: Iterable[RunDir]) -> list[Facts]:
     labels = [run.name if names.count(run.name) == 1 else f"{run.path.parent.name}/{run.name}" for run in runs]
     unique = [label if labels.count(label) == 1 else str(run.path) for label, run in zip(labels, runs, strict=True)]
     return [Facts(run, label) for run, label in zip(runs, unique, strict=True)]
+
+
+def _takes_all_gpus(strategy: str) -> bool:
+    # Of one of the user's own nothing is asked: its code may be gone, or be a stranger's.
+    known = strategy in plugins.available("trainkit.strategies")
+    return known and strategy_traits(strategy).gpus_per_rank == "all"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

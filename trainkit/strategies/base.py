@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import nn
@@ -23,11 +23,21 @@ class Strategy(Protocol):
         ...
 
 
+class AsItIs:
+    """The model as it is, in this one process."""
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
 def require_one_rank(dist: Distributed, name: str) -> None:
     """Refuse to run a one-process strategy on several ranks."""
     if dist.world_size > 1:
         raise UserError(
             f"strategy.name={name} runs in one process, but {dist.world_size} ranks were started.",
             why="Each of them would train a model of its own.",
-            fix="Use strategy.name=ddp or fsdp, or start one rank.",
+            fix="Use a strategy for many ranks, such as strategy.name=ddp, or start one rank.",
         )

@@ -10,6 +10,9 @@ from torch import nn
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies.base import require_one_rank
 
+RANKS = "one"
+GPUS_PER_RANK = "all"
+
 
 class DataParallelStrategy:
     """`nn.DataParallel` over every visible GPU; on CPU, or with one GPU, the model as it is."""

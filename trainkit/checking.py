@@ -1,0 +1,27 @@
+"""Whether what a configuration names is there: data, model, strategy, loggers, their options. Without torch."""
+
+from __future__ import annotations
+
+from trainkit import plugins
+from trainkit.config.loading import Loaded
+from trainkit.config.traits import strategy_traits
+from trainkit.data import check_data
+from trainkit.models import check_model
+from trainkit.records.secrets import refuse_settings
+
+
+def check(loaded: Loaded) -> None:
+    """Refuse names, options and values that would fail only once the run starts.
+
+    Raises UserError that names the setting and where it was written.
+    """
+    refuse_settings(loaded)
+    config = loaded.config
+    with loaded.pointing_at_sources():
+        check_data(config.data)
+        check_model(config.model)
+        strategy = config.strategy
+        plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
+        strategy_traits(strategy.name)
+        for logger in config.monitor.loggers:
+            plugins.check_options("trainkit.monitor", logger, {}, where="monitor")

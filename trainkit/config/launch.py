@@ -1,0 +1,143 @@
+"""The section ``launch``: resources and scheduler options, in sbatch's own words."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from trainkit.config.section import ImpossibleError, Section
+from trainkit.config.times import time_minutes
+
+
+class LaunchConfig(Section):
+    """Resources. The names are those of sbatch's flags, with underscores."""
+
+    executor: Literal["auto", "slurm", "local", "debug"] = "auto"
+    """auto: slurm where sbatch is found, else local. debug: in the calling process."""
+    cluster: str | None = None
+    """A site profile: a name in configs/clusters or the path of a YAML file."""
+    nodes: PositiveInt = 1
+    gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
+    """auto: what this machine or the partition has; 0: train on CPU."""
+    ntasks_per_node: PositiveInt | None = None
+    """Ranks per node; null: one per GPU, or one on CPU."""
+    cpus_per_task: PositiveInt | None = None
+    mem: str | None = None
+    """Memory per node, as sbatch writes it: 32G, 500M; 0 for all."""
+    time: str = "1:00:00"
+    """Time limit, as sbatch writes it: minutes, H:MM:SS, D-HH:MM:SS."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    gres: str | None = None
+    """Generic resources, for sites that do not know --gpus-per-node: gpu:4, gpu:a100:4."""
+    job_name: str | None = None
+    """null: the preset's name."""
+    dependency: str | None = None
+    mail_user: str | None = None
+    mail_type: str | None = None
+    requeue: bool = True
+    """Requeue after a time limit or a preemption, and go on from the last checkpoint."""
+    signal_seconds: PositiveInt | None = None
+    """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
+    setup: tuple[str, ...] = ()
+    """Shell lines before the job starts: module load, source ..."""
+    sbatch: dict[str, str] = {}  # noqa: RUF012  pydantic copies defaults
+    """Further sbatch options without their dashes: {comment: thesis}."""
+    srun: dict[str, str] = {}  # noqa: RUF012
+    """Further srun options without their dashes."""
+
+    def lead_seconds(self) -> int:
+        """Seconds before the time limit at which the job is told to save."""
+        return self.signal_seconds or max(5, min(90, int(time_minutes(self.time) * 60 / 3)))
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _on_one_line(cls, value: Any) -> Any:
+        # All of it goes into the batch script: a line break would begin a line of its own there.
+        if not all(is_one_line(text) for text in _texts(value)):
+            raise ValueError("text on one line, without control characters")
+        return value
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _minutes_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("time")
+    @classmethod
+    def _is_a_time(cls, value: str) -> str:
+        time_minutes(value)
+        return value
+
+    @field_validator("mem", mode="before")
+    @classmethod
+    def _mem_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("mem")
+    @classmethod
+    def _is_a_size(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d+[KMGT]?B?", value):
+            raise ValueError("a size as sbatch writes it: 32G, 500M, 0")
+        return value
+
+    @field_validator("sbatch", "srun", mode="before")
+    @classmethod
+    def _values_as_text(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
+            return {
+                str(key): "" if item is None or item is True else str(item)
+                for key, item in value.items()
+                if item is not False
+            }
+        return value
+
+    @field_validator("sbatch", "srun")
+    @classmethod
+    def _are_option_names(cls, value: dict[str, str]) -> dict[str, str]:
+        if not all(re.fullmatch(r"[A-Za-z][\w-]*", key) for key in value):
+            raise ValueError("options without their dashes, as in {comment: thesis}")
+        return value
+
+    @model_validator(mode="after")
+    def _combinations(self) -> LaunchConfig:
+        if self.gres is not None and "gpu" in self.gres and isinstance(self.gpus_per_node, int):
+            raise ImpossibleError(
+                "launch.gres and launch.gpus_per_node both ask for GPUs",
+                keys=("launch.gres", "launch.gpus_per_node"),
+                why="A site knows one of them.",
+                fix="Give one of them.",
+            )
+        seconds = time_minutes(self.time) * 60
+        if self.signal_seconds is not None and self.signal_seconds * 2 > seconds:
+            raise ImpossibleError(
+                f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}",
+                keys=("launch.signal_seconds", "launch.time"),
+                why="The job would be told to save soon after it starts.",
+                fix=f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or ask for more time.",
+            )
+        return self
+
+
+def is_one_line(text: str) -> bool:
+    """Whether it has no line break and no other control character, but for tabs."""
+    return all(char == "\t" or unicodedata.category(char) not in ("Cc", "Cs", "Zl", "Zp") for char in text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value as YAML gives it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _texts(item)
