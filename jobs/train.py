@@ -67,17 +67,18 @@ def _train(
     config: Config, env: Mapping[str, str], stop: StopFlag, open_run: Callable[[], RunDir]
 ) -> tuple[str, RunDir | None]:
     from trainkit.ranks.env import RankEnv
+    from trainkit.ranks.secret import Secret
 
-    rank_env = RankEnv.from_mapping(env)
+    rank_env, secret = RankEnv.from_mapping(env), Secret.from_mapping(env)
     attempt = int(env["TRAINKIT_ATTEMPT"]) if env.get("TRAINKIT_ATTEMPT", "").isdigit() else None
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
         from trainkit.collaborative.peer import run_swarm_rank
 
         kept = open_run() if rank_env.is_main else None
-        return run_swarm_rank(config, kept, rank_env, stop, attempt=attempt), kept
+        return run_swarm_rank(config, kept, rank_env, stop, attempt=attempt, secret=secret), kept
     from trainkit import experiment
 
-    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, attempt=attempt)
+    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, attempt=attempt, secret=secret)
     return outcome, run_dir if rank_env.is_main else None
 
 

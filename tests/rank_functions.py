@@ -17,6 +17,7 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.distributed.stop import StopFlag
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.rendezvous import free_port
+from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.rundir import RunDir
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -114,7 +115,12 @@ class StopAfter(StopFlag):
 
 
 def train_run(
-    env: RankEnv, folder: Path, preset: str, overrides: tuple[str, ...], stop_after: int | None = None
+    env: RankEnv,
+    folder: Path,
+    preset: str,
+    overrides: tuple[str, ...],
+    stop_after: int | None = None,
+    secret: Secret = NO_SECRET,
 ) -> str:
     """Train a preset in ``folder``, which may hold an interrupted run; how it ended. Only rank 0 is told to stop."""
     from trainkit import experiment
@@ -125,5 +131,5 @@ def train_run(
     def open_run() -> RunDir:
         return RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(config))
 
-    outcome, _ = experiment.run(config, env, stop, open_run=open_run, attempt=None)
+    outcome, _ = experiment.run(config, env, stop, open_run=open_run, attempt=None, secret=secret)
     return outcome

@@ -30,6 +30,7 @@ from trainkit.models import build_model
 from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 from trainkit.strategies.base import Strategy
@@ -48,18 +49,20 @@ def run(
     *,
     open_run: Callable[[], RunDir],
     attempt: int | None,
+    secret: Secret = NO_SECRET,
 ) -> tuple[Outcome, RunDir]:
     """Train one rank's share of a run to its end, or until all ranks have been told to stop and have saved.
 
     Args:
         open_run: makes or opens the run folder; called on rank 0 only, once the ranks have met.
         attempt: number of this start of the run, for its events; null: the next.
+        secret: what the ranks of this run know and nobody else.
 
     Raises:
         TrainkitError: what a user can mend. It has been written to the run's events.
     """
     splits = build_data(config.data)
-    with distributed(env, use_gpu=wants_gpu(config)) as dist:
+    with distributed(env, use_gpu=wants_gpu(config), secret=secret) as dist:
         _check_batch_sizes(config, dist.world_size, splits)
         run_dir = _meet(config, dist, open_run)
         attempt = dist.broadcast_json(attempt if attempt is not None else len(run_dir.attempts()))

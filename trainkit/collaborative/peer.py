@@ -21,6 +21,7 @@ from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 
@@ -117,7 +118,13 @@ def join_swarm(
 
 
 def run_swarm_rank(
-    config: Config, run_dir: RunDir | None, rank_env: RankEnv, stop: StopFlag, *, attempt: int | None = None
+    config: Config,
+    run_dir: RunDir | None,
+    rank_env: RankEnv,
+    stop: StopFlag,
+    *,
+    attempt: int | None = None,
+    secret: Secret = NO_SECRET,
 ) -> Outcome:
     """One rank of a submitted swarm; each rank is a peer of its own.
 
@@ -128,6 +135,7 @@ def run_swarm_rank(
     Args:
         run_dir: the run folder; needed on rank 0 only, which keeps the records.
         attempt: number of this start of the run; null: the next.
+        secret: what the ranks of this run know and nobody else.
     """
     require_collaborative(config)
     processes.require_hivemind()
@@ -153,7 +161,7 @@ def run_swarm_rank(
             config.collaborative.initial_peers, seat, adapt=lambda manifest: same_settings(config, manifest.config)
         )
     else:
-        ending = _rank_of_new_swarm(config, seat, session)
+        ending = _rank_of_new_swarm(config, seat, session, secret)
     if ending == "stopped":
         if rank_env.is_main and run_dir is not None:
             _hand_back(config, run_dir, stop, attempt)
@@ -161,7 +169,9 @@ def run_swarm_rank(
     return "finished"
 
 
-def _rank_of_new_swarm(config: Config, seat: Any, session: Any) -> str:
+def _rank_of_new_swarm(config: Config, seat: Any, session: Any, secret: Secret) -> str:
+    from trainkit.distributed.meeting import meet
+
     env: RankEnv = seat.env
     several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
     # Ranks of one job reach each other, so every one of them serves the others.
@@ -170,7 +180,7 @@ def _rank_of_new_swarm(config: Config, seat: Any, session: Any) -> str:
         host="0.0.0.0" if several_machines or config.collaborative.port else "127.0.0.1",
         port=config.collaborative.port if env.is_main else 0,
     )
-    store = _meet(env)
+    store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
     if not env.is_main:
         return str(session.join(_addresses_from(store), seat, adapt=lambda _: config)[0])
 
@@ -211,29 +221,6 @@ def _write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
     partial = file.with_name(f".{ADDRESS_FILE}.partial")
     partial.write_text("".join(f"{item}\n" for item in addresses), encoding="utf-8")
     partial.replace(file)
-
-
-def _meet(env: RankEnv) -> Any:
-    """A store that all ranks reach; None for a single one."""
-    if env.world_size == 1:
-        return None
-    import torch.distributed as c10d
-    from torch.distributed.rendezvous import rendezvous
-
-    timeout = timedelta(minutes=5)
-    try:
-        if env.launcher == "torchrun":  # its agent already serves the store at MASTER_PORT
-            store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
-            return store
-        return c10d.TCPStore(  # type: ignore[attr-defined]
-            env.master_addr, env.master_port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
-        )
-    except (c10d.DistNetworkError, c10d.DistStoreError) as error:
-        raise RunFailedError(
-            f"Rank {env.rank} on {socket.gethostname()} cannot meet the others at {env.master_addr}:{env.master_port}.",
-            why=str(error).splitlines()[0],
-            fix="See rank 0's log, and check that its name resolves and its port answers from the other nodes.",
-        ) from None
 
 
 def _addresses_from(store: Any) -> list[str]:

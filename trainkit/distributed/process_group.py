@@ -15,17 +15,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as c10d
 from torch import Tensor
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trainkit.distributed.device import intra_op_threads
+from trainkit.distributed.meeting import meet
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 from trainkit.ranks.env import RankEnv, device_index
+from trainkit.ranks.secret import NO_SECRET, Secret
 
 T = TypeVar("T")
 
 # Names of a model's tensors are the longest of what ranks tell each other: 100 bytes each.
 _LONGEST_JSON = 1 << 26
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ class StopVote:
 
 
 @contextmanager
-def distributed(env: RankEnv, *, use_gpu: bool, timeout: timedelta = timedelta(minutes=10)) -> Iterator[Distributed]:
+def distributed(
+    env: RankEnv, *, use_gpu: bool, secret: Secret = NO_SECRET, timeout: timedelta = timedelta(minutes=10)
+) -> Iterator[Distributed]:
     """Join the other ranks, and leave together with them.
 
     NCCL carries GPU tensors and gloo CPU tensors. A single rank has a process group as well, so that nothing above has
@@ -174,6 +178,7 @@ def distributed(env: RankEnv, *, use_gpu: bool, timeout: timedelta = timedelta(m
 
     Args:
         use_gpu: train on the GPU of this rank's ``local_rank`` among the visible ones, else on CPU.
+        secret: what the ranks of this run know and nobody else.
         timeout: longest wait for the others, at the start and in any collective.
 
     Raises:
@@ -185,86 +190,40 @@ def distributed(env: RankEnv, *, use_gpu: bool, timeout: timedelta = timedelta(m
         torch.cuda.set_device(device)  # before NCCL starts, or every rank opens a context on GPU 0
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(intra_op_threads(env))
-    store = _join(env, timeout)
-    c10d.init_process_group(
-        "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
-        store=store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timeout,
-        device_id=device if use_gpu else None,
-    )
-    try:
-        dist = Distributed(env, device)
-        yield dist
-        # On a clean exit only: a rank that leaves early can abort the others while the interpreter shuts down; after
-        # an exception the others may never arrive, and waiting would turn a crash into a hang.
-        dist.barrier()
-    finally:
-        # A sharded model is full of cycles and holds the group; its threads would outlive it, ask for the interpreter
-        # lock while the interpreter shuts down, and abort the process (1 of 14 two-rank FSDP runs over gloo).
-        gc.collect()
-        c10d.destroy_process_group()
-
-
-def _join(env: RankEnv, timeout: timedelta) -> Store:
-    """A store that all ranks have reached."""
-    store: Store
-    if env.world_size == 1:
-        return HashStore()  # no port: two debug runs on one machine never collide
-    try:
-        if env.launcher == "torchrun":
-            # torchrun's agent already serves the store at MASTER_PORT; torch knows whether and under which prefix.
-            store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
-        else:
-            store = TCPStore(
-                env.master_addr,
-                env.master_port,
-                is_master=env.rank == 0,
-                timeout=timeout,
-                wait_for_workers=False,
-            )
-    except (c10d.DistNetworkError, c10d.DistStoreError) as error:
-        if env.rank == 0:
-            raise RunFailedError(
-                f"Rank 0 cannot open {env.master_addr}:{env.master_port} for the other ranks.",
-                why=str(error).splitlines()[0],
-                fix="Free that port or set another MASTER_PORT; MASTER_ADDR must be an address of this machine.",
-            ) from None
-        raise RunFailedError(
-            f"Rank {env.rank} on {socket.gethostname()} did not reach rank 0 at {env.master_addr}:{env.master_port} "
-            f"within {timeout.total_seconds():.0f} s.",
-            why="Rank 0 never started, runs elsewhere, or a firewall is between the nodes.",
-            fix=f"See rank 0's log, and check that {env.master_addr} resolves and answers from {socket.gethostname()}.",
-        ) from None
-    store.set_timeout(timeout)
-    store.set(f"joined/{env.rank}", socket.gethostname())
-    keys = [f"joined/{rank}" for rank in range(env.world_size)]
-    try:
-        store.wait(keys, timeout)
-    except (c10d.DistStoreError, c10d.DistNetworkError):
-        raise _missing_ranks(store, keys, env, timeout) from None
-    return store
-
-
-def _missing_ranks(store: Store, keys: list[str], env: RankEnv, timeout: timedelta) -> RunFailedError:
-    head = f"{env.master_addr}:{env.master_port}"
-    try:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    except (c10d.DistStoreError, c10d.DistNetworkError):
-        return RunFailedError(
-            f"Rank 0 at {head} went away while rank {env.rank} waited for the others.",
-            why="It gave up waiting, or died.",
-            fix="Its log says why, and which ranks were missing.",
+    # Kept here for as long as torch works with it: it holds no reference to the Python half of a store.
+    store = HashStore() if env.world_size == 1 else meet(env, secret, timeout)  # alone: no port, so none in use
+    with _on_loopback(env):
+        c10d.init_process_group(
+            "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+            device_id=device if use_gpu else None,
         )
-    return RunFailedError(
-        f"{len(missing)} of {env.world_size} ranks did not join within {timeout.total_seconds():.0f} s: "
-        f"{', '.join(f'rank {rank}{_host_of(rank, env)}' for rank in missing)}.",
-        why=f"They never started, died while starting, or cannot reach {head}.",
-        fix="See their logs; exclude a bad node with --exclude.",
-    )
+        try:
+            dist = Distributed(env, device)
+            yield dist
+            # On a clean exit only: a rank that leaves early can abort the others while the interpreter shuts down;
+            # after an exception the others may never arrive, and waiting would turn a crash into a hang.
+            dist.barrier()
+        finally:
+            # A sharded model is full of cycles and holds the group; its threads would outlive it, ask for the
+            # interpreter lock while the interpreter shuts down, and abort the process (1 of 14 two-rank FSDP runs over
+            # gloo).
+            gc.collect()
+            c10d.destroy_process_group()
 
 
-def _host_of(rank: int, env: RankEnv) -> str:
-    node = rank // max(1, env.local_world_size)
-    return f" on {env.hosts[node]}" if node < len(env.hosts) else f" on node {node}" if env.num_nodes > 1 else ""
+@contextmanager
+def _on_loopback(env: RankEnv) -> Iterator[None]:
+    """Ranks of one machine talk where no other machine listens. gloo takes its interface from the environment alone."""
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    if not env.on_one_machine or not loopback or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = loopback.pop()
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]

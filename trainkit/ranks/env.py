@@ -59,6 +59,11 @@ class RankEnv:
         """Whether this is rank 0, which writes records."""
         return self.rank == 0
 
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all ranks are on this machine, as far as can be told without asking; simulated nodes are."""
+        return self.num_nodes == 1 or self.launcher == "submitit-local" or is_loopback(self.master_addr)
+
     @classmethod
     def from_mapping(cls, env: Mapping[str, str]) -> RankEnv:
         """Read ``env``, as a rule os.environ. Raises UserError that names what is missing in a partial set."""

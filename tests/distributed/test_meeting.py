@@ -1,0 +1,262 @@
+"""Ranks meet where nobody else can take their place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as c10d
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from tests.rank_functions import rank_env, run_ranks, train_run
+from trainkit.distributed import meeting
+from trainkit.distributed.meeting import SealedStore
+from trainkit.distributed.process_group import distributed
+from trainkit.errors import RunFailedError
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.rendezvous import free_port
+from trainkit.ranks.secret import NO_SECRET, Secret
+
+OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
+
+
+# Among those who know the secret
+
+
+def _share(env: RankEnv, secret: Secret) -> list[str]:
+    with distributed(env, use_gpu=False, secret=secret, timeout=timedelta(seconds=60)) as dist:
+        c10d.new_group([0, 1])  # a second group, as a mesh makes it
+        return dist.gather_json(f"rank {dist.rank}")
+
+
+@pytest.mark.parametrize("secret", [OURS, NO_SECRET], ids=["a secret", "none"])
+def test_ranks_with_the_same_secret_meet(secret: Secret) -> None:
+    assert run_ranks(2, _share, secret) == [["rank 0", "rank 1"]] * 2
+
+
+def _with_a_secret_each(env: RankEnv) -> str:
+    try:
+        with distributed(env, use_gpu=False, secret=(OURS, THEIRS)[env.rank], timeout=timedelta(seconds=3)):
+            return "joined"
+    except RunFailedError as error:
+        return str(error)
+
+
+def test_a_rank_with_another_secret_is_named_and_does_not_join() -> None:
+    first, second = run_ranks(2, _with_a_secret_each)
+    assert "1 of 2 ranks did not join within 3 s: rank 1." in first
+    assert f"rank 1 on {socket.gethostname()} is there, with another secret" in first
+    assert "TRAINKIT_SECRET" in first
+    assert "joined" not in (first, second)
+
+
+# The store itself
+
+
+def test_a_sealed_store_says_nothing_to_who_lists_it() -> None:
+    plain = HashStore()
+    SealedStore(plain, OURS).set("joined/1", "n1")
+    assert SealedStore(plain, OURS).get("joined/1") == b"n1"
+    for other in (THEIRS, NO_SECRET):
+        assert not SealedStore(plain, other).check(["joined/1"])
+    assert not plain.check(["joined/1"])
+
+
+def test_what_a_stranger_puts_in_the_place_of_a_value_is_an_error() -> None:
+    plain = HashStore()
+    SealedStore(plain, OURS).set("joined/1", "n1")
+    plain.set(OURS.name("joined/1"), "n2")
+    with pytest.raises(RunFailedError, match="does not know the run's secret"):
+        SealedStore(plain, OURS).get("joined/1")
+
+
+# Where it listens
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _look_around(env: RankEnv) -> dict[str, object]:
+    with distributed(env, use_gpu=False) as dist:
+        # On Linux every 127.x.y.z is this machine. What listens on all interfaces answers there as well.
+        seen: dict[str, object] = {
+            address: _answers(address, env.master_port) for address in ("127.0.0.1", "127.0.0.2")
+        }
+        seen["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
+        dist.barrier()
+    return {**seen, "interface afterwards": os.environ.get("GLOO_SOCKET_IFNAME")}
+
+
+def test_ranks_of_one_machine_are_reached_and_exchange_tensors_on_loopback_only() -> None:
+    lo = "lo" if "lo" in {name for _, name in socket.if_nameindex()} else None
+    seen = {"127.0.0.1": True, "127.0.0.2": False, "interface": lo, "interface afterwards": None}
+    assert run_ranks(2, _look_around) == [seen] * 2
+
+
+def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(RuntimeError, match="eth7"), distributed(RankEnv.single(), use_gpu=False):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("addresses", "bound"),
+    [
+        (["127.0.0.2"], "::"),  # a name that is loopback on its own machine, as Debian has it
+        (["203.0.113.9"], "::"),  # a public address that is translated before it reaches this machine
+        (["HERE"], "HERE"),
+        (["HERE", "fd00::77"], "::"),  # two: who knows by which the others come
+    ],
+)
+def test_on_several_machines_rank_0_listens_on_the_head_nodes_own_address(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], bound: str
+) -> None:
+    here = _own_address()
+    if here is None:
+        pytest.skip("this machine has loopback only")
+    found = [
+        (socket.AF_INET6 if ":" in item else socket.AF_INET, socket.SOCK_STREAM, 6, "", (item.replace("HERE", here), 0))
+        for item in addresses
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with meeting._listen("head", free_port(), only_here=False) as listening:
+        assert listening.getsockname()[0] in (bound.replace("HERE", here), "0.0.0.0" if bound == "::" else "")
+
+
+def _own_address() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))  # sends nothing: the kernel says by which address it would
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return None if address.startswith("127.") else address
+
+
+# Warned
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "secret", "warned"), [(2, NO_SECRET, True), (2, OURS, False), (1, NO_SECRET, False)]
+)
+def test_ranks_of_several_machines_without_a_secret_are_warned_once(
+    capfd: pytest.CaptureFixture[str], num_nodes: int, secret: Secret, warned: bool
+) -> None:
+    env = replace(
+        rank_env(0, 2, free_port()), num_nodes=num_nodes, local_world_size=2 // num_nodes, master_addr="0.0.0.0"
+    )
+    meeting.meet(env, secret, timedelta(seconds=10), wait_for_all=False)
+    said = capfd.readouterr().err
+    assert said.count("TRAINKIT_SECRET") == int(warned)
+    assert len(said.splitlines()) == int(warned)
+
+
+# A stranger
+
+
+class _Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, (self.file, "w")
+
+
+# What torch and trainkit have used as keys, without a secret.
+GUESSES = (
+    "joined/0", "joined/1", "trainkit/here/0", "trainkit/here/1", "swarm", "0//cpu//0/0", "0//cpu//0/1",
+    "default_pg/0//cpu//0/0", "default_pg/0//cpu//0/1", "0//1//cpu//0/1", "store_based_barrier_key:0", "worker_count",
+)  # fmt: skip
+
+
+def _connect(port: int) -> TCPStore:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
+        except (c10d.DistNetworkError, c10d.DistStoreError):
+            assert time.monotonic() < deadline
+
+
+def _pose_as_rank_1(port: int, folder: Path) -> None:
+    """All that can be done without the secret short of breaking the store: for that there is a test of its own."""
+    store, bomb = _connect(port), pickle.dumps(_Bomb(str(folder / "executed")))
+    while not store.check(["trainkit/here/0"]):
+        time.sleep(0.01)
+    prefixes = {"", *(key.rpartition("/")[0] + "/" for key in _listed(store))}
+    for prefix in prefixes:
+        for guess in GUESSES:
+            store.set(prefix + guess, bomb)  # type: ignore[arg-type]  # takes bytes
+            store.set(prefix + NO_SECRET.name(guess), NO_SECRET.seal(guess, bomb))  # type: ignore[arg-type]
+    for view in (PrefixStore("stranger", store), SealedStore(PrefixStore("sealed", store), NO_SECRET)):
+        with contextlib.suppress(RuntimeError):  # rank 0 does not answer
+            c10d.init_process_group("gloo", store=view, rank=1, world_size=2, timeout=timedelta(seconds=1))
+            c10d.broadcast_object_list([_Bomb(str(folder / "executed"))], src=1)
+        if c10d.is_initialized():
+            c10d.destroy_process_group()
+
+
+def _listed(store: TCPStore) -> list[str]:
+    return list(store.list_keys()) if hasattr(store, "list_keys") else []
+
+
+def _train_beside_a_stranger(env: RankEnv, folder: Path) -> str:
+    strangers_turn_is_over = folder / "stranger-is-done"
+    if env.rank == 2:
+        _pose_as_rank_1(env.master_port, folder)
+        strangers_turn_is_over.touch()
+        return "stranger"
+    if env.rank == 1:
+        while not strangers_turn_is_over.exists():
+            time.sleep(0.02)
+    return train_run(rank_env(env.rank, 2, env.master_port), folder / "run", "ddp", ("train.max_steps=2",), secret=OURS)
+
+
+def test_a_stranger_who_poses_as_a_rank_runs_nothing_and_the_true_one_joins(tmp_path: Path) -> None:
+    assert run_ranks(3, _train_beside_a_stranger, tmp_path) == ["finished", "finished", "stranger"]
+    assert not (tmp_path / "executed").exists()
+
+
+def _meet_beside_a_vandal(env: RankEnv, folder: Path) -> str:
+    over = folder / "over"
+    if env.rank == 2:
+        store, bomb = _connect(env.master_port), pickle.dumps(_Bomb(str(folder / "executed")))
+        while not store.check(["trainkit/here/0"]):
+            time.sleep(0.01)
+        for key in _listed(store):
+            store.set(key, bomb)  # type: ignore[arg-type]
+        over.touch()
+        return "vandal"
+    if env.rank == 1:
+        while not over.exists():
+            time.sleep(0.02)
+    try:
+        with distributed(rank_env(env.rank, 2, env.master_port), use_gpu=False, secret=OURS) as dist:
+            dist.barrier()
+            return "met"
+    except RunFailedError as error:
+        return error.what
+
+
+def test_a_stranger_who_writes_over_every_key_is_noticed_and_runs_nothing(tmp_path: Path) -> None:
+    if not hasattr(TCPStore, "list_keys"):
+        pytest.skip("this torch shows nobody the keys")
+    first, second, _ = run_ranks(3, _meet_beside_a_vandal, tmp_path)
+    assert "does not know the run's secret" in first
+    assert "does not know the run's secret" in second
+    assert not (tmp_path / "executed").exists()

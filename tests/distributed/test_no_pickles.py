@@ -1,0 +1,88 @@
+"""Nothing that another process has sent or written is unpickled: not in our sources, and not in what we call."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed.distributed_c10d as c10d
+
+from tests.rank_functions import run_ranks, train_run
+from trainkit.ranks.env import RankEnv
+
+PROJECT = Path(__file__).resolve().parents[2]
+# Reads CIFAR's pickles, without running what they hold.
+PLAIN = "trainkit/data/plain_pickle.py"
+
+
+def _unpickles(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            yield from (
+                name for name in names if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+            )
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name.endswith(("_object", "_object_list", "_objects")) and name.startswith(
+            ("broadcast", "all_gather", "gather", "scatter", "send", "recv")
+        ):
+            yield name
+        if isinstance(node, ast.Call):
+            called, given = (
+                ast.unparse(node.func),
+                {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords},
+            )
+            if called == "torch.load" and given.get("weights_only") != "True":
+                yield "torch.load without weights_only=True"
+            if "broadcast_from_rank0" in given:  # torch sends names and shapes pickled
+                yield "broadcast_from_rank0"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "c10d.broadcast_object_list(box)", "dist.all_gather_object(a, b)",
+        "torch.load(file)", "torch.load(file, weights_only=False)", "StateDictOptions(broadcast_from_rank0=True)",
+    ],
+)  # fmt: skip
+def test_a_source_that_unpickles_is_found(source: str) -> None:
+    assert list(_unpickles(source))
+
+
+def test_nothing_of_ours_unpickles() -> None:
+    files = [file for package in ("jobs", "trainkit") for file in sorted((PROJECT / package).rglob("*.py"))]
+    assert len(files) > 50
+    found = {
+        name: what
+        for file in files
+        if (name := file.relative_to(PROJECT).as_posix()) != PLAIN
+        and (what := list(_unpickles(file.read_text("utf-8"))))
+    }
+    assert found == {}
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("something was sent as a pickle, or unpickled")
+
+
+def _train_without_pickles(env: RankEnv, folder: Path) -> list[str]:
+    for name in [name for name in vars(c10d) if name.endswith(("_object", "_object_list")) or "_to_object" in name]:
+        setattr(c10d, name, _refuse)
+        if hasattr(__import__("torch").distributed, name):
+            setattr(__import__("torch").distributed, name, _refuse)
+    pickle.loads = pickle.load = pickle.Unpickler = _refuse  # type: ignore[assignment, misc]
+    c10d._unpickler = _refuse  # type: ignore[assignment]
+    endings = []
+    for preset in ("ddp", "fsdp"):
+        settings = ("train.max_steps=4", "train.grad_clip_norm=1.0")
+        endings.append(train_run(env, folder / preset, preset, settings, 2))
+        endings.append(train_run(env, folder / preset, preset, settings))
+    return endings
+
+
+def test_ddp_and_fsdp_train_save_and_restore_without_a_single_pickle(tmp_path: Path) -> None:
+    assert run_ranks(2, _train_without_pickles, tmp_path) == [["preempted", "finished"] * 2] * 2

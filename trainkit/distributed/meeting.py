@@ -1,0 +1,237 @@
+"""Where the ranks find each other: a store that rank 0 serves, and that only takes the word of who knows the secret."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as c10d
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from trainkit.errors import RunFailedError
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import VARIABLE, ForgedError, Secret
+
+_ERRORS = (c10d.DistNetworkError, c10d.DistStoreError)
+# After so long a rank that is there with another secret is named, while the others still wait.
+_PATIENCE = timedelta(seconds=20)
+
+
+class SealedStore(Store):
+    """A store whose names and values only those can make who know the secret.
+
+    torch's own store hands everybody who connects the list of its keys, and lets them write any of them. Here a name
+    says nothing to a stranger, and a value that one has put in its place is an error and not a value.
+    """
+
+    def __init__(self, store: Store, secret: Secret) -> None:
+        super().__init__()
+        self._store, self._secret = store, secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(self._secret.name(key), self._secret.seal(key, content))  # type: ignore[arg-type]  # takes bytes
+
+    def get(self, key: str) -> bytes:
+        """Read a value; waits for it."""
+        return self._unsealed(key, self._store.get(self._secret.name(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count. Only torch's barriers do: a number carries no mark, and a wrong one can but make them wait."""
+        return int(self._store.add(self._secret.name(key), amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of ``keys`` are there."""
+        return bool(self._store.check([self._secret.name(key) for key in keys]))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of ``keys`` are there."""
+        names = [self._secret.name(key) for key in keys]
+        self._store.wait(names) if timeout is None else self._store.wait(names, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Take a value away."""
+        return bool(self._store.delete_key(self._secret.name(key)))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long to wait where nothing else is said."""
+        self._store.set_timeout(timeout)
+
+    def clone(self) -> Store:
+        """Another hand on the same store."""
+        return self
+
+    def _unsealed(self, key: str, sealed: bytes) -> bytes:
+        try:
+            return self._secret.unseal(key, sealed)
+        except ForgedError:
+            raise RunFailedError(
+                "Somebody who does not know the run's secret has written into the place where its ranks meet.",
+                why=f"What '{key}' holds was not written by a rank of this run.",
+                fix="Start the run again, on a port and in a network that strangers do not reach.",
+            ) from None
+
+
+def meet(env: RankEnv, secret: Secret, timeout: timedelta, *, wait_for_all: bool = True) -> SealedStore:
+    """A store that the ranks have reached: rank 0 serves it, on loopback if they are all on its machine.
+
+    Nothing in it is looked at that was not written by one who knows ``secret``.
+
+    Args:
+        timeout: longest wait for the others.
+        wait_for_all: return only once every rank is there.
+
+    Raises:
+        RunFailedError: ranks are missing when the time is over; it names them and their hosts, and those that came with
+            another secret.
+    """
+    if env.is_main and not secret and not env.on_one_machine:
+        print(
+            f"Warning: whoever reaches port {env.master_port} of {env.master_addr} can take part in this run as one of "
+            f"its ranks. Set {VARIABLE} to the same long random text on every node.",
+            file=sys.stderr,
+            flush=True,
+        )
+    host = "127.0.0.1" if env.on_one_machine else env.master_addr
+    open_to_all = _open(env, host, timeout)
+    open_to_all.set_timeout(timeout)
+    store = SealedStore(open_to_all, secret)
+    store.set(f"joined/{env.rank}", socket.gethostname())
+    # Not sealed, and after the word that is: whoever is here and has not joined has another secret.
+    open_to_all.set(_here(env.rank), socket.gethostname())
+    if wait_for_all:
+        _wait_for_all(store, open_to_all, env, host, timeout)
+    return store
+
+
+def _open(env: RankEnv, host: str, timeout: timedelta) -> Store:
+    try:
+        if env.launcher == "torchrun":
+            # torchrun's agent already serves the store at MASTER_PORT; torch knows whether and under which prefix.
+            store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+            return store  # type: ignore[no-any-return]
+        if not env.is_main:
+            return TCPStore(host, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+        with _listen(host, env.master_port, only_here=env.on_one_machine) as listening:
+            own = listening.getsockname()[0]
+            return TCPStore(
+                {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(own, own),
+                env.master_port,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+    except (*_ERRORS, OSError) as error:
+        why = str(error).splitlines()[0]
+        if env.is_main:
+            raise RunFailedError(
+                f"Rank 0 cannot open {host}:{env.master_port} for the other ranks.",
+                why=why,
+                fix="Free that port or set another MASTER_PORT; MASTER_ADDR must be an address of this machine.",
+            ) from None
+        raise RunFailedError(
+            f"Rank {env.rank} on {socket.gethostname()} did not reach rank 0 at {host}:{env.master_port} "
+            f"within {timeout.total_seconds():.0f} s.",
+            why="Rank 0 never started, runs elsewhere, or a firewall is between the nodes.",
+            fix=f"See rank 0's log, and check that {host} resolves and answers from {socket.gethostname()}.",
+        ) from None
+
+
+def _listen(host: str, port: int, *, only_here: bool) -> socket.socket:
+    """A socket for the others, on the one address of this machine that they use, where there is just one."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    usable = [
+        (family, address)
+        for family, _, _, _, address in dict.fromkeys(found)
+        # Debian gives a machine's own name 127.0.1.1, and only the other machines know its address.
+        if (only_here or not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback)
+    ]
+    if only_here or len(usable) == 1:
+        family, address = usable[0]
+        try:
+            return socket.create_server((str(address[0]), port), family=family, backlog=4096)
+        except OSError as error:
+            if only_here or error.errno != errno.EADDRNOTAVAIL:  # else behind a translated address, as clouds give
+                raise
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=4096)
+
+
+def _wait_for_all(store: SealedStore, open_to_all: Store, env: RankEnv, host: str, timeout: timedelta) -> None:
+    ranks = range(env.world_size)
+    keys = [f"joined/{rank}" for rank in ranks]
+    first = min(_PATIENCE, timeout / 2)
+    try:
+        try:
+            store.wait(keys, first)
+        except _ERRORS:
+            others = _with_another_secret(store, open_to_all, ranks)
+            if others:
+                print(f"Still waiting: {_and(others)} there, with another secret.", file=sys.stderr, flush=True)
+            store.wait(keys, timeout - first)
+    except _ERRORS:
+        raise _missing_ranks(store, open_to_all, env, f"{host}:{env.master_port}", timeout) from None
+    for key in keys:
+        store.get(key)  # raises where a stranger has written over it
+
+
+def _missing_ranks(
+    store: SealedStore, open_to_all: Store, env: RankEnv, head: str, timeout: timedelta
+) -> RunFailedError:
+    ranks = range(env.world_size)
+    try:
+        missing = [rank for rank in ranks if not store.check([f"joined/{rank}"])]
+        others = _with_another_secret(store, open_to_all, missing)
+    except _ERRORS:
+        return RunFailedError(
+            f"Rank 0 at {head} went away while rank {env.rank} waited for the others.",
+            why="It gave up waiting, or died.",
+            fix="Its log says why, and which ranks were missing.",
+        )
+    what = (
+        f"{len(missing)} of {env.world_size} ranks did not join within {timeout.total_seconds():.0f} s: "
+        f"{', '.join(f'rank {rank}{_host_of(rank, env)}' for rank in missing)}."
+    )
+    if others:
+        return RunFailedError(
+            what,
+            why=f"{_and(others)} there, with another secret.",
+            fix=f"Give every node the same {VARIABLE}, or --secret of `python -m jobs.launch`.",
+        )
+    return RunFailedError(
+        what,
+        why=f"They never started, died while starting, or cannot reach {head}.",
+        fix="See their logs; exclude a bad node with --exclude.",
+    )
+
+
+def _with_another_secret(store: SealedStore, open_to_all: Store, ranks: Sequence[int]) -> list[str]:
+    """Ranks that are there and have not joined, in words. Anybody may have written that; so it is only shown."""
+    found = []
+    for rank in ranks:
+        if not store.check([f"joined/{rank}"]) and open_to_all.check([_here(rank)]):
+            name = re.sub(r"[^A-Za-z0-9._-]", "?", open_to_all.get(_here(rank))[:64].decode("ascii", "replace"))
+            found.append(f"rank {rank} on {name}")
+    return found
+
+
+def _and(words: Sequence[str]) -> str:
+    return f"{', '.join(words)} {'is' if len(words) == 1 else 'are'}"
+
+
+def _here(rank: int) -> str:
+    return f"trainkit/here/{rank}"
+
+
+def _host_of(rank: int, env: RankEnv) -> str:
+    node = rank // max(1, env.local_world_size)
+    return f" on {env.hosts[node]}" if node < len(env.hosts) else f" on node {node}" if env.num_nodes > 1 else ""
