@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit.data.order import epoch_order, largest_power_of_two, micro_batches, mix, steps_per_epoch
+from trainkit.data.order import derive_seed, epoch_order, largest_power_of_two, micro_batches, steps_per_epoch
 from trainkit.errors import UserError
 
 
@@ -30,8 +30,8 @@ def test_asking_for_an_order_leaves_the_global_random_numbers_alone() -> None:
 
 
 def test_keys_of_large_numbers_differ() -> None:
-    assert len({mix(0, epoch, index) for epoch in range(10) for index in range(100)}) == 1000
-    assert mix(1) != mix(1 + 2**32)
+    assert len({derive_seed(0, epoch, index) for epoch in range(10) for index in range(100)}) == 1000
+    assert derive_seed(1) != derive_seed(1 + 2**32)
 
 
 def test_the_remainder_of_an_epoch_is_dropped() -> None:
