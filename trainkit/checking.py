@@ -15,7 +15,6 @@ def check(loaded: Loaded) -> None:
 
     Raises UserError that names the setting and where it was written.
     """
-    refuse_settings(loaded)
     config = loaded.config
     with loaded.pointing_at_sources():
         check_data(config.data)
@@ -25,3 +24,4 @@ def check(loaded: Loaded) -> None:
         strategy_traits(strategy.name)
         for logger in config.monitor.loggers:
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
+    refuse_settings(loaded)  # last: its detector takes a while to load, and a wrong name is answered at once
