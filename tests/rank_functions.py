@@ -20,7 +20,7 @@ from trainkit.ranks.rendezvous import free_port
 from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.rundir import RunDir
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT: Any = multiprocessing.get_context("forkserver")
 # What every rank would import anyway, once for all: a rank of its own makes 0.5 s of CPU time of it instead of 3.
 _CONTEXT.set_forkserver_preload(
     [

@@ -24,4 +24,4 @@ def check(loaded: Loaded) -> None:
         strategy_traits(strategy.name)
         for logger in config.monitor.loggers:
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
-    refuse_settings(loaded)  # last: its detector takes a while to load, and a wrong name is answered at once
+    refuse_settings(loaded)  # last: its detectors take longer than all the rest

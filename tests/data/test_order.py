@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit.data.order import derive_seed, epoch_order, largest_power_of_two, micro_batches, steps_per_epoch
+from trainkit.data.order import epoch_order, largest_power_of_two, micro_batches, mix, steps_per_epoch
 from trainkit.errors import UserError
 
 
@@ -30,8 +30,25 @@ def test_asking_for_an_order_leaves_the_global_random_numbers_alone() -> None:
 
 
 def test_keys_of_large_numbers_differ() -> None:
-    assert len({derive_seed(0, epoch, index) for epoch in range(10) for index in range(100)}) == 1000
-    assert derive_seed(1) != derive_seed(1 + 2**32)
+    assert len({mix(0, epoch, index) for epoch in range(10) for index in range(100)}) == 1000
+    assert mix(1) != mix(1 + 2**32)
+
+
+def test_keys_have_32_bits_and_are_the_same_in_every_version() -> None:
+    assert max(mix(0, index) for index in range(1000)) in range(2**31, 2**32)
+    assert mix(1, 2, 3) == 3_922_471_037  # or a run that a newer version goes on with would see another order
+
+
+def test_data_of_one_global_batch_is_an_epoch_of_one_step() -> None:
+    assert steps_per_epoch(64, 64) == 1
+
+
+def test_no_batch_reaches_beyond_the_epoch() -> None:
+    order = epoch_order(100, seed=0, epoch=0)
+    sizes = {"global_batch_size": 16, "micro_batch_size": 16, "rank": 0, "world_size": 1}
+    assert [batch.tolist() for batch in micro_batches(order, 84, **sizes)] == [order[84:].tolist()]
+    with pytest.raises(AssertionError):
+        next(micro_batches(order, 85, **sizes))
 
 
 def test_the_remainder_of_an_epoch_is_dropped() -> None:

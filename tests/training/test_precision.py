@@ -21,8 +21,9 @@ def alone() -> Distributed:
     return Distributed(RankEnv.single(), CPU)
 
 
-def test_auto_is_a_format_that_this_device_has() -> None:
-    assert choose_precision("auto", CPU) in ("bf16", "fp32")
+def test_auto_on_cpu_is_bf16_exactly_where_torch_finds_instructions_for_it() -> None:
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    assert choose_precision("auto", CPU) == ("bf16" if native else "fp32")
 
 
 def test_auto_is_fp32_on_a_processor_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

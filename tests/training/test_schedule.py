@@ -9,11 +9,11 @@ from trainkit.training.schedule import lr_at
 TOTAL, PER_EPOCH = 100, 10
 
 
-def lrs(**schedule: object) -> list[float]:
+def lrs(*, lr: float = 1.0, total: int = TOTAL, **schedule: object) -> list[float]:
     config = ScheduleConfig.model_validate(schedule)
-    optim = OptimConfig(lr=1.0)
+    optim = OptimConfig(lr=lr)
     return [
-        lr_at(step, optim=optim, schedule=config, steps_per_epoch=PER_EPOCH, total_steps=TOTAL) for step in range(TOTAL)
+        lr_at(step, optim=optim, schedule=config, steps_per_epoch=PER_EPOCH, total_steps=total) for step in range(total)
     ]
 
 
@@ -51,11 +51,27 @@ def test_no_warm_up_is_possible(name: str) -> None:
     assert rates[0] == pytest.approx(1.0, rel=1e-2)
 
 
-def test_a_trial_shorter_than_its_warm_up_still_rises_and_falls() -> None:
-    config = ScheduleConfig(name="cosine", warmup_epochs=5)
-    rates = [lr_at(s, optim=OptimConfig(lr=1.0), schedule=config, steps_per_epoch=100, total_steps=6) for s in range(6)]
-    assert max(rates) == pytest.approx(1.0)
-    assert rates[0] < 1.0 > rates[-1]
+def test_a_trial_shorter_than_its_warm_up_rises_for_half_of_it_and_falls() -> None:
+    rates = lrs(name="cosine", warmup_epochs=5, total=6)
+    assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
+    assert rates[3] > rates[4] > rates[5]
+
+
+def test_onecycle_may_warm_up_in_two_updates_or_in_one() -> None:
+    assert lrs(name="onecycle", warmup_epochs=0.2)[:2] == pytest.approx([1 / 25, 1.0])
+    assert lrs(name="onecycle", warmup_epochs=0.1)[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant"])
+def test_all_rates_are_in_proportion_to_the_peak(name: str) -> None:
+    whole, half = (lrs(name=name, final_lr_ratio=0.25, lr=lr) for lr in (1.0, 0.5))
+    assert half == pytest.approx([rate / 2 for rate in whole])
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant"])
+@pytest.mark.parametrize("warmup_epochs", [0, 1])
+def test_a_run_of_one_update_has_a_rate(name: str, warmup_epochs: int) -> None:
+    assert 0.0 < lrs(name=name, warmup_epochs=warmup_epochs, total=1)[0] <= 1.0
 
 
 @pytest.mark.parametrize("name", ["onecycle", "cosine"])

@@ -21,7 +21,7 @@ from trainkit.collaborative.outer import OuterState
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches
-from trainkit.data.order import derive_seed
+from trainkit.data.order import mix
 from trainkit.distributed.device import seed_random
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError
@@ -187,7 +187,7 @@ def _update(p: Peer, batches: Iterator[tuple[Tensor, Tensor]], meter: Meter, now
     step, per_epoch, total = p.clock.grid(now, train.epochs)
     lr = lr_at(step, optim=p.config.optim, schedule=p.config.schedule, steps_per_epoch=per_epoch, total_steps=total)
     set_lr(p.optimizer, lr)
-    seed_random(derive_seed(p.data_seed, p.step), p.dist.device)  # dropout and the like
+    seed_random(mix(p.data_seed, p.step), p.dist.device)  # dropout and the like
     passes = train.global_batch_size // p.micro_batch_size
     for _ in range(passes):
         images, labels = next(batches)

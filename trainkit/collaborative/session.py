@@ -26,7 +26,7 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.data.loader import resolve_workers
-from trainkit.data.order import derive_seed
+from trainkit.data.order import mix
 from trainkit.distributed.device import cpus_of_rank, device_name, intra_op_threads
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
@@ -227,7 +227,7 @@ def _peer(
         dist=dist,
         splits=body.splits,
         workers=resolve_workers(config.data.workers, body.splits, cpus_of_rank(seat.env)),
-        data_seed=derive_seed(config.seed, int(hashlib.sha256(dht.peer_id.encode()).hexdigest(), 16)),
+        data_seed=mix(config.seed, int(hashlib.sha256(dht.peer_id.encode()).hexdigest(), 16)),
         stop_requested=seat.stop_requested,
         keeper=keeper,
     )

@@ -14,7 +14,7 @@ from torch.nn import functional
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches
-from trainkit.data.order import derive_seed, steps_per_epoch
+from trainkit.data.order import mix, steps_per_epoch
 from trainkit.distributed.device import seed_random
 from trainkit.distributed.process_group import Distributed, StopVote
 from trainkit.monitor.base import Logger
@@ -123,7 +123,7 @@ def _train(t: Training, should_stop: Callable[[], bool]) -> bool:
             lr = _lr(t, step)
             set_lr(t.optimizer, lr)
             # Dropout and the like: a function of step and rank, so that resuming needs no random state.
-            seed_random(derive_seed(config.seed, step, dist.rank), dist.device)
+            seed_random(mix(config.seed, step, dist.rank), dist.device)
             for micro_step in range(t.grad_accum_steps):
                 is_last = micro_step == t.grad_accum_steps - 1  # gradients are exchanged once per update
                 images, labels = next(batches)

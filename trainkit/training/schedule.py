@@ -30,13 +30,13 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
         top = warmup - 1
         if step <= top:
             return _cosine(start, peak, step / top if top > 0 else 1.0)
-        return _cosine(peak, end, (step - top) / max(1e-9, total_steps - 1 - top))
+        return _cosine(peak, end, (step - top) / (total_steps - 1 - top))
     if step < warmup:
-        return peak * (step + 1) / max(1.0, math.ceil(warmup))
+        return peak * (step + 1) / math.ceil(warmup)
     if schedule.name == "constant":
         return peak
-    return _cosine(peak, floor, (step - warmup) / max(1.0, total_steps - warmup))
+    return _cosine(peak, floor, (step - warmup) / (total_steps - warmup))
 
 
 def _cosine(start: float, end: float, fraction: float) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * min(max(fraction, 0.0), 1.0))) / 2
+    return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2

@@ -1,0 +1,8 @@
+"""Mutation testing of the core modules: change one thing, and some test must notice.
+
+    pip install -e '.[dev,mutation]'
+    python -m tests.mutation                  # every core module
+    python -m tests.mutation schedule optim   # these
+
+What is changed is decided by mutmut's operators. Its own runner is not used: see README.md in this folder.
+"""

@@ -1,0 +1,17 @@
+"""The core modules, and for each the quick tests that must notice a change in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "trainkit/training/schedule.py": ("tests/training/test_schedule.py",),
+    "trainkit/training/optim.py": ("tests/training/test_optim.py",),
+    "trainkit/training/precision.py": ("tests/training/test_precision.py",),
+    "trainkit/training/meter.py": ("tests/training/test_meter.py",),
+    "trainkit/training/evaluate.py": ("tests/training/test_evaluate.py",),
+    "trainkit/data/order.py": ("tests/data/test_order.py",),
+    "trainkit/checkpoint/files.py": ("tests/checkpoint/test_files.py",),
+}

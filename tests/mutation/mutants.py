@@ -1,0 +1,94 @@
+"""What is changed in a module: mutmut's operators, less what changes nothing that a test could see."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import libcst
+import yaml
+from mutmut.mutation.file_mutation import create_mutations
+
+from tests.mutation.modules import ROOT
+
+EQUIVALENT = ROOT / "tests" / "mutation" / "equivalent.yaml"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A module with one thing changed."""
+
+    module: str
+    line: int
+    before: str
+    """The lines that were changed, and ``after``: without indentation, joined by one space."""
+    after: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}\n  - {self.before}\n  + {self.after}"
+
+
+def mutants_of(module: str) -> list[Mutant]:
+    """All different mutants of a module, in order of their lines."""
+    code = (ROOT / module).read_text(encoding="utf-8")
+    tree, mutations, _, _ = create_mutations(module, code)
+    noise = set(_noise(tree))
+    found: dict[str, Mutant] = {}
+    for mutation in mutations:
+        if mutation.original_node in noise:
+            continue
+        changed = tree.deep_replace(mutation.original_node, mutation.mutated_node)
+        assert isinstance(changed, libcst.Module)
+        if changed.code != code and _compiles(changed.code):
+            found.setdefault(changed.code, _mutant(module, code, changed.code))
+    return sorted(found.values(), key=lambda mutant: mutant.line)
+
+
+def is_equivalent(mutant: Mutant) -> bool:
+    """It is in the list of those that no test can tell from the original."""
+    known: list[dict[str, Any]] = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
+    return any(
+        (entry["module"], entry["before"], entry["after"]) == (mutant.module, mutant.before, mutant.after)
+        for entry in known
+    )
+
+
+def _noise(tree: libcst.Module) -> Iterator[libcst.CSTNode]:
+    """Text for people (messages of errors, which tests match by their main words) and names of encodings."""
+    for node in _inside(tree):
+        if isinstance(node, libcst.Raise | libcst.Assert):
+            yield from (inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString))
+            call = node.exc if isinstance(node, libcst.Raise) else None
+            if isinstance(call, libcst.Call):
+                yield call  # an argument that is None or absent: half a message
+        if isinstance(node, libcst.Arg) and node.keyword is not None and node.keyword.value == "encoding":
+            yield node.value
+
+
+def _inside(node: libcst.CSTNode) -> Iterator[libcst.CSTNode]:
+    yield node
+    for child in node.children:
+        yield from _inside(child)
+
+
+def _compiles(code: str) -> bool:
+    try:
+        compile(code, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def _mutant(module: str, code: str, changed: str) -> Mutant:
+    old, new = code.splitlines(), changed.splitlines()
+    matcher = difflib.SequenceMatcher(a=old, b=new, autojunk=False)
+    edits = [edit for edit in matcher.get_opcodes() if edit[0] != "equal"]
+    first, last = edits[0], edits[-1]
+
+    def shown(lines: list[str]) -> str:
+        return " ".join(line.strip() for line in lines)
+
+    return Mutant(module, first[1] + 1, shown(old[first[1] : last[2]]), shown(new[first[3] : last[4]]), changed)

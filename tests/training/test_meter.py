@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rank_functions import run_ranks
+from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.ranks.env import RankEnv
+from trainkit.training.meter import Meter
+
+# Of 7 classes; the right one is 0. It is first, second, fifth and sixth of the scores.
+LOGITS = torch.tensor(
+    [
+        [9.0, 1, 2, 3, 4, 5, 6],
+        [5.5, 1, 2, 3, 4, 5, 6],
+        [2.5, 1, 2, 3, 4, 5, 6],
+        [1.5, 1, 2, 3, 4, 5, 6],
+    ]
+)
+LABELS = torch.zeros(4, dtype=torch.int64)
+LOSSES = torch.tensor([0.5, 1.0, 2.0, 4.5])
+
+
+def meter() -> Meter:
+    return Meter(Distributed(RankEnv.single(), torch.device("cpu")))
+
+
+def test_loss_and_hits_are_means_over_samples() -> None:
+    one = meter()
+    one.add(LOSSES, LOGITS, LABELS)
+    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4}
+
+
+def test_batches_of_different_sizes_count_by_their_samples() -> None:
+    one = meter()
+    one.add(LOSSES[:1], LOGITS[:1], LABELS[:1])
+    one.add(LOSSES[1:], LOGITS[1:], LABELS[1:])
+    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4}
+
+
+def test_what_is_masked_counts_nowhere_even_if_it_is_nan() -> None:
+    one = meter()
+    losses = torch.tensor([0.5, 1.0, float("nan"), 4.5])
+    one.add(losses, LOGITS, LABELS, torch.tensor([True, True, False, False]))
+    assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
+
+
+def test_the_top_five_of_three_classes_are_three() -> None:
+    one = meter()
+    one.add(LOSSES[:2], torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), LABELS[:2])
+    assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
+
+
+def test_reading_starts_again_from_zero() -> None:
+    one = meter()
+    one.add(LOSSES, LOGITS, LABELS)
+    one.read()
+    assert one.read() == {"samples": 0}
+
+
+def test_small_losses_are_not_lost_beside_a_large_one() -> None:
+    one = meter()
+    one.add(torch.tensor([1e8]), LOGITS[:1], LABELS[:1])
+    for _ in range(100):
+        one.add(torch.tensor([0.25]), LOGITS[:1], LABELS[:1])
+    assert one.read()["loss"] * 101 == pytest.approx(1e8 + 25, abs=1e-3)
+
+
+def test_it_keeps_no_graph_of_what_it_adds() -> None:
+    one = meter()
+    one.add(LOSSES.clone().requires_grad_(), LOGITS, LABELS)
+    assert not one._loss.requires_grad
+
+
+def _measured(env: RankEnv) -> dict[str, float]:
+    with distributed(env, use_gpu=False) as dist:
+        one = Meter(dist)
+        part = slice(0, 1) if dist.rank == 0 else slice(1, 4)
+        one.add(LOSSES[part], LOGITS[part], LABELS[part])
+        return one.read()
+
+
+def test_every_rank_reads_the_sums_of_all() -> None:
+    assert run_ranks(2, _measured) == [{"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4}] * 2
