@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.experiment import build_parts
-from trainkit.models import build_model
+from trainkit.experiment import build
 from trainkit.monitor.base import NullLogger
 from trainkit.ranks.env import RankEnv
+from trainkit.records.rundir import RunDir
 from trainkit.training.evaluate import evaluate
-from trainkit.training.loop import Progress, Training, train
-from trainkit.training.optim import build_optimizer, set_lr
-from trainkit.training.precision import Precision
+from trainkit.training.loop import train
+from trainkit.training.optim import set_lr
+from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.schedule import lr_at
 
 STEPS = 114  # 6 epochs of digits
@@ -65,43 +68,33 @@ def main() -> int:
 
 def bare(config: Config, splits: Splits, dist: Distributed) -> tuple[torch.Tensor, float]:
     """The shortest loop that makes the same updates, and one validation at the end: final weights, CPU seconds."""
-    model = build_model(config.model, splits.info, config.seed)
-    optimizer = build_optimizer(model, config.optim)
-    precision, size, step = Precision("fp32", dist), config.train.global_batch_size, 0
+    parts, step = build(config, dist, splits), 0
+    model, optimizer = parts.model, parts.optimizer
     began = time.process_time()
     with batches_of(config, splits) as batches:
         for images, labels in batches:
-            per_epoch = len(splits.train) // size
+            per_epoch = len(splits.train) // config.train.global_batch_size
             schedule = {"steps_per_epoch": per_epoch, "total_steps": STEPS}
             set_lr(optimizer, lr_at(step, optim=config.optim, schedule=config.schedule, **schedule))
             functional.cross_entropy(model(normalize(images, splits.info)), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-    evaluate(model, splits.val, splits, batch_size=size, workers=0, precision=precision, dist=dist)
+    evaluate(parts, splits.val)
     return weights_of(model), time.process_time() - began
 
 
 def kit(config: Config, splits: Splits, dist: Distributed) -> tuple[torch.Tensor, float]:
     """The kit's loop without files: final weights, CPU seconds."""
-    model, strategy, precision = build_parts(config, dist, splits)
-    training = Training(
-        config=config,
-        dist=dist,
-        splits=splits,
-        model=model,
-        strategy=strategy,
-        optimizer=build_optimizer(model, config.optim),
-        precision=precision,
-        workers=0,
-        metrics=NullLogger(),
-        progress=Progress(),
-        save=lambda: None,
-        stop_requested=lambda: False,
-    )
+    parts = build(config, dist, splits)
+    keeper = _NoFiles(parts, RunDir(Path()), Checkpoints(Path(), keep=1, dist=dist), NullLogger(), Progress())
     began = time.process_time()
-    train(training)
-    return weights_of(model), time.process_time() - began
+    train(parts, keeper, lambda: False)
+    return weights_of(parts.model), time.process_time() - began
+
+
+class _NoFiles(Keeper):
+    def save(self, **more: Any) -> None: ...
 
 
 def batches_of(config: Config, splits: Splits):  # type: ignore[no-untyped-def]  # an iterator of (images, labels)

@@ -24,7 +24,7 @@ class OuterState:
     """
 
     def __init__(self, model: nn.Module, *, lr: float, momentum: float) -> None:
-        self._model = model
+        self.model = model
         self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.num_parameters = sum(parameter.numel() for parameter in self.params)
         self.lr, self.mu = lr, momentum
@@ -75,7 +75,7 @@ class OuterState:
 
     def _tensors(self) -> list[Tensor]:
         # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
-        return [*self.params, *(buffer for buffer in self._model.buffers() if buffer.is_floating_point())]
+        return [*self.params, *(buffer for buffer in self.model.buffers() if buffer.is_floating_point())]
 
     def load(self, theta: Tensor, momentum: Tensor, round_index: int, age: float) -> None:
         """Go on from another peer's state, or from a checkpoint.

@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.settings import adapted, check_own, require_collaborative, same_settings
 from trainkit.config.schema import Config
-from trainkit.distributed.stop import StopFlag
+from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
-from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.collaborative.dht import Manifest
+    from trainkit.collaborative.rounds import Ending
+    from trainkit.collaborative.seat import Seat
 
 Outcome = Literal["finished", "preempted"]
 
@@ -55,6 +56,7 @@ def create_swarm(
         )
     processes.require_hivemind()
     from trainkit.collaborative import session
+    from trainkit.collaborative.seat import Seat
 
     def announce(run_dir: RunDir, addresses: list[str]) -> None:
         _write_addresses(run_dir, addresses)
@@ -64,9 +66,7 @@ def create_swarm(
             say(f"  {address.join_command([item])}")
         say(f"Look at it: python -m jobs.swarm status {run_dir.path}")
 
-    seat = session.Seat(
-        name, RankEnv.single(), lambda: stop.requested, say, open_run, identity=identity, host=host, port=port
-    )
+    seat = Seat(name, RankEnv.single(), lambda: stop.requested, say, open_run, identity=identity, host=host, port=port)
     ending, run_dir = session.create(config, seat, announce=announce)
     return ending, run_dir
 
@@ -96,6 +96,7 @@ def join_swarm(
     check_own(overrides)
     processes.require_hivemind()
     from trainkit.collaborative import session
+    from trainkit.collaborative.seat import Seat
 
     run_name = ""
 
@@ -104,7 +105,7 @@ def join_swarm(
         run_name = manifest.name
         return adapted(manifest.config, overrides, allow_code=allow_code)
 
-    seat = session.Seat(
+    seat = Seat(
         name,
         RankEnv.single(),
         lambda: stop.requested,
@@ -125,6 +126,7 @@ def run_swarm_rank(
     *,
     attempt: int | None = None,
     secret: Secret = NO_SECRET,
+    beat: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """One rank of a submitted swarm; each rank is a peer of its own.
 
@@ -136,15 +138,17 @@ def run_swarm_rank(
         run_dir: the run folder; needed on rank 0 only, which keeps the records.
         attempt: number of this start of the run; null: the next.
         secret: what the ranks of this run know and nobody else.
+        beat: called whenever this rank has made progress.
     """
     require_collaborative(config)
     processes.require_hivemind()
     from trainkit.collaborative import session
+    from trainkit.collaborative.seat import Seat
 
     assert run_dir is not None or not rank_env.is_main
     if attempt is None:
         attempt = len(run_dir.attempts()) if run_dir is not None else 0
-    seat = session.Seat(
+    seat = Seat(
         name=f"{socket.gethostname()}/{rank_env.rank}",
         env=rank_env,
         stop_requested=lambda: stop.requested,
@@ -152,6 +156,7 @@ def run_swarm_rank(
         open_run=None if run_dir is None or not rank_env.is_main else lambda _: run_dir,
         attempt=attempt,
         goes_on_later=config.launch.requeue,
+        beat=beat,
     )
     ending: str
     if config.collaborative.initial_peers:
@@ -161,18 +166,19 @@ def run_swarm_rank(
             config.collaborative.initial_peers, seat, adapt=lambda manifest: same_settings(config, manifest.config)
         )
     else:
-        ending = _rank_of_new_swarm(config, seat, session, secret)
+        ending = _rank_of_new_swarm(config, seat, secret)
     if ending == "stopped":
         if rank_env.is_main and run_dir is not None:
-            _hand_back(config, run_dir, stop, attempt)
+            hand_back(run_dir, attempt, stop.signals, requeue=config.launch.requeue, step=None)
         return "preempted"
     return "finished"
 
 
-def _rank_of_new_swarm(config: Config, seat: Any, session: Any, secret: Secret) -> str:
+def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
+    from trainkit.collaborative import session
     from trainkit.distributed.meeting import meet
 
-    env: RankEnv = seat.env
+    env = seat.env
     several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
     # Ranks of one job reach each other, so every one of them serves the others.
     seat = replace(
@@ -182,7 +188,7 @@ def _rank_of_new_swarm(config: Config, seat: Any, session: Any, secret: Secret) 
     )
     store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
     if not env.is_main:
-        return str(session.join(_addresses_from(store), seat, adapt=lambda _: config)[0])
+        return session.join(_addresses_from(store), seat, adapt=lambda _: config)[0]
 
     def announce(run_dir: RunDir, addresses: list[str]) -> None:
         _write_addresses(run_dir, addresses)
@@ -191,7 +197,7 @@ def _rank_of_new_swarm(config: Config, seat: Any, session: Any, secret: Secret) 
         seat.say(f"Volunteers join with: {address.join_command(addresses)}")
 
     try:
-        return str(session.create(config, seat, announce=announce, prefer_host=_ip_of(env.master_addr))[0])
+        return session.create(config, seat, announce=announce, prefer_host=_ip_of(env.master_addr))[0]
     except TrainkitError as error:
         if store is not None:
             store.set("swarm", f"failed: {error.what}")  # or the others would wait for an address
@@ -236,11 +242,3 @@ def _ip_of(host: str) -> str | None:
         return socket.gethostbyname(host)
     except OSError:
         return None
-
-
-def _hand_back(config: Config, run_dir: RunDir, stop: StopFlag, attempt: int) -> None:
-    """Say that this attempt ended on request, and ask whoever started it for another."""
-    append_event(run_dir, "signalled", attempt=attempt, signals=sorted(set(stop.signals)))
-    if config.launch.requeue:
-        run_dir.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
-        run_dir.requeue_marker(attempt).write_text("swarm\n", encoding="utf-8")

@@ -1,34 +1,30 @@
 """A peer's loop: train until the round's time is over, agree with the others, go on.
 
-The parts are those of `trainkit.training`; the loop is its own, because here time decides how many updates a round has.
+The update and the parts are those of `trainkit.training`; the loop is its own, because here time decides how many
+updates a round has.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 from trainkit.collaborative.averaging import Averaging, Round
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.dht import Progress, SwarmDHT, Watch
+from trainkit.collaborative.dht import Progress as PeerProgress
+from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.outer import OuterState
-from trainkit.config.schema import Config
-from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches
 from trainkit.data.order import mix
-from trainkit.distributed.device import seed_random
-from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError
-from trainkit.training.meter import Meter
-from trainkit.training.optim import set_lr
-from trainkit.training.precision import Precision
+from trainkit.training.outcome import Progress
+from trainkit.training.parts import Parts
 from trainkit.training.schedule import lr_at
+from trainkit.training.update import Batches, Updater
 
 Ending = Literal["finished", "stopped", "ended"]
 """All rounds done; told to leave by a signal; the creator has ended the run."""
@@ -40,7 +36,7 @@ NEWS_SECONDS = 1.0
 _FOREVER = 1 << 40
 
 
-@dataclass
+@dataclass(frozen=True)
 class Box:
     """What a peer did in one round."""
 
@@ -55,46 +51,38 @@ class Box:
     """Peers heard of lately, this one included."""
 
 
-class Keeper(Protocol):
-    """Takes note of every round."""
-
-    def after_round(self, box: Box) -> None: ...
-
-
 @dataclass
+class Pace:
+    """How a peer gets on."""
+
+    step_seconds: float = 0.0
+    """How long an update takes."""
+    rounds_alone: int = 0
+
+
+@dataclass(frozen=True)
 class Peer:
     """Everything the loop works on."""
 
     name: str
-    config: Config
+    parts: Parts
     clock: RoundClock
     dht: SwarmDHT
     watch: Watch
     outer: OuterState
     averaging: Averaging
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    precision: Precision
-    dist: Distributed
-    splits: Splits
-    workers: int
     data_seed: int
     """Every peer has a data order of its own, so that together they see more than each alone."""
     stop_requested: Callable[[], bool]
-    keeper: Keeper
+    progress: Progress
+    after_round: Callable[[Box], None] = lambda box: None
+    """Takes note of every round."""
     may_be_alone: bool = False
     """The creator waits for others as long as the run lasts; to anybody else silence means that the swarm is gone."""
     republish: Callable[[], None] = lambda: None
     """What the creator does every round, so that the manifest neither expires nor misses on new nodes."""
-    step: int = 0
-    """Updates that this peer has made."""
-    step_seconds: float = 0.0
-    """How long an update takes."""
-    rounds_alone: int = 0
-
-    @property
-    def micro_batch_size(self) -> int:
-        return self.config.train.micro_batch_size or self.config.train.global_batch_size
+    beat: Callable[[], None] = lambda: None
+    pace: Pace = field(default_factory=Pace)
 
 
 def train(p: Peer) -> Ending:
@@ -104,17 +92,18 @@ def train(p: Peer) -> Ending:
         RunFailedError: the swarm is gone, or this peer is too slow for its rounds.
     """
     loader = train_batches(
-        p.splits,
+        p.parts.splits,
         seed=p.data_seed,
-        start_step=p.step,
+        start_step=p.progress.step,
         stop_step=_FOREVER,
-        global_batch_size=p.config.train.global_batch_size,
-        micro_batch_size=p.micro_batch_size,
+        global_batch_size=p.parts.config.train.global_batch_size,
+        micro_batch_size=p.parts.micro_batch_size,
         rank=0,
         world_size=1,
-        workers=p.workers,
-        pin_memory=p.dist.device.type == "cuda",
+        workers=p.parts.workers,
+        pin_memory=p.parts.dist.device.type == "cuda",
     )
+    update = Updater(p.parts, beat=p.beat)
     _publish(p, p.outer.round, 0, 0.0, 0.0, 0)
     with loader as batches:
         while (index := p.clock.index(time.time())) < p.clock.count:
@@ -126,23 +115,23 @@ def train(p: Peer) -> Ending:
                 return "ended"
             if index > p.outer.round:  # this peer has slept through a round, or was slow to judge the last one
                 p.averaging.adopt(p.clock.seconds / 2)
-            box = _round(p, batches, index)
+            box = _round(p, update, batches, index)
             if box is None:
                 return "ended" if p.watch.stopped else "stopped"
-            p.keeper.after_round(box)
+            p.after_round(box)
             if box.result.drifted:
                 p.averaging.adopt(p.clock.seconds / 2)  # if it fails, the next round says so again
             _check_lost(p, box)
     return "finished"
 
 
-def _round(p: Peer, batches: Iterator[tuple[Tensor, Tensor]], index: int) -> Box | None:
+def _round(p: Peer, update: Updater, batches: Batches, index: int) -> Box | None:
     """One round; None when it is time to leave and the search for the others has not begun."""
     boundary = p.clock.boundary(index)
-    search_at = boundary - p.config.collaborative.matchmaking_seconds
-    meter, began, samples, seconds, lr = Meter(p.dist), time.time(), 0, 0.0, 0.0
-    news_at = began
-    p.model.train()
+    search_at = boundary - p.parts.config.collaborative.matchmaking_seconds
+    began, samples, seconds, lr = time.time(), 0, 0.0, 0.0
+    news_at, pace = began, p.pace
+    p.parts.model.train()
     while True:
         now = time.time()
         if (p.stop_requested() or p.watch.stopped) and not p.averaging.begun:
@@ -150,19 +139,21 @@ def _round(p: Peer, batches: Iterator[tuple[Tensor, Tensor]], index: int) -> Box
         if now > news_at:
             p.watch.poll()
             news_at = now + NEWS_SECONDS
-        if not p.averaging.begun and now + p.step_seconds >= search_at:
+        if not p.averaging.begun and now + pace.step_seconds >= search_at:
             p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
-        if now + p.step_seconds >= boundary:
+        if now + pace.step_seconds >= boundary:
             break
-        lr = _update(p, batches, meter, now)
-        samples += p.config.train.global_batch_size
+        lr = _update(p, update, batches, now)
+        samples += p.parts.config.train.global_batch_size
         taken = time.time() - now
         seconds += taken
-        if p.step > 1:  # the very first one also warms up kernels and caches; its time says nothing about the next
-            p.step_seconds = 0.8 * p.step_seconds + 0.2 * taken if p.step_seconds else taken
-        if p.step_seconds > p.clock.seconds:
+        if (
+            p.progress.step > 1
+        ):  # the very first one also warms up kernels and caches; its time says nothing about the next
+            pace.step_seconds = 0.8 * pace.step_seconds + 0.2 * taken if pace.step_seconds else taken
+        if pace.step_seconds > p.clock.seconds:
             raise RunFailedError(
-                f"One update takes {p.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
+                f"One update takes {pace.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
                 why="This peer would never have anything to contribute.",
                 fix="Use a faster machine, or a run with a smaller batch or longer rounds.",
             )
@@ -175,42 +166,28 @@ def _round(p: Peer, batches: Iterator[tuple[Tensor, Tensor]], index: int) -> Box
         next_round=index + 1,
         alone=not others,
     )
-    metrics = meter.read()
+    metrics = update.meter.read()
     rate = samples / seconds if seconds else 0.0
     _publish(p, index, samples, rate, metrics.get("loss", 0.0), result.group)
     return Box(index, samples, seconds, metrics, lr, result, len(others) + 1)
 
 
-def _update(p: Peer, batches: Iterator[tuple[Tensor, Tensor]], meter: Meter, now: float) -> float:
+def _update(p: Peer, update: Updater, batches: Batches, now: float) -> float:
     """One inner update; its learning rate."""
-    train = p.config.train
-    step, per_epoch, total = p.clock.grid(now, train.epochs)
-    lr = lr_at(step, optim=p.config.optim, schedule=p.config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-    set_lr(p.optimizer, lr)
-    seed_random(mix(p.data_seed, p.step), p.dist.device)  # dropout and the like
-    passes = train.global_batch_size // p.micro_batch_size
-    for _ in range(passes):
-        images, labels = next(batches)
-        images = normalize(images.to(p.dist.device, non_blocking=True), p.splits.info)
-        labels = labels.to(p.dist.device, non_blocking=True)
-        with p.precision.autocast():
-            logits = p.model(images)
-            losses = functional.cross_entropy(
-                logits.float(), labels, reduction="none", label_smoothing=train.label_smoothing
-            )
-        p.precision.backward(losses.mean() / passes)
-        meter.add(losses, logits, labels)
-    p.precision.step(p.optimizer, p.outer.params, train.grad_clip_norm)
-    if p.dist.device.type == "cuda":
-        torch.cuda.synchronize(p.dist.device)  # the round ends by the clock: an update counts when it is done
-    p.step += 1
+    config, device = p.parts.config, p.parts.dist.device
+    step, per_epoch, total = p.clock.grid(now, config.train.epochs)
+    lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
+    update(batches, lr=lr, seed=mix(p.data_seed, p.progress.step))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
+    p.progress.step += 1
     return lr
 
 
 def _publish(p: Peer, index: int, samples: int, rate: float, loss: float, group: int) -> None:
     """Tell the others about this round; they forget it when the next ones bring no news."""
     finite = loss if loss == loss and abs(loss) != float("inf") else 0.0
-    progress = Progress(
+    progress = PeerProgress(
         name=p.name,
         round=index,
         samples=samples,
@@ -223,8 +200,9 @@ def _publish(p: Peer, index: int, samples: int, rate: float, loss: float, group:
 
 
 def _check_lost(p: Peer, box: Box) -> None:
-    p.rounds_alone = p.rounds_alone + 1 if box.result.used != "average" and box.peers == 1 else 0
-    if not p.may_be_alone and p.rounds_alone >= _LOST_AFTER:
+    alone = box.result.used != "average" and box.peers == 1
+    p.pace.rounds_alone = p.pace.rounds_alone + 1 if alone else 0
+    if not p.may_be_alone and p.pace.rounds_alone >= _LOST_AFTER:
         raise RunFailedError(
             f"The swarm has not answered for {_LOST_AFTER} rounds.",
             why="Its creator has gone without a word, or this machine has lost its network.",

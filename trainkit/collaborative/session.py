@@ -1,66 +1,32 @@
-"""A peer from its first message to its last: everything that a peer is made of, built and taken down in order."""
+"""A peer from its first message to its last: as the creator of a swarm, or as one who joins."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from trainkit.collaborative import trust
-from trainkit.collaborative.averaging import Averaging, open_averaging
+from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import Manifest, SwarmDHT, Watch, open_dht, read_manifest
-from trainkit.collaborative.keeping import NoKeeper, RunKeeper, restore
+from trainkit.collaborative.keeping import RoundKeeper, recorded, take_over
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import NEWS_SECONDS, Ending, Peer, train
+from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
 from trainkit.collaborative.settings import in_words, installed
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.data.base import Splits
-from trainkit.data.loader import resolve_workers
-from trainkit.data.order import mix
-from trainkit.distributed.device import cpus_of_rank, device_name, intra_op_threads
-from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
-from trainkit.experiment import wants_gpu
-from trainkit.models import build_model
-from trainkit.monitor.base import open_loggers
-from trainkit.monitor.hardware import sample_hardware
-from trainkit.ranks.env import RankEnv, device_index
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
-from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import Precision, choose_precision
+from trainkit.training.outcome import Keeper, Progress
 
 # A newcomer asks so long for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Seat:
-    """One peer's place: who it is, its device, and what it is asked to do besides training."""
-
-    name: str
-    env: RankEnv
-    stop_requested: Callable[[], bool]
-    say: Callable[[str], None]
-    open_run: Callable[[Config], RunDir] | None
-    """Makes or opens this peer's run folder; None for a rank whose rank 0 keeps the records."""
-    attempt: int = 0
-    goes_on_later: bool = False
-    """A stopped run will be started again from its last checkpoint, so it has no results yet."""
-    identity: Path | None = None
-    host: str | None = None
-    """Address to listen on; None: call out only."""
-    port: int = 0
 
 
 def create(
@@ -79,55 +45,66 @@ def create(
     assert seat.open_run is not None
     splits = build_data(config.data)
     with trust.identity(seat.identity) as identity, open_dht(identity, host=seat.host, port=seat.port) as dht:
-        body = _Body(config, splits)
+        outer = common_state(config, splits)
         run_dir = seat.open_run(config)
-        yaml = to_yaml(config)
-        with _keeper(run_dir, config, seat, judges=True, params=body.outer.num_parameters) as keeper:
-            assert isinstance(keeper, RunKeeper)
-            done = restore(run_dir, body.outer, keeper)
-            if done >= config.collaborative.rounds:
-                return "finished", run_dir
+        # Unguessable, and anew for each start: peers of an earlier attempt must not be taken for this one's.
+        run_id = f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
+        with (
+            averaged(config, seat, splits, outer, dht, run_id) as (parts, averaging),
+            kept(config, run_dir, parts, left_out=("console",)) as (checkpoints, metrics),
+        ):
+            found = checkpoints.restore(
+                parts.model, None, extra=["outer"], accept=lambda found: take_over(found, outer)
+            )
+            progress = Progress.of(found.state) if found else Progress()
             collaborative = config.collaborative
-            # Unguessable, and anew for each start: peers of an earlier attempt must not be taken for this one's.
-            run_id = f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
-            with open_averaging(dht, body.outer, collaborative, run_id) as averaging:
-                averaging.share()
-                clock = RoundClock.starting(time.time(), collaborative.round_seconds, collaborative.rounds, done=done)
-                manifest = Manifest(
-                    run_id=run_id,
-                    name=run_dir.name,
-                    config=yaml,
-                    config_sha256=hashlib.sha256(yaml.encode()).hexdigest(),
-                    num_parameters=body.outer.num_parameters,
-                    first_round=clock.first,
-                    versions=installed(),
-                )
+            if outer.round >= collaborative.rounds:
+                return "finished", run_dir
+            averaging.share()
+            clock = RoundClock.starting(
+                time.time(), collaborative.round_seconds, collaborative.rounds, done=outer.round
+            )
+            yaml = to_yaml(config)
+            manifest = Manifest(
+                run_id=run_id,
+                name=run_dir.name,
+                config=yaml,
+                config_sha256=hashlib.sha256(yaml.encode()).hexdigest(),
+                num_parameters=outer.num_parameters,
+                first_round=clock.first,
+                versions=installed(),
+            )
 
-                def publish(manifest: Manifest, *, wait: bool = False) -> None:
-                    # From now on: a record only replaces one that would expire earlier.
-                    dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
+            def publish(manifest: Manifest, *, wait: bool = False) -> None:
+                # From now on: a record only replaces one that would expire earlier.
+                dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
 
-                publish(manifest, wait=True)
-                announce(run_dir, dht.addresses(prefer_host))
-                peer = _peer(config, seat, body, clock, dht, dht.peer_id, averaging, keeper)
-                peer.may_be_alone = True
-                peer.republish = lambda: publish(manifest)
-                peer.step = keeper.progress.step
-                with _recorded(run_dir, seat, peer):
-                    ending = train(peer)
-                    if ending == "stopped":
-                        publish(replace(manifest, stopped=True), wait=True)
-                        if peer.watch.others(time.time() - clock.seconds):
-                            time.sleep(4 * NEWS_SECONDS)  # with this peer the news would vanish
-                    else:
-                        # The others may still be fetching their part of the last round's average from this peer.
-                        time.sleep(max(0.0, clock.end + 2.0 - time.time()))
+            publish(manifest, wait=True)
+            announce(run_dir, dht.addresses(prefer_host))
+            watch = Watch(dht, dht.peer_id)
+            keeper = Keeper(parts, run_dir, checkpoints, metrics, progress, seat.beat)
+            rounds = RoundKeeper(keeper, outer, clock, watch, judges=True, say=seat.say)
+            peer = replace(
+                peer_at(seat, parts, outer, averaging, dht, clock, watch, progress),
+                after_round=rounds.after_round,
+                may_be_alone=True,
+                republish=lambda: publish(manifest),
+            )
+            with recorded(run_dir, peer, seat.attempt, seat.env):
+                ending = train(peer)
+                if ending == "stopped":
+                    publish(replace(manifest, stopped=True), wait=True)
+                    if watch.others(time.time() - clock.seconds):
+                        time.sleep(4 * NEWS_SECONDS)  # with this peer the news would vanish
+                else:
+                    # The others may still be fetching their part of the last round's average from this peer.
+                    time.sleep(max(0.0, clock.end + 2.0 - time.time()))
             if ending == "finished":
-                keeper.finish("finished")
+                rounds.finish("finished")
             elif not seat.goes_on_later:
-                keeper.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
+                rounds.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
             if ending == "finished" or not seat.goes_on_later:
-                append_event(run_dir, "finished", attempt=seat.attempt, step=peer.step)
+                append_event(run_dir, "finished", attempt=seat.attempt, step=progress.step)
     return ending, run_dir
 
 
@@ -157,126 +134,40 @@ def join(
                 why=f"All of its {clock.count} rounds are done.",
                 fix="Join another.",
             )
-        body = _Body(config, build_data(config.data))
-        if body.outer.num_parameters != manifest.num_parameters:
+        splits = build_data(config.data)
+        outer = common_state(config, splits)
+        if outer.num_parameters != manifest.num_parameters:
             raise UserError(
-                f"The model has {body.outer.num_parameters:,} parameters here, not {manifest.num_parameters:,}.",
+                f"The model has {outer.num_parameters:,} parameters here, not {manifest.num_parameters:,}.",
                 why=f"The model's code or a library differs: the creator has {in_words(manifest.versions)}; here are "
                 f"{in_words(installed())}.",
                 fix="Install the creator's versions.",
             )
-        with open_averaging(dht, body.outer, config.collaborative, manifest.run_id) as averaging:
-            run_dir = seat.open_run(config) if seat.open_run else None
-            if run_dir is not None:
-                seat.say(f"Run: {run_dir.path}")
-            with _keeper(run_dir, config, seat, judges=False, params=body.outer.num_parameters) as keeper:
-                creator = _creator_of(dht, manifest)
-                peer = _peer(config, seat, body, clock, dht, creator, averaging, keeper)
-                with _recorded(run_dir, seat, peer):
-                    # Last of all: the state of a round is of use until that round ends.
-                    _adopt(averaging, body.outer, clock, seat)
-                    seat.say(f"Joined {manifest.name} in round {clock.index(time.time()) + 1}/{clock.count}.")
-                    averaging.share()
-                    ending = train(peer)
-                if run_dir is not None and isinstance(keeper, RunKeeper) and peer.step and ending != "stopped":
-                    keeper.finish("finished" if ending == "finished" else "stopped")
-                if run_dir is not None:
-                    append_event(run_dir, "finished", attempt=seat.attempt, step=peer.step)
+        with averaged(config, seat, splits, outer, dht, manifest.run_id) as (parts, averaging):
+            watch, progress = Watch(dht, _creator_of(dht, manifest)), Progress()
+            peer = peer_at(seat, parts, outer, averaging, dht, clock, watch, progress)
+
+            def take_part(peer: Peer) -> Ending:
+                # Last of all: the state of a round is of use until that round ends.
+                _adopt(averaging, outer, clock, seat)
+                seat.say(f"Joined {manifest.name} in round {clock.index(time.time()) + 1}/{clock.count}.")
+                averaging.share()
+                return train(peer)
+
+            if seat.open_run is None:
+                return take_part(peer), None
+            run_dir = seat.open_run(config)
+            seat.say(f"Run: {run_dir.path}")
+            # A volunteer's machine writes no accounts of a service.
+            with kept(config, run_dir, parts, left_out=("console", "wandb")) as (checkpoints, metrics):
+                keeper = Keeper(parts, run_dir, checkpoints, metrics, progress, seat.beat)
+                rounds = RoundKeeper(keeper, outer, clock, watch, judges=False, say=seat.say)
+                with recorded(run_dir, peer, seat.attempt, seat.env):
+                    ending = take_part(replace(peer, after_round=rounds.after_round))
+                if progress.step and ending != "stopped":
+                    rounds.finish("finished" if ending == "finished" else "stopped")
+                append_event(run_dir, "finished", attempt=seat.attempt, step=progress.step)
     return ending, run_dir
-
-
-class _Body:
-    """Model and common state, on the CPU: the averager is forked before CUDA is used for the first time."""
-
-    def __init__(self, config: Config, splits: Splits) -> None:
-        self.splits = splits
-        self.model = build_model(config.model, splits.info, config.seed)
-        collaborative = config.collaborative
-        self.outer = OuterState(self.model, lr=collaborative.outer_lr, momentum=collaborative.outer_momentum)
-
-
-def _peer(
-    config: Config,
-    seat: Seat,
-    body: _Body,
-    clock: RoundClock,
-    dht: SwarmDHT,
-    creator: str,
-    averaging: Averaging,
-    keeper: RunKeeper | NoKeeper,
-) -> Peer:
-    device = torch.device("cpu")
-    if wants_gpu(config):
-        device = torch.device("cuda", device_index(seat.env.local_rank, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(intra_op_threads(seat.env))
-    dist = Distributed(replace(seat.env, rank=0, world_size=1), device)  # a peer is a whole of its own
-    body.model.to(device)
-    peer = Peer(
-        name=seat.name,
-        config=config,
-        clock=clock,
-        dht=dht,
-        watch=Watch(dht, creator),
-        outer=body.outer,
-        averaging=averaging,
-        model=body.model,
-        optimizer=build_optimizer(body.model, config.optim),
-        precision=Precision(choose_precision(config.train.precision, device), dist),
-        dist=dist,
-        splits=body.splits,
-        workers=resolve_workers(config.data.workers, body.splits, cpus_of_rank(seat.env)),
-        data_seed=mix(config.seed, int(hashlib.sha256(dht.peer_id.encode()).hexdigest(), 16)),
-        stop_requested=seat.stop_requested,
-        keeper=keeper,
-    )
-    if isinstance(keeper, RunKeeper):
-        keeper.peer = peer
-    return peer
-
-
-@contextmanager
-def _keeper(
-    run_dir: RunDir | None, config: Config, seat: Seat, *, judges: bool, params: int
-) -> Iterator[RunKeeper | NoKeeper]:
-    if run_dir is None:
-        yield NoKeeper()
-        return
-    # Lines a round are said by the keeper; a volunteer's machine writes no accounts of a service.
-    left_out = ("console",) if judges else ("console", "wandb")
-    names = tuple(name for name in config.monitor.loggers if name not in left_out)
-    quiet = config.model_copy(update={"monitor": config.monitor.model_copy(update={"loggers": names})})
-    hardware = sample_hardware(
-        run_dir, socket.gethostname(), config.monitor.hardware_every_seconds, "cuda" if wants_gpu(config) else "cpu"
-    )
-    with open_loggers(quiet, run_dir, total_steps=0, params=params) as metrics, hardware:
-        yield RunKeeper(run_dir, config, metrics, judges=judges, say=seat.say)
-
-
-@contextmanager
-def _recorded(run_dir: RunDir | None, seat: Seat, peer: Peer) -> Iterator[None]:
-    """The events of a peer's start, and of its failure."""
-    if run_dir is None:
-        yield
-        return
-    append_event(
-        run_dir,
-        "started",
-        attempt=seat.attempt,
-        step=peer.step,
-        world_size=seat.env.world_size,
-        hosts=[socket.gethostname()],
-        device=device_name(peer.dist.device),
-        precision=peer.precision.name,
-        params=peer.outer.num_parameters,
-    )
-    try:
-        yield
-    except Exception as error:
-        what = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
-        append_event(run_dir, "failed", rank=seat.env.rank, host=socket.gethostname(), error=what)
-        raise
 
 
 def _adopt(averaging: Averaging, outer: OuterState, clock: RoundClock, seat: Seat) -> None:

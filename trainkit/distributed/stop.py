@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
 
 # USR2: the time limit is near (`--signal=USR2@90`). TERM: preemption, `scontrol requeue`, a machine that shuts down.
 SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
@@ -51,3 +54,11 @@ def stop_on_signal(*, leaves_process: bool = True) -> Iterator[StopFlag]:
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN if leaves_process else before[number])
+
+
+def hand_back(run_dir: RunDir, attempt: int, signals: Sequence[str], *, requeue: bool, step: int | None) -> None:
+    """Say that this attempt ended on request and has saved; with ``requeue`` ask whoever started it for another."""
+    append_event(run_dir, "signalled", attempt=attempt, step=step, signals=sorted(set(signals)))
+    if requeue:
+        run_dir.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
+        run_dir.requeue_marker(attempt).write_text(f"step {step}\n", encoding="utf-8")

@@ -8,23 +8,20 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainkit.data.base import Samples, Splits, normalize
+from trainkit.data.base import Samples, normalize
 from trainkit.data.loader import eval_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.training.meter import Meter
-from trainkit.training.precision import Precision
+from trainkit.training.parts import Parts
 
 
 def evaluate(
-    model: nn.Module,
+    parts: Parts,
     samples: Samples,
-    splits: Splits,
     *,
-    batch_size: int,
-    workers: int,
-    precision: Precision,
-    dist: Distributed,
+    batch_size: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float] | None:
     """``loss``, ``acc1``, ``acc5`` and ``samples`` of one pass over ``samples``; None if it was told to stop.
 
@@ -32,9 +29,11 @@ def evaluate(
     collectives inside them would otherwise wait for ever, and what pads the last ones is masked.
 
     Args:
-        batch_size: samples per rank and forward pass.
+        batch_size: samples per rank and forward pass; None: as in training.
         should_stop: asked before each batch; must answer alike on all ranks.
+        beat: called for each batch.
     """
+    model, dist, splits = parts.model, parts.dist, parts.splits
     was_training = model.training
     model.eval()
     meter = Meter(dist)
@@ -42,20 +41,21 @@ def evaluate(
     loader = eval_batches(
         samples,
         splits.eval_transform,
-        batch_size=batch_size,
+        batch_size=batch_size or parts.micro_batch_size,
         rank=dist.rank,
         world_size=dist.world_size,
-        workers=workers,
+        workers=parts.workers,
         pin_memory=device.type == "cuda",
     )
     try:
         with torch.no_grad(), loader as batches:
             for images, labels, mask in batches:
+                beat()
                 if should_stop():
                     return None
                 labels = labels.to(device, non_blocking=True)
                 mask = mask.to(device, non_blocking=True)
-                with precision.autocast():
+                with parts.precision.autocast():
                     logits = model(normalize(images.to(device, non_blocking=True), splits.info))
                 logits = logits.float()
                 meter.add(functional.cross_entropy(logits, labels, reduction="none"), logits, labels, mask)

@@ -1,0 +1,111 @@
+"""One peer's place, and everything that a peer is made of, built and taken down in order."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.collaborative.averaging import Averaging, open_averaging
+from trainkit.collaborative.clock import RoundClock
+from trainkit.collaborative.dht import SwarmDHT, Watch
+from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.rounds import Peer
+from trainkit.config.schema import Config
+from trainkit.data.base import Splits
+from trainkit.data.order import mix
+from trainkit.distributed.process_group import distributed
+from trainkit.experiment import alone, build, wants_gpu
+from trainkit.models import build_model
+from trainkit.monitor.base import Logger, open_loggers
+from trainkit.monitor.hardware import sample_hardware
+from trainkit.ranks.env import RankEnv
+from trainkit.records.rundir import RunDir
+from trainkit.training.outcome import Progress
+from trainkit.training.parts import Parts
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One peer's place: who it is, its device, and what it is asked to do besides training."""
+
+    name: str
+    env: RankEnv
+    stop_requested: Callable[[], bool]
+    say: Callable[[str], None]
+    open_run: Callable[[Config], RunDir] | None
+    """Makes or opens this peer's run folder; None for a rank whose rank 0 keeps the records."""
+    attempt: int = 0
+    goes_on_later: bool = False
+    """A stopped run will be started again from its last checkpoint, so it has no results yet."""
+    identity: Path | None = None
+    host: str | None = None
+    """Address to listen on; None: call out only."""
+    port: int = 0
+    beat: Callable[[], None] = lambda: None
+    """Called whenever this peer has made progress."""
+
+
+def common_state(config: Config, splits: Splits) -> OuterState:
+    """A model, on the CPU, and what the peers have in common of it."""
+    model = build_model(config.model, splits.info, config.seed)
+    return OuterState(model, lr=config.collaborative.outer_lr, momentum=config.collaborative.outer_momentum)
+
+
+@contextmanager
+def averaged(
+    config: Config, seat: Seat, splits: Splits, outer: OuterState, dht: SwarmDHT, run_id: str
+) -> Iterator[tuple[Parts, Averaging]]:
+    """What trains here, and what agrees with the others.
+
+    In this order: the averager's process is forked, which must be before CUDA is used for the first time.
+    """
+    whole = replace(seat.env, rank=0, world_size=1)  # a peer is a whole of its own
+    with (
+        open_averaging(dht, outer, config.collaborative, run_id) as averaging,
+        distributed(whole, use_gpu=wants_gpu(config)) as dist,
+    ):
+        yield build(alone(config), dist, splits, model=outer.model), averaging
+
+
+def peer_at(
+    seat: Seat,
+    parts: Parts,
+    outer: OuterState,
+    averaging: Averaging,
+    dht: SwarmDHT,
+    clock: RoundClock,
+    watch: Watch,
+    progress: Progress,
+) -> Peer:
+    """The peer of a seat; its creator adds what only a creator does."""
+    return Peer(
+        name=seat.name,
+        parts=parts,
+        clock=clock,
+        dht=dht,
+        watch=watch,
+        outer=outer,
+        averaging=averaging,
+        data_seed=mix(parts.config.seed, int(hashlib.sha256(dht.peer_id.encode()).hexdigest(), 16)),
+        stop_requested=seat.stop_requested,
+        progress=progress,
+        beat=seat.beat,
+    )
+
+
+@contextmanager
+def kept(
+    config: Config, run_dir: RunDir, parts: Parts, *, left_out: Sequence[str]
+) -> Iterator[tuple[Checkpoints, Logger]]:
+    """Where checkpoints and metrics go; ``left_out``: loggers that are not opened. Lines a round are the keeper's."""
+    names = tuple(name for name in config.monitor.loggers if name not in left_out)
+    quiet = config.model_copy(update={"monitor": config.monitor.model_copy(update={"loggers": names})})
+    dist = parts.dist
+    hardware = sample_hardware(run_dir, socket.gethostname(), config.monitor.hardware_every_seconds, dist.device.type)
+    with open_loggers(quiet, run_dir, total_steps=0, params=parts.num_parameters) as metrics, hardware:
+        yield Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist), metrics

@@ -1,0 +1,160 @@
+"""What comes of a training, for every loop: how far it is, its best model, its checkpoints and its summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.distributed.device import device_name, peak_memory_mb
+from trainkit.monitor.base import Logger
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+from trainkit.training.evaluate import evaluate, sync_buffers
+from trainkit.training.parts import Parts
+
+
+@dataclass
+class Progress:
+    """How far a run is. Everything else of its state is in the model and the optimizer."""
+
+    step: int = 0
+    validated_step: int = 0
+    """Step of the last finished validation; behind ``step`` if a stop request fell into it."""
+    best: float | None = None
+    best_step: int | None = None
+    train_seconds: float = 0.0
+    """Seconds spent in training steps over all attempts, validation and saving excluded."""
+    images: int = 0
+    """Images trained on over all attempts."""
+    val: dict[str, float] = field(default_factory=dict)
+    """The last validation's metrics."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Progress:
+        """As `Keeper.save` left it.
+
+        Raises KeyError, TypeError or ValueError for what it has not written.
+        """
+        progress = cls(**state["progress"])
+        if not 0 <= progress.validated_step <= progress.step:
+            raise ValueError(f"step {progress.step} is said to be validated up to step {progress.validated_step}")
+        return progress
+
+    def judge(self, val: dict[str, float], by: str) -> bool:
+        """Take note of a validation after the present step. Is this model the best so far?
+
+        Args:
+            by: ``checkpoint.best``: what it is judged by. A loss should be small, everything else large.
+        """
+        name = by.removeprefix("val/")
+        value = val[name]
+        self.val, self.validated_step = val, self.step
+        better = self.best is None or (value < self.best if name == "loss" else value > self.best)
+        if better:
+            self.best, self.best_step = value, self.step
+        return better
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Validates, saves and sums up; what is due when is the loop's to ask. Every rank calls every method."""
+
+    parts: Parts
+    run_dir: RunDir
+    checkpoints: Checkpoints
+    metrics: Logger
+    progress: Progress
+    beat: Callable[[], None] = lambda: None
+
+    def validation_is_due(self) -> bool:
+        """After the present step: at the end, and every ``train.eval_every_epochs``."""
+        step, parts = self.progress.step, self.parts
+        return step == parts.total_steps or step % (parts.steps_per_epoch * parts.config.train.eval_every_epochs) == 0
+
+    def saving_is_due(self) -> bool:
+        """After the present step: at the end, and by ``checkpoint.every_epochs`` and ``every_steps``."""
+        step, checkpoint = self.progress.step, self.parts.config.checkpoint
+        by_epoch = checkpoint.every_epochs and step % (self.parts.steps_per_epoch * checkpoint.every_epochs) == 0
+        by_step = checkpoint.every_steps and step % checkpoint.every_steps == 0
+        return step == self.parts.total_steps or bool(by_epoch or by_step)
+
+    def validate(self, where: Mapping[str, Any], should_stop: Callable[[], bool] = lambda: False) -> bool | None:
+        """Validate, record with ``where``, judge. Is this model the best so far? None: told to stop half way."""
+        sync_buffers(self.parts.model, self.parts.dist)
+        result = evaluate(self.parts, self.parts.splits.val, should_stop=should_stop, beat=self.beat)
+        if result is None:
+            return None
+        better = self.progress.judge(result, self.parts.config.checkpoint.best)
+        self.metrics.log({**where, "split": "val", **result})
+        return better
+
+    def save(self, *, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any) -> None:
+        """Write a checkpoint of the present step.
+
+        Args:
+            extra: tensors that belong to it besides the model's and the optimizer's; the optimizer is then left out.
+            more: further plain values for its ``state.json``, and for the event.
+        """
+        parts, progress = self.parts, self.progress
+        self.beat()
+        self.checkpoints.save(
+            parts.model,
+            parts.optimizer if extra is None else None,
+            step=progress.step,
+            state={
+                "progress": asdict(progress),
+                "precision": parts.precision.state_dict(),
+                "world_size": parts.dist.world_size,
+                **more,
+            },
+            best_step=progress.best_step,
+            extra=extra,
+        )
+        self.beat()
+        if parts.dist.is_main:
+            append_event(self.run_dir, "saved", step=progress.step)
+
+    def test(self, where: Mapping[str, Any]) -> dict[str, float]:
+        """Test metrics of the best weights, recorded with ``where``."""
+        best = self.progress.best_step
+        if best is not None and best != self.progress.step:
+            self.checkpoints.load_weights(self.parts.model, best, or_newest=True)
+        result = evaluate(self.parts, self.parts.splits.test, beat=self.beat)
+        assert result is not None
+        self.metrics.log({**where, "split": "test", **result})
+        return result
+
+    def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float], **more: Any) -> None:
+        """Write ``summary.json``."""
+        parts, progress = self.parts, self.progress
+        seconds = progress.train_seconds
+        if not parts.dist.is_main:
+            return
+        summary: dict[str, Any] = {
+            "outcome": outcome,
+            "steps": progress.step,
+            "epochs": round(epochs, 4),
+            "best": {parts.config.checkpoint.best: progress.best},
+            "best_step": progress.best_step,
+            "val": progress.val,
+            "test": test,
+            "train_seconds": round(seconds, 3),
+            "images_per_sec": round(progress.images / seconds, 2) if seconds else None,
+            "world_size": parts.dist.world_size,
+            "grad_accum_steps": parts.grad_accum_steps,
+            "micro_batch_size": parts.micro_batch_size,
+            "precision": parts.precision.name,
+            "skipped_steps": parts.precision.skipped_steps,
+            "device": device_name(parts.dist.device),
+            "params": parts.num_parameters,
+            "max_memory_mb": peak_memory_mb(parts.dist.device),
+            **more,
+        }
+        partial = self.run_dir.summary.with_name(".summary.json.partial")
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        partial.replace(self.run_dir.summary)

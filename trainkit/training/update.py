@@ -1,0 +1,56 @@
+"""One optimizer update: the same for every loop, strategy and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.data.base import normalize
+from trainkit.distributed.device import seed_random
+from trainkit.training.meter import Meter
+from trainkit.training.optim import set_lr
+from trainkit.training.parts import Parts
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+"""Micro batches of this rank: images uint8 [N, C, H, W] and labels int64 [N]."""
+
+
+class Updater:
+    """Makes updates of one model. ``meter`` has the loss and the hits of all since it was last read."""
+
+    def __init__(self, parts: Parts, *, beat: Callable[[], None] = lambda: None) -> None:
+        self.meter = Meter(parts.dist)
+        self._parts, self._beat = parts, beat
+        self._parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+
+    def __call__(self, batches: Batches, *, lr: float, seed: int) -> Tensor | None:
+        """Train on one global batch; the gradients' global norm before clipping, if it was needed.
+
+        Args:
+            batches: gives ``grad_accum_steps`` micro batches.
+            seed: of dropout and the like on this rank.
+        """
+        p, train = self._parts, self._parts.config.train
+        device, passes = p.dist.device, p.grad_accum_steps
+        self._beat()
+        set_lr(p.optimizer, lr)
+        seed_random(seed, device)
+        for micro_step in range(passes):
+            is_last = micro_step == passes - 1  # gradients are exchanged once per update
+            images, labels = next(batches)
+            self._beat()
+            images = normalize(images.to(device, non_blocking=True), p.splits.info)
+            labels = labels.to(device, non_blocking=True)
+            with p.strategy.grad_sync(p.model, enabled=is_last):
+                with p.precision.autocast():
+                    logits = p.model(images)
+                    losses = functional.cross_entropy(
+                        logits.float(), labels, reduction="none", label_smoothing=train.label_smoothing
+                    )
+                p.precision.backward(losses.mean() / passes)
+            self.meter.add(losses, logits, labels)
+        norm = p.precision.step(p.optimizer, self._parameters, train.grad_clip_norm)
+        self._beat()
+        return norm
