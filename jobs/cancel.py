@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from trainkit.cluster.queue import JobState, controller_of, job_state, job_states
+from trainkit.cluster.queue import JobState, job_state, job_states
 from trainkit.errors import RefusedError, SchedulerError
-from trainkit.records.events import append_event, last_event
+from trainkit.records.attempts import cancelled
+from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir, find_runs
 
 PATIENCE_SECONDS = 20.0
@@ -23,12 +24,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_args(list(argv))
     runs = [run for reference in args.runs for run in find_runs(reference, env)]
     states = job_states(runs)
-    on_slurm = [
-        (run, state) for run, state in zip(runs, states, strict=True) if state.alive and state.executor == "slurm"
-    ]
-    local = [(run, state) for run, state in zip(runs, states, strict=True) if state.alive and state.executor != "slurm"]
+    living = [(run, state) for run, state in zip(runs, states, strict=True) if state.alive != "no"]
+    on_slurm = [(run, state) for run, state in living if state.executor == "slurm"]
+    local = [(run, state) for run, state in living if state.executor != "slurm"]
     for run, state in zip(runs, states, strict=True):
-        if not state.alive:
+        if state.alive == "no":
             why = f" ({state.reason})" if state.reason else ""
             print(f"{run.name}: nothing to cancel, it is {state.state}{why}.")
     if on_slurm:
@@ -51,26 +51,27 @@ def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
             "scancel refused.", why=" ".join(done.stderr.split()), fix="Only a job's owner may cancel it."
         )
     for run, state in jobs:
-        append_event(run, "cancelled", job_id=state.job_id)
+        cancelled(run, state.job_id)
         print(f"{run.name}: cancelled job {state.job_id}.")
 
 
 def _end_locally(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
     # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
     for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
-        process = controller_of(last_event(run, "submitted") or {})
+        submission = life_of(run).submission
+        process = submission.process if submission is not None else None
         if process is None or not process.is_here():
             where = process.host if process else "another machine"
             raise RefusedError(
                 f"{run.name} runs on {where}.", why="A local run can only be ended there.", fix=f"Log in to {where}."
             )
-        append_event(run, "cancelled", job_id=state.job_id)
+        cancelled(run, state.job_id)
         in_sweep = (run.path.parent / "sweep.json").is_file()
         if not in_sweep or job_state(run).state == "RUNNING":
             # INT ends one run of a sweep, TERM all that its process has to do.
             process.signal(signal.SIGINT if in_sweep else signal.SIGTERM)
             deadline = time.monotonic() + PATIENCE_SECONDS
-            while (job_state(run).alive if in_sweep else process.is_alive()) and time.monotonic() < deadline:
+            while (job_state(run).alive != "no" if in_sweep else process.is_alive()) and time.monotonic() < deadline:
                 time.sleep(0.05)
         if not in_sweep:
             # Its ranks die with it: each has asked the kernel for that.

@@ -89,6 +89,11 @@ def add_allow_code_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-code", action="store_true", help="run code that a run of somebody else's names")
 
 
+def add_force_flag(parser: argparse.ArgumentParser) -> None:
+    """``--force``, of the commands that start a job on a run that may have one."""
+    parser.add_argument("--force", action="store_true", help="also if nobody can tell whether its job has ended")
+
+
 def add_resource_flags(parser: argparse.ArgumentParser) -> None:
     """Add sbatch's flags. Their values stay text here; the configuration checks them."""
     group = parser.add_argument_group("resources (sbatch's own flags)")

@@ -44,7 +44,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     path = run.attempt_logs(attempt) / name
     if not path.is_file():
         ranks = sorted(int(file.stem.removeprefix("rank-")) for file in run.attempt_logs(attempt).glob("rank-*.out"))
-        if not ranks or (not args.rank and job_state(run).alive):  # the folder is there just before the ranks start
+        if not ranks or (
+            not args.rank and job_state(run).alive != "no"
+        ):  # the folder is there just before the ranks start
             return _nothing_yet(run)
         raise UserError(
             f"{run.name} has no rank {args.rank or 0} in attempt {attempt}.",
@@ -59,7 +61,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _show_failure(run: RunDir, attempt: int) -> None:
     state = job_state(run)
-    if state.alive or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
+    if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
     failure = failure_of(run, attempt)
     if failure is None:
@@ -91,7 +93,7 @@ def _follow(run: RunDir, name: str, attempt: int | None) -> int:
     while True:
         if time.monotonic() - asked > ASK_SECONDS:
             state = job_state(run)
-            alive, asked = state.alive, time.monotonic()
+            alive, asked = state.alive != "no", time.monotonic()
             if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
                 waiting = words
                 print(f"--- job {state.job_id}: {words}", flush=True)

@@ -1,18 +1,19 @@
-"""What `submit`, `resume` and `launch` share: launch flags, checking, handing over, and following a run to its end."""
+"""What `submit` and `resume` share: launch flags, dry runs, handing a run over and saying so."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jobs import cli
+from jobs.following import end_of, follow_to_end, wait_for
+from jobs.train import run_rank
 from trainkit.config.loading import Loaded
 from trainkit.errors import RunFailedError
-from trainkit.records.events import last_event
+from trainkit.launch.plan import Plan
 from trainkit.records.rundir import RunDir
 
 
@@ -40,32 +41,25 @@ def launch_settings(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     return settings
 
 
-def start(
-    folder: Path,
-    runs: Sequence[RunDir],
-    plan: Any,
-    args: argparse.Namespace,
-    cwd: Path,
-    env: Mapping[str, str],
-    *,
-    new: bool,
-) -> int:
-    """Hand written runs over, say what was done, and follow them if asked (local runs: unless asked not to)."""
-    from jobs.train import run_rank  # imports no torch
+def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapping[str, str]) -> list[str]:
+    """Hand written runs over to whoever runs them, and say so. The job id of each; none for the debug executor."""
     from trainkit.launch import submission
 
     if plan.executor == "debug":
         print(f"{runs[0].name}: rank 0 of 1 in this process. {_reason(plan, 'nodes')}".rstrip(), flush=True)
         submission.run_here(runs[0], plan, run_rank, env)
-        return end_of(runs[0])
-    if new:
-        with submission.undone_on_error(folder):
-            job_ids = submission.hand_over(folder, runs, plan, run_rank, cwd=cwd, env=env)
-    else:
-        job_ids = submission.hand_over(folder, runs, plan, run_rank, cwd=cwd, env=env)
+        return []
+    job_ids = submission.hand_over(folder, runs, plan, run_rank, cwd=cwd, env=env)
     _announce(folder, plan, job_ids)
-    follow = args.follow if args.follow is not None else plan.executor == "local"
-    if not args.wait and not follow:
+    return job_ids
+
+
+def follow(runs: Sequence[RunDir], plan: Plan, args: argparse.Namespace) -> int:
+    """Follow what `start` has started, if asked; local runs unless asked not to. The exit code."""
+    if plan.executor == "debug":
+        return end_of(runs[0])
+    wanted = args.follow if args.follow is not None else plan.executor == "local"
+    if not args.wait and not wanted:
         return 0
     codes = []
     for run in runs:
@@ -79,7 +73,7 @@ def start(
     return max(codes)
 
 
-def dry_run(plan: Any, loaded: Loaded, folder: Path, script: str | None) -> int:
+def dry_run(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> int:
     """On stdout what would be submitted, on stderr every value with its source and reason. Writes nothing."""
     from trainkit.launch import explain
 
@@ -106,7 +100,7 @@ def dry_run(plan: Any, loaded: Loaded, folder: Path, script: str | None) -> int:
     return 0
 
 
-def _announce(folder: Path, plan: Any, job_ids: Sequence[str]) -> None:
+def _announce(folder: Path, plan: Plan, job_ids: Sequence[str]) -> None:
     ranks = f"{plan.nodes} node{'s' * (plan.nodes > 1)} x {plan.ntasks_per_node} rank{'s' * (plan.ntasks_per_node > 1)}"
     if plan.executor == "slurm":
         what = job_ids[0] if len(job_ids) == 1 else f"{job_ids[0].split('_')[0]} (array of {len(job_ids)})"
@@ -122,81 +116,5 @@ def _announce(folder: Path, plan: Any, job_ids: Sequence[str]) -> None:
     print(f"  cancel      python -m jobs.cancel {folder}", flush=True)
 
 
-def _reason(plan: Any, name: str) -> str:
+def _reason(plan: Plan, name: str) -> str:
     return next((str(item.reason) for item in plan.decisions if item.name == name), "")
-
-
-def follow_to_end(run: RunDir) -> int:
-    """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
-    from trainkit.monitor.follow import follow
-
-    try:
-        _wait_for_start(run)
-        follow(run, _alive_asker(run))
-    except KeyboardInterrupt:
-        print("\nDetached; the run goes on.")
-        print(f"  watch   python -m jobs.logs {run.path} -f\n  cancel  python -m jobs.cancel {run.path}")
-        return 130
-    return wait_for(run)
-
-
-def _wait_for_start(run: RunDir) -> None:
-    """While the job waits in the queue, say so, and why, whenever that changes."""
-    from trainkit.cluster.queue import job_state
-
-    said, pause = "", 0.1
-    while (state := job_state(run)).state in ("PENDING", "CONFIGURING") and last_event(run, "started") is None:
-        words = f"Job {state.job_id}: {state.state}" + (f" ({state.reason})" if state.reason else "")
-        if words != said and state.executor == "slurm":
-            print(words, flush=True)
-            said = words
-        time.sleep(pause)
-        pause = min(pause * 1.5, 10.0 if state.executor == "slurm" else 0.5)
-
-
-def _alive_asker(run: RunDir) -> Callable[[], bool]:
-    """Whether the run's job may still write; SLURM is asked every ten seconds at most, for sites warn who asks more."""
-    from trainkit.cluster.queue import job_state
-
-    state, asked = job_state(run), time.monotonic()
-
-    def is_alive() -> bool:
-        nonlocal state, asked
-        if state.executor != "slurm" or time.monotonic() - asked > 10:
-            state, asked = job_state(run), time.monotonic()
-        return state.alive
-
-    return is_alive
-
-
-def wait_for(run: RunDir) -> int:
-    """Wait until the run's job has ended, without a word. Returns the exit code, raises if it failed."""
-    from trainkit.cluster.queue import job_state
-
-    pause = 0.1
-    while job_state(run).alive:
-        time.sleep(pause)
-        pause = min(pause * 1.5, 5.0)  # a scheduler is not asked more often than that
-    return end_of(run)
-
-
-def end_of(run: RunDir) -> int:
-    """Say how a run ended: its numbers and paths, or why it failed."""
-    from trainkit.cluster.queue import job_state
-    from trainkit.diagnosis.evidence import failure_of, last_words
-    from trainkit.monitor.follow import summary_lines
-
-    state = job_state(run)
-    if state.state == "COMPLETED":
-        print("\n".join(summary_lines(run)))
-        return 0
-    failure = failure_of(run) if state.state not in ("CANCELLED", "PREEMPTED") else None
-    if failure is not None and failure.traceback:
-        print("\n".join(failure.traceback[-60:]), file=sys.stderr)
-    elif failure is None and state.state not in ("CANCELLED", "PREEMPTED"):
-        print("\n".join(last_words(run)), file=sys.stderr)
-    raise RunFailedError(
-        f"{run.name}: {state.state}" + (f", rank {failure.rank} first." if failure else "."),
-        why=(failure.error if failure else state.reason) or f"Its log is in {run.logs}.",
-        fix=f"`python -m jobs.logs {run.path}` shows more; `python -m jobs.resume {run.path}` goes on where it saved.",
-    )

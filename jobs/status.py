@@ -12,7 +12,8 @@ from typing import Any
 from jobs import cli
 from trainkit.cluster.queue import JobState, job_states
 from trainkit.records import index
-from trainkit.records.events import last_event, read_events
+from trainkit.records.events import read_events
+from trainkit.records.history import life_of
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
 
@@ -68,7 +69,7 @@ def _print_table(runs: Sequence[RunDir], states: Sequence[JobState], root: Path)
 
 def _row(run: RunDir, state: JobState, root: Path) -> tuple[str, ...]:
     metrics = read_metrics(run)
-    started = last_event(run, "started") or {}
+    started = life_of(run).started
     last: dict[str, Any] = metrics[-1] if metrics else {}
     scored = [record["acc1"] for record in metrics if record.get("split") == "val" and record.get("acc1") is not None]
     step = str(last.get("step", "-")) + (f"/{started['total_steps']}" if last and "total_steps" in started else "")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from jobs.starting import add_launch_flags, dry_run, launch_settings, start
+from jobs.starting import add_launch_flags, dry_run, follow, launch_settings, start
 from trainkit.checking import check
 from trainkit.config import loading
 from trainkit.config.loading import Loaded
@@ -76,7 +76,9 @@ def _submit(
         if args.run_dir is None and folder.exists():  # another submission was given the same number: take the next
             return _submit(loadeds, variants, next_path(folder.parent, loadeds[0].name), args, command, env)
         raise
-    return start(folder, runs, plan, args, cwd, env, new=True)
+    with submission.undone_on_error(folder, unless=plan.executor == "debug"):
+        start(folder, runs, plan, cwd, env)
+    return follow(runs, plan, args)
 
 
 def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from jobs import cli
 from trainkit.checking import check
+from trainkit.cluster.queue import require_no_job
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.config.traits import strategy_traits
 from trainkit.distributed.stop import StopFlag, stop_on_signal
 from trainkit.errors import TrainkitError, UserError
-from trainkit.records.events import append_event, last_event
+from trainkit.ranks.heartbeat import heartbeat
+from trainkit.records.attempts import Attempt, submitted
+from trainkit.records.history import life_of
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, next_path, runs_root
+from trainkit.records.writer import Writer, writing
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -25,19 +30,27 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--run-dir", type=Path, help="run folder to make, or to go on with if it is there")
+    cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
-    with stop_on_signal() as stop:
+    with stop_on_signal() as stop, ExitStack() as held:
         loaded = load(args.run, args.overrides, env=env)
         given = Path(args.run).expanduser()
         require_own_code(given, loaded, allow_code=args.allow_code)
         check(loaded)
-        run_dir = given if (given / "config.yaml").is_file() else args.run_dir
-        if run_dir is None and env.get("TRAINKIT_RUN_DIR"):
-            run_dir = Path(env["TRAINKIT_RUN_DIR"])
-        command = ["python", "-m", "jobs.train", *argv]
-        outcome, done = _train(loaded.config, env, stop, lambda: _open(loaded, run_dir, env, command))
-    if "TRAINKIT_ATTEMPT" not in env and done is not None:
+        attempt = Attempt.named_in(env)
+        path = given if (given / "config.yaml").is_file() else args.run_dir
+        if path is None:
+            path = attempt.run.path if attempt is not None else next_path(runs_root(env), loaded.name)
+
+        def open_run() -> Writer:
+            run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *argv])
+            if attempt is None:  # nobody looks after this process, nor has anybody asked before it
+                require_no_job(run, force=args.force)
+            return held.enter_context(writing(_own(attempt, run, env), job_id=env.get("SLURM_JOB_ID", "")))
+
+        outcome, done = _train(loaded.config, env, stop, attempt, open_run)
+    if attempt is None and done is not None:
         if outcome == "preempted":
             print(f"Stopped and saved. Go on with: python -m jobs.train {done.path}", flush=True)
         else:
@@ -52,11 +65,17 @@ def run_rank(run: str) -> str:
 
     The signal handlers come first: until they are in place, the signal of a time limit would kill the task.
     """
-    with stop_on_signal() as stop:
+    with stop_on_signal() as stop, ExitStack() as held:
         try:
             run_dir = RunDir.open(Path(run))
             config = load(str(run_dir.config)).config
-            outcome, _ = _train(config, os.environ, stop, lambda: run_dir)
+            env = dict(os.environ)
+            attempt = Attempt.named_in(env)
+
+            def open_run() -> Writer:
+                return held.enter_context(writing(_own(attempt, run_dir, env), job_id=env.get("SLURM_JOB_ID", "")))
+
+            outcome, _ = _train(config, env, stop, attempt, open_run)
         except TrainkitError as error:
             print(error, file=sys.stderr, flush=True)
             raise SystemExit(error.exit_code) from None
@@ -64,34 +83,44 @@ def run_rank(run: str) -> str:
 
 
 def _train(
-    config: Config, env: Mapping[str, str], stop: StopFlag, open_run: Callable[[], RunDir]
+    config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, open_run: Callable[[], Writer]
 ) -> tuple[str, RunDir | None]:
+    """``node``: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder."""
     from trainkit.ranks.env import RankEnv
     from trainkit.ranks.secret import Secret
 
-    rank_env, secret = RankEnv.from_mapping(env), Secret.from_mapping(env)
-    attempt = int(env["TRAINKIT_ATTEMPT"]) if env.get("TRAINKIT_ATTEMPT", "").isdigit() else None
+    rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
         from trainkit.collaborative.peer import run_swarm_rank
 
-        kept = open_run() if rank_env.is_main else None
-        return run_swarm_rank(config, kept, rank_env, stop, attempt=attempt, secret=secret), kept
+        writer = open_run() if rank_env.is_main else None
+        outcome = run_swarm_rank(config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret)
+        return outcome, writer.run if writer is not None else None
     from trainkit import experiment
 
-    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, attempt=attempt, secret=secret)
+    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret)
     return outcome, run_dir if rank_env.is_main else None
 
 
-def _open(loaded: Loaded, path: Path | None, env: Mapping[str, str], command: list[str]) -> RunDir:
+def _own(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attempt:
+    """The attempt that rank 0 writes down; one of its own where nobody has begun one for it."""
+    if attempt is None:
+        return Attempt.begin(run)
+    job_id, before = env.get("SLURM_JOB_ID", ""), life_of(run).submission
+    if job_id and (before is None or before.job_id != job_id) and "SUBMITIT_EXECUTOR" not in env:
+        # The job of a template: so that `status` and `cancel` find it like one of `jobs.submit`.
+        submitted(run, "slurm", job_id, attempts_before=attempt.number)
+    return attempt
+
+
+def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:
     """The run folder that was asked for, made if it is not there."""
-    if path is None:
-        path = next_path(runs_root(env), loaded.name)
-    if not (path / "config.yaml").exists() and (not path.exists() or "TRAINKIT_ATTEMPT" in env):
+    if not (path / "config.yaml").exists() and (not path.exists() or attempt is not None):
         from trainkit.records.snapshot import write_manifest
 
-        run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs="TRAINKIT_ATTEMPT" in env)
+        # A template has made the log folder of its attempt before any Python could make the run's.
+        run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs=attempt is not None)
         write_manifest(run_dir, command)
-        _record_job(run_dir, env)
         return run_dir
     run_dir = RunDir.open(path)
     if _settings(load(str(run_dir.config)).config) != _settings(loaded.config):
@@ -100,18 +129,7 @@ def _open(loaded: Loaded, path: Path | None, env: Mapping[str, str], command: li
             why="Its config.yaml differs from what was asked for now.",
             fix=f"Go on with it as it is (`python -m jobs.train {path}`), or give another --run-dir.",
         )
-    _record_job(run_dir, env)
     return run_dir
-
-
-def _record_job(run_dir: RunDir, env: Mapping[str, str]) -> None:
-    """Note the SLURM job of a template, so that `status` and `cancel` find it like one of `jobs.submit`."""
-    job_id, attempt = env.get("SLURM_JOB_ID"), env.get("TRAINKIT_ATTEMPT", "")
-    if not job_id or not attempt.isdigit():  # a shell inside an allocation is no job of this run
-        return
-    before = last_event(run_dir, "submitted")
-    if before is None or before.get("job_id") != job_id:
-        append_event(run_dir, "submitted", executor="slurm", job_id=job_id, attempts_before=int(attempt))
 
 
 def _settings(config: Config) -> Config:

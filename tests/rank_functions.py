@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from trainkit.distributed.stop import StopFlag
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.rendezvous import free_port
 from trainkit.ranks.secret import NO_SECRET, Secret
+from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer, writing
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 # What every rank would import anyway, once for all: a rank of its own makes 0.5 s of CPU time of it instead of 3.
@@ -128,8 +131,11 @@ def train_run(
     config = load(preset, (*QUICK, *overrides)).config
     stop = StopAfter(stop_after) if stop_after is not None and env.rank == 0 else StopFlag()
 
-    def open_run() -> RunDir:
-        return RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(config))
+    with ExitStack() as held:
 
-    outcome, _ = experiment.run(config, env, stop, open_run=open_run, attempt=None, secret=secret)
+        def open_run() -> Writer:
+            run = RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(config))
+            return held.enter_context(writing(Attempt.begin(run)))
+
+        outcome, _ = experiment.run(config, env, stop, open_run=open_run, secret=secret)
     return outcome

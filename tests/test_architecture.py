@@ -50,10 +50,10 @@ TYPES_ONLY = {("trainkit.models", "trainkit.data")}
 # Packages with plugins: one must not know another.
 PLUGINS = ("trainkit.strategies", "trainkit.data", "trainkit.models", "trainkit.monitor")
 
-# What is no verb but shared by verbs; and jobs.train, whose `run_rank` is what a job runs. Beyond that one verb may
-# stand on another that it continues:
-SHARED = {"jobs", "jobs.cli", "jobs.starting", "jobs.train"}
+# What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
+SHARED = {"jobs", "jobs.cli", "jobs.following", "jobs.starting"}
 VERBS = {
+    "jobs.starting": {"jobs.train"},  # whose `run_rank` is what a job runs
     "jobs.join": {"jobs.swarm"},  # the same peer, of a swarm that someone else created
 }
 
@@ -67,6 +67,7 @@ HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "ma
 ENVIRONMENT = {
     "trainkit.records.rundir": "TRAINKIT_RUN_MODE: who may enter a new run folder; the user's, like their umask",
     "trainkit.records.index": "XDG_STATE_HOME: where this user's state is, whatever the run",
+    "trainkit.launch.batch_job": "is the main program that batch scripts call before and after the ranks",
     "trainkit.launch.controller": "is the main program of a local job, and gives its ranks their environment",
     "trainkit.ranks.rendezvous": "is the main program that batch scripts ask for a port",
     "trainkit.launch.submission": "--executor debug makes this process a rank, so its environment becomes a rank's",

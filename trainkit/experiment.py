@@ -28,8 +28,9 @@ from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
-from trainkit.records.events import append_event
+from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
 from trainkit.strategies.base import Strategy
 from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.evaluate import evaluate
@@ -47,16 +48,16 @@ def run(
     env: RankEnv,
     stop: StopFlag,
     *,
-    open_run: Callable[[], RunDir],
-    attempt: int | None,
+    open_run: Callable[[], Writer],
+    node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[Outcome, RunDir]:
     """Train one rank's share of a run to its end, or until all ranks have been told to stop and have saved.
 
     Args:
-        open_run: makes or opens the run folder; called on rank 0 only, once the ranks have met.
-        attempt: number of this start of the run, for its events; null: the next.
+        open_run: makes or opens the run folder and takes its lease; called on rank 0 only, once the ranks have met.
+        node: the attempt as it was begun on this node, which need not share rank 0's folder; None: by nobody.
         secret: what the ranks of this run know and nobody else.
         beat: called whenever this rank has made progress: an update, a batch, a save.
 
@@ -66,11 +67,10 @@ def run(
     splits = build_data(config.data)
     with distributed(env, use_gpu=wants_gpu(config), secret=secret) as dist:
         check_batch_sizes(config, dist.world_size, splits)
-        run_dir = _meet(config, dist, open_run)
-        attempt = dist.broadcast_json(attempt if attempt is not None else len(run_dir.attempts()))
-        with _failures_recorded(run_dir, dist):
-            outcome = _run(build(config, dist, splits), stop, run_dir, attempt, beat)
-    return outcome, run_dir
+        writer = _meet(config, dist, open_run)
+        with _failures_recorded(writer.attempt, dist):
+            outcome = _run(build(config, dist, splits), stop, writer, node, beat)
+    return outcome, writer.run
 
 
 def wants_gpu(config: Config) -> bool:
@@ -107,19 +107,16 @@ def alone(config: Config) -> Config:
     return config.model_copy(update={"strategy": type(config.strategy)(name="single")})
 
 
-def _run(parts: Parts, stop: StopFlag, run_dir: RunDir, attempt: int, beat: Callable[[], None]) -> Outcome:
-    config, dist = parts.config, parts.dist
-    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, beat: Callable[[], None]) -> Outcome:
+    config, dist, run_dir = parts.config, parts.dist, writer.run
+    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist, may_write=writer.check)
     restored = checkpoints.restore(parts.model, parts.optimizer, accept=lambda found: Progress.of(found.state))
     progress = Progress.of(restored.state) if restored else Progress()
     if restored:
         parts.precision.load_state_dict(restored.state["precision"])
     hosts = dist.gather_json(socket.gethostname())
     if dist.is_main:
-        append_event(
-            run_dir,
-            "started",
-            attempt=attempt,
+        writer.attempt.started(
             step=progress.step,
             total_steps=parts.total_steps,
             steps_per_epoch=parts.steps_per_epoch,
@@ -137,24 +134,24 @@ def _run(parts: Parts, stop: StopFlag, run_dir: RunDir, attempt: int, beat: Call
         world_size=dist.world_size,
         resumed_step=progress.step,
         is_main=dist.is_main,
+        may_write=writer.check,
     )
     with loggers as metrics, _hardware(config, run_dir, dist):
-        keeper = Keeper(parts, run_dir, checkpoints, metrics, progress, beat)
+        keeper = Keeper(parts, writer, checkpoints, metrics, progress, beat)
         if not train(parts, keeper, lambda: stop.requested):
-            signals = sorted({name for names in dist.gather_json(stop.signals) for name in names})
-            if dist.is_main:
-                hand_back(run_dir, attempt, signals, step=progress.step, requeue=config.launch.requeue)
+            signals = [name for names in dist.gather_json(stop.signals) for name in names]
+            hand_back(writer.attempt if dist.is_main else node, dist.env, signals, step=progress.step)
             return "preempted"
         epoch = progress.step / parts.steps_per_epoch
         test = keeper.test({"step": progress.step, "epoch": epoch})
     keeper.summarize("finished", epochs=epoch, test=test)
     if dist.is_main:
-        append_event(run_dir, "finished", attempt=attempt, step=progress.step)
+        writer.attempt.ended("COMPLETED", step=progress.step)
     return "finished"
 
 
-def _meet(config: Config, dist: Distributed, open_run: Callable[[], RunDir]) -> RunDir:
-    """Rank 0 opens the run folder and all ranks learn its path, or all fail alike."""
+def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> Writer:
+    """Rank 0 opens the run folder and all ranks learn of it, or all fail alike. Only rank 0's may write."""
     # Where it is launched and where its data lies may differ: machines need not share a folder.
     data = config.data.model_copy(update={"root": ""})
     settings = to_yaml(config.model_copy(update={"launch": type(config.launch)(), "data": data}))
@@ -166,26 +163,29 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], RunDir]) -> 
             why="One run has one configuration.",
             fix="Give the same preset and overrides on every node.",
         )
-    opened, failed = "", None
+    writer: Writer | None = None
+    failed: TrainkitError | None = None
     if dist.is_main:
         try:
-            opened = str(open_run().path)
+            writer = open_run()
         except TrainkitError as error:
             failed = error
     dist.raise_together(failed)
-    path = Path(dist.broadcast_json(opened))
-    path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk: for its own samples
-    return RunDir(path)
+    path = dist.broadcast_json(str(writer.run.path) if writer is not None else "")
+    number = dist.broadcast_json(writer.attempt.number if writer is not None else 0)
+    run_dir = RunDir(Path(path))
+    run_dir.path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk: for its own samples
+    return writer or Writer(Attempt(run_dir, number), lambda: None)
 
 
 @contextmanager
-def _failures_recorded(run_dir: RunDir, dist: Distributed) -> Iterator[None]:
+def _failures_recorded(attempt: Attempt, dist: Distributed) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
         if not isinstance(error, SystemExit):
             words = error.what if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
-            append_event(run_dir, "failed", rank=dist.rank, host=socket.gethostname(), error=words)
+            attempt.failed(words, rank=dist.rank)
         raise
 
 

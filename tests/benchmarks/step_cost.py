@@ -26,7 +26,9 @@ from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.experiment import build
 from trainkit.monitor.base import NullLogger
 from trainkit.ranks.env import RankEnv
+from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
 from trainkit.training.evaluate import evaluate
 from trainkit.training.loop import train
 from trainkit.training.optim import set_lr
@@ -87,7 +89,8 @@ def bare(config: Config, splits: Splits, dist: Distributed) -> tuple[torch.Tenso
 def kit(config: Config, splits: Splits, dist: Distributed) -> tuple[torch.Tensor, float]:
     """The kit's loop without files: final weights, CPU seconds."""
     parts = build(config, dist, splits)
-    keeper = _NoFiles(parts, RunDir(Path()), Checkpoints(Path(), keep=1, dist=dist), NullLogger(), Progress())
+    writer = Writer(Attempt(RunDir(Path()), 0), lambda: None)
+    keeper = _NoFiles(parts, writer, Checkpoints(Path(), keep=1, dist=dist), NullLogger(), Progress())
     began = time.process_time()
     train(parts, keeper, lambda: False)
     return weights_of(parts.model), time.process_time() - began

@@ -59,10 +59,10 @@ def test_squeue_is_read() -> None:
     assert (states["11699946"].state, states["11699946"].reason, states["11699946"].alive) == (
         "PENDING",
         "BeginTime",
-        True,
+        "yes",
     )
     assert (states["11699944_0"].state, states["11699944_0"].nodes) == ("RUNNING", "n1")
-    assert not states["11699947"].alive
+    assert states["11699947"].alive == "no"
 
 
 def test_sacct_is_read_and_of_a_requeued_job_the_newest_run_counts() -> None:
@@ -90,9 +90,21 @@ def test_without_accounting_a_forgotten_job_is_unknown_and_that_is_said(
     fake_command("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     state = job_state(run(executor="slurm", job_id="7"))
     assert state.state == "UNKNOWN"
-    assert not state.alive
+    assert state.alive == "no", "the queue has answered, and does not have it"
     assert "no accounting" in state.reason
     assert "Slurm accounting storage is disabled" in state.reason
+
+
+@pytest.mark.parametrize(
+    "squeue", ["echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", "exit 137"]
+)
+def test_a_job_that_nobody_can_be_asked_about_is_never_taken_for_ended(
+    run: Callable[..., RunDir], fake_command: FakeCommand, squeue: str
+) -> None:
+    fake_command("squeue", squeue)
+    fake_command("sacct", "exit 1")
+    state = job_state(run(executor="slurm", job_id="7"))
+    assert (state.state, state.alive) == ("UNKNOWN", "unknown")
 
 
 def test_without_accounting_the_runs_own_record_tells_how_it_ended(
@@ -101,7 +113,7 @@ def test_without_accounting_the_runs_own_record_tells_how_it_ended(
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 1")
     run_dir = run(executor="slurm", job_id="7")
-    append_event(run_dir, "finished")
+    append_event(run_dir, "ended", state="COMPLETED")
     assert job_state(run_dir).state == "COMPLETED"
 
 
@@ -121,9 +133,9 @@ def test_a_local_run_is_as_alive_as_its_controller(run: Callable[..., RunDir]) -
     run_dir = run(**of_process(me), attempts_before=0)
     assert job_state(run_dir).state == "PENDING"
     run_dir.attempt_logs(0).mkdir()
-    assert (job_state(run_dir).state, job_state(run_dir).alive) == ("RUNNING", True)
+    assert (job_state(run_dir).state, job_state(run_dir).alive) == ("RUNNING", "yes")
     append_event(run_dir, "ended", state="COMPLETED")
-    assert (job_state(run_dir).state, job_state(run_dir).alive) == ("COMPLETED", False)
+    assert (job_state(run_dir).state, job_state(run_dir).alive) == ("COMPLETED", "no")
 
 
 def test_a_local_run_whose_controller_was_killed_has_failed(run: Callable[..., RunDir]) -> None:
@@ -137,6 +149,7 @@ def test_a_local_run_of_another_machine_can_only_be_asked_there(run: Callable[..
     state = job_state(run(**of_process(ProcessId("elsewhere", 1, "1"))))
     assert state.state == "UNKNOWN"
     assert "elsewhere" in state.reason
+    assert state.alive == "unknown"
 
 
 def test_a_run_without_a_job_is_known_by_its_record_only(run: Callable[..., RunDir]) -> None:
@@ -144,5 +157,5 @@ def test_a_run_without_a_job_is_known_by_its_record_only(run: Callable[..., RunD
     assert job_state(run_dir).state == "NOT SUBMITTED"
     append_event(run_dir, "started")
     assert job_state(run_dir).state == "UNKNOWN"
-    append_event(run_dir, "finished")
+    append_event(run_dir, "ended", state="COMPLETED")
     assert job_state(run_dir).state == "COMPLETED"

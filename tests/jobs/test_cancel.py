@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit.cluster.queue import controller_of, job_state, job_states
+from trainkit.cluster.queue import job_state, job_states
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
 from trainkit.records.events import append_event, last_event
+from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
@@ -46,7 +47,8 @@ def test_a_cancelled_local_run_leaves_no_process(
     assert done.code == 0
     assert "cancelled local job" in done.out
     assert (last_event(run, "ended") or {})["state"] == "CANCELLED"
-    controller = controller_of(last_event(run, "submitted") or {})
+    submission = life_of(run).submission
+    controller = submission.process if submission is not None else None
     assert controller is not None
     assert not controller.is_alive()
     assert [pid for pid in pids if ProcessId.of(pid).started] == []
@@ -74,7 +76,7 @@ def test_one_run_of_a_sweep_can_be_cancelled_while_the_others_go_on(
     assert "cancelled" in command("cancel", "sweep-0001/1").out
     assert job_state(runs[0]).state == "RUNNING"
     assert "cancelled" in command("cancel", "sweep-0001/0").out
-    while job_state(runs[2]).alive:
+    while job_state(runs[2]).alive != "no":
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert [state.state for state in job_states(runs)] == ["CANCELLED", "CANCELLED", "COMPLETED"]

@@ -31,7 +31,8 @@ def node(no_slurm: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., sub
         for file in tmp_path.glob("*.py"):
             (folder / file.name).write_text(file.read_text())
         command = [sys.executable, "-u", "-m", "jobs.launch", preset, "--nodes", "2", "--node-rank", str(rank)]
-        command += ["--gpus-per-node", "0", "--master-addr", "127.0.0.1", "--master-port", port, *arguments]
+        command += ["--gpus-per-node", "0", "--master-addr", "127.0.0.1", "--master-port", port]
+        command += ["--secret", "known to this test only", *arguments]
         env = {**no_slurm, "TRAINKIT_RUNS": str(folder / "runs")}
         process = subprocess.Popen(
             command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -78,7 +79,7 @@ def test_a_dying_rank_ends_the_others_and_the_command_fails(
     second, first = node(1, *FAST, *model), node(0, *FAST, *model)
     shown, other = first.communicate(timeout=120)[0], second.communicate(timeout=120)[0]
     assert first.returncode == 1, shown
-    assert "Rank 1 ended with exit code 7." in shown
+    assert "Rank 1 failed: exit code 7." in shown
     assert second.returncode == 1, other
 
 
@@ -94,8 +95,9 @@ def test_term_saves_and_the_run_goes_on_from_there(node: Callable[..., subproces
     shown = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], shown
     assert all("Stopped and saved." in words for words in shown)
-    assert (last_event(run_of(tmp_path, 0), "ended") or {})["state"] == "PREEMPTED"
-    stopped_at = (last_event(run_of(tmp_path, 0), "signalled") or {})["step"]
+    for rank in (0, 1):
+        assert (last_event(run_of(tmp_path, rank), "ended") or {})["state"] == "PREEMPTED", f"node {rank}"
+    stopped_at = (last_event(run_of(tmp_path, 0), "handed_back") or {})["step"]
     again = [node(rank, preset=str(run_of(tmp_path, rank).path)) for rank in (0, 1)]
     while len(read_events(run_of(tmp_path, 0), "started")) < 2:
         assert time.monotonic() < deadline + 60
@@ -110,6 +112,7 @@ def test_term_saves_and_the_run_goes_on_from_there(node: Callable[..., subproces
     ("arguments", "code", "words"),
     [
         (["ddp", "--nodes", "2"], 2, "--master-addr is missing"),
+        (["ddp", "--nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1"], 2, "--secret is missing"),
         (["ddp", "--nodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1"], 2, "They count from 0."),
         (["ddp", "--nodes", "2", "--master-addr", "no.such.host.invalid"], 2, "cannot be found"),
         (["ddp", "--gpus-per-node", "1"], 3, "--gpus-per-node 0"),

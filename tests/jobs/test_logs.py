@@ -84,11 +84,13 @@ def test_following_goes_across_attempts_and_ends_with_the_job(
     tmp_path: Path,
 ) -> None:
     body = """
+    from trainkit.records.attempts import Attempt
+    from trainkit.records.rundir import RunDir
     attempt = os.environ['TRAINKIT_ATTEMPT']
     print(f'attempt {attempt} begins', flush=True)
     time.sleep(1)
     print(f'attempt {attempt} ends', flush=True)
-    if attempt == '0': (run / 'logs' / attempt / 'requeue').touch()
+    if attempt == '0': Attempt(RunDir(run), 0).handed_back(node_rank=0, step=1, signals=[])
     """
     run, plan = local_run()
     function = rank_function("\n".join(line.strip() for line in body.splitlines()))

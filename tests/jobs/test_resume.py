@@ -90,7 +90,7 @@ def test_a_run_that_is_running_is_not_started_twice(
 
 def test_a_finished_run_is_not_resumed(command: Command, no_slurm: dict[str, str], local_run: MakeRun) -> None:
     run, _ = local_run("ddp-0001")
-    append_event(run, "finished", step=380)
+    append_event(run, "ended", state="COMPLETED", step=380)
     done = command("resume", "ddp-0001")
     assert done.code == 2
     assert "has finished" in done.err

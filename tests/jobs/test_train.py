@@ -84,7 +84,7 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert "Go on with: python -m jobs.train" in out
     run_dir = RunDir(tmp_path / "here")
     assert (run_dir.checkpoints / "latest/state.json").exists()
-    assert read_events(run_dir, "signalled")[0]["signals"] == ["SIGTERM"]
+    assert read_events(run_dir, "handed_back")[0]["signals"] == ["SIGTERM"]
 
 
 def _with_settings_of_its_own(env: RankEnv, folder: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.launch.processes import Rank, RankGroup, caught_signals
+from trainkit.launch.processes import Death, Rank, RankGroup, caught_signals
 from trainkit.records.process_id import ProcessId
 
 SLEEP = "import time; time.sleep(60)"
@@ -45,7 +45,7 @@ def alive(pids: Sequence[int]) -> list[int]:
 def test_ranks_that_succeed_end_with_zeros(group: Callable[..., RankGroup]) -> None:
     started = group("pass", "pass")
     assert started.wait() == [0, 0]
-    assert started.first_failed is None
+    assert started.deaths == []
 
 
 def test_a_failing_rank_ends_the_others_within_seconds(group: Callable[..., RankGroup]) -> None:
@@ -55,7 +55,7 @@ def test_a_failing_rank_ends_the_others_within_seconds(group: Callable[..., Rank
     assert time.monotonic() - began < 15
     assert codes[1] == 3
     assert codes[2] == -signal.SIGKILL
-    assert started.first_failed == 1
+    assert started.deaths == [Death(1, 3)]
 
 
 def test_a_signal_before_python_is_ready_does_not_kill_a_rank(group: Callable[..., RankGroup]) -> None:

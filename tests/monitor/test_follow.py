@@ -46,7 +46,7 @@ def test_a_run_is_shown_until_it_has_finished(run_dir: RunDir, capsys: pytest.Ca
         append_event(run_dir, "started", **STARTED)
         record(run_dir, 10, loss=1.5, images_per_sec=2100.0)
         record(run_dir, 40, "val", loss=0.25, acc1=98.5)
-        append_event(run_dir, "finished")
+        append_event(run_dir, "ended", state="COMPLETED")
 
     thread = in_background(work)
     follow(run_dir, lambda: True)
@@ -81,10 +81,10 @@ def test_a_failure_names_rank_and_reason(run_dir: RunDir, capsys: pytest.Capture
 
 def test_a_requeued_run_is_followed_into_its_next_attempt(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     append_event(run_dir, "started", **STARTED)
-    append_event(run_dir, "signalled", attempt=0)
+    append_event(run_dir, "handed_back", attempt=0)
     append_event(run_dir, "requeued")
     append_event(run_dir, "started", **{**STARTED, "attempt": 1})
-    append_event(run_dir, "finished")
+    append_event(run_dir, "ended", state="COMPLETED")
     follow(run_dir, lambda: True)
     assert [line.split(":")[0].split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
         "Attempt 0",
@@ -98,7 +98,7 @@ def test_the_failure_of_an_earlier_submission_ends_nothing(run_dir: RunDir, caps
     append_event(run_dir, "failed", rank=0, error="old")
     append_event(run_dir, "submitted", executor="local", job_id="2")
     append_event(run_dir, "started", **{**STARTED, "attempt": 1})
-    append_event(run_dir, "finished")
+    append_event(run_dir, "ended", state="COMPLETED")
     follow(run_dir, lambda: True)
     out = capsys.readouterr().out
     assert "Attempt 1" in out
@@ -124,7 +124,7 @@ def test_on_a_terminal_one_bar_shows_loss_accuracy_and_speed(run_dir: RunDir, mo
     append_event(run_dir, "started", **STARTED)
     record(run_dir, 20, loss=1.5, images_per_sec=2100.0)
     record(run_dir, 20, "val", loss=0.25, acc1=98.5)
-    append_event(run_dir, "finished")
+    append_event(run_dir, "ended", state="COMPLETED")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "80")

@@ -43,4 +43,4 @@ def test_the_last_event_of_a_kind_is_the_newest(run: RunDir) -> None:
 
 
 def test_what_never_happened_has_no_last_event(run: RunDir) -> None:
-    assert last_event(run, "finished") is None
+    assert last_event(run, "ended") is None

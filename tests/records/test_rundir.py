@@ -193,11 +193,11 @@ def test_every_name_in_a_run_folder_is_the_designs(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     paths = [
         run.config, run.plan, run.script, run.manifest, run.code, run.logs, run.metrics, run.events, run.checkpoints,
-        run.tensorboard, run.wandb, run.summary, run.hardware("n1"), run.requeue_marker(2),
+        run.tensorboard, run.wandb, run.summary, run.hardware("n1"), run.lease,
     ]  # fmt: skip
     assert [str(path.relative_to(tmp_path)) for path in paths] == [
         "config.yaml", "plan.json", "submit.sbatch", "manifest.json", "code", "logs", "metrics.jsonl", "events.jsonl",
-        "checkpoints", "tensorboard", "wandb", "summary.json", "system-n1.jsonl", "logs/2/requeue",
+        "checkpoints", "tensorboard", "wandb", "summary.json", "system-n1.jsonl", "lease.json",
     ]  # fmt: skip
 
 

@@ -78,5 +78,5 @@ def write_run(
                 }
             )
         )  # fmt: skip
-        jsonl.append(run_dir.events, {"time": clock + 1, "event": "finished"})
+        jsonl.append(run_dir.events, {"time": clock + 1, "event": "ended", "state": "COMPLETED"})
     return run_dir

@@ -151,7 +151,7 @@ def test_a_run_at_its_time_limit_ends_with_the_weights_of_an_uninterrupted_one(
     devcluster: Cluster, time_limited: Submitted, uninterrupted: Submitted
 ) -> None:
     assert devcluster.wait(time_limited.job_id, timeout=180) == "COMPLETED", devcluster.logs()
-    assert devcluster.events(time_limited.run, "signalled")[0]["signals"] == ["SIGUSR2"]
+    assert devcluster.events(time_limited.run, "handed_back")[0]["signals"] == ["SIGUSR2"]
     first, second, *_ = devcluster.events(time_limited.run, "started")
     assert 0 < second["step"] < first["total_steps"]
     assert devcluster.final_weights(time_limited.run) == devcluster.final_weights(uninterrupted.run)

@@ -64,5 +64,4 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path
 def test_a_stopped_run_leaves_the_request_to_be_started_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "single", SETTINGS, 3)
-    assert RunDir(folder).requeue_marker(0).exists()
-    assert read_events(RunDir(folder), "signalled")[0]["signals"] == ["SIGUSR2"]
+    assert read_events(RunDir(folder), "handed_back")[0]["signals"] == ["SIGUSR2"]

@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from trainkit.records.events import append_event
+from trainkit.records.attempts import Attempt, submitted
+from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer, writing
 
 
 class ByHand:
     """What is said goes to the terminal, and into the run's log once there is a run."""
 
-    def __init__(self) -> None:
-        self.run_dir: RunDir | None = None
+    def __init__(self, held: ExitStack) -> None:
+        self._held = held
+        self.attempt: Attempt | None = None
 
     def say(self, line: str) -> None:
         """Print at once, also into a pipe."""
         print(line, flush=True)
-        if self.run_dir is not None:
-            with (self.run_dir.attempt_logs(0) / "rank-0.out").open("a", encoding="utf-8") as log:
+        if self.attempt is not None:
+            with (self.attempt.logs / "rank-0.out").open("a", encoding="utf-8") as log:
                 log.write(f"{line}\n")
 
-    def begin(self, run_dir: RunDir) -> RunDir:
-        """This process is the job of ``run_dir`` from now on."""
+    def begin(self, run_dir: RunDir) -> Writer:
+        """This process is the job of ``run_dir`` from now on, and writes it."""
         me = ProcessId.of(os.getpid())
-        who = {"host": me.host, "pid": me.pid, "process_started": me.started}
-        append_event(run_dir, "submitted", executor="swarm", job_id=str(me.pid), attempts_before=0, **who)
-        run_dir.attempt_logs(0).mkdir(parents=True)
-        self.run_dir = run_dir
-        return run_dir
+        submitted(run_dir, "swarm", str(me.pid), me)
+        self.attempt = Attempt.begin(run_dir)
+        return self._held.enter_context(writing(self.attempt))
 
 
 @contextmanager
 def by_hand() -> Iterator[ByHand]:
     """Notes how the run ended, in SLURM's words."""
-    peer, state = ByHand(), "FAILED"
-    try:
-        yield peer
-        state = "COMPLETED"
-    except KeyboardInterrupt:
-        state = "CANCELLED"
-        raise
-    finally:
-        if peer.run_dir is not None:
-            append_event(peer.run_dir, "ended", state=state, job_id=str(os.getpid()), attempt=0)
+    with ExitStack() as held:
+        peer, state = ByHand(held), "FAILED"
+        try:
+            yield peer
+            came_to_its_end = peer.attempt is not None and life_of(peer.attempt.run).finished
+            state = "COMPLETED" if came_to_its_end else "CANCELLED"
+        except KeyboardInterrupt:
+            state = "CANCELLED"
+            raise
+        finally:
+            if peer.attempt is not None:
+                peer.attempt.ended(state, job_id=str(os.getpid()))

@@ -16,8 +16,7 @@ from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Box, Peer
 from trainkit.distributed.device import device_name
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.records.attempts import Attempt
 from trainkit.training.outcome import Keeper, Progress
 
 # Validation and saving may take this share of a round, on average; a long one is made in fewer rounds.
@@ -89,13 +88,13 @@ class RoundKeeper:
         self._keeper.save(extra={"outer": common}, round=rounds, age=self._outer.age)
 
     def _note_arrivals(self) -> None:
-        run_dir, since = self._keeper.run_dir, time.time() - 3 * self._clock.seconds
+        attempt, since = self._keeper.writer.attempt, time.time() - 3 * self._clock.seconds
         now = {key: record.name for key, record in self._watch.others(since).items()}
         for key in now.keys() - self._known.keys():
-            append_event(run_dir, "peer_joined", peer=key, name=now[key])
+            attempt.remark("peer_joined", peer=key, name=now[key])
             self._say(f"  {now[key]} has joined")
         for key in self._known.keys() - now.keys():
-            append_event(run_dir, "peer_left", peer=key, name=self._known[key])
+            attempt.remark("peer_left", peer=key, name=self._known[key])
             self._say(f"  {self._known[key]} has left")
         self._known = now
 
@@ -117,12 +116,9 @@ def take_over(restored: Restored, outer: OuterState) -> None:
 
 
 @contextmanager
-def recorded(run_dir: RunDir, peer: Peer, attempt: int, env: RankEnv) -> Iterator[None]:
+def recorded(attempt: Attempt, peer: Peer, env: RankEnv) -> Iterator[None]:
     """The events of a peer's start, and of its failure."""
-    append_event(
-        run_dir,
-        "started",
-        attempt=attempt,
+    attempt.started(
         step=peer.progress.step,
         world_size=env.world_size,
         hosts=[socket.gethostname()],
@@ -134,7 +130,7 @@ def recorded(run_dir: RunDir, peer: Peer, attempt: int, env: RankEnv) -> Iterato
         yield
     except Exception as error:
         what = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
-        append_event(run_dir, "failed", rank=env.rank, host=socket.gethostname(), error=what)
+        attempt.failed(what, rank=env.rank)
         raise
 
 

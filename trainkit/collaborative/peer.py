@@ -22,7 +22,9 @@ from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
+from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
 
 if TYPE_CHECKING:
     from trainkit.collaborative.dht import Manifest
@@ -38,7 +40,7 @@ ADDRESS_FILE = "swarm_address"
 def create_swarm(
     config: Config,
     *,
-    open_run: Callable[[Config], RunDir],
+    open_run: Callable[[Config], Writer],
     name: str,
     host: str,
     port: int,
@@ -75,7 +77,7 @@ def join_swarm(
     addresses: Sequence[str],
     *,
     overrides: Sequence[str],
-    open_run: Callable[[Config, str], RunDir],
+    open_run: Callable[[Config, str], Writer],
     name: str,
     host: str | None,
     port: int,
@@ -120,11 +122,11 @@ def join_swarm(
 
 def run_swarm_rank(
     config: Config,
-    run_dir: RunDir | None,
     rank_env: RankEnv,
     stop: StopFlag,
     *,
-    attempt: int | None = None,
+    writer: Writer | None,
+    node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
 ) -> Outcome:
@@ -135,8 +137,8 @@ def run_swarm_rank(
     outside. With ``collaborative.initial_peers`` all ranks join the swarm that is there.
 
     Args:
-        run_dir: the run folder; needed on rank 0 only, which keeps the records.
-        attempt: number of this start of the run; null: the next.
+        writer: of the run folder; on rank 0 only, which keeps the records.
+        node: the attempt as it was begun on this node, which need not share rank 0's folder; None: by nobody.
         secret: what the ranks of this run know and nobody else.
         beat: called whenever this rank has made progress.
     """
@@ -145,16 +147,13 @@ def run_swarm_rank(
     from trainkit.collaborative import session
     from trainkit.collaborative.seat import Seat
 
-    assert run_dir is not None or not rank_env.is_main
-    if attempt is None:
-        attempt = len(run_dir.attempts()) if run_dir is not None else 0
+    assert writer is not None or not rank_env.is_main
     seat = Seat(
         name=f"{socket.gethostname()}/{rank_env.rank}",
         env=rank_env,
         stop_requested=lambda: stop.requested,
         say=lambda line: print(line, flush=True),
-        open_run=None if run_dir is None or not rank_env.is_main else lambda _: run_dir,
-        attempt=attempt,
+        open_run=None if writer is None else lambda _: writer,
         goes_on_later=config.launch.requeue,
         beat=beat,
     )
@@ -168,8 +167,7 @@ def run_swarm_rank(
     else:
         ending = _rank_of_new_swarm(config, seat, secret)
     if ending == "stopped":
-        if rank_env.is_main and run_dir is not None:
-            hand_back(run_dir, attempt, stop.signals, requeue=config.launch.requeue, step=None)
+        hand_back(writer.attempt if writer is not None else node, rank_env, stop.signals, step=None)
         return "preempted"
     return "finished"
 

@@ -24,7 +24,7 @@ from trainkit.models import build_model
 from trainkit.monitor.base import Logger, open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
-from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
 from trainkit.training.outcome import Progress
 from trainkit.training.parts import Parts
 
@@ -37,9 +37,8 @@ class Seat:
     env: RankEnv
     stop_requested: Callable[[], bool]
     say: Callable[[str], None]
-    open_run: Callable[[Config], RunDir] | None
-    """Makes or opens this peer's run folder; None for a rank whose rank 0 keeps the records."""
-    attempt: int = 0
+    open_run: Callable[[Config], Writer] | None
+    """Makes or opens this peer's run folder and takes its lease; None for a rank whose rank 0 keeps the records."""
     goes_on_later: bool = False
     """A stopped run will be started again from its last checkpoint, so it has no results yet."""
     identity: Path | None = None
@@ -100,12 +99,15 @@ def peer_at(
 
 @contextmanager
 def kept(
-    config: Config, run_dir: RunDir, parts: Parts, *, left_out: Sequence[str]
+    config: Config, writer: Writer, parts: Parts, *, left_out: Sequence[str]
 ) -> Iterator[tuple[Checkpoints, Logger]]:
     """Where checkpoints and metrics go; ``left_out``: loggers that are not opened. Lines a round are the keeper's."""
     names = tuple(name for name in config.monitor.loggers if name not in left_out)
     quiet = config.model_copy(update={"monitor": config.monitor.model_copy(update={"loggers": names})})
-    dist = parts.dist
+    dist, run_dir = parts.dist, writer.run
     hardware = sample_hardware(run_dir, socket.gethostname(), config.monitor.hardware_every_seconds, dist.device.type)
-    with open_loggers(quiet, run_dir, total_steps=0, params=parts.num_parameters) as metrics, hardware:
-        yield Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist), metrics
+    with (
+        open_loggers(quiet, run_dir, total_steps=0, params=parts.num_parameters, may_write=writer.check) as metrics,
+        hardware,
+    ):
+        yield Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist, may_write=writer.check), metrics

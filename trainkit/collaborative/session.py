@@ -21,7 +21,6 @@ from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RunFailedError, UserError
-from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 from trainkit.training.outcome import Keeper, Progress
 
@@ -46,12 +45,13 @@ def create(
     splits = build_data(config.data)
     with trust.identity(seat.identity) as identity, open_dht(identity, host=seat.host, port=seat.port) as dht:
         outer = common_state(config, splits)
-        run_dir = seat.open_run(config)
+        writer = seat.open_run(config)
+        run_dir = writer.run
         # Unguessable, and anew for each start: peers of an earlier attempt must not be taken for this one's.
         run_id = f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
         with (
             averaged(config, seat, splits, outer, dht, run_id) as (parts, averaging),
-            kept(config, run_dir, parts, left_out=("console",)) as (checkpoints, metrics),
+            kept(config, writer, parts, left_out=("console",)) as (checkpoints, metrics),
         ):
             found = checkpoints.restore(
                 parts.model, None, extra=["outer"], accept=lambda found: take_over(found, outer)
@@ -82,7 +82,7 @@ def create(
             publish(manifest, wait=True)
             announce(run_dir, dht.addresses(prefer_host))
             watch = Watch(dht, dht.peer_id)
-            keeper = Keeper(parts, run_dir, checkpoints, metrics, progress, seat.beat)
+            keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
             rounds = RoundKeeper(keeper, outer, clock, watch, judges=True, say=seat.say)
             peer = replace(
                 peer_at(seat, parts, outer, averaging, dht, clock, watch, progress),
@@ -90,7 +90,7 @@ def create(
                 may_be_alone=True,
                 republish=lambda: publish(manifest),
             )
-            with recorded(run_dir, peer, seat.attempt, seat.env):
+            with recorded(writer.attempt, peer, seat.env):
                 ending = train(peer)
                 if ending == "stopped":
                     publish(replace(manifest, stopped=True), wait=True)
@@ -103,8 +103,8 @@ def create(
                 rounds.finish("finished")
             elif not seat.goes_on_later:
                 rounds.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
-            if ending == "finished" or not seat.goes_on_later:
-                append_event(run_dir, "finished", attempt=seat.attempt, step=progress.step)
+            if ending == "finished":
+                writer.attempt.ended("COMPLETED", step=progress.step)
     return ending, run_dir
 
 
@@ -156,18 +156,19 @@ def join(
 
             if seat.open_run is None:
                 return take_part(peer), None
-            run_dir = seat.open_run(config)
-            seat.say(f"Run: {run_dir.path}")
+            writer = seat.open_run(config)
+            seat.say(f"Run: {writer.run.path}")
             # A volunteer's machine writes no accounts of a service.
-            with kept(config, run_dir, parts, left_out=("console", "wandb")) as (checkpoints, metrics):
-                keeper = Keeper(parts, run_dir, checkpoints, metrics, progress, seat.beat)
+            with kept(config, writer, parts, left_out=("console", "wandb")) as (checkpoints, metrics):
+                keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
                 rounds = RoundKeeper(keeper, outer, clock, watch, judges=False, say=seat.say)
-                with recorded(run_dir, peer, seat.attempt, seat.env):
+                with recorded(writer.attempt, peer, seat.env):
                     ending = take_part(replace(peer, after_round=rounds.after_round))
                 if progress.step and ending != "stopped":
                     rounds.finish("finished" if ending == "finished" else "stopped")
-                append_event(run_dir, "finished", attempt=seat.attempt, step=progress.step)
-    return ending, run_dir
+                if ending != "stopped":
+                    writer.attempt.ended("COMPLETED", step=progress.step)
+    return ending, writer.run
 
 
 def _adopt(averaging: Averaging, outer: OuterState, clock: RoundClock, seat: Seat) -> None:

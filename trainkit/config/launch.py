@@ -46,6 +46,8 @@ class LaunchConfig(Section):
     mail_type: str | None = None
     requeue: bool = True
     """Requeue after a time limit or a preemption, and go on from the last checkpoint."""
+    hang_seconds: PositiveInt = 600
+    """Ranks that make no progress for so long hang: the attempt is ended, and the one that is behind is named."""
     signal_seconds: PositiveInt | None = None
     """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
     setup: tuple[str, ...] = ()

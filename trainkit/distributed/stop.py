@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.ranks.env import RankEnv
+from trainkit.records.attempts import Attempt
 
 # USR2: the time limit is near (`--signal=USR2@90`). TERM: preemption, `scontrol requeue`, a machine that shuts down.
 SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
@@ -56,9 +56,10 @@ def stop_on_signal(*, leaves_process: bool = True) -> Iterator[StopFlag]:
             signal.signal(number, signal.SIG_IGN if leaves_process else before[number])
 
 
-def hand_back(run_dir: RunDir, attempt: int, signals: Sequence[str], *, requeue: bool, step: int | None) -> None:
-    """Say that this attempt ended on request and has saved; with ``requeue`` ask whoever started it for another."""
-    append_event(run_dir, "signalled", attempt=attempt, step=step, signals=sorted(set(signals)))
-    if requeue:
-        run_dir.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
-        run_dir.requeue_marker(attempt).write_text(f"step {step}\n", encoding="utf-8")
+def hand_back(attempt: Attempt | None, env: RankEnv, signals: Sequence[str], *, step: int | None) -> None:
+    """Say that this attempt ended on request and is saved: the first rank of each node, to whoever looks after it.
+
+    ``attempt``: as this node knows it; None where nobody has begun one here.
+    """
+    if env.local_rank == 0 and attempt is not None:
+        attempt.handed_back(node_rank=env.node_rank, step=step, signals=sorted(set(signals)))

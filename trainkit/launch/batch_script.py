@@ -15,6 +15,8 @@ TASK = (
     "from submitit.core.submission import submitit_main; submitit_main()"
 )
 
+_END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue'}
+
 
 def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: int = 1) -> str:
     """The whole script.
@@ -36,16 +38,12 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
     lines += [
         "",
         f"export TRAINKIT_RUN_DIR={run}",
-        'TRAINKIT_ATTEMPT=$(find "$TRAINKIT_RUN_DIR/logs" -mindepth 1 -maxdepth 1 -type d | wc -l)',
-        "export TRAINKIT_ATTEMPT",
-        'logs="$TRAINKIT_RUN_DIR/logs/$TRAINKIT_ATTEMPT"',
-        'mkdir "$logs"',
         "# The snapshot of the code, and not what lies in the folder of the submission by now.",
         'export PYTHONPATH="$TRAINKIT_RUN_DIR/code${PYTHONPATH:+:$PYTHONPATH}"',
-        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        "export MASTER_ADDR=\"${MASTER_ADDR%%$'\\n'*}\"",
-        f'MASTER_PORT=$(cd "$TRAINKIT_RUN_DIR/code" && {shlex.quote(python)} -m trainkit.ranks.rendezvous)',
-        "export MASTER_PORT",
+        f'job() {{ (cd "$TRAINKIT_RUN_DIR/code" && {shlex.quote(python)} -m trainkit.launch.batch_job "$@"); }}',
+        "begun=$(job begin)",
+        'eval "$begun"  # the attempt, where its ranks meet, and their secret',
+        'logs="$TRAINKIT_RUN_DIR/logs/$TRAINKIT_ATTEMPT"',
     ]
     if plan.cpus_per_task:
         lines += [
@@ -58,7 +56,7 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
         lines += ["# On the CPU, also where SLURM does not hide the GPUs of a node.", "export CUDA_VISIBLE_DEVICES="]
     lines += ["export SUBMITIT_EXECUTOR=slurm"]
     lines += _srun(plan, run_path, python)
-    lines += _ending(plan, run_path)
+    lines += ["", "# What was handed back is queued again; the exit code is the job's.", _END[plan.requeue]]
     return "\n".join(lines) + "\n"
 
 
@@ -76,28 +74,6 @@ def _srun(plan: Plan, run_path: Path, python: str) -> list[str]:
         "    bash -c 'trap \"\" USR2 TERM; exec \"$@\"' rank \\",
         f"    {shlex.quote(python)} -u -c {shlex.quote(TASK)} {shlex.quote(str(run_path / '.submitit'))} || rc=$?",
     ]  # fmt: skip
-
-
-def _ending(plan: Plan, run_path: Path) -> list[str]:
-    event = (
-        """printf '{"time": %s, "event": "requeued", "job_id": "%s"}\\n' "$(date +%s)" "$SLURM_JOB_ID" """
-        '>> "$TRAINKIT_RUN_DIR/events.jsonl" || true'
-    )
-    if not plan.requeue:
-        return [
-            "",
-            'if [ -e "$logs/requeue" ]; then echo "Saved; requeue is off: python -m jobs.resume goes on."; fi',
-            'exit "$rc"',
-        ]
-    return [
-        "",
-        "# Saved and handed back: queue the same job again, unless it is being cancelled.",
-        'if [ -e "$logs/requeue" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then',
-        f"    {event}",
-        '    if scontrol requeue "$SLURM_JOB_ID"; then sleep 120 || true; else rc=1; fi  # SLURM ends this script',
-        "fi",
-        'exit "$rc"',
-    ]
 
 
 def _value(value: object) -> str:

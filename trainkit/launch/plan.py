@@ -48,6 +48,8 @@ class Plan:
     time_limit_seconds: PositiveInt
     lead_seconds: PositiveInt
     """How long before the time limit the ranks are told to save."""
+    hang_seconds: PositiveInt
+    """Ranks that make no progress for so long hang, and are ended."""
     requeue: bool
     decisions: tuple[Decision, ...]
     directives: tuple[Decision, ...]
@@ -138,6 +140,7 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         cpus_per_task=cpus.value,
         time_limit_seconds=time_limit,
         lead_seconds=lead,
+        hang_seconds=launch.hang_seconds,
         requeue=launch.requeue,
         decisions=tuple(decided),
         directives=_directives(loaded, run_path, points, nodes, gpus, tasks, cpus, time, lead)

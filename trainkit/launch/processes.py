@@ -36,13 +36,28 @@ class Rank:
     stderr: Path | None
 
 
+@dataclass(frozen=True)
+class Death:
+    """A rank that ended badly, before anybody told it to."""
+
+    index: int
+    code: int
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        out_of_memory = " (which the kernel does when memory runs out)" if self.code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-self.code).name}{out_of_memory}"
+
+
 class RankGroup:
     """Ranks on this machine, from start to end."""
 
     def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
-        self.first_failed: int | None = None
-        """The rank that ended badly before the others did."""
+        self._ending = False
+        self.deaths: list[Death] = []
+        """In the order in which they were noticed; of several at once a killed one first, for it was the cause."""
         try:
             for rank in ranks:
                 self._children.append(_start(rank, cwd))
@@ -50,16 +65,22 @@ class RankGroup:
             self.end(grace_seconds=0)
             raise
 
+    def pid(self, index: int) -> int:
+        """Process id of a rank."""
+        return self._children[index].pid
+
     def exit_codes(self) -> list[int | None]:
         """Exit code by rank, None while it runs; negative for the signal that killed it."""
-        codes = []
-        for rank, child in enumerate(self._children):
+        codes, deaths = [], []
+        for index, child in enumerate(self._children):
             was_running = child.returncode is None
             codes.append(child.poll())
             if was_running and child.returncode is not None:
                 _kill_group(child.pid)  # whatever a rank leaves behind: data loaders of one that was killed
-                if child.returncode and self.first_failed is None:
-                    self.first_failed = rank
+                if child.returncode:
+                    deaths.append(Death(index, child.returncode))
+        if not self._ending:
+            self.deaths += sorted(deaths, key=lambda death: death.code >= 0)
         return codes
 
     def signal(self, number: int) -> None:
@@ -84,6 +105,8 @@ class RankGroup:
 
     def end(self, grace_seconds: float = GRACE_SECONDS) -> list[int]:
         """End all that still run: SIGTERM, and SIGKILL after ``grace_seconds``."""
+        self.exit_codes()
+        self._ending = True
         if grace_seconds > 0:
             self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds

@@ -16,7 +16,8 @@ from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import Plan
-from trainkit.records.events import append_event
+from trainkit.records.attempts import Attempt, submitted
+from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir, make_private
 
@@ -79,11 +80,16 @@ def write_launch(folder: Path, plan: Plan, script: str | None) -> None:
 
 
 @contextlib.contextmanager
-def undone_on_error(folder: Path) -> Iterator[None]:
-    """Remove a folder that this very command made, if what follows fails: nothing half-written stays behind."""
+def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
+    """Remove a folder that this very command made, if what follows fails: nothing half-written stays behind.
+
+    ``unless``: what follows is the run itself, whose failure leaves a record.
+    """
     try:
         yield
     except BaseException as error:
+        if unless:
+            raise
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise UserError(
@@ -114,8 +120,8 @@ def hand_over(
     # submitit is imported here: a dry run and `--help` do without.
     from trainkit.launch import executors
 
-    who: dict[str, object] = {}
-    attempts = [len(run.attempts()) for run in runs]
+    controller: ProcessId | None = None
+    before = [len(run.attempts()) for run in runs]  # the job may begin one before it is written down
     if plan.executor == "slurm":
         job_ids = executors.submit_to_slurm(
             folder,
@@ -128,9 +134,8 @@ def hand_over(
         )
     else:
         job_ids, controller = executors.submit_locally(folder, runs, function, tasks=plan.world_size, cwd=cwd, env=env)
-        who = _process_fields(controller)
-    for run, job_id, before in zip(runs, job_ids, attempts, strict=True):
-        append_event(run, "submitted", executor=plan.executor, job_id=job_id, attempts_before=before, **who)
+    for run, job_id, attempts in zip(runs, job_ids, before, strict=True):
+        submitted(run, plan.executor, job_id, controller, attempts_before=attempts)
     return job_ids
 
 
@@ -138,26 +143,21 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
     """Run rank 0 of 1 in this very process, with its terminal, so that ``breakpoint()`` works."""
     from trainkit.launch.environment import leaked
 
-    attempt = len(run.attempts())
     me = ProcessId.of(os.getpid())
-    append_event(run, "submitted", executor="debug", job_id=str(me.pid), attempts_before=attempt, **_process_fields(me))
-    run.attempt_logs(attempt).mkdir(parents=True)
+    submitted(run, "debug", str(me.pid), me)
+    attempt = Attempt.begin(run)
     # This process becomes the rank, so its own environment is what the rank will read.
     for name in leaked(env):
         os.environ.pop(name, None)
-    os.environ.update(TRAINKIT_RUN_DIR=str(run.path), TRAINKIT_ATTEMPT=str(attempt))
+    os.environ.update(attempt.environment())
     if not plan.gpus_per_node:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     state = "FAILED"
     try:
         function(str(run.path))
-        state = "PREEMPTED" if run.requeue_marker(attempt).exists() else "COMPLETED"
+        state = "PREEMPTED" if attempt.number in life_of(run).handed_back else "COMPLETED"
     except KeyboardInterrupt:
         state = "CANCELLED"
         raise
     finally:
-        append_event(run, "ended", state=state, job_id=str(me.pid), attempt=attempt)
-
-
-def _process_fields(process: ProcessId) -> dict[str, object]:
-    return {"host": process.host, "pid": process.pid, "process_started": process.started}
+        attempt.ended(state, job_id=str(me.pid))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,14 +56,16 @@ class NullLogger:
 
 
 class _FanOut:
-    def __init__(self) -> None:
+    def __init__(self, may_write: Callable[[], None]) -> None:
         self._loggers: dict[str, Logger] = {}
+        self._may_write = may_write
 
     def open(self, name: str, run_dir: RunDir, config: Config, start: Start) -> None:
         with self._outlived(name):
             self._loggers[name] = plugins.load(__package__, name)(run_dir, config, start)
 
     def log(self, record: Mapping[str, Any]) -> None:
+        self._may_write()
         record = {"time": round(time.time(), 3), **record}
         for name, logger in list(self._loggers.items()):
             with self._outlived(name):
@@ -96,10 +98,14 @@ def open_loggers(
     world_size: int = 1,
     resumed_step: int = 0,
     is_main: bool = True,
+    may_write: Callable[[], None] = lambda: None,
 ) -> Iterator[Logger]:
     """One logger that hands every record to all of ``monitor.loggers``, and adds ``time`` where it is missing.
 
     Only the main rank opens them; elsewhere this gives a `NullLogger`, so that nobody asks for the rank afterwards.
+
+    Args:
+        may_write: raises RunFailedError when another process writes this run by now; asked before every record.
 
     Raises:
         RunFailedError: ``metrics.jsonl`` cannot be written.
@@ -108,7 +114,7 @@ def open_loggers(
         yield NullLogger()
         return
     start = Start(total_steps=total_steps, params=params, world_size=world_size, resumed_step=resumed_step)
-    fan_out = _FanOut()
+    fan_out = _FanOut(may_write)
     # The record first: what the others show must also be on disk.
     for name in sorted(config.monitor.loggers, key=lambda name: name != "jsonl"):
         fan_out.open(name, run_dir, config, start)

@@ -131,13 +131,13 @@ def _show_events(view: _View, events: list[dict[str, Any]]) -> bool:
         if kind == "started":
             view.started(event)
             view.say(_started_line(event))
-        elif kind == "signalled":
-            view.say("Told to stop: saving.")
+        elif kind == "handed_back":
+            view.say("Told to stop: saved.")
         elif kind == "requeued":
             view.say("Requeued; goes on from its last checkpoint.")
         elif kind == "failed":
             view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
-        if kind in ("finished", "failed"):
+        if kind in ("ended", "failed"):
             return True
     return False
 

@@ -1,7 +1,6 @@
-"""``events.jsonl``: what happened to a run, one line each.
+"""``events.jsonl``: what happened to a run, one line each: history, and never what a job does now.
 
-Kinds: submitted, started, signalled, saved, requeued, failed, finished. They are history; what a job does now is asked
-from the scheduler.
+`trainkit.records.attempts` alone writes them, `trainkit.records.history` gives them types.
 """
 
 from __future__ import annotations

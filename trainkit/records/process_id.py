@@ -5,26 +5,48 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process that cannot be mistaken: its machine, its number, and when it started."""
+    """One process, on whatever machine."""
 
     host: str
     pid: int
     started: str
+    space: str = ""
+    """Where the number counts: a container, or a machine before and after a restart, may have the same host name."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """That of a process which runs here now."""
-        return cls(socket.gethostname(), pid, _start_time(pid) or "")
+        return cls(socket.gethostname(), pid, _start_time(pid) or "", _space())
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ProcessId | None:
+        """From what `fields` has put into a record; None if it is not there or was written by somebody else."""
+        host, pid = fields.get("host"), fields.get("pid")
+        started, space = fields.get("process_started"), fields.get("process_space", "")
+        if isinstance(host, str) and isinstance(started, str) and isinstance(space, str) and type(pid) is int:
+            return cls(host, pid, started, space)
+        return None
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values for a record."""
+        return {
+            "host": self.host,
+            "pid": self.pid,
+            "process_started": self.started,
+            "process_space": self.space,
+        }
 
     def is_here(self) -> bool:
-        """Whether this is the machine that it runs on."""
-        return self.host == socket.gethostname()
+        """Whether it counts among the processes that this one can see."""
+        return self.host == socket.gethostname() and self.space in ("", _space())
 
     def is_alive(self) -> bool:
         """Whether it runs still. Only meaningful where `is_here`."""
@@ -37,16 +59,33 @@ class ProcessId:
                 os.kill(self.pid, number)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is held by SIGSTOP or a debugger."""
+    return (_stat(pid) or [""])[0] in ("T", "t")
+
+
+def _space() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+        return f"{boot}-{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def _start_time(pid: int) -> str | None:
     """When a process started, as text that only it has; None if it does not run (a zombie does not)."""
+    fields = _stat(pid)
+    if fields is None:
+        return None if Path("/proc/self/stat").exists() else _start_time_elsewhere(pid)
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def _stat(pid: int) -> list[str] | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return _start_time_elsewhere(pid) if not Path("/proc/self/stat").exists() else None
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
-    return None if fields[0] in ("Z", "X") else fields[19]
+    return stat.rpartition(")")[2].split()  # the name before it may hold anything
 
 
 def _start_time_elsewhere(pid: int) -> str | None:

@@ -60,6 +60,11 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def lease(self) -> Path:
+        """Who may write, while somebody does."""
+        return self.path / "lease.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -88,10 +93,6 @@ class RunDir:
         if not self.logs.is_dir():
             return []
         return sorted(int(entry.name) for entry in self.logs.iterdir() if entry.is_dir() and entry.name.isdigit())
-
-    def requeue_marker(self, attempt: int) -> Path:
-        """Written by rank 0 of an attempt that saved and wants to be started again."""
-        return self.attempt_logs(attempt) / "requeue"
 
     @classmethod
     def create(cls, path: Path, config_yaml: str, *, after_logs: bool = False) -> RunDir:

@@ -120,7 +120,7 @@ def _outcome(facts: Facts) -> str:
     when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
     if facts.finished:
         return f"Finished after {facts.steps} steps.{when}"
-    last = next((event for event in reversed(facts.events) if event.get("event") in ("failed", "signalled")), None)
+    last = next((event for event in reversed(facts.events) if event.get("event") in ("failed", "handed_back")), None)
     reason = ""
     if last and last["event"] == "failed":
         words = (str(last.get("error") or "").splitlines() or ["unknown"])[0].replace("`", "'")

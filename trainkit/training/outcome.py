@@ -12,8 +12,7 @@ from torch import Tensor
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.distributed.device import device_name, peak_memory_mb
 from trainkit.monitor.base import Logger
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
 from trainkit.training.evaluate import evaluate, sync_buffers
 from trainkit.training.parts import Parts
 
@@ -65,7 +64,7 @@ class Keeper:
     """Validates, saves and sums up; what is due when is the loop's to ask. Every rank calls every method."""
 
     parts: Parts
-    run_dir: RunDir
+    writer: Writer
     checkpoints: Checkpoints
     metrics: Logger
     progress: Progress
@@ -117,7 +116,7 @@ class Keeper:
         )
         self.beat()
         if parts.dist.is_main:
-            append_event(self.run_dir, "saved", step=progress.step)
+            self.writer.attempt.saved(progress.step, **more)
 
     def test(self, where: Mapping[str, Any]) -> dict[str, float]:
         """Test metrics of the best weights, recorded with ``where``."""
@@ -155,6 +154,8 @@ class Keeper:
             "max_memory_mb": peak_memory_mb(parts.dist.device),
             **more,
         }
-        partial = self.run_dir.summary.with_name(".summary.json.partial")
+        file = self.writer.run.summary
+        partial = file.with_name(".summary.json.partial")
         partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.run_dir.summary)
+        self.writer.check()
+        partial.replace(file)

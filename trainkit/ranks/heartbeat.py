@@ -1,0 +1,69 @@
+"""Ranks say that they make progress, for whoever looks after them: a number each, in memory that they share.
+
+Counting costs a rank a tenth of a microsecond, because nobody is called. The file lies on this machine, and only
+processes of this machine look at it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+VARIABLE = "TRAINKIT_HEARTBEAT"
+"""``FILE:INDEX``, in a rank's environment."""
+_SIZE = 8
+
+
+class Pulses:
+    """The counts of all ranks of this machine, as their supervisor sees them."""
+
+    def __init__(self, file: Path, memory: mmap.mmap, count: int) -> None:
+        self._file, self._memory, self._count = file, memory, count
+
+    def variable(self, index: int) -> dict[str, str]:
+        """What tells a rank where to count."""
+        return {VARIABLE: f"{self._file}:{index}"}
+
+    def read(self) -> list[int]:
+        """How often each rank has said that it makes progress; 0 for one that still starts."""
+        parts = (self._memory[index * _SIZE : (index + 1) * _SIZE] for index in range(self._count))
+        return [int.from_bytes(part, "little") for part in parts]
+
+
+@contextmanager
+def pulses(count: int) -> Iterator[Pulses]:
+    """Room for the counts of ``count`` ranks, gone afterwards."""
+    descriptor, name = tempfile.mkstemp(prefix="trainkit-heartbeat-")
+    file = Path(name)
+    try:
+        os.ftruncate(descriptor, count * _SIZE)
+        with mmap.mmap(descriptor, count * _SIZE) as memory:
+            yield Pulses(file, memory, count)
+    finally:
+        os.close(descriptor)
+        file.unlink(missing_ok=True)
+
+
+def heartbeat(env: Mapping[str, str]) -> Callable[[], None]:
+    """What a rank calls whenever it has made progress; does nothing where nobody looks."""
+    name, _, index = env.get(VARIABLE, "").rpartition(":")
+    try:
+        start = int(index) * _SIZE
+        with open(name, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+    except (OSError, ValueError):
+        return lambda: None
+    if not 0 <= start <= len(memory) - _SIZE:
+        return lambda: None
+    end, beats = start + _SIZE, 0
+
+    def beat() -> None:
+        nonlocal beats
+        beats += 1
+        memory[start:end] = beats.to_bytes(_SIZE, "little")
+
+    return beat

@@ -1,0 +1,151 @@
+"""A run's life, as it is written down: jobs are submitted for it, each makes attempts, and each attempt has an ending.
+
+Nothing else writes events. Kinds, in the order of a life:
+
+    submitted     a job was queued or started for the run       by the command that did so
+    started       all ranks have met and begin to train         by rank 0
+    saved         a checkpoint is on disk                        by rank 0
+    handed_back   told to stop, saved, wants to be continued     by the first rank of each node
+    requeued      the job was put back into the queue            by whoever looks after the ranks
+    failed        a rank raised, was killed, or hangs            by that rank, or by whoever looks after it
+    cancelled     somebody asked for its end                     by `cancel`
+    ended         an attempt is over, in SLURM's words           by rank 0 (COMPLETED: nothing is left to train), or
+                                                                 by whoever looks after the ranks
+
+Beside them stand remarks on the training itself: skipped and nonfinite updates, peers that come and go.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainkit.errors import UserError
+from trainkit.records.events import append_event, read_events
+from trainkit.records.process_id import ProcessId
+from trainkit.records.rundir import RunDir
+
+Remark = Literal["skipped", "nonfinite", "rolled_back", "peer_joined", "peer_left"]
+
+RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
+"""Environment variables by which whoever starts ranks tells them which attempt they are."""
+
+
+def submitted(
+    run: RunDir, executor: str, job_id: str, process: ProcessId | None = None, *, attempts_before: int | None = None
+) -> None:
+    """A job was queued, or started here.
+
+    Args:
+        process: looks after the ranks, where no scheduler does.
+        attempts_before: how many attempts there were; None: as many as there are now.
+    """
+    who = process.fields() if process is not None else {}
+    before = len(run.attempts()) if attempts_before is None else attempts_before
+    append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **who)
+
+
+def cancelled(run: RunDir, job_id: str) -> None:
+    """Somebody asked for the end of a job."""
+    append_event(run, "cancelled", job_id=job_id)
+
+
+def never_began(run: RunDir, job_id: str, state: str) -> None:
+    """A job has ended without an attempt: cancelled while it waited for its turn, or broken before its start."""
+    append_event(run, "ended", state=state, job_id=job_id)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks of a run, for writing down what becomes of it."""
+
+    run: RunDir
+    number: int
+
+    @classmethod
+    def begin(cls, run: RunDir, *, node_rank: int = 0) -> Attempt:
+        """The next attempt, which this node is the first and only one to begin; its log folder is there.
+
+        Nodes that share a folder begin the same attempt: the first that this node has no part in, and that is not over.
+
+        Raises:
+            UserError: the log folder cannot be written.
+        """
+        over = [event["attempt"] for event in read_events(run, "ended") if type(event.get("attempt")) is int]
+        number = max(over, default=-1) + 1
+        while True:
+            claim = run.attempt_logs(number) / f"node-{node_rank}"
+            try:
+                claim.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+                return cls(run, number)
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise UserError(
+                    f"Cannot begin an attempt of {run.path}.",
+                    why=f"{error.strerror}: {error.filename}",
+                    fix="Free some space, or check who may write there.",
+                ) from None
+
+    @classmethod
+    def named_in(cls, env: Mapping[str, str]) -> Attempt | None:
+        """The attempt that ``env`` says this process is part of; None for a process that nobody looks after.
+
+        Raises UserError where it says half of it.
+        """
+        path, number = env.get(RUN_DIR, ""), env.get(NUMBER, "")
+        if not path and not number:
+            return None
+        if not path or not number.isdecimal():
+            raise UserError(
+                f"{RUN_DIR}={path!r} and {NUMBER}={number!r} do not name an attempt.",
+                why="They tell a rank which start of which run it belongs to, and go together.",
+                fix="Unset both; the commands of trainkit and its batch scripts set them for their ranks.",
+            )
+        return cls(RunDir(Path(path).absolute()), int(number))
+
+    def environment(self) -> dict[str, str]:
+        """What `named_in` reads."""
+        return {RUN_DIR: str(self.run.path), NUMBER: str(self.number)}
+
+    @property
+    def logs(self) -> Path:
+        """``rank-<n>.out`` and ``rank-<n>.err``."""
+        return self.run.attempt_logs(self.number)
+
+    def started(self, **facts: Any) -> None:
+        """The ranks have met. ``facts``: step, total_steps, steps_per_epoch, world_size, hosts, device, precision,
+        params."""
+        self._write("started", **facts)
+
+    def saved(self, step: int, **facts: Any) -> None:
+        """A checkpoint of ``step`` is on disk."""
+        self._write("saved", step=step, **facts)
+
+    def handed_back(self, *, node_rank: int, step: int | None, signals: Sequence[str]) -> None:
+        """Every rank of this node was told to stop, and all that they have done is saved."""
+        self._write("handed_back", node_rank=node_rank, step=step, signals=list(signals), host=socket.gethostname())
+
+    def requeued(self, job_id: str) -> None:
+        """Its job was put back into the queue and goes on with the next attempt."""
+        self._write("requeued", job_id=job_id)
+
+    def failed(self, error: str, *, rank: int | None, host: str = "") -> None:
+        """A rank raised, was killed, or hangs; None where it is not known which. In order of time the first counts."""
+        self._write("failed", rank=rank, host=host or socket.gethostname(), error=error)
+
+    def ended(self, state: str, **facts: Any) -> None:
+        """It is over, in SLURM's words. ``facts``: job_id, exit_codes, step, why."""
+        self._write("ended", state=state, **facts)
+
+    def remark(self, kind: Remark, **facts: Any) -> None:
+        """Something worth knowing about the training."""
+        self._write(kind, **facts)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        append_event(self.run, kind, attempt=self.number, **fields)

@@ -1,0 +1,240 @@
+"""One writer for a run folder: ``lease.json`` says who, and is renewed as long as it lives.
+
+The file is put in place by a hard link, which succeeds for one of several at once, and replaced by a rename; both are
+atomic on NFS too, where locks may not be. Time is the file server's: ages are differences of its own time stamps, so
+the clocks of the machines do not matter.
+
+A holder on this machine is dead when its process is gone; one elsewhere when it has not renewed for `EXPIRY_SECONDS`. A
+job that SLURM starts again takes over from its own earlier attempt at once. Whoever has lost the lease (stopped for a
+while, cut off, thought dead) notices before its next write: `Lease.check`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RunFailedError, UserError
+from trainkit.records.process_id import ProcessId
+from trainkit.records.rundir import RunDir
+
+EXPIRY_SECONDS = 60.0
+"""A holder on another machine that has not renewed for so long is taken for dead."""
+RENEW_SECONDS = 10.0
+_MOMENT = 0.1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who writes: a process, and for which job and attempt it does."""
+
+    process: ProcessId
+    job_id: str = ""
+    """Of SLURM; empty where there is none."""
+    attempt: int | None = None
+    """None for a command that only prepares the run."""
+
+    @classmethod
+    def me(cls, *, job_id: str = "", attempt: int | None = None) -> Holder:
+        """This process."""
+        return cls(ProcessId.of(os.getpid()), job_id, attempt)
+
+    def __str__(self) -> str:
+        words = f"process {self.process.pid} on {self.process.host}"
+        job = f"job {self.job_id}, " if self.job_id else ""
+        return f"{job}{words}" + (f", attempt {self.attempt}" if self.attempt is not None else "")
+
+
+class Lease:
+    """The right to write into a run folder, as long as `check` says so. Made by `lease_on`."""
+
+    def __init__(self, run: RunDir, token: str) -> None:
+        self._file, self._token = run.lease, token
+        self._run = run
+
+    def check(self) -> None:
+        """Raise RunFailedError unless this is still the writer. Reads a small file: call it before every write."""
+        there = _read(self._file)
+        if there is None:  # being replaced on a file system that is not quite atomic, or removed by hand
+            time.sleep(_MOMENT)
+            there = _read(self._file)
+        if there is None or there.token != self._token:
+            who = there.holder if there is not None else "somebody who has removed its lease.json"
+            raise RunFailedError(
+                f"{self._run.name} has another writer now: {who}.",
+                why="This process was taken for dead; what it has not saved is done again by the other.",
+                fix=f"Nothing is to be done, unless both are yours: `python -m jobs.status {self._run.path}`.",
+            )
+
+    def _renew(self) -> None:
+        there = _read(self._file)
+        if there is not None and there.token == self._token:
+            os.utime(self._file)
+
+    def _release(self) -> None:
+        there = _read(self._file)
+        if there is not None and there.token == self._token:
+            self._file.unlink(missing_ok=True)
+
+
+@contextmanager
+def lease_on(
+    run: RunDir,
+    holder: Holder,
+    *,
+    is_dead: Callable[[Holder], bool] = lambda other: False,
+    patience: float = EXPIRY_SECONDS + RENEW_SECONDS,
+) -> Iterator[Lease]:
+    """Hold the lease on ``run`` while the body runs, renewed by a thread.
+
+    Args:
+        is_dead: what else is known of a holder, from its scheduler.
+        patience: how long to wait for a holder elsewhere that may be dead: its lease must expire first. One that is
+            seen to renew is alive, and refuses at once.
+
+    Raises:
+        UserError: somebody else writes, and lives; or the folder cannot be written.
+    """
+    try:
+        lease = _acquire(run, holder, is_dead, patience)
+    except OSError as error:
+        raise UserError(
+            f"Cannot write into {run.path}.",
+            why=f"{error.strerror}: {error.filename}",
+            fix="Free some space, or check who may write there.",
+        ) from None
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(RENEW_SECONDS):
+            with suppress(OSError):  # a file server that does not answer now is asked again
+                lease._renew()
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield lease
+    finally:
+        stop.set()
+        with suppress(OSError):
+            lease._release()
+
+
+@dataclass(frozen=True)
+class _Found:
+    token: str
+    holder: Holder
+    renewed: float
+    """Time stamp of the file server."""
+
+
+def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float) -> Lease:
+    token, deadline, first = uuid.uuid4().hex, time.monotonic() + patience, None
+    mine = run.path / f".lease-{token}"
+    try:
+        while True:
+            _write(mine, token, holder)
+            there = _read(run.lease)
+            if there is None:
+                if _put(mine, run.lease):
+                    return Lease(run, token)
+                continue
+            first = first or there
+            if is_dead(there.holder) or _is_over(there, holder, now=mine.stat().st_mtime):
+                if _replace(mine, run, there.token):
+                    return Lease(run, token)
+                continue
+            lives = there.holder.process.is_here() or there.renewed > first.renewed or there.token != first.token
+            is_short = there.holder.attempt is None and holder.attempt is not None  # the command that has started me
+            if (lives and not is_short) or time.monotonic() > deadline:
+                raise UserError(
+                    f"{run.name} is being written by {there.holder}.",
+                    why="Two writers on one run would write over each other.",
+                    fix=f"Wait for it, or end it with `python -m jobs.cancel {run.path}`.",
+                )
+            time.sleep(min(1.0, max(patience / 20, _MOMENT)))
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def _is_over(there: _Found, holder: Holder, *, now: float) -> bool:
+    """Whether the one who holds the lease will not write again."""
+    other = there.holder
+    same_job = bool(other.job_id) and other.job_id == holder.job_id
+    if same_job and other.attempt is not None and holder.attempt is not None and other.attempt < holder.attempt:
+        return True  # SLURM has started the job again, whatever is left of it
+    if other.process.is_here():
+        return not other.process.is_alive()
+    return now - there.renewed > EXPIRY_SECONDS
+
+
+def _put(mine: Path, lease: Path) -> bool:
+    """Put ``mine`` where no lease is; False if somebody was faster."""
+    try:
+        os.link(mine, lease)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        try:
+            descriptor = os.open(lease, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(mine.read_bytes())
+    return True
+
+
+def _replace(mine: Path, run: RunDir, token: str) -> bool:
+    """Put ``mine`` in the place of a dead holder's lease; False if somebody else does so."""
+    right = run.path / f".lease-{token}.over"  # which only one can make: the right to replace that very lease
+    try:
+        os.close(os.open(right, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        with suppress(FileNotFoundError):  # left by one that died in the middle
+            if mine.stat().st_mtime - right.stat().st_mtime > EXPIRY_SECONDS:
+                right.unlink()
+        time.sleep(_MOMENT)
+        return False
+    try:
+        there = _read(run.lease)
+        if there is None or there.token != token:
+            return False
+        os.replace(mine, run.lease)
+        return True
+    finally:
+        right.unlink(missing_ok=True)
+
+
+def _write(file: Path, token: str, holder: Holder) -> None:
+    content = {"token": token, "job_id": holder.job_id, "attempt": holder.attempt, **holder.process.fields()}
+    descriptor = os.open(file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+        out.write(json.dumps(content))
+
+
+def _read(file: Path) -> _Found | None:
+    """What the lease says; None if there is none. One that cannot be read is nobody's, and expires like any other."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # opened, so that NFS asks its server anew
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as content:
+        renewed = os.fstat(descriptor).st_mtime
+        text = content.read(10_000)
+    try:
+        fields: Any = json.loads(text)
+        process = ProcessId.from_fields(fields)
+        attempt = fields.get("attempt")
+    except (ValueError, AttributeError):
+        fields, process, attempt = {}, None, None
+    nobody = ProcessId("an unknown machine", 0, "")
+    holder = Holder(process or nobody, str(fields.get("job_id") or ""), attempt if type(attempt) is int else None)
+    return _Found(str(fields.get("token") or ""), holder, renewed)
