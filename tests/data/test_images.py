@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import multiprocessing
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -100,3 +106,68 @@ def test_photos_are_augmented_only_in_training() -> None:
 def test_gray_photos_have_the_average_of_the_colours_statistics() -> None:
     mean, std = photo_statistics(1)
     assert (round(mean[0], 3), round(std[0], 3)) == (0.449, 0.226)
+
+
+# Files that a stranger could have made
+
+
+def damaged(content: bytes, seed: int) -> Iterator[bytes]:
+    """The file cut short everywhere, and with one to twenty bytes changed."""
+    dice = random.Random(seed)
+    yield from (content[:length] for length in range(0, len(content), max(1, len(content) // 40)))
+    for _ in range(60):
+        changed = bytearray(content)
+        for _ in range(dice.choice((1, 1, 2, 20))):
+            changed[dice.randrange(len(changed))] = dice.randrange(256)
+        yield bytes(changed)
+
+
+def read_damaged(folder: Path) -> None:
+    """Ends with 0 if every damaged file is either read, or refused by its name."""
+    warnings.simplefilter("ignore")
+    for number, whole in enumerate(sorted(folder.iterdir())):
+        path = folder / f"damaged{whole.suffix}"
+        for content in damaged(whole.read_bytes(), seed=number):
+            path.write_bytes(content)
+            with suppress(UserError):
+                assert read_image(path, in_chans=3).dtype == torch.uint8
+        path.unlink()
+
+
+def test_no_damaged_image_ends_the_process(tmp_path: Path) -> None:
+    """torchvision's libpng dies of SIGSEGV on most of these PNGs, and with it the training."""
+    pixels = numpy.kron(numpy.random.default_rng(0).integers(0, 256, (6, 5, 3)), numpy.ones((4, 4, 1)))
+    image = Image.fromarray(pixels.astype(numpy.uint8))
+    for name in ("a.png", "b.jpg", "c.gif", "d.webp"):
+        image.save(tmp_path / name)
+    image.convert("P").save(tmp_path / "e.png")
+    image.save(tmp_path / "f.jpg", progressive=True)
+    child = multiprocessing.get_context("forkserver").Process(target=read_damaged, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("name", ["photo.png", "photo.gif", "photo.webp"])
+def test_a_truncated_image_of_any_kind_is_named(tmp_path: Path, name: str) -> None:
+    path = red(tmp_path, name)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match=rf"Cannot decode the image .*{name}"):
+        read_image(path, in_chans=3)
+
+
+def test_a_thumbnail_that_claims_to_be_enormous_is_refused(tmp_path: Path) -> None:
+    """torchvision fills 11 GB, in half a minute."""
+    path = red(tmp_path, "photo.jpg")
+    content = bytearray(path.read_bytes())
+    frame = content.index(b"\xff\xc0")
+    content[frame + 5 : frame + 9] = (60000).to_bytes(2, "big") * 2
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="Cannot decode"):
+        read_image(path, in_chans=3)
+
+
+def test_a_pipe_named_like_an_image_is_no_image(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "photo.jpg")
+    with pytest.raises(UserError, match=r"Cannot read .*photo\.jpg"):
+        read_image(tmp_path / "photo.jpg", in_chans=3)
