@@ -202,7 +202,7 @@ def _pose_as_rank_1(port: int, folder: Path) -> None:
         view.set("joined/1", "n1")
         with contextlib.suppress(RuntimeError):  # rank 0 does not answer
             c10d.init_process_group("gloo", store=view, rank=1, world_size=2, timeout=timedelta(seconds=1))
-            c10d.all_gather_object([None, None], bomb)
+            c10d.all_gather_object([None, None], bomb)  # type: ignore[misc]
         if c10d.is_initialized():
             c10d.destroy_process_group()
     for prefix in {"", *(key.rpartition("/")[0] + "/" for key in _listed(store))}:

@@ -21,7 +21,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,8 @@ def write(
         else:
             _delete(final)
             os.replace(partial, final)
+            _flush(folder)
+            _flush(folder.parent)  # the first one has made the folder
     except BaseException:  # a full disk: what is left would keep the next save from fitting
         _remove(partial)
         raise
@@ -143,7 +145,7 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def verified(folder: Path, step: int, stems: Iterable[str] | None = None) -> Record:
+def verified(folder: Path, step: int, stems: Sequence[str] | None = None) -> Record:
     """What a checkpoint says of itself, once its files (or those of ``stems``) are found to be as they were written.
 
     Raises BrokenCheckpointError and says what is wrong with it.
@@ -161,6 +163,15 @@ def verified(folder: Path, step: int, stems: Iterable[str] | None = None) -> Rec
     except OSError as error:
         raise BrokenCheckpointError(f"{error.strerror}: {error.filename}") from None
     return record
+
+
+def read(folder: Path, step: int, stems: Sequence[str]) -> tuple[Record, dict[str, dict[str, Tensor]]]:
+    """What a checkpoint says of itself, and the tensors of its files ``stems``, verified, on the CPU.
+
+    Raises BrokenCheckpointError and says what is wrong with it.
+    """
+    record = verified(folder, step, stems)
+    return record, {stem: read_tensors(folder, step, stem) for stem in stems}
 
 
 def read_tensors(folder: Path, step: int, stem: str) -> dict[str, Tensor]:

@@ -142,8 +142,7 @@ class Checkpoints:
     ) -> tuple[Restored | None, dict[str, dict[str, Tensor]]]:
         for step in reversed(files.steps(self._folder)):
             try:
-                record = files.verified(self._folder, step)
-                tensors = {stem: files.read_tensors(self._folder, step, stem) for stem in stems}
+                record, tensors = files.read(self._folder, step, stems)
             except BrokenCheckpointError as fault:
                 self._say(step, fault, "Trying the one before it")
                 continue
@@ -161,8 +160,7 @@ class Checkpoints:
         why = ""
         for candidate in [step, *(others if or_newest else [])]:
             try:
-                files.verified(self._folder, candidate, ["model"])
-                return candidate, files.read_tensors(self._folder, candidate, "model")
+                return candidate, files.read(self._folder, candidate, ["model"])[1]["model"]
             except BrokenCheckpointError as fault:
                 why = why or f"{fault}."
                 if or_newest:

@@ -1,0 +1,314 @@
+"""Whatever has happened to a checkpoint, training goes on from the newest whole one and says what was wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.checkpoint import files
+from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, _checksum
+from trainkit.checkpoint.saving import Checkpoints, Restored
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import UserError
+from trainkit.ranks.env import RankEnv
+
+DIST = Distributed(RankEnv.single(), torch.device("cpu"))
+OLD, NEW = 1, 2
+
+
+def make_model(value: float = 0.0) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Two checkpoints of one model, of which the newer one is about to meet with an accident."""
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=5, dist=DIST)
+    for step in (OLD, NEW):
+        checkpoints.save(*make_model(step), step=step, state={"note": step}, best_step=None)
+    return folder
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def edited(**changes: Any) -> Callable[[Path], None]:
+    """Somebody edits state.json, and knows how to renew its checksum."""
+
+    def edit(checkpoint: Path) -> None:
+        body = json.loads((checkpoint / "state.json").read_text())
+        body.pop("sha256")
+        body.update(changes)
+        (checkpoint / "state.json").write_text(json.dumps({**body, "sha256": _checksum(body)}))
+
+    return edit
+
+
+def text(content: str) -> Callable[[Path], None]:
+    def put(checkpoint: Path) -> None:
+        (checkpoint / "state.json").write_text(content)
+
+    return put
+
+
+def named(name: str) -> Callable[[Path], None]:
+    """state.json names a file somewhere else, whose size and hash are right."""
+
+    def edit(checkpoint: Path) -> None:
+        body = json.loads((checkpoint / "state.json").read_text())
+        facts = body["files"].pop("model.safetensors")
+        shutil.copy(checkpoint / "model.safetensors", checkpoint.parent / "elsewhere.safetensors")
+        edited(files={**body["files"], name.replace("HERE", str(checkpoint.parent)): facts})(checkpoint)
+
+    return edit
+
+
+def linked(checkpoint: Path) -> None:
+    outside = checkpoint.parent / "outside.safetensors"
+    (checkpoint / "model.safetensors").rename(outside)
+    (checkpoint / "model.safetensors").symlink_to(outside)
+
+
+def folder_linked(checkpoint: Path) -> None:
+    checkpoint.rename(checkpoint.parent / "outside")
+    checkpoint.symlink_to("outside")
+
+
+def as_pipe(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    os.mkfifo(checkpoint / "model.safetensors")
+
+
+def as_file(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.write_text("a file")
+
+
+def emptied(checkpoint: Path) -> None:
+    for file in checkpoint.iterdir():
+        file.unlink()
+
+
+def record_is_a_folder(checkpoint: Path) -> None:
+    (checkpoint / "state.json").unlink()
+    (checkpoint / "state.json").mkdir()
+
+
+def not_safetensors(checkpoint: Path) -> None:
+    """Its hash is right; but it is no such file."""
+    content = b"\xff" * 100
+    (checkpoint / "model.safetensors").write_bytes(content)
+    facts = {"bytes": 100, "sha256": files._sha256(checkpoint / "model.safetensors")}
+    body = json.loads((checkpoint / "state.json").read_text())
+    edited(files={**body["files"], "model.safetensors": facts})(checkpoint)
+
+
+def without_its_checksum(checkpoint: Path) -> None:
+    body = json.loads((checkpoint / "state.json").read_text())
+    body.pop("sha256")
+    (checkpoint / "state.json").write_text(json.dumps(body))
+
+
+def a_digit_changed(checkpoint: Path) -> None:
+    file = checkpoint / "state.json"
+    file.write_text(file.read_text().replace('"note": 2', '"note": 3'))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit flipped in the weights": (lambda c: flip(c / "model.safetensors"), "content of model.safetensors"),
+    "a bit flipped in the moments": (lambda c: flip(c / "optimizer.safetensors"), "content of optimizer.safetensors"),
+    "weights cut short": (lambda c: os.truncate(c / "model.safetensors", 50), "has 50 bytes instead of"),
+    "weights missing": (lambda c: (c / "model.safetensors").unlink(), "No such file"),
+    "weights are a link": (linked, "symbolic links"),
+    "weights are a pipe": (as_pipe, "no plain file"),
+    "weights are no safetensors": (not_safetensors, "not readable"),
+    "the folder is empty": (emptied, "No such file"),
+    "the folder is a link": (folder_linked, "no folder"),
+    "the folder is a file": (as_file, "no folder"),
+    "state.json is missing": (lambda c: (c / "state.json").unlink(), "No such file"),
+    "state.json is a folder": (record_is_a_folder, "plain file"),
+    "state.json is empty": (text(""), "not readable"),
+    "state.json is cut short": (lambda c: os.truncate(c / "state.json", 40), "not readable"),
+    "state.json is a list": (text("[]"), "no checksum"),
+    "state.json is deep": (text("[" * 100_000), "not readable"),
+    "state.json has a long number": (text('{"step": ' + "9" * 10_000 + ', "sha256": ""}'), ""),
+    "state.json has no end": (text(" " * (LONGEST + 1)), "not readable"),
+    "state.json is not UTF-8": (lambda c: (c / "state.json").write_bytes(b"\xff\xfe\xfd"), "not readable"),
+    "state.json holds NaN": (text('{"step": NaN, "sha256": ""}'), "NaN is not JSON"),
+    "state.json has no checksum": (without_its_checksum, "no checksum"),
+    "a digit of state.json changed": (a_digit_changed, "has been changed"),
+    "made by another version": (edited(format=0), "another version"),
+    "with a key more": (edited(more=1), "another version"),
+    "of another step": (edited(step=7), "that of step 7"),
+    "its step is true": (edited(step=True), "that of step True"),
+    "its step is huge": (edited(step=10**30), "without end"),
+    "its state is a list": (edited(state=[]), "does not say"),
+    "its files are a list": (edited(files=[]), "does not say"),
+    "its files are odd": (edited(files={"model.safetensors": {"bytes": "1", "sha256": "x"}}), "does not say"),
+    "it names no weights": (edited(files={}), "no model.safetensors"),
+    "it names a file above": (named("../elsewhere.safetensors"), "names a file"),
+    "it names a file by its path": (named("HERE/elsewhere.safetensors"), "names a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_said_and_the_checkpoint_before_it_restored(
+    two: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    damage, reason = FAULTS[fault]
+    damage(files.path_of(two, NEW))
+    model, optimizer = make_model()
+    restored = Checkpoints(two, keep=5, dist=DIST).restore(model, optimizer)
+    said = capsys.readouterr().err
+    assert restored is not None
+    assert (restored.step, restored.state) == (OLD, {"note": OLD})
+    assert torch.equal(model.weight, make_model(OLD)[0].weight)
+    assert "step-00000002 is broken" in said
+    assert reason in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_after_a_fault_the_next_save_of_that_step_is_whole(two: Path, fault: str) -> None:
+    FAULTS[fault][0](files.path_of(two, NEW))
+    Checkpoints(two, keep=5, dist=DIST).save(*make_model(NEW), step=NEW, state={}, best_step=NEW)
+    files.verified(two, NEW)
+    assert (files.pointed(two, "latest"), files.pointed(two, "best")) == (NEW, NEW)
+
+
+def test_where_no_checkpoint_is_whole_training_starts_anew(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (OLD, NEW):
+        flip(files.path_of(two, step) / "model.safetensors")
+    assert Checkpoints(two, keep=5, dist=DIST).restore(*make_model()) is None
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_one_that_is_whole_but_of_no_use_is_passed_over_too(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def accept(restored: Restored) -> None:
+        if restored.state["note"] == NEW:
+            raise ValueError("it is not finite")
+
+    restored = Checkpoints(two, keep=5, dist=DIST).restore(*make_model(), accept=accept)
+    assert restored is not None
+    assert restored.step == OLD
+    assert "it is not finite" in capsys.readouterr().err
+
+
+# best and latest
+
+
+def test_a_flipped_bit_in_the_best_is_said_and_the_newest_whole_one_taken(
+    two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(files.path_of(two, OLD) / "model.safetensors")
+    model, _ = make_model()
+    assert Checkpoints(two, keep=5, dist=DIST).load_weights(model, OLD, or_newest=True) == NEW
+    assert torch.equal(model.weight, make_model(NEW)[0].weight)
+    assert "step-00000001 is broken: the content of model.safetensors has changed" in capsys.readouterr().err
+
+
+def test_a_best_that_is_gone_is_said_and_the_newest_whole_one_taken(
+    two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Checkpoints(two, keep=5, dist=DIST).load_weights(make_model()[0], 77, or_newest=True) == NEW
+    assert "step-00000077 is broken: No such file" in capsys.readouterr().err
+
+
+def test_a_step_that_was_asked_for_by_its_number_is_never_replaced_by_another(two: Path) -> None:
+    flip(files.path_of(two, OLD) / "model.safetensors")
+    model, _ = make_model(9)
+    with pytest.raises(UserError) as error:
+        Checkpoints(two, keep=5, dist=DIST).load_weights(model, OLD)
+    assert (error.value.why, error.value.fix) == ("the content of model.safetensors has changed.", "Use another: 2.")
+    assert torch.equal(model.weight, make_model(9)[0].weight)
+
+
+def a_folder(link: Path) -> None:
+    shutil.copytree(link.parent / "step-00000001", link)
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda link: None,
+        a_folder,
+        lambda link: link.write_text("step-00000001"),
+        lambda link: link.symlink_to("step-00000009"),
+        lambda link: link.symlink_to("step-1"),
+        lambda link: link.symlink_to(link.parent / "step-00000001"),
+        lambda link: link.symlink_to("../checkpoints/step-00000001"),
+        lambda link: link.symlink_to("step-" + "9" * 200),
+        lambda link: link.symlink_to(link.name),
+        os.mkfifo,
+    ],
+    ids=["absent", "folder", "file", "dangling", "odd", "absolute", "winding", "huge", "circle", "pipe"],
+)
+def test_a_link_that_names_no_checkpoint_is_said_and_replaced_by_the_next_save(
+    two: Path, capsys: pytest.CaptureFixture[str], name: str, make: Callable[[Path], object]
+) -> None:
+    (two / name).unlink(missing_ok=True)
+    make(two / name)
+    assert files.resolve(two, name) == NEW
+    assert f"{name} does not name a checkpoint" in capsys.readouterr().err
+    Checkpoints(two, keep=5, dist=DIST).save(*make_model(3), step=3, state={}, best_step=3)
+    assert files.pointed(two, name) == 3
+
+
+def test_a_folder_in_the_place_of_a_link_is_moved_aside_and_kept(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (two / "latest").unlink()
+    a_folder(two / "latest")
+    files.point(two, "latest", NEW)
+    assert "has been moved to latest-0" in capsys.readouterr().err
+    assert (two / "latest-0" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("which", ["²", "٣", "-1", "1.0", "", "9" * 5000, "../2", "step-00000002"])
+def test_what_is_no_step_is_refused(two: Path, which: str) -> None:
+    with pytest.raises(UserError, match="No checkpoint"):
+        files.resolve(two, which)
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1", "step-000000002", "step-²²²²²²²²", "step-" + "9" * 200, "latest-0", ".step-00000009.partial"]
+)
+def test_what_else_lies_in_the_folder_is_no_checkpoint(two: Path, name: str) -> None:
+    (two / name).mkdir()
+    assert files.steps(two) == [OLD, NEW]
+
+
+# The record itself
+
+
+def test_a_number_that_is_not_finite_comes_back_as_none(tmp_path: Path) -> None:
+    files.write(tmp_path, 1, {}, {"val": {"loss": float("nan"), "acc1": [1.5, float("inf")]}})
+    assert files.verified(tmp_path, 1).state == {"val": {"loss": None, "acc1": [1.5, None]}}
+    json.loads((tmp_path / "step-00000001/state.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_what_a_record_says_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Record(1, {}, {}).step = 2  # type: ignore[misc]
+
+
+def test_a_checkpoint_of_before_there_were_checksums_says_so(two: Path) -> None:
+    without_its_checksum(files.path_of(two, NEW))
+    with pytest.raises(BrokenCheckpointError, match="no checksum of its own"):
+        files.verified(two, NEW)
