@@ -35,7 +35,8 @@ def test_batches_of_different_sizes_count_by_their_samples() -> None:
     one = meter()
     one.add(LOSSES[:1], LOGITS[:1], LABELS[:1])
     one.add(LOSSES[1:], LOGITS[1:], LABELS[1:])
-    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4}
+    one.add(LOSSES, LOGITS, LABELS)
+    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 8}
 
 
 def test_what_is_masked_counts_nowhere_even_if_it_is_nan() -> None:
@@ -64,6 +65,18 @@ def test_small_losses_are_not_lost_beside_a_large_one() -> None:
     for _ in range(100):
         one.add(torch.tensor([0.25]), LOGITS[:1], LABELS[:1])
     assert one.read()["loss"] * 101 == pytest.approx(1e8 + 25, abs=1e-3)
+
+
+def test_counts_stay_exact_where_float32_has_no_odd_numbers() -> None:
+    one = meter()
+    one._counts.fill_(2**24)
+    one.add(LOSSES[:1], LOGITS[:1], LABELS[:1])
+    assert one.read()["samples"] == 2**24 + 1
+
+
+def test_the_sums_are_on_the_ranks_device() -> None:
+    one = Meter(Distributed(RankEnv.single(), torch.device("meta")))
+    assert {one._loss.device.type, one._counts.device.type} == {"meta"}
 
 
 def test_it_keeps_no_graph_of_what_it_adds() -> None:
