@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from trainkit.distributed.device import cpus_of_rank, device_name
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.errors import TrainkitError, UserError
-from trainkit.models import build_model
+from trainkit.models import build_model, expected_input
 from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
@@ -89,6 +90,7 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     strategy: Strategy = plugins.load("trainkit.strategies", name)(dist, **config.strategy.options)
     precision = Precision(choose_precision(config.train.precision, dist.device), dist)
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
+    splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     model = strategy.parallelize(plain.to(dist.device))
     return Parts(
         config=config,
@@ -125,6 +127,7 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
             device=device_name(dist.device),
             precision=parts.precision.name,
             params=parts.num_parameters,
+            **({"input": asdict(parts.splits.expected)} if parts.splits.expected else {}),
         )
     loggers = open_loggers(
         config,

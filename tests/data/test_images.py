@@ -12,8 +12,10 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
 
 from trainkit.data import images
+from trainkit.data.base import ModelInput
 from trainkit.data.images import photo_statistics, photo_transforms, read_image
 from trainkit.errors import UserError
 
@@ -101,6 +103,17 @@ def test_photos_are_augmented_only_in_training() -> None:
     assert torch.equal(evaluate(image), evaluate(image))
     plain, _ = photo_transforms(32, augment=False)
     assert torch.equal(plain(image), evaluate(image))
+
+
+@pytest.mark.parametrize(("interpolation", "crop"), [("bicubic", 0.95), ("bilinear", 0.5)])
+def test_photos_for_pretrained_weights_are_resized_and_cropped_as_those_were(interpolation: str, crop: float) -> None:
+    image = torch.randint(0, 256, (3, 90, 120), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = ModelInput("some", (0.5,) * 3, (0.5,) * 3, interpolation, crop)
+    train, evaluate = photo_transforms(38, expected, augment=True)
+    mode = v2.InterpolationMode(interpolation)
+    resized = v2.functional.resize(image, [round(38 / crop)], interpolation=mode, antialias=True)
+    assert torch.equal(evaluate(image), v2.functional.center_crop(resized, [38, 38]))
+    assert f"InterpolationMode.{interpolation.upper()}" in repr(train)
 
 
 def test_gray_photos_have_the_average_of_the_colours_statistics() -> None:

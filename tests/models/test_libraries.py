@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.base import DataInfo
+from trainkit.data.base import DataInfo, ModelInput
 from trainkit.errors import UserError
 from trainkit.models import libraries
 from trainkit.models.libraries import timm_model, torchvision_model
@@ -125,6 +125,28 @@ def test_weights_that_cannot_be_downloaded_are_an_error_with_the_command_for_els
     monkeypatch.setattr(torchvision.models, "get_model", no_internet)
     with pytest.raises(UserError, match=r"could not be downloaded[\s\S]*On a machine that has, run: python -c"):
         create("resnet18", info(), {"pretrained": True})
+
+
+def test_timm_says_how_its_weights_expect_the_images() -> None:
+    model = timm_model("test_vit.r160_in1k", info(), {})
+    wants = libraries.timm_input(model, info())
+    assert wants == ModelInput("test_vit.r160_in1k", (0.5,) * 3, (0.5,) * 3, "bicubic", 0.95)
+
+
+@pytest.mark.parametrize(
+    ("weights", "crop"),
+    [("IMAGENET1K_V1", 224 / 256), ("ResNet50_Weights.IMAGENET1K_V1", 224 / 256), (None, 224 / 232)],
+)
+def test_torchvision_says_how_its_weights_expect_the_images(weights: str | None, crop: float) -> None:
+    wants = libraries.torchvision_input("resnet50", info(), {"weights": weights})
+    assert wants.source == "ResNet50_Weights." + ("IMAGENET1K_V2" if weights is None else "IMAGENET1K_V1")
+    assert (wants.mean, wants.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert (wants.interpolation, wants.crop) == ("bilinear", crop)
+
+
+def test_gray_images_are_fed_to_colour_weights_as_the_mean_of_the_colours() -> None:
+    wants = libraries.torchvision_input("resnet50", info(in_chans=1), {})
+    assert [*wants.mean, *wants.std] == pytest.approx([0.449, 0.226])
 
 
 def test_errors_behind_an_error_count_as_download_errors() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +27,20 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
+class ModelInput:
+    """How the images were prepared that a model's weights were trained on; others it would see through a veil."""
+
+    source: str
+    """Who says so: the weights' full name."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    """``bilinear``, ``bicubic`` ...: of resizing."""
+    crop: float
+    """Share of the resized image's shorter side that the crop in the middle keeps."""
+
+
+@dataclass(frozen=True)
 class DataInfo:
     """What a model must know about the data."""
 
@@ -38,6 +52,16 @@ class DataInfo:
     mean: tuple[float, ...]
     """Mean of each channel, of pixel values scaled to 0..1."""
     std: tuple[float, ...]
+
+    def as_input(
+        self, source: str, *, mean: Sequence[float], std: Sequence[float], interpolation: str, crop: float
+    ) -> ModelInput:
+        """What weights expect of this data's images; weights for RGB take gray ones as the mean of the colours."""
+
+        def fitted(values: Sequence[float]) -> tuple[float, ...]:
+            return tuple(values) if len(values) == self.in_chans else (sum(values) / len(values),) * self.in_chans
+
+        return ModelInput(source, fitted(mean), fitted(std), interpolation, crop)
 
 
 @dataclass(frozen=True)
@@ -52,6 +76,20 @@ class Splits:
     eval_transform: Transform
     in_memory: bool = False
     """True where a sample costs so little that loader processes would only slow it down."""
+    transforms_for: Callable[[ModelInput], tuple[Transform, Transform]] | None = None
+    """Train and eval transform for pretrained weights, where images are resized and cropped."""
+    expected: ModelInput | None = None
+    """What pretrained weights made of the above."""
+
+    def prepared_for(self, expected: ModelInput | None) -> Splits:
+        """The same images as pretrained weights expect them, instead of as this data set would have them."""
+        if expected is None:
+            return self
+        train, evaluate = self.train_transform, self.eval_transform
+        if self.transforms_for is not None:
+            train, evaluate = self.transforms_for(expected)
+        info = replace(self.info, mean=expected.mean, std=expected.std)
+        return replace(self, info=info, train_transform=train, eval_transform=evaluate, expected=expected)
 
 
 def normalize(images: Tensor, info: DataInfo) -> Tensor:

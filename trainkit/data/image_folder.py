@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from trainkit.data.archives import Say
@@ -41,6 +42,7 @@ def build(
         test=test,
         train_transform=train_transform,
         eval_transform=eval_transform,
+        transforms_for=partial(photo_transforms, image_size, augment=augment),
     )
 
 

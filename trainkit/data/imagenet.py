@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from functools import partial
 from pathlib import Path
 
 from trainkit.data.archives import (
@@ -48,6 +49,7 @@ def build(root: Path, *, image_size: int = 224, augment: bool = True) -> Splits:
         test=val,
         train_transform=train_transform,
         eval_transform=eval_transform,
+        transforms_for=partial(photo_transforms, image_size, augment=augment),
     )
 
 

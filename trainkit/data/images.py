@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.data.base import Transform
+from trainkit.data.base import ModelInput, Transform
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,15 +35,23 @@ def photo_statistics(in_chans: int) -> tuple[tuple[float, ...], tuple[float, ...
     return (sum(PHOTO_MEAN) / 3,) * in_chans, (sum(PHOTO_STD) / 3,) * in_chans
 
 
-def photo_transforms(image_size: int, *, augment: bool) -> tuple[Transform, Transform]:
-    """Train and eval transform of photographs of any size: random part and mirror image; centre of the shorter side."""
-    from torchvision.transforms import v2
+def photo_transforms(
+    image_size: int, expected: ModelInput | None = None, *, augment: bool
+) -> tuple[Transform, Transform]:
+    """Train and eval transform of photographs of any size: random part and mirror image; centre of the shorter side.
 
-    evaluate = v2.Compose([v2.Resize(round(image_size * 256 / 224), antialias=True), v2.CenterCrop(image_size)])
+    Pretrained weights have their own way of resizing and cropping: ``expected``.
+    """
+    from torchvision.transforms import InterpolationMode, v2
+
+    mode = InterpolationMode(expected.interpolation if expected else "bilinear")
+    crop = expected.crop if expected else 224 / 256
+    resize = v2.Resize(round(image_size / crop), interpolation=mode, antialias=True)
+    evaluate = v2.Compose([resize, v2.CenterCrop(image_size)])
     if not augment:
         return evaluate, evaluate
-    train = v2.Compose([v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()])
-    return train, evaluate
+    part = v2.RandomResizedCrop(image_size, interpolation=mode, antialias=True)
+    return v2.Compose([part, v2.RandomHorizontalFlip()]), evaluate
 
 
 def read_image(path: Path, in_chans: int) -> Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from trainkit.data.base import DataInfo
+    from trainkit.data.base import DataInfo, ModelInput
 
 # timm's own ways to name a model outside its zoo. They hold a colon, as the user's functions do: look here first.
 TIMM_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
@@ -81,6 +81,19 @@ def build_model(config: ModelChoice, info: DataInfo, seed: int) -> nn.Module:
         )
     check_shapes(model, info, config.name)
     return model
+
+
+def expected_input(config: ModelChoice, model: nn.Module, info: DataInfo) -> ModelInput | None:
+    """What the images must look like for the weights that ``model`` was built with; None: as the data set has them."""
+    from trainkit.models import libraries
+
+    home, name = resolve(config.name)
+    pretrained = config.options.get("pretrained") or config.options.get("weights")
+    if home == "timm" and pretrained:
+        return libraries.timm_input(model, info)
+    if home == "torchvision" and pretrained:
+        return libraries.torchvision_input(name, info, dict(config.options))
+    return None
 
 
 def resolve(name: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from trainkit.errors import TrainkitError, UserError
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainkit.data.base import DataInfo
+    from trainkit.data.base import DataInfo, ModelInput
 
 
 def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
@@ -37,8 +37,40 @@ def timm_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
     except Exception as error:
         raise _explain(error, name, options, "timm") from error
     if size is not None and size > info.image_size:
-        model.register_forward_pre_hook(_Enlarge(size))
+        model.register_forward_pre_hook(_Enlarge(size, timm_input(model, info) if options.get("pretrained") else None))
     return model
+
+
+def timm_input(model: nn.Module, info: DataInfo) -> ModelInput:
+    """What timm says of the images that the weights of ``model`` were trained on."""
+    from timm.data.config import resolve_model_data_config
+
+    known: dict[str, Any] = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
+    cfg = getattr(model, "pretrained_cfg", {})
+    return info.as_input(
+        ".".join(cfg[key] for key in ("architecture", "tag") if cfg.get(key)),
+        mean=known["mean"],
+        std=known["std"],
+        interpolation=known["interpolation"],
+        crop=known["crop_pct"],
+    )
+
+
+def torchvision_input(name: str, info: DataInfo, options: dict[str, Any]) -> ModelInput:
+    """What torchvision says of the images that the weights were trained on."""
+    import torchvision
+
+    weights = options.get("weights") or "DEFAULT"
+    if isinstance(weights, str):
+        weights = torchvision.models.get_model_weights(name)[weights.rpartition(".")[2]]
+    known = weights.transforms()
+    return info.as_input(
+        str(weights),
+        mean=known.mean,
+        std=known.std,
+        interpolation=known.interpolation.value,
+        crop=known.crop_size[0] / known.resize_size[0],
+    )
 
 
 def torchvision_model(name: str, info: DataInfo, options: dict[str, Any]) -> nn.Module:
@@ -89,15 +121,16 @@ class _Enlarge:
     that scale. A hook and not a module around the model, so that the names in checkpoints are the library's own.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, expected: ModelInput | None = None) -> None:
         self.size = size
+        self.mode = "bicubic" if expected is not None and expected.interpolation == "bicubic" else "bilinear"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         import torch.nn.functional as F
 
         images, *others = args
         size = (self.size, self.size)
-        return F.interpolate(images, size=size, mode="bilinear", align_corners=False), *others
+        return F.interpolate(images, size=size, mode=self.mode, align_corners=False), *others
 
 
 def _replace_head(model: nn.Module, num_classes: int) -> None:

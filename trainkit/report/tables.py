@@ -29,6 +29,7 @@ def settings_rows(facts: Facts) -> list[Row]:
     rows = [
         ("model", _named(get("model")) + (f", {params:,} parameters" if isinstance(params, int) else "")),
         ("data", _named(get("data"), hide=("root", "workers"))),
+        ("images as expected by", _input(facts.started("input"))),
         ("strategy", _named(get("strategy"))),
         ("ranks", _ranks(facts)),
         ("device", _text(facts.started("device"))),
@@ -184,6 +185,15 @@ def _ranks(facts: Facts) -> str:
     simulated = " simulated on one machine" if nodes > 1 and len(hosts) == 1 else ""
     where = f"{per_node}{simulated}" if per_node else ""
     return f"{world_size}" + (f" ({where})" if where else "") + (f" on {', '.join(hosts[:8])}" if hosts else "")
+
+
+def _input(expected: Any) -> str:
+    """How pretrained weights had the images prepared."""
+    if not isinstance(expected, dict):
+        return NONE
+    return f"{expected.get('source')}: " + ", ".join(
+        f"{key} {expected.get(key)}" for key in ("mean", "std", "interpolation", "crop")
+    )
 
 
 def _batch(facts: Facts) -> str:
