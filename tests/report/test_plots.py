@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.records.rundir import RunDir
-from trainkit.report import plots
+from trainkit.report import drawing, plots
 from trainkit.report.facts import Facts, collect
 
 MakeRun = Callable[..., RunDir]
@@ -36,17 +36,17 @@ def test_more_runs_than_colours_are_compared(make_run: MakeRun, tmp_path: Path) 
 
 def test_smoothing_keeps_short_curves_and_takes_spikes_out_of_long_ones() -> None:
     short = [(float(x), float(x % 2)) for x in range(10)]
-    assert plots._smooth(short) == short
+    assert drawing.smooth(short) == short
     long = [(float(x), 1.0) for x in range(300)]
     long[150] = (150.0, 99.0)
-    assert plots._smooth(long) == [(float(x), 1.0) for x in range(300)]
+    assert drawing.smooth(long) == [(float(x), 1.0) for x in range(300)]
 
 
 def test_no_line_is_drawn_over_the_time_between_two_attempts() -> None:
     points = [(0.0, 1.0), (5.0, 2.0), (10.0, 3.0), (60.0, 4.0), (65.0, 5.0)]
-    assert [math.isnan(value) for _, value in plots._with_gaps(points)] == [False, False, False, True, False, False]
+    assert [math.isnan(value) for _, value in drawing.with_gaps(points)] == [False, False, False, True, False, False]
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(10, "s"), (600, "min"), (5 * 3600, "h")])
 def test_time_has_a_fitting_unit(seconds: float, unit: str) -> None:
-    assert plots._time_unit(seconds)[0] == unit
+    assert drawing.time_unit(seconds)[0] == unit

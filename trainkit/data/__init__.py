@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import options, plugins
+from trainkit.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainkit.data.base import Splits
 
@@ -45,3 +46,26 @@ def build_data(config: DataChoice) -> Splits:
     build = plugins.load(__name__, config.name)
     splits: Splits = build(Path(config.root), **options.fill(build, config.options, where="data"))
     return splits
+
+
+def prepare_data(name: str, root: Path, archives: Sequence[Path], say: Callable[[str], None]) -> bool:
+    """Download or unpack a data set of ours into ``root``; False where there is nothing to do so.
+
+    Raises UserError for an unknown data set, for archives that are not there, and where ``root`` cannot be written.
+    """
+    plugins.require(__name__, name)
+    for archive in archives:
+        if not archive.is_file():
+            raise UserError(f"There is no file {archive}.", why="It was given to --archive.", fix="Correct its path.")
+    module = importlib.import_module(f"{__name__}.{name}")
+    if not hasattr(module, "prepare"):  # a data set that somebody added, and brings by other means
+        return False
+    try:
+        module.prepare(root, list(archives), say)
+    except OSError as error:
+        raise UserError(
+            f"The data set '{name}' could not be written to {root}.",
+            why=f"{error}.",
+            fix="Check its permissions, the disk's free space and your quota, or give another --root.",
+        ) from None
+    return True
