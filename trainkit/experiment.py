@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from trainkit import plugins
 from trainkit.checkpoint import files
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import to_yaml
@@ -32,7 +31,7 @@ from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
-from trainkit.strategies.base import Strategy
+from trainkit.strategies import build_strategy
 from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.evaluate import evaluate
 from trainkit.training.loop import train
@@ -85,9 +84,7 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     Args:
         model: the plain model, where the caller had to have it before there was a device.
     """
-    name = config.strategy.name
-    plugins.check_options("trainkit.strategies", name, config.strategy.options, where="strategy")
-    strategy: Strategy = plugins.load("trainkit.strategies", name)(dist, **config.strategy.options)
+    strategy = build_strategy(config.strategy, dist)
     precision = Precision(choose_precision(config.train.precision, dist.device), dist)
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))

@@ -7,9 +7,11 @@ from torch import nn
 
 from tests.rank_functions import rank_env, run_ranks
 from trainkit import plugins
+from trainkit.config.schema import StrategyConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
+from trainkit.strategies import build_strategy
 from trainkit.strategies.fsdp import repeated_blocks
 
 
@@ -20,7 +22,7 @@ def two_ranks() -> Distributed:
 @pytest.mark.parametrize("name", ["single", "dp"])
 def test_a_one_process_strategy_refuses_two_ranks(name: str) -> None:
     with pytest.raises(UserError, match="runs in one process, but 2 ranks"):
-        plugins.load("trainkit.strategies", name)(two_ranks())
+        build_strategy(StrategyConfig(name=name), two_ranks())
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

@@ -3,3 +3,45 @@
 Its function ``build(dist, *, <options>)`` gives a `Strategy`. What others must know of it without loading it the file
 states: ``RANKS = "one"``, ``GPUS_PER_RANK = "all"``, ``LOOP = "collaborative"`` (see `trainkit.config.traits`).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainkit import options, plugins
+from trainkit.config.traits import strategy_traits
+from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainkit.distributed.process_group import Distributed
+    from trainkit.strategies.base import Strategy
+
+
+class StrategyChoice(Protocol):
+    """What this package needs of `trainkit.config.schema.StrategyConfig`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+
+def build_strategy(config: StrategyChoice, dist: Distributed) -> Strategy:
+    """The strategy of a configuration.
+
+    Raises UserError for one that does not exist, for options that it does not have, and for several ranks where it is
+    one process: each of them would train a model of its own.
+    """
+    plugins.check_options(__name__, config.name, config.options, where="strategy")
+    if strategy_traits(config.name).ranks == "one" and dist.world_size > 1:
+        raise UserError(
+            f"strategy.name={config.name} runs in one process, but {dist.world_size} ranks were started.",
+            why="Each of them would train a model of its own.",
+            fix="Use a strategy for many ranks, such as strategy.name=ddp, or start one rank.",
+            key="strategy.name",
+        )
+    build = plugins.load(__name__, config.name)
+    strategy: Strategy = build(dist, **options.fill(build, config.options, where="strategy"))
+    return strategy

@@ -7,9 +7,6 @@ from typing import Protocol
 
 from torch import nn
 
-from trainkit.distributed.process_group import Distributed
-from trainkit.errors import UserError
-
 
 class Strategy(Protocol):
     """How one model becomes a model on many ranks."""
@@ -31,13 +28,3 @@ class AsItIs:
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         return nullcontext()
-
-
-def require_one_rank(dist: Distributed, name: str) -> None:
-    """Refuse to run a one-process strategy on several ranks."""
-    if dist.world_size > 1:
-        raise UserError(
-            f"strategy.name={name} runs in one process, but {dist.world_size} ranks were started.",
-            why="Each of them would train a model of its own.",
-            fix="Use a strategy for many ranks, such as strategy.name=ddp, or start one rank.",
-        )

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from trainkit.distributed.process_group import Distributed
-from trainkit.strategies.base import require_one_rank
 
 RANKS = "one"
 GPUS_PER_RANK = "all"
@@ -28,6 +27,5 @@ class DataParallelStrategy:
 
 
 def build(dist: Distributed) -> DataParallelStrategy:
-    """Raises UserError when there is more than one rank."""
-    require_one_rank(dist, "dp")
+    """No options."""
     return DataParallelStrategy(dist)
