@@ -15,7 +15,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Returns the exit code: 0 when the data is there, whether it was before or is now."""
     parser = cli.Parser(
         "prepare",
-        "Download (cifar10, fashion_mnist) or unpack (cinic10, imagenet) a data set, and verify it.\n"
+        "Download or unpack a data set, and verify it.\n"
         "A second call says that it is there. On a machine without internet it says which files to bring.",
     )
     parser.add_argument("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data")))

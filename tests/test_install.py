@@ -19,19 +19,51 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(s
 PRESET = """
 extends: single
 seed: 7
-model: {name: "my_models:mlp", width: 24}
+model: {name: "mine:mlp", width: 24}
+strategy: {name: "mine:alone"}
 train: {epochs: 1}
-monitor: {loggers: [console, jsonl]}
+monitor: {loggers: [console, jsonl, "mine:numbers"]}
 launch: {cluster: here}
 """
 CLUSTER = 'launch: {gpus_per_node: 0, time: "5:00"}\n'
-MODEL = """
+OWN_CODE = """
+from contextlib import nullcontext
+
 from torch import nn
+
+RANKS = "one"
 
 
 def mlp(info, *, width: int = 8):
     pixels = info.in_chans * info.image_size**2
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, width), nn.ReLU(), nn.Linear(width, info.num_classes))
+
+
+class Alone:
+    def parallelize(self, model):
+        return model
+
+    def grad_sync(self, model, *, enabled):
+        return nullcontext()
+
+
+def alone(dist):
+    return Alone()
+
+
+class Numbers:
+    def __init__(self, file):
+        self.file = file
+
+    def log(self, record):
+        with self.file.open("a") as out:
+            out.write(f"{record['split']} {record['step']}\\n")
+
+    def close(self): ...
+
+
+def numbers(run_dir, config, start):
+    return Numbers(run_dir.path / "numbers.txt")
 """
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -63,12 +95,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder under git: their own preset, site profile and model, and nothing of ours."""
+    """A user's folder under git: a preset, a site profile and code of their own, and nothing of ours."""
     folder = tmp_path_factory.mktemp("thesis")
     (folder / "configs" / "clusters").mkdir(parents=True)
     (folder / "configs" / "mine.yaml").write_text(PRESET)
     (folder / "configs" / "clusters" / "here.yaml").write_text(CLUSTER)
-    (folder / "my_models.py").write_text(MODEL)
+    (folder / "mine.py").write_text(OWN_CODE)
     who = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
     for command in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "mine"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
@@ -134,7 +166,7 @@ def test_a_preset_of_the_users_own_extends_a_packaged_one(python: Command, home:
     rows = {row[0]: row[1:] for line in done.stderr.splitlines() if (row := line.split())}
     assert rows["model.width"][:3] == ["24", "file", "configs/mine.yaml:4"]
     assert rows["launch.time"][0] == "5:00"
-    assert rows["strategy.name"][0] == "single"
+    assert rows["strategy.name"][0] == "mine:alone"
     assert not (home / "runs").exists()
 
 
@@ -143,9 +175,17 @@ def test_an_installed_trainkit_trains_from_a_folder_of_the_users_own(run: Path) 
     assert (summary["outcome"], summary["epochs"], summary["params"]) == ("finished", 1.0, 64 * 24 + 24 + 240 + 10)
 
 
+def test_a_model_a_strategy_and_a_logger_of_the_users_own_are_one_file(run: Path) -> None:
+    plan = json.loads((run / "plan.json").read_text())
+    said = next(item for item in plan["decisions"] if item["name"] == "ntasks_per_node")
+    assert (said["value"], said["reason"]) == (1, "mine:alone is one process")
+    lines = (run / "numbers.txt").read_text().splitlines()
+    assert (lines[-1].split()[0], "val" in {line.split()[0] for line in lines}) == ("test", True)
+
+
 def test_the_snapshot_of_an_installed_trainkit_is_laid_out_like_a_checkout(run: Path) -> None:
     names = {path.name for path in (run / "code").iterdir()}
-    assert sorted(names - {"__pycache__"}) == ["configs", "jobs", "my_models.py", "trainkit"]
+    assert sorted(names - {"__pycache__"}) == ["configs", "jobs", "mine.py", "trainkit"]
     assert (run / "code" / "configs" / "ddp.yaml").is_file()
     assert not (run / "code" / "trainkit" / "configs").exists()
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit.data.order import epoch_order, largest_power_of_two, micro_batches, mix, steps_per_epoch
+from trainkit.data.order import derive_seed, epoch_order, largest_power_of_two, micro_batches, steps_per_epoch
 from trainkit.errors import UserError
 
 
@@ -30,13 +30,13 @@ def test_asking_for_an_order_leaves_the_global_random_numbers_alone() -> None:
 
 
 def test_keys_of_large_numbers_differ() -> None:
-    assert len({mix(0, epoch, index) for epoch in range(10) for index in range(100)}) == 1000
-    assert mix(1) != mix(1 + 2**32)
+    assert len({derive_seed(0, epoch, index) for epoch in range(10) for index in range(100)}) == 1000
+    assert derive_seed(1) != derive_seed(1 + 2**32)
 
 
 def test_keys_have_32_bits_and_are_the_same_in_every_version() -> None:
-    assert max(mix(0, index) for index in range(1000)) in range(2**31, 2**32)
-    assert mix(1, 2, 3) == 3_922_471_037  # or a run that a newer version goes on with would see another order
+    assert max(derive_seed(0, index) for index in range(1000)) in range(2**31, 2**32)
+    assert derive_seed(1, 2, 3) == 3_922_471_037  # or a run that a newer version goes on with would see another order
 
 
 def test_data_of_one_global_batch_is_an_epoch_of_one_step() -> None:

@@ -19,7 +19,7 @@ from trainkit.collaborative.dht import Progress as PeerProgress
 from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.outer import OuterState
 from trainkit.data.loader import train_batches
-from trainkit.data.order import mix
+from trainkit.data.order import derive_seed
 from trainkit.errors import RunFailedError
 from trainkit.training.outcome import Progress
 from trainkit.training.parts import Parts
@@ -177,7 +177,7 @@ def _update(p: Peer, update: Updater, batches: Batches, now: float) -> float:
     config, device = p.parts.config, p.parts.dist.device
     step, per_epoch, total = p.clock.grid(now, config.train.epochs)
     lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-    update(batches, lr=lr, seed=mix(p.data_seed, p.progress.step))
+    update(batches, lr=lr, seed=derive_seed(p.data_seed, p.progress.step))
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
     p.progress.step += 1

@@ -17,7 +17,7 @@ from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Peer
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
-from trainkit.data.order import mix
+from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import distributed
 from trainkit.experiment import alone, build, wants_gpu
 from trainkit.models import build_model
@@ -90,7 +90,7 @@ def peer_at(
         watch=watch,
         outer=outer,
         averaging=averaging,
-        data_seed=mix(parts.config.seed, int(hashlib.sha256(dht.peer_id.encode()).hexdigest(), 16)),
+        data_seed=derive_seed(parts.config.seed, int(hashlib.sha256(dht.peer_id.encode()).hexdigest(), 16)),
         stop_requested=seat.stop_requested,
         progress=progress,
         beat=seat.beat,

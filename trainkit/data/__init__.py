@@ -1,8 +1,8 @@
 """Data sets: one file a data set, plus what they share (base, order, loader, transforms, files).
 
-A data set's file has up to 3 functions. ``build(root, *, <options>)`` gives its `Splits`. ``locate(root, ...)`` says
-without torch whether the data is there and the options make sense. ``prepare``, where there is something to download or
-to unpack, makes what ``locate`` looks for.
+A data set's file has ``build(root, *, <options>)``, which gives its `Splits`, and two more functions where there is a
+use for them: ``locate(root, ...)`` says without torch whether the data is there and the options make sense;
+``prepare(root, archives, say)`` downloads or unpacks what ``locate`` looks for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def check_data(config: DataChoice) -> None:
     if ":" in config.name:
         return  # importing the user's module may import torch: its own complaints come when the run starts
     module = importlib.import_module(f"{__name__}.{config.name}")
-    module.locate(Path(config.root), **options.fill(module.build, config.options, where="data"))
+    if hasattr(module, "locate"):
+        module.locate(Path(config.root), **options.fill(module.build, config.options, where="data"))
 
 
 def build_data(config: DataChoice) -> Splits:

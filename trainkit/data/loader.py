@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.data.base import Samples, Splits, Transform
-from trainkit.data.order import epoch_order, micro_batches, mix, steps_per_epoch
+from trainkit.data.order import derive_seed, epoch_order, micro_batches, steps_per_epoch
 from trainkit.data.workers import Batches as Batches
 from trainkit.data.workers import init_worker
 from trainkit.errors import TrainkitError
@@ -156,7 +156,9 @@ class _FetchTrain:
             return error
 
     def _one(self, epoch: int, index: int) -> tuple[Tensor, int]:
-        with _random_state(mix(self.seed, epoch, index)):  # a data set of the user's own may draw while it reads
+        with _random_state(
+            derive_seed(self.seed, epoch, index)
+        ):  # a data set of the user's own may draw while it reads
             image, label = self.samples[index]
             return self.transform(image), label
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def mix(*parts: int) -> int:
-    """A 32-bit key from integers of any size.
+def derive_seed(*parts: int) -> int:
+    """A 32-bit seed from integers of any size.
 
     Hashed, because torch's CPU generator looks at the low 32 bits of a seed only: a seed composed by shifting, such as
     ``seed << 32 | epoch``, would lose its upper part.
@@ -30,7 +30,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     """The permutation of ``range(num_samples)`` (int64) that epoch ``epoch`` walks through."""
     import torch
 
-    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.data.archives import Say
 from trainkit.data.base import DataInfo, Splits, require
-from trainkit.data.order import mix
+from trainkit.data.order import derive_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +94,7 @@ class _Made:
         if not 0 <= index < self.size:
             raise IndexError(index)
         label = index % len(self.patterns)
-        generator = torch.Generator().manual_seed(mix(self.split, index))
+        generator = torch.Generator().manual_seed(derive_seed(self.split, index))
         pattern = self.patterns[label]
         noise = torch.rand(pattern.shape, generator=generator)
         image = pattern + self.noise * (noise - pattern)
@@ -107,7 +107,7 @@ def _patterns(num_classes: int, in_chans: int, image_size: int) -> Tensor:
     import torch
     import torch.nn.functional as F
 
-    generator = torch.Generator().manual_seed(mix(num_classes, in_chans))
+    generator = torch.Generator().manual_seed(derive_seed(num_classes, in_chans))
     coarse = torch.rand((num_classes, in_chans, 4, 4), generator=generator)
     smooth = F.interpolate(coarse, size=(image_size, image_size), mode="bicubic", align_corners=False).clamp_(0, 1)
     return (smooth + smooth.flip(-1)) / 2

@@ -1,6 +1,7 @@
 """Models: one file a model of our own, beside timm's, torchvision's, and the user's.
 
-The file of a model has ``build(info, *, <options>)`` and ``check(<options>)``, which refuses values without torch.
+The file of a model has ``build(info, *, <options>)`` and, where some values make no network, ``check(<options>)``,
+which refuses them without torch.
 
 A name is looked up in this order: a file here with a ``build``; ``package.module:function``; timm; torchvision.
 ``timm/NAME`` and ``torchvision/NAME`` say which of the two is meant.
@@ -46,7 +47,8 @@ def check_model(config: ModelChoice) -> None:
     elif home == "trainkit":
         plugins.check_options(__name__, name, config.options, where="model")
         module = importlib.import_module(f"{__name__}.{name}")
-        module.check(**options.fill(module.build, config.options, where="model"))
+        if hasattr(module, "check"):
+            module.check(**options.fill(module.build, config.options, where="model"))
     else:
         _check_library_options(home, config.options)
 

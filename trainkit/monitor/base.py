@@ -1,7 +1,8 @@
 """Loggers: what one is, and how rank 0 opens those of the configuration.
 
 A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
-``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.records.metrics`), with plain Python numbers.
+``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.records.metrics`), with plain Python numbers. A
+logger whose file states ``FIRST = True`` has each of them before the others.
 
 Training outlives its loggers: one that raises (a full disk, a crash of its client) is reported once on stderr and not
 used again. The exception is `jsonl`, which keeps the record itself: it raises `RunFailedError`, because weeks of
@@ -116,7 +117,7 @@ def open_loggers(
     start = Start(total_steps=total_steps, params=params, world_size=world_size, resumed_step=resumed_step)
     fan_out = _FanOut(may_write)
     # The record first: what the others show must also be on disk.
-    for name in sorted(config.monitor.loggers, key=lambda name: name != "jsonl"):
+    for name in sorted(config.monitor.loggers, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):
         fan_out.open(name, run_dir, config, start)
     try:
         yield fan_out

@@ -11,6 +11,8 @@ from trainkit.monitor.base import Logger, Start
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
+FIRST = True
+
 
 class _Jsonl:
     def __init__(self, run_dir: RunDir) -> None:

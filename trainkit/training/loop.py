@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.loader import train_batches
-from trainkit.data.order import mix
+from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import Distributed, StopVote
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
@@ -61,7 +61,7 @@ def _train(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> boo
         for step in range(progress.step, parts.total_steps):
             lr = parts.lr_at(step)
             # Dropout and the like: a function of step and rank, so that resuming needs no random state.
-            norm = update(batches, lr=lr, seed=mix(config.seed, step, dist.rank))
+            norm = update(batches, lr=lr, seed=derive_seed(config.seed, step, dist.rank))
             progress.step = step + 1
             progress.images += config.train.global_batch_size
             clock.steps += 1
