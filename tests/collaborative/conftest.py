@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests import readme
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -121,10 +124,16 @@ class Commands:
         self.started.append(command)
         return command
 
+    def type_in(self, line: str, *more: str) -> Command:
+        """A line as a user types it, ``python -m jobs.VERB ...``, and what a test adds to it."""
+        python, dash_m, verb, *words = shlex.split(line)
+        assert (python, dash_m, verb[:5]) == ("python", "-m", "jobs.")
+        return self.start(verb[5:], *words, *more)
+
     def create(self, *overrides: str) -> tuple[Command, str]:
-        """A creator on the loopback interface that others can join, and its address."""
+        """A creator on the loopback interface that others can join, and its address: the README's first line."""
         fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", "127.0.0.1"]
-        creator = self.start("swarm", "create", "hivemind", "--name", "creator", *fast, *overrides)
+        creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, *overrides)
         return creator, creator.says(r"jobs\.join (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")[1]
 
 

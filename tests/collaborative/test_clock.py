@@ -31,10 +31,17 @@ def test_a_run_that_goes_on_starts_with_the_round_after_those_that_are_done() ->
     assert clock.boundary(2) - 1003.0 >= 10.0
 
 
-def test_peers_that_join_at_different_times_have_the_same_clock() -> None:
-    clock = RoundClock.starting(1003.0, 10.0, 3)
-    same = RoundClock(clock.seconds, clock.first, clock.count)
-    assert [clock.index(now) for now in range(1000, 1050)] == [same.index(now) for now in range(1000, 1050)]
+def test_the_clock_is_the_same_whenever_it_is_started_within_a_round() -> None:
+    clocks = {RoundClock.starting(now, 10.0, 3) for now in (1000.0, 1003.0, 1009.9)}
+    assert clocks == {RoundClock(10.0, first=101, count=3)}
+    assert RoundClock.starting(1010.0, 10.0, 3) not in clocks
+
+
+def test_a_peer_that_joins_later_is_in_the_same_round_as_the_creator() -> None:
+    creator = RoundClock.starting(1003.0, 10.0, 3)
+    joined = RoundClock(10.0, creator.first, 3)  # of what the creator has published
+    assert [joined.index(now) for now in (1019.9, 1020.0, 1029.9, 1030.0, 1040.0)] == [0, 1, 1, 2, 3]
+    assert (joined.boundary(0), joined.end) == (1020.0, 1040.0)
 
 
 def test_the_schedule_spans_the_rounds() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import readme
 from tests.collaborative.conftest import Command, Commands, started_in, wait_for
 
 pytestmark = pytest.mark.swarm
@@ -73,6 +74,8 @@ class Story:
     """Joined, and left on SIGTERM."""
     public: Command
     """Joined as one that others can reach, and stayed to the end."""
+    asked: Command
+    """Asked for the swarm's status, with three peers in it."""
     refused: dict[str, Command]
 
 
@@ -81,7 +84,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     with started_in(tmp_path_factory.mktemp("swarm")) as commands:
         creator, address = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
         machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
-        guest = commands.start("join", address, "--name", "guest")
+        _, join, ask = readme.blocks("swarm")[0]
+        guest = commands.type_in(join.replace("ADDRESS", address), "--name", "guest")
         public = commands.start("join", address, "--name", "public", "--public", "--host", "127.0.0.1")
         refused = {
             "dead": commands.start("join", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
@@ -90,13 +94,24 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             "data": commands.start("join", address, "data.root=/nowhere", "optim.lr=1"),
         }
         creator.says("3 peers averaged")
+        asked = commands.type_in(ask)
+        asked.ends()
         guest.process.terminate()
         guest.ends()
         creator.says("guest has left")
         creator.process.send_signal(signal.SIGINT)
         for command in (creator, public, *refused.values()):
             command.ends()
-        yield Story(commands, creator, guest, public, refused)
+        yield Story(commands, creator, guest, public, asked, refused)
+
+
+def test_the_readmes_commands_for_volunteers_work_as_they_stand(story: Story) -> None:
+    create, join, ask = readme.blocks("swarm")[0]
+    assert [line.split()[2] for line in (create, join, ask)] == ["jobs.swarm", "jobs.join", "jobs.swarm"]
+    assert re.search(r"^ *python -m jobs\.join /ip4/127\.0\.0\.1/tcp/", story.creator.output, re.MULTILINE)
+    assert "Joined hivemind-0001" in story.guest.output
+    assert story.asked.process.returncode == 0
+    assert re.search(r"^hivemind-0001: running, round \d+/500, 3 peers", story.asked.output, re.MULTILINE)
 
 
 def test_a_peer_leaves_cleanly_on_sigterm_and_the_others_go_on(story: Story) -> None:
