@@ -104,20 +104,20 @@ def add_resource_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--srun", metavar="KEY=VALUE", action="append", default=[], help="any other srun option")
 
 
-def resource_settings(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+def resource_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     """Configuration key -> (value, flag) of the resource flags that were given."""
-    settings: dict[str, tuple[Any, str]] = {}
+    given: dict[str, tuple[Any, str]] = {}
     for flag in RESOURCES:
         key = flag.replace("-", "_")
         value = getattr(args, key)
         if value is not None:
             numeric = flag in ("nodes", "gpus-per-node", "ntasks-per-node", "cpus-per-task")
-            settings[f"launch.{key}"] = (yaml.parse_value(value) if numeric else value, f"--{flag}")
+            given[f"launch.{key}"] = (yaml.parse_value(value) if numeric else value, f"--{flag}")
     for program in ("sbatch", "srun"):
         pairs = dict(_pair(text, f"--{program}") for text in getattr(args, program))
         if pairs:
-            settings[f"launch.{program}"] = (pairs, f"--{program}")
-    return settings
+            given[f"launch.{program}"] = (pairs, f"--{program}")
+    return given
 
 
 def _pair(text: str, flag: str) -> tuple[str, str]:

@@ -31,14 +31,14 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     cli.add_resource_flags(parser)
 
 
-def launch_settings(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
-    """Configuration keys set by the flags of `add_launch_flags`."""
-    settings = cli.resource_settings(args)
+def launch_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+    """Configuration key -> (value, flag) of the flags of `add_launch_flags` that were given."""
+    given = cli.resource_flags(args)
     if args.executor is not None:
-        settings["launch.executor"] = (args.executor, "--executor")
+        given["launch.executor"] = (args.executor, "--executor")
     if args.cluster is not None:
-        settings["launch.cluster"] = (args.cluster, "--cluster")
-    return settings
+        given["launch.cluster"] = (args.cluster, "--cluster")
+    return given
 
 
 def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from jobs.starting import add_launch_flags, dry_run, follow, launch_settings, start
+from jobs.starting import add_launch_flags, dry_run, follow, launch_flags, start
 from trainkit.checking import check
 from trainkit.config import loading
 from trainkit.config.loading import Loaded
@@ -32,9 +32,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     cli.add_allow_code_flag(parser)
     add_launch_flags(parser)
     args = parser.parse_intermixed_args(list(argv))
-    settings = launch_settings(args)
+    flags = launch_flags(args)
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
-    loadeds = [loading.load(args.preset, overrides, flags=settings, env=env) for overrides in variants]
+    loadeds = [loading.load(args.preset, overrides, flags=flags, env=env) for overrides in variants]
     for loaded in loadeds:
         require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
         check(loaded)

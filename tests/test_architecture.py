@@ -82,7 +82,7 @@ ENVIRONMENT = {
 
 ERRORS = {"UserError", "RefusedError", "SchedulerError", "RunFailedError", "TrainkitError"}
 
-LONGEST = 350
+LONGEST = 300
 LONG = {
     "slurm/devcluster": "one file that can be copied to any machine",
     "configs/schema.json": "generated",

@@ -20,7 +20,7 @@ from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from trainkit.collaborative import trust
-from trainkit.collaborative.dht import Manifest, Progress
+from trainkit.collaborative.messages import Manifest, Progress
 
 def record(identity, key, value):
     return DHTRecord(DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(identity.subkey),

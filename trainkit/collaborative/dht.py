@@ -11,49 +11,18 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import hivemind
 
 from trainkit.collaborative import address, processes
-from trainkit.collaborative.trust import MANIFEST, PROGRESS, Identity, peer_id_of
+from trainkit.collaborative.messages import PROTOCOL, Manifest, Progress, manifests_in, progress_in
+from trainkit.collaborative.trust import MANIFEST, PROGRESS, Identity
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
 
-PROTOCOL = 1
 _START_SECONDS = 20.0
 _READ_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What all peers of a run have in common."""
-
-    run_id: str
-    name: str
-    config: str
-    """The complete configuration as YAML."""
-    config_sha256: str
-    num_parameters: int
-    first_round: int
-    versions: dict[str, str] = field(default_factory=dict)
-    stopped: bool = False
-    """The creator has ended the run before its last round."""
-    protocol: int = PROTOCOL
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a peer says about its last round."""
-
-    name: str
-    round: int
-    samples: int
-    samples_per_sec: float
-    loss: float
-    group: int
-    """Peers that averaged together, itself included; 0: it went on alone."""
-    time: float
 
 
 class _DHT(hivemind.DHT):  # type: ignore[misc]
@@ -90,11 +59,11 @@ class SwarmDHT:
 
     def manifests(self) -> dict[str, Manifest]:
         """Creator's peer id -> manifest."""
-        return _manifests(self._read(MANIFEST))
+        return manifests_in(self._read(MANIFEST))
 
     def progress(self) -> dict[str, Progress]:
         """Peer id -> its last progress; of peers that have gone, until it expires."""
-        return _progress(self._read(PROGRESS))
+        return progress_in(self._read(PROGRESS))
 
     def ask(self, key: str) -> Any:
         """Start to read a record; the answer is a future."""
@@ -141,28 +110,10 @@ class Watch:
 
     def _take(self, key: str, found: Any) -> None:
         if key == PROGRESS:
-            self.peers = _progress(found)
+            self.peers = progress_in(found)
         else:
-            manifest = _manifests(found).get(self._creator)
+            manifest = manifests_in(found).get(self._creator)
             self.stopped = manifest is not None and manifest.stopped
-
-
-def _manifests(found: Any) -> dict[str, Manifest]:
-    return {peer: Manifest(**value) for peer, value in _records(found).items()}
-
-
-def _progress(found: Any) -> dict[str, Progress]:
-    return {peer: Progress(**value) for peer, value in _records(found).items()}
-
-
-def _records(found: Any) -> dict[str, dict[str, Any]]:
-    """Peer id -> record. Shapes and signatures have been checked by the DHT's validators."""
-    records: dict[str, dict[str, Any]] = {}
-    if found is not None and isinstance(found.value, dict):
-        for subkey, entry in found.value.items():
-            with suppress(ValueError, TypeError):
-                records[peer_id_of(subkey)] = dict(entry.value)
-    return records
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import torch
 
 from trainkit.collaborative.averaging import Averaging, Round
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.dht import Progress as PeerProgress
 from trainkit.collaborative.dht import SwarmDHT, Watch
+from trainkit.collaborative.messages import Progress as PeerProgress
 from trainkit.collaborative.outer import OuterState
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed

@@ -11,8 +11,9 @@ from dataclasses import replace
 from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.dht import Manifest, SwarmDHT, Watch, open_dht, read_manifest
+from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht, read_manifest
 from trainkit.collaborative.keeping import RoundKeeper, recorded, take_over
+from trainkit.collaborative.messages import Manifest
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import NEWS_SECONDS, Ending, Peer, train
 from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
