@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ import pytest
 
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan
+from trainkit.records.attempts import Attempt
 from trainkit.records.events import append_event, read_events
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
+from trainkit.records.writer import writing
 
+PROJECT = Path(__file__).parents[2]
 Command = Callable[..., Any]
 MakeRun = Callable[..., tuple[RunDir, Plan]]
 
@@ -86,6 +91,37 @@ def test_a_run_that_is_running_is_not_started_twice(
     done = command("resume", "ddp-0001")
     assert done.code == 2
     assert "jobs.cancel" in done.err
+
+
+def test_of_two_resumes_at_once_one_queues_a_job(fake_slurm: Path, stopped: RunDir, tmp_path: Path) -> None:
+    sbatch = fake_slurm / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace("\n", "\nsleep 2\n", 1))
+    command = [sys.executable, "-m", "jobs.resume", str(stopped.path)]
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, env=env, cwd=tmp_path, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], errors
+    assert "Two " in "".join(errors)
+    assert [event["job_id"] for event in read_events(stopped, "submitted")] == ["17", "4711"]
+
+
+def test_a_run_that_may_still_run_is_resumed_by_force_only(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
+    for name in ("squeue", "sacct"):
+        (fake_slurm / name).write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    refused = command("resume", "ddp-0001")
+    assert refused.code == 2
+    assert "--force" in refused.err
+    assert "Unable to contact" in refused.err
+    assert command("resume", "ddp-0001", "--force").code == 0
+
+
+def test_a_run_that_a_process_writes_is_not_resumed(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
+    """Of `jobs.train`, which no scheduler knows."""
+    with writing(Attempt.begin(stopped)):
+        done = command("resume", "ddp-0001")
+    assert done.code == 2
+    assert f"is being written by process {os.getpid()}" in done.err
 
 
 def test_a_finished_run_is_not_resumed(command: Command, no_slurm: dict[str, str], local_run: MakeRun) -> None:

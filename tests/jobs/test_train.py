@@ -6,14 +6,20 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.rank_functions import run_ranks, train_run
+from trainkit.config.loading import load, to_yaml
+from trainkit.distributed.stop import StopFlag
+from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
+from trainkit.records.attempts import Attempt
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer, writing
 
 QUICK = ("train.max_steps=3", "train.precision=fp32", "monitor.loggers=[jsonl]")
 
@@ -85,6 +91,47 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "here")
     assert (run_dir.checkpoints / "latest/state.json").exists()
     assert read_events(run_dir, "handed_back")[0]["signals"] == ["SIGTERM"]
+
+
+def test_a_run_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    first = train("single", *QUICK, "--run-dir", "here", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    run = RunDir(tmp_path / "here")
+    before = run.metrics.read_bytes()
+    with writing(Attempt.begin(run)):
+        done = train("here", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"is being written by process {os.getpid()}" in done.stderr
+    assert run.metrics.read_bytes() == before
+
+
+def _loses_the_lease(env: RankEnv, folder: Path) -> str:
+    from trainkit import experiment
+
+    with ExitStack() as held:
+
+        def open_run() -> Writer:
+            run = RunDir.create(folder, to_yaml(config))
+            writer = held.enter_context(writing(Attempt.begin(run)))
+            left = json.loads(run.lease.read_text())
+            run.lease.write_text(json.dumps({**left, "token": "another's"}))
+            return writer
+
+        config = load("single", (*QUICK, "launch.gpus_per_node=0")).config
+        try:
+            experiment.run(config, env, StopFlag(), open_run=open_run)
+        except RunFailedError as error:
+            return error.what
+    return "finished"
+
+
+def test_a_writer_that_has_lost_its_run_stops_before_its_next_write(tmp_path: Path) -> None:
+    (what,) = run_ranks(1, _loses_the_lease, tmp_path / "run")
+    assert "has another writer now" in what
+    run = RunDir(tmp_path / "run")
+    assert not run.metrics.exists()
+    assert not run.summary.exists()
+    assert not list(run.checkpoints.glob("step-*"))
 
 
 def _with_settings_of_its_own(env: RankEnv, folder: Path) -> str:
