@@ -94,7 +94,7 @@ def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
     before = model.weight.detach().clone()
     precision = Precision("fp32", alone())
     precision.backward(model(torch.full((1, 4), 100.0)).sum())
-    norm = precision.step(optimizer, model.parameters(), 1.0)
+    norm = precision.step(optimizer, model.parameters(), 1.0).norm
     assert norm is not None
     assert norm.item() == pytest.approx(200.0)
     assert (before - model.weight).norm().item() == pytest.approx(1.0, rel=1e-4)

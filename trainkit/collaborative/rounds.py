@@ -21,7 +21,8 @@ from trainkit.collaborative.outer import OuterState
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.errors import RunFailedError
-from trainkit.training.outcome import Progress
+from trainkit.training.nonfinite import DivergedError, NonFinite, Remark
+from trainkit.training.outcome import MOST_ROLLBACKS, Progress
 from trainkit.training.parts import Parts
 from trainkit.training.schedule import lr_at
 from trainkit.training.update import Batches, Updater
@@ -77,6 +78,8 @@ class Peer:
     progress: Progress
     after_round: Callable[[Box], None] = lambda box: None
     """Takes note of every round."""
+    remark: Remark = lambda kind, **facts: None
+    """Writes an event."""
     may_be_alone: bool = False
     """The creator waits for others as long as the run lasts; to anybody else silence means that the swarm is gone."""
     republish: Callable[[], None] = lambda: None
@@ -85,16 +88,25 @@ class Peer:
     pace: Pace = field(default_factory=Pace)
 
 
+@dataclass(frozen=True)
+class _Inner:
+    """What updates are made of between two rounds."""
+
+    batches: Batches
+    update: Updater
+    nonfinite: NonFinite
+
+
 def train(p: Peer) -> Ending:
     """Take part until the last round is over, or until told to leave.
 
     Raises:
-        RunFailedError: the swarm is gone, or this peer is too slow for its rounds.
+        RunFailedError: the swarm is gone, this peer is too slow for its rounds, or its training has diverged.
     """
     loader = train_batches(
         p.parts.splits,
         seed=p.data_seed,
-        start_step=p.progress.step,
+        start_step=p.progress.position,
         stop_step=_FOREVER,
         global_batch_size=p.parts.config.train.global_batch_size,
         micro_batch_size=p.parts.micro_batch_size,
@@ -103,9 +115,9 @@ def train(p: Peer) -> Ending:
         workers=p.parts.workers,
         pin_memory=p.parts.dist.device.type == "cuda",
     )
-    update = Updater(p.parts, beat=p.beat)
     _publish(p, p.outer.round, 0, 0.0, 0.0, 0)
     with loader as batches:
+        inner = _Inner(batches, Updater(p.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
         while (index := p.clock.index(time.time())) < p.clock.count:
             p.watch.poll()
             p.republish()
@@ -115,7 +127,7 @@ def train(p: Peer) -> Ending:
                 return "ended"
             if index > p.outer.round:  # this peer has slept through a round, or was slow to judge the last one
                 p.averaging.adopt(p.clock.seconds / 2)
-            box = _round(p, update, batches, index)
+            box = _round(p, inner, index)
             if box is None:
                 return "ended" if p.watch.stopped else "stopped"
             p.after_round(box)
@@ -125,7 +137,7 @@ def train(p: Peer) -> Ending:
     return "finished"
 
 
-def _round(p: Peer, update: Updater, batches: Batches, index: int) -> Box | None:
+def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
     """One round; None when it is time to leave and the search for the others has not begun."""
     boundary = p.clock.boundary(index)
     search_at = boundary - p.parts.config.collaborative.matchmaking_seconds
@@ -143,7 +155,7 @@ def _round(p: Peer, update: Updater, batches: Batches, index: int) -> Box | None
             p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
         if now + pace.step_seconds >= boundary:
             break
-        lr = _update(p, update, batches, now)
+        lr = _update(p, inner, now)
         samples += p.parts.config.train.global_batch_size
         taken = time.time() - now
         seconds += taken
@@ -166,21 +178,30 @@ def _round(p: Peer, update: Updater, batches: Batches, index: int) -> Box | None
         next_round=index + 1,
         alone=not others,
     )
-    metrics = update.meter.read()
+    metrics = inner.update.meter.read()
     rate = samples / seconds if seconds else 0.0
     _publish(p, index, samples, rate, metrics.get("loss", 0.0), result.group)
     return Box(index, samples, seconds, metrics, lr, result, len(others) + 1)
 
 
-def _update(p: Peer, update: Updater, batches: Batches, now: float) -> float:
+def _update(p: Peer, inner: _Inner, now: float) -> float:
     """One inner update; its learning rate."""
     config, device = p.parts.config, p.parts.dist.device
     step, per_epoch, total = p.clock.grid(now, config.train.epochs)
     lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-    update(batches, lr=lr, seed=derive_seed(p.data_seed, p.progress.step))
+    made = inner.update(inner.batches, lr=lr, seed=derive_seed(p.data_seed, p.progress.position))
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
-    p.progress.step += 1
+    p.progress.position += 1
+    p.progress.step += made.stepped.skip is None
+    try:
+        inner.nonfinite.add(p.progress.position - 1, p.progress.step, made)
+    except DivergedError as error:
+        if config.train.on_nonfinite != "rollback" or p.progress.rollbacks == MOST_ROLLBACKS:
+            raise error.for_user() from None
+        p.progress.rollbacks += 1
+        inner.nonfinite.in_a_row = 0
+        p.outer.into_model()  # the checkpoint of a peer is what the peers have in common
     return lr
 
 

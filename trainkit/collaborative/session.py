@@ -88,6 +88,7 @@ def create(
             peer = replace(
                 peer_at(seat, parts, outer, averaging, dht, clock, watch, progress),
                 after_round=rounds.after_round,
+                remark=keeper.remark,
                 may_be_alone=True,
                 republish=lambda: publish(manifest),
             )
@@ -164,7 +165,7 @@ def join(
                 keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
                 rounds = RoundKeeper(keeper, outer, clock, watch, judges=False, say=seat.say)
                 with recorded(writer.attempt, peer, seat.env):
-                    ending = take_part(replace(peer, after_round=rounds.after_round))
+                    ending = take_part(replace(peer, after_round=rounds.after_round, remark=keeper.remark))
                 if progress.step and ending != "stopped":
                     rounds.finish("finished" if ending == "finished" else "stopped")
                 if ending != "stopped":

@@ -55,6 +55,10 @@ class TrainConfig(Section):
     """auto picks what the device is fast at; fp16 scales the loss."""
     grad_clip_norm: PositiveFloat | None = None
     """Largest global norm of the gradients; null: no clipping."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do about gradients that are infinite or not a number, which never reach the weights. stop: end the run
+    after 3 such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint
+    and go on with the data after them, at most 3 times."""
     label_smoothing: Fraction = 0.0
     eval_every_epochs: PositiveInt = 1
     """Validate after every so many epochs, and always at the end."""

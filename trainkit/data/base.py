@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Transform = Callable[[Any], "Tensor"]
@@ -99,13 +101,23 @@ def normalize(images: Tensor, info: DataInfo) -> Tensor:
     """
     import torch
 
-    # One multiplication and one addition per pixel: (x / 255 - mean) / std = x * scale + shift.
-    scale = [1.0 / (255.0 * std) for std in info.std]
-    shift = [-mean / std for mean, std in zip(info.mean, info.std, strict=True)]
+    scale, shift = _constants(tuple(info.mean), tuple(info.std), images.device)
+    return images.to(torch.float32).mul_(scale).add_(shift)
+
+
+@lru_cache(maxsize=8)  # making them costs as much as using them
+def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """One multiplication and one addition per pixel: (x / 255 - mean) / std = x * scale + shift."""
+    import torch
+
+    scale = [1.0 / (255.0 * item) for item in std]
+    shift = [-offset / item for offset, item in zip(mean, std, strict=True)]
     view = (1, -1, 1, 1)
-    scale_t = torch.tensor(scale, dtype=torch.float32).to(images.device, non_blocking=True).view(view)
-    shift_t = torch.tensor(shift, dtype=torch.float32).to(images.device, non_blocking=True).view(view)
-    return images.to(torch.float32).mul_(scale_t).add_(shift_t)
+    with torch.inference_mode(False):  # made once, for every caller
+        return (
+            torch.tensor(scale, dtype=torch.float32).to(device, non_blocking=True).view(view),
+            torch.tensor(shift, dtype=torch.float32).to(device, non_blocking=True).view(view),
+        )
 
 
 def require(condition: bool, option: str, value: object, must_be: str) -> None:

@@ -64,3 +64,11 @@ def micro_batches(
     first = position + rank * micro_batch_size
     for start in range(first, first + global_batch_size, per_micro_step):
         yield order[start : start + micro_batch_size]
+
+
+def global_batch(num_samples: int, seed: int, position: int, global_batch_size: int) -> list[int]:
+    """Indices of the samples in the ``position``-th global batch of a run, from 0."""
+    epoch, step = divmod(position, steps_per_epoch(num_samples, global_batch_size))
+    first = step * global_batch_size
+    indices: list[int] = epoch_order(num_samples, seed, epoch)[first : first + global_batch_size].tolist()
+    return indices

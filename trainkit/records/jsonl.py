@@ -15,7 +15,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
     A line that a killed process left torn is closed first, or it would swallow this record.
     """
-    line = json.dumps({key: _plain(value) for key, value in record.items()}, default=str) + "\n"
+    line = json.dumps(plain(record), default=str, allow_nan=False) + "\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
@@ -40,6 +40,10 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _plain(value: Any) -> Any:
-    # JSON has no NaN or infinity; a diverged loss must not make the file unreadable for other tools.
+def plain(value: Any) -> Any:
+    """``value`` as JSON can say it: it has no NaN or infinity, and a diverged loss must not make a file unreadable."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import Distributed, StopVote
+from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
 from trainkit.training.update import Updater
@@ -20,11 +21,14 @@ from trainkit.training.update import Updater
 def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> bool:
     """Train from ``keeper.progress`` to the end. True when done; False when stopped, saved, and to be continued.
 
-    Data, augmentation, dropout and learning rates are functions of (seed, step), so a run that was interrupted anywhere
-    and resumed does the very updates of one that was not.
+    Data, augmentation and dropout are functions of (seed, position in the data), learning rates of the step: so a run
+    that was interrupted anywhere and resumed does the very updates of one that was not.
 
     Args:
         stop_requested: has this rank been told to stop? The ranks agree before anybody does.
+
+    Raises:
+        RunFailedError: it has diverged (`train.on_nonfinite`); the summary says so.
     """
     vote = StopVote(parts.dist)
 
@@ -32,24 +36,33 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
         return vote.poll(stop_requested())
 
     try:
-        return _train(parts, keeper, should_stop)
+        # A stop request fell into the validation of this step: it is still owed.
+        owed = keeper.progress.step > keeper.progress.validated_step and keeper.validation_is_due()
+        if owed and not _validate(parts, keeper, should_stop):
+            return _stop(keeper)
+        while keeper.progress.step < parts.total_steps:
+            try:
+                if not _walk(parts, keeper, should_stop):
+                    return False
+            except DivergedError as error:
+                _diverged(parts, keeper, error)
+        return True
     finally:
         vote.finish()
 
 
-def _train(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> bool:
+def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> bool:
+    """Train on as much data as is needed if no update is skipped. False when stopped and saved."""
     config, dist, progress = parts.config, parts.dist, keeper.progress
-    # A stop request fell into the validation of this step: it is still owed.
-    owed = progress.step > progress.validated_step and keeper.validation_is_due()
-    if owed and not _validate(parts, keeper, should_stop):
-        return _stop(keeper)
     update, clock = Updater(parts, beat=keeper.beat), _Clock(dist)
+    nonfinite = NonFinite(parts, keeper.remark, seed=config.seed, in_a_row=progress.nonfinite)
+    end = progress.position + parts.total_steps - progress.step
     parts.model.train()
     loader = train_batches(
         parts.splits,
         seed=config.seed,
-        start_step=progress.step,
-        stop_step=parts.total_steps,
+        start_step=progress.position,
+        stop_step=end,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=parts.micro_batch_size,
         rank=dist.rank,
@@ -58,30 +71,52 @@ def _train(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> boo
         pin_memory=dist.device.type == "cuda",
     )
     with loader as batches:
-        for step in range(progress.step, parts.total_steps):
-            lr = parts.lr_at(step)
-            # Dropout and the like: a function of step and rank, so that resuming needs no random state.
-            norm = update(batches, lr=lr, seed=derive_seed(config.seed, step, dist.rank))
-            progress.step = step + 1
+        for position in range(progress.position, end):
+            lr = parts.lr_at(progress.step)
+            # Dropout and the like: a function of position and rank, so that resuming needs no random state.
+            made = update(batches, lr=lr, seed=derive_seed(config.seed, position, dist.rank))
+            progress.position = position + 1
             progress.images += config.train.global_batch_size
             clock.steps += 1
+            counts = made.stepped.skip is None  # schedule and step stand still on one that fp16 skips
+            progress.step += counts
             is_final = progress.step == parts.total_steps
-            if progress.step % config.monitor.log_every == 0 or is_final:
+            log = counts and (progress.step % config.monitor.log_every == 0 or is_final)
+            validate, save = counts and keeper.validation_is_due(), counts and keeper.saving_is_due()
+            nonfinite.add(position, progress.step, made)
+            if log or validate or save:
+                nonfinite.look()
+            progress.nonfinite = nonfinite.in_a_row
+            if log:
                 measured = update.meter.read()
-                keeper.metrics.log(_record(parts, progress, measured, lr, norm, *clock.lap(progress)))
-            if keeper.validation_is_due():
+                keeper.metrics.log(_record(parts, progress, measured, lr, made.stepped.norm, *clock.lap(progress)))
+            if validate:
                 clock.pause(progress)
                 if not _validate(parts, keeper, should_stop):
                     return _stop(keeper)
                 clock.resume()
             if should_stop() and not is_final:
                 clock.pause(progress)
+                nonfinite.look()
+                progress.nonfinite = nonfinite.in_a_row
                 return _stop(keeper)
-            if keeper.saving_is_due():
+            if save:
                 clock.pause(progress)
                 keeper.save()
                 clock.resume()
     return True
+
+
+def _diverged(parts: Parts, keeper: Keeper, error: DivergedError) -> None:
+    """Go back to a checkpoint and on with the data after the offending, or end the run."""
+    keeper.progress.nonfinite = 0  # whoever goes on from here has all tries again
+    if parts.config.train.on_nonfinite == "rollback" and keeper.roll_back(error.position + 1):
+        return
+    failed = error.for_user()
+    keeper.save()
+    epochs = keeper.progress.step / parts.steps_per_epoch
+    keeper.summarize("failed", epochs=epochs, test=None, why=f"{failed.what} {failed.why}")
+    raise failed
 
 
 def _validate(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> bool:

@@ -24,8 +24,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": left_alone, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
-        # Not fused: torch has no sharded version of that kernel.
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+        # torch has no sharded version of that fused kernel.
+        fused = not any(hasattr(parameter, "to_local") for parameter in model.parameters())
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
     # The fused kernel updates all parameters in one pass, on GPU and CPU alike.
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 

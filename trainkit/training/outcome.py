@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +13,14 @@ from torch import Tensor
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.distributed.device import device_name, peak_memory_mb
 from trainkit.monitor.base import Logger
+from trainkit.records import jsonl
+from trainkit.records.attempts import Remark
 from trainkit.records.writer import Writer
 from trainkit.training.evaluate import evaluate, sync_buffers
 from trainkit.training.parts import Parts
+
+# A run that diverges after each of so many checkpoints does so whatever the data.
+MOST_ROLLBACKS = 3
 
 
 @dataclass
@@ -22,6 +28,12 @@ class Progress:
     """How far a run is. Everything else of its state is in the model and the optimizer."""
 
     step: int = 0
+    """Updates. One that fp16 skips is none; one that came to nothing for other reasons is."""
+    position: int = 0
+    """Global batches taken from the data: ``step``, and those that fp16 skipped or a rollback passed over."""
+    nonfinite: int = 0
+    """How many updates in a row, up to here, were not finite."""
+    rollbacks: int = 0
     validated_step: int = 0
     """Step of the last finished validation; behind ``step`` if a stop request fell into it."""
     best: float | None = None
@@ -40,12 +52,19 @@ class Progress:
         Raises KeyError, TypeError or ValueError for what it has not written.
         """
         progress = cls(**state["progress"])
-        if not 0 <= progress.validated_step <= progress.step:
-            raise ValueError(f"step {progress.step} is said to be validated up to step {progress.validated_step}")
+        if not 0 <= progress.validated_step <= progress.step or progress.position < 0:
+            raise ValueError(f"its progress is impossible: {progress}")
         return progress
+
+    def take_over(self, other: Progress) -> None:
+        """Be where ``other`` is."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(other, item.name))
 
     def judge(self, val: dict[str, float], by: str) -> bool:
         """Take note of a validation after the present step. Is this model the best so far?
+
+        What is not a finite number is never better.
 
         Args:
             by: ``checkpoint.best``: what it is judged by. A loss should be small, everything else large.
@@ -54,6 +73,7 @@ class Progress:
         value = val[name]
         self.val, self.validated_step = val, self.step
         better = self.best is None or (value < self.best if name == "loss" else value > self.best)
+        better = better and math.isfinite(value)
         if better:
             self.best, self.best_step = value, self.step
         return better
@@ -97,7 +117,7 @@ class Keeper:
 
         Args:
             extra: tensors that belong to it besides the model's and the optimizer's; the optimizer is then left out.
-            more: further plain values for its ``state.json``, and for the event.
+            more: further plain values for its ``state.json``.
         """
         parts, progress = self.parts, self.progress
         self.beat()
@@ -118,6 +138,31 @@ class Keeper:
         if parts.dist.is_main:
             self.writer.attempt.saved(progress.step, **more)
 
+    def roll_back(self, position: int) -> bool:
+        """Be again where the newest whole checkpoint is, with the data from ``position`` on; and save that.
+
+        False if there is none, or it has been tried too often.
+        """
+        progress = self.progress
+        before, rollbacks = progress.step, progress.rollbacks + 1
+        if rollbacks > MOST_ROLLBACKS:
+            return False
+        parts = self.parts
+        restored = self.checkpoints.restore(parts.model, parts.optimizer, accept=lambda found: Progress.of(found.state))
+        if restored is None:
+            return False
+        parts.precision.load_state_dict(restored.state["precision"])
+        progress.take_over(Progress.of(restored.state))
+        progress.position, progress.rollbacks, progress.nonfinite = position, rollbacks, 0
+        self.remark("rolled_back", step=progress.step, from_step=before, position=position)
+        self.save()  # whoever goes on from here does not meet that data again
+        return True
+
+    def remark(self, kind: Remark, **facts: Any) -> None:
+        """Write an event, once for all ranks."""
+        if self.parts.dist.is_main:
+            self.writer.attempt.remark(kind, **facts)
+
     def test(self, where: Mapping[str, Any]) -> dict[str, float]:
         """Test metrics of the best weights, recorded with ``where``."""
         best = self.progress.best_step
@@ -128,8 +173,8 @@ class Keeper:
         self.metrics.log({**where, "split": "test", **result})
         return result
 
-    def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float], **more: Any) -> None:
-        """Write ``summary.json``."""
+    def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float] | None, **more: Any) -> None:
+        """Write ``summary.json``; None is null there, as is what is not finite."""
         parts, progress = self.parts, self.progress
         seconds = progress.train_seconds
         if not parts.dist.is_main:
@@ -156,6 +201,7 @@ class Keeper:
         }
         file = self.writer.run.summary
         partial = file.with_name(".summary.json.partial")
-        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(jsonl.plain(summary), indent=2, allow_nan=False) + "\n"
+        partial.write_text(text, encoding="utf-8")
         self.writer.check()
         partial.replace(file)

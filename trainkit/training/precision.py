@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,24 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
+class Skip(NamedTuple):
+    """fp16's loss scale around an update that it skipped."""
+
+    before: float
+    after: float
+
+
+class Stepped(NamedTuple):
+    """What came of one update."""
+
+    norm: Tensor | None
+    """The gradients' global norm before clipping, if it was needed."""
+    nonfinite: Tensor
+    """On the device: 1.0 where a gradient of any rank was infinite or not a number, and the weights stayed."""
+    skip: Skip | None
+    """fp16 only: the update was skipped. All ranks know it at once."""
+
+
 class Precision:
     """Autocast, backward and update in one number format.
 
@@ -60,6 +78,7 @@ class Precision:
         self._dist = dist
         self._dtype = _DTYPES.get(name)
         self._scaler = torch.amp.GradScaler(dist.device.type, enabled=name == "fp16")
+        self._one = torch.ones((), device=dist.device)
         if dist.device.type == "cuda":
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             torch.backends.cudnn.allow_tf32 = name == "tf32"
@@ -74,27 +93,52 @@ class Precision:
 
     def step(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None
-    ) -> Tensor | None:
-        """Clip, update, clear the gradients. The gradients' global norm before clipping, if it was needed.
+    ) -> Stepped:
+        """Clip, update, clear the gradients. Gradients that are not finite never reach the weights or the optimizer.
 
-        With fp16 an overflow on any rank skips the update on all: a sharded rank sees only its part of the gradients.
+        All ranks skip as soon as one must: a sharded rank sees only its part of the gradients. Only fp16 asks the
+        device for the answer; elsewhere it stays there, and the fused optimizers skip by themselves.
         """
+        parameters = list(parameters)
         scaled = self._scaler.is_enabled()
         if scaled:
             self._scaler.unscale_(optimizer)
-            overflows = list(self._scaler._found_inf_per_device(optimizer).values())
-            for overflow in overflows:
-                if self._dist.world_size > 1:
-                    torch.distributed.all_reduce(overflow, op=torch.distributed.ReduceOp.MAX)
-            self.skipped_steps += int(any(bool(overflow.item()) for overflow in overflows))
+            (nonfinite,) = self._scaler._found_inf_per_device(optimizer).values()  # one device a rank
+            self._agree(nonfinite)
         norm = None
         if max_norm is not None:
             norm = nn.utils.clip_grad_norm_(parameters, max_norm)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: sum over the ranks
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        skip = None
+        if scaled:
+            skipped = bool(nonfinite.item())
+            before = self._scaler.get_scale() if skipped else 0.0
+            self._scaler.step(optimizer)
+            self._scaler.update()
+            if skipped:
+                self.skipped_steps += 1
+                skip = Skip(before, self._scaler.get_scale())
+        else:
+            nonfinite = (~torch.isfinite(norm)).float() if norm is not None else self._nonfinite(parameters)
+            _step_unless(nonfinite, optimizer)
         optimizer.zero_grad(set_to_none=True)
-        return norm
+        return Stepped(norm, nonfinite, skip)
+
+    def _nonfinite(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sharded = bool(gradients) and hasattr(gradients[0], "to_local")
+        if sharded:
+            gradients = [gradient.to_local() for gradient in gradients]  # type: ignore[attr-defined]
+        found = torch.zeros((), device=self._dist.device)
+        # The scaler's own kernel: one pass over all gradients, here multiplied by one.
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
+        if sharded:  # elsewhere the ranks have averaged their gradients, and all hold the same
+            self._agree(found)
+        return found
+
+    def _agree(self, flag: Tensor) -> None:
+        if self._dist.world_size > 1:
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers: the loss scale and its history."""
@@ -105,3 +149,12 @@ class Precision:
         self.skipped_steps = int(state.get("skipped_steps", 0))
         if self._scaler.is_enabled() and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
+
+
+def _step_unless(nonfinite: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Make the update if ``nonfinite`` is 0.0, without asking the device for it where the optimizer can do without."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):  # the fused ones
+        optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not nonfinite.item():
+        optimizer.step()

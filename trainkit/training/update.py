@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional
@@ -12,9 +13,18 @@ from trainkit.distributed.device import seed_random
 from trainkit.training.meter import Meter
 from trainkit.training.optim import set_lr
 from trainkit.training.parts import Parts
+from trainkit.training.precision import Stepped
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 """Micro batches of this rank: images uint8 [N, C, H, W] and labels int64 [N]."""
+
+
+class Update(NamedTuple):
+    """One update that was made, or came to nothing."""
+
+    loss: Tensor
+    """Of this rank's samples, on the device."""
+    stepped: Stepped
 
 
 class Updater:
@@ -25,8 +35,8 @@ class Updater:
         self._parts, self._beat = parts, beat
         self._parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
 
-    def __call__(self, batches: Batches, *, lr: float, seed: int) -> Tensor | None:
-        """Train on one global batch; the gradients' global norm before clipping, if it was needed.
+    def __call__(self, batches: Batches, *, lr: float, seed: int) -> Update:
+        """Train on one global batch.
 
         Args:
             batches: gives ``grad_accum_steps`` micro batches.
@@ -34,6 +44,7 @@ class Updater:
         """
         p, train = self._parts, self._parts.config.train
         device, passes = p.dist.device, p.grad_accum_steps
+        total: Tensor | None = None
         self._beat()
         set_lr(p.optimizer, lr)
         seed_random(seed, device)
@@ -49,8 +60,11 @@ class Updater:
                     losses = functional.cross_entropy(
                         logits.float(), labels, reduction="none", label_smoothing=train.label_smoothing
                     )
-                p.precision.backward(losses.mean() / passes)
+                loss = losses.mean() / passes
+                p.precision.backward(loss)
             self.meter.add(losses, logits, labels)
-        norm = p.precision.step(p.optimizer, self._parameters, train.grad_clip_norm)
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        stepped = p.precision.step(p.optimizer, self._parameters, train.grad_clip_norm)
         self._beat()
-        return norm
+        return Update(total, stepped)
