@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jobs import cli
+from jobs.__main__ import verbs
 from trainkit.config.launch import LaunchConfig
 from trainkit.errors import RefusedError, UserError
 
@@ -166,9 +167,7 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
         assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
-@pytest.mark.parametrize(
-    "verb", sorted(file.stem for file in (PROJECT / "jobs").glob("[a-z]*.py") if file.stem not in ("cli", "starting"))
-)
+@pytest.mark.parametrize("verb", verbs(PROJECT / "jobs"))
 def test_every_verb_has_help(verb: str) -> None:
     env = {**os.environ, "COLUMNS": "100"}
     done = subprocess.run(

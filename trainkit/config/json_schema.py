@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from typing import Any
 
-from trainkit.config.schema import Config
+from pydantic import BaseModel
+
+from trainkit.config.schema import SECTIONS, Config
 
 
 def json_schema() -> dict[str, Any]:
@@ -13,6 +17,10 @@ def json_schema() -> dict[str, Any]:
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "trainkit preset"
+    for model in (Config, *SECTIONS.values()):
+        properties = schema["properties"] if model is Config else schema["$defs"][model.__name__]["properties"]
+        for name, text in field_docs(model).items():
+            properties[name]["description"] = text
     # What the configuration turns into text may be written as a number: `time: 90`, `sbatch: {nice: 10}`.
     launch = schema["$defs"]["LaunchConfig"]["properties"]
     launch["time"]["type"] = ["string", "integer"]
@@ -22,6 +30,21 @@ def json_schema() -> dict[str, Any]:
     extends = {"type": "string", "description": "A preset to start from; this file states only what differs."}
     schema["properties"] = {"extends": extends, **schema["properties"]}
     return schema
+
+
+def field_docs(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring below each field of a section.
+
+    pydantic can do this (`use_attribute_docstrings`), but then does it for every command, a tenth of its start.
+    """
+    body = ast.parse(inspect.getsource(model)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        before.target.id: inspect.cleandoc(after.value.value)
+        for before, after in zip(body.body, body.body[1:], strict=False)
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+    }
 
 
 def text() -> str:

@@ -18,7 +18,7 @@ class ImpossibleError(ValueError):
 class Section(BaseModel):
     """A section whose keys are exactly its fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -164,6 +164,7 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
             f"global_batch_size={size} cannot be split evenly over {ranks}.",
             why=f"A pass over all ranks takes {unit} samples ({loaded.source('train.global_batch_size')}).",
             fix=f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks.",
+            key="train.global_batch_size",
         )
     per_pass = micro or size // world_size
     accumulate = size // (world_size * per_pass)

@@ -51,10 +51,14 @@ def chosen_partition(loaded: Loaded, site: Site) -> Partition | None:
             f"Unknown partition '{asked}' ({loaded.source('launch.partition')}).",
             why=f"This site has: {', '.join(names)}.",
             fix=did_you_mean(asked, names, otherwise=f"Use --partition {names[0]}."),
+            key="launch.partition",
         )
     if found is not None and not found.up:
         raise RefusedError(
-            f"Partition '{found.name}' takes no jobs now.", why="Its state is not UP.", fix="Use another --partition."
+            f"Partition '{found.name}' takes no jobs now.",
+            why="Its state is not UP.",
+            fix="Use another --partition.",
+            key="launch.partition",
         )
     return found
 
@@ -95,6 +99,7 @@ def decide_nodes(loaded: Loaded, site: Site, executor: str, partition: Partition
                 f"{nodes} nodes are more than partition '{partition.name}' gives ({source}).",
                 why=why,
                 fix=f"Use --nodes {limit}" + (" or another --partition." if len(site.partitions) > 1 else "."),
+                key="launch.nodes",
             )
     return Decision("nodes", nodes, source)
 
@@ -126,6 +131,7 @@ def decide_gpus(loaded: Loaded, site: Site, executor: str, partition: Partition 
             f"{asked * nodes} GPUs are asked for, and this machine does not have them ({source}).",
             why=f"The run would be local, and {here}{no_slurm}.",
             fix="Use --gpus-per-node 0 or the preset ddp_sim to train on the CPU, or submit from a login node.",
+            key="launch.gpus_per_node",
         )
     return Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
 
@@ -155,6 +161,7 @@ def _slurm_gpus(asked: int | str, source: Source, one: bool, partition: Partitio
             fix=f"Use --gpus-per-node {most}"
             + (" to train on the CPU" if not most else "")
             + ", or another --partition.",
+            key="launch.gpus_per_node",
         )
     return Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
 
@@ -175,6 +182,7 @@ def decide_tasks(loaded: Loaded, executor: str, gpus: int) -> Decision:
             f"{asked} ranks per node cannot share {gpus} GPU{'s' * (gpus > 1)} ({source}).",
             why="Every rank needs a GPU of its own.",
             fix=f"Use --ntasks-per-node {gpus}, or --gpus-per-node 0 to train on the CPU.",
+            key="launch.ntasks_per_node",
         )
     idle = gpus - asked
     return Decision("ntasks_per_node", asked, source, f"{idle} of {gpus} GPUs stay idle" if idle > 0 else "")
@@ -210,5 +218,6 @@ def decide_time(loaded: Loaded, executor: str, partition: Partition | None) -> D
             f"--time {time} is over the limit of partition '{partition.name}' ({source}).",
             why=f"Its MaxTime is {longest}; SLURM would leave the job pending for ever.",
             fix=f"Use --time {longest}; the job is requeued at the limit and goes on where it was.",
+            key="launch.time",
         )
     return Decision("time", time, source)
