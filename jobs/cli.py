@@ -120,6 +120,30 @@ def resource_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     return given
 
 
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of the commands that start a job: executor, cluster, following, resources."""
+    parser.add_argument("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this very process)")
+    parser.add_argument(
+        "--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and why; write nothing")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("-f", "--follow", action="store_true", default=None, help="show progress until the run ends")
+    group.add_argument("--no-follow", action="store_false", dest="follow", help="return at once, also for a local run")
+    group.add_argument("--wait", action="store_true", help="wait silently until the run ends")
+    add_resource_flags(parser)
+
+
+def launch_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+    """Configuration key -> (value, flag) of the flags of `add_launch_flags` that were given."""
+    given = resource_flags(args)
+    if args.executor is not None:
+        given["launch.executor"] = (args.executor, "--executor")
+    if args.cluster is not None:
+        given["launch.cluster"] = (args.cluster, "--cluster")
+    return given
+
+
 def _pair(text: str, flag: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from jobs import cli
-from jobs.starting import add_launch_flags, dry_run, follow, launch_flags, start
+from jobs.starting import dry_run, follow, start
 from trainkit.cluster.queue import job_state, require_no_job
 from trainkit.cluster.site import discover
 from trainkit.config import loading
@@ -28,7 +28,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a run's name or folder")
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
-    add_launch_flags(parser)
+    cli.add_launch_flags(parser)
     args = parser.parse_args(list(argv))
     run = find_run(args.run, env)
     _require_unfinished(run)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if life_of(run).submission != before:
             require_no_job(run, force=args.force)
         # The environment's SBATCH_* were part of the first submission; only what is asked for now may change it.
-        flags = launch_flags(args)
+        flags = cli.launch_flags(args)
         # It waited for another job once; that is over.
         flags.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
         loaded = loading.load(str(run.config), flags=flags)

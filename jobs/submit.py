@@ -6,15 +6,13 @@ import argparse
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs import cli
-from jobs.starting import add_launch_flags, dry_run, follow, launch_flags, start
-from trainkit.checking import check
-from trainkit.config import loading
-from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
-from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import next_path, runs_root
+
+if TYPE_CHECKING:
+    from trainkit.config.loading import Loaded
 
 DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
 
@@ -30,9 +28,15 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     )
     parser.add_argument("--run-dir", metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)")
     cli.add_allow_code_flag(parser)
-    add_launch_flags(parser)
+    cli.add_launch_flags(parser)
     args = parser.parse_intermixed_args(list(argv))
-    flags = launch_flags(args)
+    # From here on it costs more than `--help` may.
+    from trainkit.checking import check
+    from trainkit.config import loading
+    from trainkit.records.ownership import require_own_code
+    from trainkit.records.rundir import next_path, runs_root
+
+    flags = cli.launch_flags(args)
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
     loadeds = [loading.load(args.preset, overrides, flags=flags, env=env) for overrides in variants]
     for loaded in loadeds:
@@ -47,9 +51,11 @@ def _submit(
     loadeds: Sequence[Loaded], variants: Sequence[Sequence[str]], folder: Path, args: argparse.Namespace,
     command: Sequence[str], env: Mapping[str, str],
 ) -> int:  # fmt: skip
+    from jobs.starting import dry_run, follow, start
     from trainkit.cluster.site import discover
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
+    from trainkit.records.rundir import next_path
 
     site, cwd, points = discover(env), Path.cwd(), len(loadeds)
     plans = [make_plan(loaded, site, folder, points=points) for loaded in loadeds]

@@ -347,7 +347,7 @@ def cpu_seconds(*arguments: str, cwd: Path) -> float:
 @pytest.mark.parametrize(
     ("arguments", "limit"),
     [
-        (["--help"], 0.4),
+        (["--help"], 0.2),
         (["ddp", "--dry-run"], 0.8),
         (["ddp", "--nodes", "2", "--dry-run"], 0.8),
         (["ddp", "optim.wieght_decay=1"], 0.5),

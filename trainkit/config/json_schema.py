@@ -17,7 +17,8 @@ def json_schema() -> dict[str, Any]:
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "trainkit preset"
-    for model in (Config, *SECTIONS.values()):
+    models: list[type[BaseModel]] = [Config, *SECTIONS.values()]
+    for model in models:
         properties = schema["properties"] if model is Config else schema["$defs"][model.__name__]["properties"]
         for name, text in field_docs(model).items():
             properties[name]["description"] = text
