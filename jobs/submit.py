@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jobs import cli
 from trainkit.errors import UserError
+from trainkit.records.rundir import next_path, runs_root
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
@@ -34,7 +35,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.checking import check
     from trainkit.config import loading
     from trainkit.records.ownership import require_own_code
-    from trainkit.records.rundir import next_path, runs_root
 
     flags = cli.launch_flags(args)
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
@@ -55,7 +55,6 @@ def _submit(
     from trainkit.cluster.site import discover
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
-    from trainkit.records.rundir import next_path
 
     site, cwd, points = discover(env), Path.cwd(), len(loadeds)
     plans = [make_plan(loaded, site, folder, points=points) for loaded in loadeds]
