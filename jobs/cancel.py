@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -23,6 +24,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
     args = parser.parse_args(list(argv))
     runs = [run for reference in args.runs for run in find_runs(reference, env)]
+    for run in runs:
+        _require_own(run)
     states = job_states(runs)
     living = [(run, state) for run, state in zip(runs, states, strict=True) if state.alive != "no"]
     on_slurm = [(run, state) for run, state in living if state.executor == "slurm"]
@@ -36,6 +39,20 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if local:
         _end_locally(local)
     return 0
+
+
+def _require_own(run: RunDir) -> None:
+    """Its record says which job or process is ended: a stranger's could name any of the user's."""
+    try:
+        owner = run.events.stat().st_uid
+    except OSError:
+        return  # no record that could be believed
+    if owner != os.geteuid():
+        raise RefusedError(
+            f"{run.name} is not yours.",
+            why=f"User {owner} wrote what is known of its job.",
+            fix="Ask them. A job of your own you can still end by its number: scancel NUMBER, or kill.",
+        )
 
 
 def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from trainkit import terminal
 from trainkit.config import yaml
 from trainkit.errors import TrainkitError, UserError, did_you_mean
 
@@ -162,7 +163,7 @@ def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:
         code = main(sys.argv[1:], dict(os.environ))
         sys.stdout.flush()
     except TrainkitError as error:
-        print(error, file=sys.stderr)
+        print(terminal.lines(str(error)), file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
+from trainkit import terminal
 from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.evidence import failure_of, last_words
 from trainkit.errors import UserError
+from trainkit.records import reading
 from trainkit.records.rundir import RunDir, find_run
 
 POLL_SECONDS = 0.5
@@ -42,8 +46,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.rank is None and not args.err:
         _show_failure(run, attempt)
     path = run.attempt_logs(attempt) / name
-    if not path.is_file():
-        ranks = sorted(int(file.stem.removeprefix("rank-")) for file in run.attempt_logs(attempt).glob("rank-*.out"))
+    if not os.path.lexists(path):
+        names = [file.stem.removeprefix("rank-") for file in run.attempt_logs(attempt).glob("rank-*.out")]
+        ranks = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
         if not ranks or (
             not args.rank and job_state(run).alive != "no"
         ):  # the folder is there just before the ranks start
@@ -53,9 +58,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             why=_have("ranks", ranks),
             fix="Give one of them with --rank, or another --attempt.",
         )
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            sys.stdout.write(line)
+    try:
+        opened = reading.open_regular(path)
+        with io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="\n") as lines:
+            for line in lines:
+                sys.stdout.write(terminal.log_text(line))
+    except OSError as error:
+        raise reading.unreadable(path, error) from None
     return 0
 
 
@@ -66,10 +75,10 @@ def _show_failure(run: RunDir, attempt: int) -> None:
     failure = failure_of(run, attempt)
     if failure is None:
         print(f"--- {run.name}: {state.state}" + (f" ({state.reason})" if state.reason else ""))
-        print("\n".join(last_words(run)))
+        print(terminal.lines("\n".join(last_words(run))))
         return
-    print(f"--- {run.name}: {state.state}. Rank {failure.rank} failed first: {failure.error}")
-    print("\n".join(failure.traceback))
+    print(f"--- {run.name}: {state.state}. Rank {failure.rank} failed first: {terminal.one_line(failure.error, 5000)}")
+    print(terminal.lines("\n".join(failure.traceback)))
     print(
         "--- log of rank 0"
         if not failure.traceback
@@ -81,7 +90,7 @@ def _nothing_yet(run: RunDir) -> int:
     state = job_state(run)
     print(f"{run.name}: {state.state}" + (f" ({state.reason})" if state.reason else "") + "; no rank has started.")
     for line in last_words(run):
-        print(line)
+        print(terminal.lines(line))
     return 0
 
 
@@ -113,13 +122,13 @@ def _follow(run: RunDir, name: str, attempt: int | None) -> int:
 
 def _print_from(path: Path, offset: int) -> int:
     try:
-        with path.open("rb") as file:
+        with reading.open_regular(path) as file:
             file.seek(offset)
             new = file.read()
     except OSError:
         return offset
     if new:
-        sys.stdout.write(new.decode(errors="replace"))
+        sys.stdout.write(terminal.log_text(new.decode(errors="replace")))
         sys.stdout.flush()
     return offset + len(new)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from trainkit.data import check_data
 from trainkit.errors import UserError
 from trainkit.launch import submission
 from trainkit.launch.plan import make_plan
+from trainkit.records import reading
 from trainkit.records.history import life_of
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.ownership import require_own_code
@@ -81,11 +81,8 @@ def _ended_jobs(run: RunDir) -> Callable[[Holder], bool]:
 
 def _first_folder(run: RunDir) -> Path:
     """Where the run was submitted from, so that paths of its own keep their meaning; else here."""
-    try:
-        folder = Path(json.loads(run.manifest.read_text(encoding="utf-8"))["cwd"])
-    except (OSError, ValueError, KeyError):
-        return Path.cwd()
-    return folder if folder.is_dir() else Path.cwd()
+    folder = reading.read_object(run.manifest).get("cwd")
+    return Path(folder) if isinstance(folder, str) and os.path.isdir(folder) else Path.cwd()
 
 
 def _replace(path: Path, text: str) -> None:

@@ -107,7 +107,7 @@ def test_the_failure_of_an_earlier_submission_ends_nothing(run_dir: RunDir, caps
 
 def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    tail = module._Tail(path)
+    tail = module._Tail(path, dict)
     assert tail.read() == []
     path.write_text('{"step": 1}\n{"st')
     assert tail.read() == [{"step": 1}]

@@ -59,6 +59,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error)
         raise UserError(f"{where} is not valid YAML.", why=problem, fix="Correct that line.") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply.", why="No setting is.", fix="Use another file.") from None
     if value is None:  # empty, or nothing but comments
         return {}, {}
     if not isinstance(value, dict):

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.records import reading
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
@@ -52,9 +53,11 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
         if item.attempt in (attempt, None) and item.rank is not None:
             found.append(Failure(attempt, item.rank, item.error, _traceback(logs / f"rank-{item.rank}.err")))
     found += _from_srun(run, attempt, attempts)
-    for _, path in sorted((path.stat().st_mtime, path) for path in logs.glob("rank-*.err")):
+    ranks = {path: path.stem.removeprefix("rank-") for path in logs.glob("rank-*.err") if path.is_file()}
+    ranks = {path: name for path, name in ranks.items() if name.isascii() and name.isdecimal()}
+    for _, path in sorted((path.stat().st_mtime, path) for path in ranks):
         if lines := _traceback(path):
-            found.append(Failure(attempt, int(path.stem.removeprefix("rank-")), lines[-1], lines))
+            found.append(Failure(attempt, int(ranks[path]), lines[-1], lines))
     causes = [failure for failure in found if not is_lost_connection(failure.error)]
     return next(iter(causes or found), None)
 
@@ -62,7 +65,7 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
 def _from_srun(run: RunDir, attempt: int, attempts: list[int]) -> list[Failure]:
     """Tasks that srun saw end badly, killed ones first; its words about one attempt stand between two headings."""
     try:
-        text = (run.logs / "batch.out").read_text(encoding="utf-8", errors="replace")
+        text = reading.read_text(run.logs / "batch.out")
     except OSError:
         return []
     _, heading, after = text.partition(f"Attempt {attempt} on ")
@@ -78,7 +81,7 @@ def _from_srun(run: RunDir, attempt: int, attempts: list[int]) -> list[Failure]:
 def last_words(run: RunDir) -> list[str]:
     """The end of what the batch script or the local controller said: why no rank started, or who killed them."""
     try:
-        return (run.logs / "batch.out").read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+        return reading.read_text(run.logs / "batch.out").splitlines()[-20:]
     except OSError:
         return []
 
@@ -94,7 +97,7 @@ def last_error(stderr: Path) -> str:
 
 def _lines(path: Path) -> tuple[str, ...]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = reading.read_text(path)
     except OSError:
         return ()
     return tuple(_RANK_PREFIX.sub("", line) for line in text.splitlines())

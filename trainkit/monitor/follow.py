@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainkit.monitor import lines
+from trainkit.records import reading
+from trainkit.records.events import typed as typed_event
 from trainkit.records.metrics import read_metrics
+from trainkit.records.metrics import typed as typed_metrics
 from trainkit.records.rundir import RunDir
 
 POLL_SECONDS = 0.2
@@ -28,7 +30,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
         is_alive: whether the job may still write; asked at most every two seconds. False ends the following, for a
             run that was killed leaves no event.
     """
-    events, metrics = _Tail(run_dir.events), _Tail(run_dir.metrics)
+    events, metrics = _Tail(run_dir.events, typed_event), _Tail(run_dir.metrics, typed_metrics)
     view: _View = _BarView() if sys.stdout.isatty() else _LineView()
     with view.shown():
         history = events.read()
@@ -67,54 +69,39 @@ def summary_lines(run_dir: RunDir) -> list[str]:
 
 
 def _results(run_dir: RunDir) -> list[str]:
-    summary = _summary(run_dir)
+    summary = reading.read_object(run_dir.summary)
     words = []
-    scored = [record for record in read_metrics(run_dir, "val") if isinstance(record.get("acc1"), int | float)]
+    scored = [record for record in read_metrics(run_dir, "val") if record.get("acc1") is not None]
     if scored:
         chosen = [record for record in scored if record["step"] == summary.get("best_step")]
         best = (chosen or [max(scored, key=lambda record: float(record["acc1"]))])[0]
         words.append(f"val acc1 {best['acc1']:.2f} % (best, step {best['step']})")
-    tested = [record for record in read_metrics(run_dir, "test") if isinstance(record.get("acc1"), int | float)]
+    tested = [record for record in read_metrics(run_dir, "test") if record.get("acc1") is not None]
     if tested:
         words.append(f"test acc1 {tested[-1]['acc1']:.2f} %")
-    if isinstance(seconds := summary.get("train_seconds"), int | float):
+    if reading.is_number(seconds := summary.get("train_seconds")):
         words.append(f"{seconds:.1f} s" if seconds < 60 else lines.duration(seconds))
-    if isinstance(speed := summary.get("images_per_sec"), int | float):
+    if reading.is_number(speed := summary.get("images_per_sec")):
         words.append(f"{speed:,.0f} images/s")
     return words
-
-
-def _summary(run_dir: RunDir) -> dict[str, Any]:
-    try:
-        summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 class _Tail:
     """What was appended to a JSON-lines file since the last look. A line without its end is left for the next."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+    def __init__(self, path: Path, typed: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+        self._path, self._typed, self._offset = path, typed, 0
 
     def read(self) -> list[dict[str, Any]]:
         try:
-            with self._path.open("rb") as file:
+            with reading.open_regular(self._path) as file:
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError:  # not there yet
             return []
         self._offset += len(whole) + len(newline)
-        records = []
-        for line in whole.splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                records.append(record)
-        return records
+        parsed = (reading.parse_object(line) for line in whole.split(b"\n"))
+        return [record for raw in parsed if raw is not None and (record := self._typed(raw)) is not None]
 
 
 class _View(Protocol):

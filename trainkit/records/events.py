@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from trainkit.records import jsonl
+from trainkit import terminal
+from trainkit.records import jsonl, reading
 from trainkit.records.rundir import RunDir
 
 
@@ -19,7 +22,40 @@ def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
 
 def read_events(run_dir: RunDir, kind: str | None = None) -> list[dict[str, Any]]:
     """Events in the order they happened, of one kind or of all."""
-    return [record for record in jsonl.read(run_dir.events) if kind in (None, record.get("event"))]
+    return [event for raw in jsonl.read(run_dir.events) if kind in (None, raw.get("event")) and (event := typed(raw))]
+
+
+def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An event as others may rely on it; None without its kind. Fields of another type than theirs are left out, and
+    text is one line: it is shown on terminals."""
+    if not isinstance(raw.get("event"), str):
+        return None
+    event: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key == "time":
+            fits = reading.is_time(value)
+        elif key == "job_id":  # becomes an argument of scancel: `--me` is none
+            value = str(value) if reading.is_whole(value) else value
+            fits = isinstance(value, str) and re.fullmatch(r"\w[\w.+-]{0,63}", value) is not None
+        elif key in _COUNTS:
+            fits = reading.is_whole(value) or value is None
+        elif key in _TEXTS:
+            fits = isinstance(value, str)
+            value = str(value).strip().partition("\n")[0]  # an error's first line says what it is
+        elif key in _LISTS:
+            fits = isinstance(value, list) and all(isinstance(item, _LISTS[key]) for item in value)
+        else:
+            fits = value is None or reading.plain(value) is not None
+        if fits:
+            event[terminal.one_line(key)] = reading.plain(value)
+    return event
+
+
+_COUNTS = frozenset(
+    ("attempt", "rank", "node_rank", "step", "total_steps", "steps_per_epoch", "world_size", "params", "pid")
+)
+_TEXTS = frozenset(("event", "executor", "host", "state", "error", "device", "precision", "process_started"))
+_LISTS = {"hosts": str, "signals": str, "exit_codes": int}
 
 
 def last_event(run_dir: RunDir, kind: str) -> dict[str, Any] | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from trainkit.records import reading
+
 
 def _file() -> Path:
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -16,6 +18,8 @@ def _file() -> Path:
 
 def remember(path: Path) -> None:
     """Add a run folder. A home that cannot be written costs only the convenience, so it is no error."""
+    if "\n" in str(path):  # one a line
+        return
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         with _file().open("a", encoding="utf-8") as out:
@@ -26,7 +30,7 @@ def remember(path: Path) -> None:
 
 def known() -> list[Path]:
     """Run folders that were remembered and still exist, oldest first."""
-    return [path for path in _remembered() if (path / "config.yaml").is_file()]
+    return [path for path in _remembered() if os.path.isfile(path / "config.yaml")]
 
 
 def has(path: Path) -> bool:
@@ -40,7 +44,7 @@ def has(path: Path) -> bool:
 
 def _remembered() -> list[Path]:
     try:
-        lines = _file().read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = reading.read_text(_file()).splitlines()
     except OSError:
         return []
-    return [Path(line) for line in dict.fromkeys(lines) if line]
+    return [Path(line) for line in dict.fromkeys(lines) if line.startswith("/")]

@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.records import reading
+
+LONGEST_LINE = 1 << 20
+
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Append one record. The line goes out in a single write, so that records of several processes do not mix.
@@ -27,17 +31,21 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole record; nothing if there is no file. Torn lines are passed over."""
-    if not path.is_file():
+    """Every whole record; nothing if there is no file. Torn lines are passed over.
+
+    Raises UserError where there is something that cannot be read.
+    """
+    try:
+        with reading.open_regular(path) as file:
+            whole = True  # a line without end is neither a record nor worth its memory
+            while line := file.readline(LONGEST_LINE):
+                if whole and (record := reading.parse_object(line)) is not None:
+                    yield record
+                whole = line.endswith(b"\n")
+    except FileNotFoundError:
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
+    except OSError as error:
+        raise reading.unreadable(path, error) from None
 
 
 def plain(value: Any) -> Any:

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit import terminal
 from trainkit.errors import UserError, did_you_mean
 from trainkit.records import index
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        """For people. A stranger's folder may have a name that a terminal obeys."""
+        return terminal.one_line(self.path.name)
 
     @property
     def config(self) -> Path:
@@ -90,9 +94,18 @@ class RunDir:
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts that have started, in order."""
-        if not self.logs.is_dir():
+        try:
+            with os.scandir(self.logs) as entries:
+                return sorted(int(entry.name) for entry in entries if _NUMBER.fullmatch(entry.name) and entry.is_dir())
+        except OSError:
             return []
-        return sorted(int(entry.name) for entry in self.logs.iterdir() if entry.is_dir() and entry.name.isdigit())
+
+    def made(self) -> float:
+        """When it was made, or resumed: seconds since 1970; 0 for one that is just being removed."""
+        try:
+            return self.config.stat().st_mtime
+        except OSError:
+            return 0.0
 
     @classmethod
     def create(cls, path: Path, config_yaml: str, *, after_logs: bool = False) -> RunDir:
@@ -145,12 +158,12 @@ class RunDir:
             UserError: there is none, or it is half-written.
         """
         path = path.absolute()
-        if not path.is_dir():
+        if not os.path.isdir(path):  # which, unlike Path's own, is False for what cannot even be asked
             raise UserError(
                 f"No run folder {path}.", why="There is nothing there.", fix="`python -m jobs.status` lists the runs."
             )
         run_dir = cls(path)
-        if not run_dir.config.is_file():
+        if not os.path.isfile(run_dir.config):
             raise UserError(
                 f"{path} is not a run folder, or only half of one.",
                 why="It has no config.yaml.",
@@ -192,27 +205,25 @@ def next_path(root: Path, name: str) -> Path:
     """
     safe = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.") or "run"
     taken = [0]
-    if root.is_dir():
+    if os.path.isdir(root):
         taken += [int(m[1]) for entry in root.iterdir() if (m := re.fullmatch(r".+-(\d{4,})", entry.name))]
     return root / f"{safe}-{max(taken) + 1:04d}"
 
 
 def list_runs(root: Path) -> list[RunDir]:
     """Every run in ``root``, runs of a sweep included, oldest first."""
-    if not root.is_dir():
-        return []
     found = [file.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for file in root.glob(pattern)]
     runs = [RunDir(path) for path in found if path.name != "code" and not path.name.startswith(".")]
-    return sorted(runs, key=lambda run: run.config.stat().st_mtime)
+    return sorted(runs, key=RunDir.made)
 
 
 def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
     """The run of a path, of a name in the runs folder, or of a name that this user has submitted from any folder."""
     given = Path(reference).expanduser()
-    if given.is_dir():
+    if os.path.isdir(given):
         return RunDir.open(given)
     root = runs_root(env)
-    if (root / reference).is_dir():
+    if os.path.isdir(root / reference):
         return RunDir.open(root / reference)
     remembered = [path for path in index.known() if path.name == reference or str(path).endswith(f"/{reference}")]
     if len(remembered) == 1:
@@ -238,12 +249,12 @@ def _holds_only_logs(path: Path) -> bool:
 def find_runs(reference: str, env: Mapping[str, str]) -> list[RunDir]:
     """The run of that name, or all runs of a sweep."""
     for folder in (Path(reference).expanduser(), runs_root(env) / reference):
-        if (folder / "sweep.json").is_file():
+        if os.path.isfile(folder / "sweep.json"):
             return [run for run in list_runs(folder) if run.path.parent == folder.absolute()]
     sweeps = {
         path.parent
         for path in index.known()
-        if path.parent.name == reference and (path.parent / "sweep.json").is_file()
+        if path.parent.name == reference and os.path.isfile(path.parent / "sweep.json")
     }
     if len(sweeps) == 1:
         return list_runs(sweeps.pop())

@@ -22,6 +22,7 @@ GREY = "#666666"
 
 STYLE: dict[str, Any] = {
     "figure.dpi": 150,
+    "text.parse_math": False,  # a run may be called a$b$
     "font.size": 11,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from trainkit import plugins
+from trainkit import plugins, terminal
 from trainkit.config import yaml
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
-from trainkit.records import jsonl
+from trainkit.records import jsonl, reading
 from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
@@ -52,7 +50,7 @@ class HostSamples:
         points = []
         for sample in self.samples:
             holders = [sample] if gpu is None else [found for found in _gpus(sample) if found["index"] == gpu]
-            points += [(sample["time"], holder[key]) for holder in holders if _is_number(holder.get(key))]
+            points += [(sample["time"], holder[key]) for holder in holders if reading.is_number(holder.get(key))]
         return points
 
 
@@ -80,11 +78,11 @@ class Facts:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """``summary.json``; empty for a run that did not get to its end."""
-        return _read_json(self.run_dir.summary)
+        return dict(reading.plain(reading.read_object(self.run_dir.summary)))
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        return _read_json(self.run_dir.manifest)
+        return dict(reading.plain(reading.read_object(self.run_dir.manifest)))
 
     @cached_property
     def train(self) -> list[dict[str, Any]]:
@@ -108,7 +106,7 @@ class Facts:
         """Hardware samples, by host."""
         found = []
         for file in sorted(self.run_dir.path.glob("system-*.jsonl")):
-            samples = [sample for sample in jsonl.read(file) if _is_number(sample.get("time"))]
+            samples = [sample for sample in jsonl.read(file) if reading.is_time(sample.get("time"))]
             if samples:
                 found.append(HostSamples(file.stem.removeprefix("system-"), samples))
         return found
@@ -124,7 +122,7 @@ class Facts:
     def steps(self) -> int:
         """Optimizer updates that were done."""
         steps = self.summary.get("steps")
-        if isinstance(steps, int):
+        if reading.is_whole(steps):
             return steps
         saved = [event["step"] for event in read_events(self.run_dir, "saved") if isinstance(event.get("step"), int)]
         return max([record["step"] for record in self.train + self.val] + saved, default=0)
@@ -138,7 +136,7 @@ class Facts:
         """The validation record of the best checkpoint; by accuracy where nothing else is recorded."""
         best_step = self.summary.get("best_step")
         chosen = [record for record in self.val if record["step"] == best_step]
-        scored = [record for record in self.val if _is_number(record.get("acc1"))]
+        scored = [record for record in self.val if reading.is_number(record.get("acc1"))]
         if chosen:
             return chosen[0]
         return max(scored, key=lambda record: float(record["acc1"])) if scored else None
@@ -146,19 +144,19 @@ class Facts:
     @property
     def images_per_sec(self) -> float | None:
         """Median over the train records: neither the first slow steps nor a pause count."""
-        speeds = [record["images_per_sec"] for record in self.train if _is_number(record.get("images_per_sec"))]
+        speeds = [record["images_per_sec"] for record in self.train if reading.is_number(record.get("images_per_sec"))]
         return statistics.median(speeds) if speeds else None
 
     @property
     def train_seconds(self) -> float | None:
         """Time in training steps, over all attempts; of a run without an end, from the speed of its records."""
         seconds = self.summary.get("train_seconds")
-        if _is_number(seconds):
+        if reading.is_number(seconds):
             return float(seconds)
         batch, total, before = self.setting("train.global_batch_size"), 0.0, 0
         for record in self.train:
             speed = record.get("images_per_sec")
-            if not (_is_number(batch) and _is_number(speed) and speed > 0):
+            if not (reading.is_number(batch) and reading.is_number(speed) and speed > 0):
                 return None
             total += (record["step"] - before) * batch / speed
             before = record["step"]
@@ -169,14 +167,14 @@ class Facts:
         """From the first start to the last word of the run, waiting between attempts included."""
         starts = [event["time"] for event in self.events if event.get("event") == "started" and "time" in event]
         times = [event["time"] for event in self.events if "time" in event]
-        times += [record["time"] for record in self.train + self.val if _is_number(record.get("time"))]
+        times += [record["time"] for record in self.train + self.val if reading.is_number(record.get("time"))]
         return max(times) - min(starts) if starts else None
 
     @property
     def max_memory_mb(self) -> float | None:
         """Peak memory of rank 0: of the GPU's allocator, or of the process on CPU."""
         found = [self.summary.get("max_memory_mb"), *(record.get("max_memory_mb") for record in self.train)]
-        return max((float(value) for value in found if _is_number(value)), default=None)
+        return max((float(value) for value in found if reading.is_number(value)), default=None)
 
     @property
     def attempts(self) -> int:
@@ -222,8 +220,11 @@ class Facts:
 def collect(runs: Iterable[RunDir]) -> list[Facts]:
     """Facts of runs, each under a name that no other has: runs of one name also get their folder's."""
     runs = list(runs)
-    names = [run.name for run in runs]
-    labels = [run.name if names.count(run.name) == 1 else f"{run.path.parent.name}/{run.name}" for run in runs]
+    names = [terminal.one_line(run.name) for run in runs]
+    labels = [
+        name if names.count(name) == 1 else f"{run.path.parent.name}/{name}"
+        for run, name in zip(runs, names, strict=True)
+    ]
     unique = [label if labels.count(label) == 1 else str(run.path) for label, run in zip(labels, runs, strict=True)]
     return [Facts(run, label) for run, label in zip(runs, unique, strict=True)]
 
@@ -234,22 +235,12 @@ def _takes_all_gpus(strategy: str) -> bool:
     return known and strategy_traits(strategy).gpus_per_rank == "all"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _gpus(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [gpu for gpu in sample.get("gpus") or [] if isinstance(gpu, dict) and "index" in gpu]
+    gpus = sample.get("gpus")
+    readable = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    return [gpu for gpu in readable if reading.is_whole(gpu.get("index"))]
 
 
 def _usage(values: Iterable[Any]) -> Usage | None:
-    numbers = [float(value) for value in values if _is_number(value)]
+    numbers = [float(value) for value in values if reading.is_number(value)]
     return Usage(statistics.fmean(numbers), max(numbers)) if numbers else None
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)

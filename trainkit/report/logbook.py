@@ -116,7 +116,7 @@ def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
 
 
 def _outcome(facts: Facts) -> str:
-    started = next((event["time"] for event in facts.events if event.get("event") == "started"), None)
+    started = next((e["time"] for e in facts.events if e.get("event") == "started" and "time" in e), None)
     when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
     if facts.finished:
         return f"Finished after {facts.steps} steps.{when}"

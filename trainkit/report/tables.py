@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from trainkit.records import reading
 from trainkit.report.facts import Facts, Usage
 
 Row = tuple[str, ...]
@@ -58,7 +59,7 @@ def results_rows(facts: Facts) -> list[Row]:
 
 def cost_rows(facts: Facts) -> list[Row]:
     """Time, speed, memory, restarts."""
-    estimated = "" if isinstance(facts.summary.get("train_seconds"), int | float) else " (estimated from the records)"
+    estimated = "" if reading.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
     seconds, wall = facts.train_seconds, facts.wall_seconds
     rows: list[Row] = [
         ("training time", duration(seconds) + estimated if seconds is not None else NONE),
@@ -113,7 +114,7 @@ def difference_rows(runs: Sequence[Facts]) -> list[Row]:
 
 def number(value: Any, spec: str, unit: str = "") -> str:
     """A number in ``spec`` with its unit, or a dash."""
-    return format(value, spec) + unit if isinstance(value, int | float) else NONE
+    return format(value, spec) + unit if reading.is_number(value) else NONE
 
 
 def duration(seconds: float) -> str:

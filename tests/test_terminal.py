@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from trainkit import terminal
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain \u00fcmlaut \U0001f600", "plain \u00fcmlaut \U0001f600"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("a\x1b]0;title\x07b", "ab"),
+        ("a\x1b]52;c;ZXZpbA==\x1b\\b", "ab"),
+        ("a\x1bP1$r\x1b\\b", "ab"),
+        ("a\x9b2Jb", "ab"),
+        ("a\x1bcb", "ab"),
+        ("a\x1b(0b", "ab"),
+        ("one\ntwo\r\nthree\tfour", "one two three four"),
+        ("back\x08\x7f\x00", "back"),
+        ("a\u202eb\u2028c", "a\ufffdb\ufffdc"),
+        ("x" * 600, "x" * 500 + "..."),
+        ("\x1b" * 10, ""),
+        ("\x1b]unfinished", ""),
+    ],
+)
+def test_a_remark_is_one_line_of_plain_text(text: str, shown: str) -> None:
+    assert terminal.one_line(text) == shown
+
+
+def test_a_traceback_keeps_its_lines() -> None:
+    assert terminal.lines("a\n  b\t\x1b[2Jc\r\nd") == "a\n  b\tc\nd"
+
+
+def test_a_log_on_a_terminal_keeps_colours_and_progress_and_nothing_else() -> None:
+    log = "\x1b[1;31mred\x1b[0m\r 50%\n\x1b]0;t\x07\x1b[2J\x1b[H\x9b31mx\x07\tend\x1b[38;5;1mc"
+    assert terminal.log_text(log, Screen()) == "\x1b[1;31mred\x1b[0m\r 50%\n\x9b31mx\tend\x1b[38;5;1mc".replace(
+        "\x9b31m", ""
+    )
+
+
+def test_a_log_in_a_pipe_is_what_it_is() -> None:
+    log = "\x1b[2J\x07bytes"
+    assert terminal.log_text(log, io.StringIO()) == log

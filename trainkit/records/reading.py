@@ -1,0 +1,96 @@
+"""Reading what others may have written, or what broke: whatever is odd is left out, and nothing waits or fails over it.
+
+Records hold what JSON has and a person can read: numbers are finite and of a size that can be printed. A FIFO in the
+place of a file would be waited for without end, so files are opened without waiting, and only regular ones are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+from trainkit import terminal
+from trainkit.errors import UserError
+
+LARGEST = 1e18
+"""Beyond it a number is a mistake, or a run that has diverged: like infinity it counts as none."""
+LATEST = 1e11
+"""Seconds since 1970, in the year 5138."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, for reading bytes. Raises OSError for everything else, at once."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(None, "It is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path, last_bytes: int = 1 << 24) -> str:
+    """The text of a file, of a long one its end; what is no UTF-8 is replaced. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+        return file.read(last_bytes).decode(errors="replace")
+
+
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
+    """A JSON object; None for anything else. NaN and infinity, which are no JSON, and enormous numbers are null."""
+    try:
+        value = _JSON.decode(text if isinstance(text, str) else text.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none that can be read."""
+    try:
+        return parse_object(read_text(path)) or {}
+    except OSError:
+        return {}
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a number that can be computed with and printed. True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether it is a count, of steps or ranks."""
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def is_time(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a time of this age, in seconds since 1970."""
+    return is_number(value) and 0 <= value <= LATEST
+
+
+def plain(value: Any, depth: int = 4) -> Any:
+    """A value of unknown meaning as it may be shown: numbers, lines of text, lists and mappings of these; or None."""
+    if isinstance(value, str):
+        return terminal.one_line(value, 2000)
+    if isinstance(value, list | dict) and depth:
+        if isinstance(value, list):
+            return [plain(item, depth - 1) for item in value[:1000]]
+        return {terminal.one_line(key): plain(item, depth - 1) for key, item in list(value.items())[:1000]}
+    return value if isinstance(value, bool) or is_number(value) else None
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The error for a record that is there and cannot be read: what it says is unknown, and not nothing."""
+    return UserError(
+        f"Cannot read {path}.",
+        why=f"{error.strerror or error}.",
+        fix="Check its permissions, or whether its disk is there; move it away if it is damaged.",
+    )
+
+
+def _int(text: str) -> int | None:
+    return int(text) if len(text) < 20 else None
+
+
+_JSON = json.JSONDecoder(parse_constant=lambda name: None, parse_int=_int)

@@ -1,0 +1,53 @@
+"""Text from records and logs, before a person's terminal sees it: others may have written it.
+
+A terminal obeys what it is sent: escape sequences set its title, clear what was said before, put text into the
+clipboard, answer as if typed. So nothing from a run folder is printed as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TextIO
+
+# ESC and its C1 twin open CSI (colours, cursor), OSC, DCS, SOS, PM, APC (strings up to BEL or ST), and short sequences.
+_SEQUENCE = re.compile(
+    r"(?:\x1b\[|\x9b)(?P<csi>[0-?]*[ -/]*[@-~])"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[ -/]*[0-~]?"
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+# What reorders text or breaks lines without being a control character: U+202E turns "gpj.exe" round.
+_INVISIBLE = re.compile("[\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_COLOUR = re.compile(r"[\d;:]*m")
+
+
+def one_line(value: object, longest: int = 500) -> str:
+    """A name or a remark from a record, as one line of plain text."""
+    text = _SEQUENCE.sub("", str(value)[: 4 * longest])
+    text = " ".join(_INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", _CONTROL.sub(" ", text)).split())
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def lines(text: str) -> str:
+    """Text of several lines, of an error or a traceback, without anything that a terminal would obey."""
+    return _INVISIBLE.sub("", _CONTROL.sub("", _SEQUENCE.sub("", text)).replace("\r", ""))
+
+
+def log_text(text: str, out: TextIO | None = None) -> str:
+    """A log as it may be shown on ``out`` (stdout).
+
+    On a terminal colours stay, and carriage returns, which progress bars live on and which reach no further than their
+    own line; other sequences and control characters go. A pipe or a file gets every byte: it obeys nothing, and whoever
+    searches a log wants what is in it.
+    """
+    if not (sys.stdout if out is None else out).isatty():
+        return text
+
+    def colour(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith("\x1b[") and _COLOUR.fullmatch(match["csi"]) else ""
+
+    kept = _SEQUENCE.sub(colour, text)
+    return "".join(
+        part if index % 2 else _CONTROL.sub("", part) for index, part in enumerate(re.split(r"(\x1b\[[\d;:]*m)", kept))
+    )
