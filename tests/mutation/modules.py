@@ -12,6 +12,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainkit/training/precision.py": ("tests/training/test_precision.py", "-k", "not learns"),
     "trainkit/training/meter.py": ("tests/training/test_meter.py",),
     "trainkit/training/evaluate.py": ("tests/training/test_evaluate.py",),
+    "trainkit/training/update.py": ("tests/training/test_update.py",),
+    "trainkit/training/outcome.py": ("tests/training/test_outcome.py",),
     "trainkit/data/order.py": ("tests/data/test_order.py",),
     "trainkit/checkpoint/files.py": ("tests/checkpoint/test_files.py",),
 }

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from tests.rank_functions import QUICK
 from trainkit import experiment
-from trainkit.config.loading import load
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.config.loading import load, to_yaml
 from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
+from trainkit.records.attempts import Attempt
+from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
+from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
 
 SMALL = (
@@ -22,12 +30,32 @@ SMALL = (
 
 
 def parts_of(*overrides: str, dist: Distributed | None = None, model: nn.Module | None = None) -> Parts:
-    """Of a preset for one process, or as ``dist`` says, with little data."""
+    """Of a preset for one process, or as ``dist`` says, with little data: 3 updates an epoch."""
     preset = "single" if dist is None else "ddp"
     config = load(preset, (*QUICK, *SMALL, *overrides)).config
     dist = dist or Distributed(RankEnv.single(), torch.device("cpu"))
-    parts = experiment.build(config, dist, build_data(config.data), model=Linear())
-    return parts if model is None else replace(parts, model=model)
+    return experiment.build(config, dist, build_data(config.data), model=model or Linear())
+
+
+@dataclass
+class Notes:
+    """A logger that keeps what it gets."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self.records.append(dict(record))
+
+    def close(self) -> None:
+        pass
+
+
+def keeper_of(parts: Parts, folder: Path, progress: Progress, beat: Callable[[], None] = lambda: None) -> Keeper:
+    """Of a run in ``folder``; its `Notes` are ``keeper.metrics``."""
+    run = RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(parts.config))
+    writer = Writer(Attempt.begin(run), check=lambda: None)
+    checkpoints = Checkpoints(run.checkpoints, keep=parts.config.checkpoint.keep, dist=parts.dist)
+    return Keeper(parts, writer, checkpoints, Notes(), progress, beat)
 
 
 class Linear(nn.Module):

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.parts import Linear, Notes, keeper_of, parts_of
+from trainkit.checkpoint import files
+from trainkit.records.events import read_events
+from trainkit.training.outcome import Keeper, Progress
+
+BAD, GOOD = {"loss": 2.0, "acc1": 10.0, "acc5": 50.0}, {"loss": 1.0, "acc1": 20.0, "acc5": 60.0}
+
+
+@pytest.mark.parametrize("by", ["val/acc1", "val/acc5", "val/loss"])
+def test_accuracy_is_best_high_and_a_loss_is_best_low(by: str) -> None:
+    progress = Progress(step=1)
+    assert progress.judge(BAD, by)
+    progress.step = 2
+    assert progress.judge(GOOD, by)
+    progress.step = 3
+    assert not progress.judge(BAD, by)
+    assert (progress.best, progress.best_step) == (GOOD[by[4:]], 2)
+    assert (progress.val, progress.validated_step) == (BAD, 3)
+
+
+@pytest.mark.parametrize("by", ["val/acc1", "val/loss"])
+def test_of_two_equal_models_the_first_is_the_best(by: str) -> None:
+    progress = Progress(step=1)
+    progress.judge(GOOD, by)
+    progress.step = 2
+    assert not progress.judge(GOOD, by)
+    assert progress.best_step == 1
+
+
+@pytest.mark.parametrize(("step", "validated"), [(4, 5), (4, -1)])
+def test_a_progress_that_cannot_be_is_not_taken(step: int, validated: int) -> None:
+    with pytest.raises(ValueError):
+        Progress.of({"progress": {"step": step, "validated_step": validated}})
+
+
+@pytest.mark.parametrize(("step", "validated"), [(4, 4), (4, 0), (0, 0)])
+def test_a_progress_is_what_was_saved(step: int, validated: int) -> None:
+    kept = Progress.of({"progress": {"step": step, "validated_step": validated, "best": 0.5}})
+    assert (kept.step, kept.validated_step, kept.best) == (step, validated, 0.5)
+
+
+def due(what: str, *overrides: str, folder: Path) -> list[int]:
+    """After which of 11 updates, 3 an epoch, something is due."""
+    parts = parts_of("train.max_steps=11", *overrides)
+    progress = Progress()
+    keeper = keeper_of(parts, folder, progress)
+    found = []
+    for progress.step in range(1, 12):
+        answer = getattr(keeper, what)()
+        assert isinstance(answer, bool)
+        found += [progress.step] * answer
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [((), [3, 6, 9, 11]), (("train.eval_every_epochs=2",), [6, 11]), (("train.eval_every_epochs=9",), [11])],
+)
+def test_validation_is_due_every_so_many_epochs_and_at_the_end(
+    tmp_path: Path, overrides: tuple[str, ...], steps: list[int]
+) -> None:
+    assert due("validation_is_due", *overrides, folder=tmp_path / "run") == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ((), [3, 6, 9, 11]),
+        (("checkpoint.every_epochs=2",), [6, 11]),
+        (("checkpoint.every_epochs=null",), [11]),
+        (("checkpoint.every_epochs=null", "checkpoint.every_steps=4"), [4, 8, 11]),
+        (("checkpoint.every_epochs=2", "checkpoint.every_steps=5"), [5, 6, 10, 11]),
+    ],
+)
+def test_saving_is_due_every_so_many_epochs_or_steps_and_at_the_end(
+    tmp_path: Path, overrides: tuple[str, ...], steps: list[int]
+) -> None:
+    assert due("saving_is_due", *overrides, folder=tmp_path / "run") == steps
+
+
+def records(keeper: Keeper) -> list[dict[str, Any]]:
+    assert isinstance(keeper.metrics, Notes)
+    return keeper.metrics.records
+
+
+def test_a_validation_is_recorded_with_its_place_and_judged(tmp_path: Path) -> None:
+    progress = Progress(step=3)
+    keeper = keeper_of(parts_of("checkpoint.best=val/loss"), tmp_path / "run", progress)
+    assert keeper.validate({"step": 3, "lr": 0.5}) is True
+    (record,) = records(keeper)
+    assert {"step": 3, "lr": 0.5, "split": "val", "samples": 10}.items() <= record.items()
+    assert progress.best == record["loss"] == progress.val["loss"]
+    assert progress.validated_step == 3
+    assert keeper.validate({}) is False
+
+
+def test_a_validation_that_is_stopped_half_way_leaves_no_trace(tmp_path: Path) -> None:
+    progress = Progress(step=3)
+    keeper = keeper_of(parts_of(), tmp_path / "run", progress)
+    assert keeper.validate({}, should_stop=lambda: True) is None
+    assert records(keeper) == []
+    assert progress == Progress(step=3)
+
+
+def test_the_test_is_that_of_the_best_weights(tmp_path: Path) -> None:
+    progress = Progress(step=3, best_step=3, best=1.0)
+    model = Linear()
+    keeper = keeper_of(parts_of(model=model), tmp_path / "run", progress)
+    best = keeper.test({})
+    keeper.save()
+    model.layer.weight.data.neg_()
+    progress.step = 6
+    now = keeper.test({"epoch": 2.0})
+    assert now == best
+    assert records(keeper)[-1] == {"epoch": 2.0, "split": "test", **best}
+    assert best["samples"] == 6
+
+
+def test_without_a_best_model_the_last_is_tested(tmp_path: Path) -> None:
+    model = Linear()
+    keeper = keeper_of(parts_of(model=model), tmp_path / "run", Progress(step=3))
+    before = keeper.test({})
+    keeper.save()
+    model.layer.weight.data.neg_()
+    assert keeper.test({}) != before
+
+
+def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path: Path) -> None:
+    progress = Progress(step=3, best_step=3, best=1.0, images=24)
+    beats: list[int] = []
+    keeper = keeper_of(parts_of(), tmp_path / "run", progress, beat=lambda: beats.append(1))
+    keeper.save()
+    run = keeper.writer.run
+    state = files.verified(run.checkpoints, 3).state
+    assert Progress.of(state) == progress
+    assert state["world_size"] == 1
+    assert state["precision"] == keeper.parts.precision.state_dict()
+    assert files.pointed(run.checkpoints, "best") == files.pointed(run.checkpoints, "latest") == 3
+    assert [event["step"] for event in read_events(run, "saved")] == [3]
+    assert len(beats) >= 2
+
+
+def test_the_summary_says_what_came_of_it(tmp_path: Path) -> None:
+    progress = Progress(step=3, best_step=2, best=50.0, val={"acc1": 40.0}, train_seconds=2.0, images=24)
+    keeper = keeper_of(parts_of(), tmp_path / "run", progress)
+    keeper.summarize("finished", epochs=1.00004, test={"acc1": 45.0}, rounds=7)
+    summary = json.loads(keeper.writer.run.summary.read_text())
+    expected = {
+        "outcome": "finished", "steps": 3, "epochs": 1.0, "best": {"val/acc1": 50.0}, "best_step": 2,
+        "val": {"acc1": 40.0}, "test": {"acc1": 45.0}, "train_seconds": 2.0, "images_per_sec": 12.0, "world_size": 1,
+        "grad_accum_steps": 2, "micro_batch_size": 4, "precision": "fp32", "skipped_steps": 0, "device": "cpu",
+        "params": 7 * 48 + 7, "rounds": 7,
+    }  # fmt: skip
+    assert expected.items() <= summary.items()
+    assert set(summary) - set(expected) == {"max_memory_mb"}
+
+
+def test_a_run_that_trained_nothing_has_no_speed(tmp_path: Path) -> None:
+    keeper = keeper_of(parts_of(), tmp_path / "run", Progress())
+    keeper.summarize("stopped", epochs=0.0, test={})
+    assert json.loads(keeper.writer.run.summary.read_text())["images_per_sec"] is None
