@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as c10d
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.rank_functions import rank_env, run_ranks, train_run
 from trainkit.distributed import meeting
@@ -76,6 +76,18 @@ def test_what_a_stranger_puts_in_the_place_of_a_value_is_an_error() -> None:
     plain.set(OURS.name("joined/1"), "n2")
     with pytest.raises(RunFailedError, match="does not know the run's secret"):
         SealedStore(plain, OURS).get("joined/1")
+
+
+def test_torch_reaches_a_sealed_store_through_its_own_wrappers() -> None:
+    plain = HashStore()
+    sealed = SealedStore(plain, OURS)
+    inner = PrefixStore("group", sealed).clone()
+    inner.set("key", "value")
+    assert inner.get("key") == b"value"
+    assert inner.check(["key"])
+    assert inner.add("count", 3) == 3
+    assert inner.delete_key("key")
+    assert not plain.check([OURS.name("group/key")])
 
 
 # Where it listens

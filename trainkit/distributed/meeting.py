@@ -60,6 +60,8 @@ class SealedStore(Store):
         """Take a value away."""
         return bool(self._store.delete_key(self._secret.name(key)))
 
+    deleteKey = delete_key  # torch looks for its own name
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long to wait where nothing else is said."""
         self._store.set_timeout(timeout)

@@ -1,0 +1,137 @@
+"""What is gathered from any number of ranks and scattered to any other is the same, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.rank_functions import run_ranks
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.state import gather_state_dict
+from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.errors import UserError
+from trainkit.ranks.env import RankEnv
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides, tied and frozen weights, buffers of all kinds."""
+
+    rough: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1, bias=False))
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.body[0].weight  # type: ignore[assignment]
+        self.register_buffer("rough", torch.full((3,), 0.1, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x) * self.scale + self.tied(x).sum(1, keepdim=True) * self.rough.float().sum()
+        return y + self.frozen.sum()
+
+
+def make(dist: Distributed, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Odd()
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.world_size,)))
+    elif kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return model, torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
+def _save(env: RankEnv, folder: Path, kind: str) -> None:
+    with distributed(env, use_gpu=False) as dist:
+        model, optimizer = make(dist, kind, seed=1)
+        for _ in range(2):
+            model(torch.randn(4, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        Checkpoints(folder, keep=3, dist=dist).save(model, optimizer, step=1, state={}, best_step=None)
+
+
+def _restore_and_save_again(env: RankEnv, folder: Path, kind: str, copy: Path) -> None:
+    with distributed(env, use_gpu=False) as dist:
+        model, optimizer = make(dist, kind, seed=2)
+        # Only rank 0 needs to see the folder.
+        checkpoints = Checkpoints(folder if dist.is_main else Path("/nowhere"), keep=3, dist=dist)
+        restored = checkpoints.restore(model, optimizer)
+        assert restored is not None
+        assert restored.step == 1
+        Checkpoints(copy, keep=3, dist=dist).save(model, optimizer, step=1, state={}, best_step=None)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for kind, world_size in (("single", 1), ("fsdp", 3)):
+        folders[kind] = tmp_path_factory.mktemp(kind)
+        run_ranks(world_size, _save, folders[kind], kind)
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "world_size"),
+    [("single", "fsdp", 3), ("single", "hsdp", 4), ("fsdp", "single", 1), ("fsdp", "ddp", 2), ("fsdp", "fsdp", 2)],
+)
+def test_a_checkpoint_is_the_same_after_it_went_through_any_strategy_and_world_size(
+    tmp_path: Path, saved: dict[str, Path], source: str, kind: str, world_size: int
+) -> None:
+    run_ranks(world_size, _restore_and_save_again, saved[source], kind, tmp_path)
+    for stem in ("model", "optimizer"):
+        before = load_file(saved[source] / "latest" / f"{stem}.safetensors")
+        after = load_file(tmp_path / "latest" / f"{stem}.safetensors")
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            assert value.dtype == after[name].dtype, name
+            assert torch.equal(value, after[name]), name
+
+
+def test_names_and_kinds_are_those_of_the_plain_model(saved: dict[str, Path]) -> None:
+    weights = load_file(saved["fsdp"] / "latest/model.safetensors")
+    moments = load_file(saved["fsdp"] / "latest/optimizer.safetensors")
+    assert set(weights) == set(Odd().state_dict())
+    assert "scratch" not in weights
+    assert weights["rough"].dtype == torch.bfloat16
+    trained = {name for name, parameter in Odd().named_parameters() if parameter.requires_grad}
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    assert set(moments) == {f"state.{name}.{kind}" for name in trained for kind in kinds}
+
+
+def _restore_another(env: RankEnv, folder: Path) -> tuple[str, str]:
+    with distributed(env, use_gpu=False) as dist:
+        model = nn.Linear(3, 2 if dist.is_main else 4)  # fits on rank 0 and not on rank 1
+        try:
+            Checkpoints(folder, keep=3, dist=dist).restore(model, torch.optim.SGD(model.parameters()))
+        except UserError as error:
+            return error.what, error.why
+    return "", ""
+
+
+def test_every_rank_looks_whether_the_checkpoint_fits_its_own_model_and_all_say_so(tmp_path: Path) -> None:
+    dist, model = Distributed(RankEnv.single(), torch.device("cpu")), nn.Linear(3, 2)
+    Checkpoints(tmp_path, keep=3, dist=dist).save(
+        model, torch.optim.SGD(model.parameters()), step=1, state={}, best_step=None
+    )
+    why = "'bias' is (2,) in the checkpoint and (4,) in the model."
+    assert run_ranks(2, _restore_another, tmp_path) == [("The checkpoint does not fit the model.", why)] * 2
+
+
+def test_what_compiling_and_wrapping_put_into_names_is_left_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    inner = nn.Module()
+    inner._orig_mod = model  # as torch.compile wraps a module
+    weights, _ = gather_state_dict(inner, None, Distributed(RankEnv.single(), torch.device("cpu")))
+    assert set(weights) == {"0.weight", "0.bias"}
