@@ -240,7 +240,7 @@ def _train_beside_a_stranger(env: RankEnv, folder: Path) -> str:
 
 
 def test_a_stranger_who_poses_as_a_rank_runs_nothing_and_the_true_one_joins(tmp_path: Path) -> None:
-    endings = run_ranks(3, _train_beside_a_stranger, tmp_path, timeout=60)
+    endings = run_ranks(3, _train_beside_a_stranger, tmp_path, timeout=120)
     assert not (tmp_path / "executed").exists()
     assert endings == ["finished", "finished", "stranger"]
 
@@ -269,7 +269,8 @@ def _meet_beside_a_vandal(env: RankEnv, folder: Path) -> str:
 def test_a_stranger_who_writes_over_every_key_is_noticed_and_runs_nothing(tmp_path: Path) -> None:
     if not hasattr(TCPStore, "list_keys"):
         pytest.skip("this torch shows nobody the keys")
-    first, second, _ = run_ranks(3, _meet_beside_a_vandal, tmp_path, timeout=60)
-    assert "does not know the run's secret" in first
-    assert "does not know the run's secret" in second
+    first, second, _ = run_ranks(3, _meet_beside_a_vandal, tmp_path, timeout=120)
+    noticed = "does not know the run's secret"
+    assert noticed in first
+    assert noticed in second or "went away" in second  # whoever looks first; rank 0 serves the store
     assert not (tmp_path / "executed").exists()

@@ -180,10 +180,10 @@ def _wait_for_all(store: SealedStore, open_to_all: Store, env: RankEnv, host: st
             if others:
                 print(f"Still waiting: {_and(others)} there, with another secret.", file=sys.stderr, flush=True)
             store.wait(keys, timeout - first)
+        for key in keys:
+            store.get(key)  # raises where a stranger has written over it
     except _ERRORS:
         raise _missing_ranks(store, open_to_all, env, f"{host}:{env.master_port}", timeout) from None
-    for key in keys:
-        store.get(key)  # raises where a stranger has written over it
 
 
 def _missing_ranks(
