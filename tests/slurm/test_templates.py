@@ -76,7 +76,7 @@ def test_no_directive_comes_after_the_first_command(template: str) -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_job_ends_with_the_code_of_its_ranks(template: str) -> None:
-    assert commands(template).rstrip().endswith('exit "$rc"')
+    assert commands(template).rstrip().endswith('trainkit.launch.batch_job end "$rc"')
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -99,12 +99,12 @@ def test_the_batch_shell_expands_no_rank(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_ranks_meet_on_the_first_host_at_a_probed_port(template: str) -> None:
-    assert "MASTER_ADDR=${hosts[0]}" in commands(template)
-    assert 'MASTER_PORT=$("$python" -m trainkit.ranks.rendezvous)' in commands(template)
-    assert "localhost" not in commands(template)
+def test_the_attempt_and_where_its_ranks_meet_are_told_by_the_one_who_tells_submitted_runs(template: str) -> None:
+    """A failure there ends the script: `eval "$(...)"` would go on."""
+    assert '\nbegun=$("$python" -m trainkit.launch.batch_job begin)\neval "$begun"\n' in commands(template)
+    assert not re.findall(r"localhost|MASTER_PORT=|scontrol|squeue", commands(template))
 
 
 def test_both_templates_end_in_the_same_way() -> None:
-    endings = {text(template).split("# The ranks have saved")[1] for template in TEMPLATES}
+    endings = {text(template).split("# If the ranks have saved")[1] for template in TEMPLATES}
     assert len(endings) == 1
