@@ -159,3 +159,12 @@ def test_what_a_plugins_file_states_is_read_without_importing_it(own: str) -> No
 
 def test_a_file_that_states_nothing_states_nothing() -> None:
     assert plugins.stated(STRATEGIES, "ddp") == {}
+
+
+@pytest.mark.parametrize(
+    ("logger", "says"),
+    [("jsonl", {"FIRST": True}), ("console", {"PEERS": "none"}), ("wandb", {"PEERS": "judge"}), ("tensorboard", {})],
+)
+def test_a_logger_says_itself_when_and_where_it_is_opened(logger: str, says: dict[str, Any]) -> None:
+    stated = plugins.stated("trainkit.monitor", logger)
+    assert {name: stated[name] for name in ("FIRST", "PEERS") if name in stated} == says

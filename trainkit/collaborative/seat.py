@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainkit import plugins
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.collaborative.averaging import Averaging, open_averaging
 from trainkit.collaborative.clock import RoundClock
@@ -98,11 +99,11 @@ def peer_at(
 
 
 @contextmanager
-def kept(
-    config: Config, writer: Writer, parts: Parts, *, left_out: Sequence[str]
-) -> Iterator[tuple[Checkpoints, Logger]]:
-    """Where checkpoints and metrics go; ``left_out``: loggers that are not opened. Lines a round are the keeper's."""
-    names = tuple(name for name in config.monitor.loggers if name not in left_out)
+def kept(config: Config, writer: Writer, parts: Parts, *, judges: bool) -> Iterator[tuple[Checkpoints, Logger]]:
+    """Where checkpoints and metrics go. Loggers say which peers open them; lines a round are the keeper's."""
+    wanted = ("all", "judge") if judges else ("all",)
+    stated = {name: plugins.stated("trainkit.monitor", name) for name in config.monitor.loggers}
+    names = tuple(name for name in stated if stated[name].get("PEERS", "all") in wanted)
     quiet = config.model_copy(update={"monitor": config.monitor.model_copy(update={"loggers": names})})
     dist, run_dir = parts.dist, writer.run
     hardware = sample_hardware(run_dir, socket.gethostname(), config.monitor.hardware_every_seconds, dist.device.type)

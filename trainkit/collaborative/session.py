@@ -52,7 +52,7 @@ def create(
         run_id = f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
         with (
             averaged(config, seat, splits, outer, dht, run_id) as (parts, averaging),
-            kept(config, writer, parts, left_out=("console",)) as (checkpoints, metrics),
+            kept(config, writer, parts, judges=True) as (checkpoints, metrics),
         ):
             found = checkpoints.restore(
                 parts.model, None, extra=["outer"], accept=lambda found: take_over(found, outer)
@@ -161,7 +161,7 @@ def join(
             writer = seat.open_run(config)
             seat.say(f"Run: {writer.run.path}")
             # A volunteer's machine writes no accounts of a service.
-            with kept(config, writer, parts, left_out=("console", "wandb")) as (checkpoints, metrics):
+            with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
                 keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
                 rounds = RoundKeeper(keeper, outer, clock, watch, judges=False, say=seat.say)
                 with recorded(writer.attempt, peer, seat.env):

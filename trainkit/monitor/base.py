@@ -2,7 +2,8 @@
 
 A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
 ``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.records.metrics`), with plain Python numbers. A
-logger whose file states ``FIRST = True`` has each of them before the others.
+logger whose file states ``FIRST = True`` has each of them before the others; one that states ``PEERS = "judge"``, or
+``"none"``, is opened by that peer of a swarm only which judges for all, or by none.
 
 Training outlives its loggers: one that raises (a full disk, a crash of its client) is reported once on stderr and not
 used again. The exception is `jsonl`, which keeps the record itself: it raises `RunFailedError`, because weeks of

@@ -12,6 +12,8 @@ from trainkit.monitor import lines
 from trainkit.monitor.base import Logger, Start
 from trainkit.records.rundir import RunDir
 
+PEERS = "none"  # a swarm has lines of its own, one a round
+
 
 class _Plain:
     """One line a record, flushed, so that `logs -f` shows it at once."""

@@ -27,6 +27,8 @@ _SETTINGS = {"seed", "model", "data", "train", "optim", "schedule", "strategy"}
 
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 
+PEERS = "judge"
+
 
 def run_id(run_dir: RunDir) -> str:
     """The same for every attempt of a run, different for runs of one name in different folders."""
