@@ -38,7 +38,7 @@ def mutants_of(module: str) -> list[Mutant]:
     noise = set(_noise(tree))
     found: dict[str, Mutant] = {}
     for mutation in mutations:
-        if mutation.original_node in noise:
+        if mutation.original_node in noise or _changes_only_unseen(mutation.original_node, mutation.mutated_node):
             continue
         changed = tree.deep_replace(mutation.original_node, mutation.mutated_node)
         assert isinstance(changed, libcst.Module)
@@ -57,15 +57,29 @@ def is_equivalent(mutant: Mutant) -> bool:
 
 
 def _noise(tree: libcst.Module) -> Iterator[libcst.CSTNode]:
-    """Text for people (messages of errors, which tests match by their main words) and names of encodings."""
+    """What no test here could see: text for people, speed, and what only a GPU shows (tests/training/test_gpu.py)."""
     for node in _inside(tree):
         if isinstance(node, libcst.Raise | libcst.Assert):
             yield from (inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString))
-            call = node.exc if isinstance(node, libcst.Raise) else None
-            if isinstance(call, libcst.Call):
-                yield call  # an argument that is None or absent: half a message
-        if isinstance(node, libcst.Arg) and node.keyword is not None and node.keyword.value == "encoding":
-            yield node.value
+            if isinstance(node, libcst.Raise) and isinstance(node.exc, libcst.Call):
+                yield node.exc  # an argument that is None or absent: half a message
+        if isinstance(node, libcst.SimpleString) and node.evaluated_value == "cuda":
+            yield node
+        if isinstance(node, libcst.Arg) and _is_unseen(node):
+            yield from _inside(node)
+
+
+def _is_unseen(argument: libcst.Arg) -> bool:
+    return argument.keyword is not None and argument.keyword.value in ("encoding", "non_blocking", "pin_memory")
+
+
+def _changes_only_unseen(before: libcst.CSTNode, after: libcst.CSTNode) -> bool:
+    """A call that lost, or lost the value of, an argument of `_is_unseen`, or the device that something is put on."""
+    if not (isinstance(before, libcst.Call) and isinstance(after, libcst.Call)):
+        return False
+    left = [argument for argument in before.args if not any(argument is other for other in after.args)]
+    is_move = isinstance(before.func, libcst.Attribute) and before.func.attr.value == "to"
+    return bool(left) and (_is_unseen(left[0]) or (is_move and left[0] is before.args[0]))
 
 
 def _inside(node: libcst.CSTNode) -> Iterator[libcst.CSTNode]:
