@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from jobs import cli
 from trainkit import plugins
 from trainkit.config.loading import load
-from trainkit.records.jsonl import append
+from trainkit.records.jsonl import append, plain
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import find_run
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         except OSError as error:  # somebody else's run, or an archive: the result is what was asked for
             print(f"Not recorded in {run_dir.metrics}: {error.strerror}.", file=sys.stderr)
     if args.json:
-        print(json.dumps({"run": str(run_dir.path), "split": args.split, **result}))
+        print(json.dumps(plain({"run": str(run_dir.path), "split": args.split, **result}), allow_nan=False))
     else:
         print(
             f"{args.split} of step {result['step']:.0f} ({args.checkpoint}): acc1 {result['acc1']:.2f} %  "

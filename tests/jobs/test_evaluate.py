@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.rank_functions import run_ranks, train_run
+
+PROJECT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +48,32 @@ def test_a_checkpoint_that_is_not_there_exits_with_2_and_names_those_that_are(ru
     assert done.returncode == 2
     assert "40" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a model of its own, whose file is not where it was any more."""
+    folder = tmp_path_factory.mktemp("own")
+    source = "from torch import nn\n\ndef net(info):\n    pixels = info.in_chans * info.image_size**2\n"
+    source += "    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, info.num_classes))\n"
+    (folder / "my_net.py").write_text(source)
+    settings = ("model.name=my_net:net", "train.max_steps=2", "monitor.loggers=[jsonl]", "launch.gpus_per_node=0")
+    command = [sys.executable, "-m", "jobs.submit", "single", "--executor", "debug", *settings]
+    env = {**os.environ, "PYTHONPATH": str(PROJECT), "TRAINKIT_RUNS": str(folder / "runs")}
+    subprocess.run(command, cwd=folder, env=env, capture_output=True, check=True)
+    (folder / "my_net.py").unlink()
+    return folder / "runs" / "single-0001"
+
+
+def test_a_model_of_the_runs_own_comes_from_its_snapshot_and_what_cannot_be_recorded_is_still_said(
+    own_run: Path, tmp_path: Path
+) -> None:
+    """From any folder; with --allow-code, as this user is another one than its maker's."""
+    (own_run / "metrics.jsonl").unlink()
+    (own_run / "metrics.jsonl").mkdir()  # root may write anywhere, but not into this
+    command = [sys.executable, "-m", "jobs.evaluate", str(own_run), "--allow-code"]
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "test of step 2 (best): acc1" in done.stdout
+    assert f"Not recorded in {own_run / 'metrics.jsonl'}: Is a directory." in done.stderr

@@ -144,7 +144,7 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
             for member in tar:
                 name = Path(member.name)
                 number = name.stem.rpartition("_")[2]  # ILSVRC2012_val_00000001.JPEG
-                if not member.isfile() or not number.isdigit():
+                if not member.isfile() or not (number.isascii() and number.isdecimal()):
                     continue
                 if not 1 <= int(number) <= len(classes):
                     raise UserError(

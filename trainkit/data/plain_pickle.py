@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class _Dtype:
 
     def __init__(self, code: Any, align: object = False, copy: object = False) -> None:
         self.code = code.decode("ascii") if isinstance(code, bytes) else str(code)
-        if self.code[:1] not in "uifb" or not self.code[1:].isdigit():
+        if self.code[:1] not in "uifb" or not re.fullmatch("[0-9]{1,2}", self.code[1:]):
             raise pickle.UnpicklingError(f"It holds an array of '{self.code}', which is not a number.")
         self.order = "="
 

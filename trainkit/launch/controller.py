@@ -108,7 +108,7 @@ def main(folder: Path, cwd: Path) -> int:
     """Run what is in ``folder``; 0 if all of it completed."""
     plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     sweep = not (folder / "config.yaml").exists()
-    points = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    points = sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
     runs = points if sweep else [folder]
     requests, states = Requests(), []
     print(f"{len(runs)} run{'s' * sweep} on {socket.gethostname()}, process {os.getpid()}")
