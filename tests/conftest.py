@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import site
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
 
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two workers a core: many tests wait, for a round of a swarm, a time limit or a job of the cluster."""
+    return 2 * (os.cpu_count() or 1)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """All of tests/slurm in one worker, first of all: its jobs share a cluster, and two workers would only contend.
 
@@ -59,3 +66,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "slurm" if nodeid.startswith("tests/slurm/") else nodeid
 
     return OneWorkerForTheCluster(config, log)
+
+
+def pytest_sessionfinish() -> None:
+    """Runs that were started from within this process have ended; without this they would be zombies."""
+    if executors := sys.modules.get("trainkit.launch.executors"):
+        for controller in executors._CONTROLLERS:
+            controller.poll()

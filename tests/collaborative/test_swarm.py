@@ -168,3 +168,12 @@ def test_a_peer_whose_swarm_is_gone_says_so_and_fails_instead_of_training_alone(
     kill_main_process(creator)
     assert joined.ends() == 1
     assert "The swarm has not answered for 3 rounds." in joined.output
+
+
+def test_a_peer_whose_training_diverges_ends_as_failed(commands: Commands) -> None:
+    own = ("data.name=tests.training.poisoned:data", "data.positions=all", "model.name=tests.training.poisoned:model")
+    creator, _ = commands.create("train.global_batch_size=8", "collaborative.round_seconds=5", *own)
+    assert creator.ends() == 1
+    assert "Training has diverged: 3 updates in a row were not finite." in creator.output
+    done = summary(commands.run("hivemind-0001"))
+    assert (done["outcome"], done["why"]) == ("failed", "Training has diverged: 3 updates in a row were not finite.")

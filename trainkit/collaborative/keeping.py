@@ -13,10 +13,10 @@ from trainkit.checkpoint.saving import Restored
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import Watch
 from trainkit.collaborative.outer import OuterState
-from trainkit.collaborative.rounds import Box, Peer
+from trainkit.collaborative.rounds import Box
 from trainkit.distributed.device import device_name
+from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
-from trainkit.records.attempts import Attempt
 from trainkit.training.outcome import Keeper, Progress
 
 # Validation and saving may take this share of a round, on average; a long one is made in fewer rounds.
@@ -70,6 +70,27 @@ class RoundKeeper:
         tested = keeper.test(where) if test else {}
         keeper.summarize(outcome, epochs=self._epoch(), test=tested, rounds=rounds, most_peers=self._most_peers)
 
+    @contextmanager
+    def recorded(self, env: RankEnv) -> Iterator[None]:
+        """The events of a peer's start, and what is left of one that fails."""
+        attempt, parts, progress = self._keeper.writer.attempt, self._keeper.parts, self._keeper.progress
+        attempt.started(
+            step=progress.step,
+            world_size=env.world_size,
+            hosts=[socket.gethostname()],
+            device=device_name(parts.dist.device),
+            precision=parts.precision.name,
+            params=parts.num_parameters,
+        )
+        try:
+            yield
+        except Exception as error:
+            what = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
+            attempt.failed(what, rank=env.rank)
+            if isinstance(error, RunFailedError):
+                self._keeper.summarize("failed", epochs=self._epoch(), test=None, why=what)
+            raise
+
     def _judge(self, index: int, where: dict[str, Any]) -> list[str]:
         if self._skip > 0 and index + 1 < self._clock.count:
             self._skip -= 1
@@ -113,25 +134,6 @@ def take_over(restored: Restored, outer: OuterState) -> None:
     Progress.of(restored.state)
     state, common = restored.state, restored.extra["outer"]
     outer.load(common["theta"], common["momentum"], int(state["round"]), float(state["age"]))
-
-
-@contextmanager
-def recorded(attempt: Attempt, peer: Peer, env: RankEnv) -> Iterator[None]:
-    """The events of a peer's start, and of its failure."""
-    attempt.started(
-        step=peer.progress.step,
-        world_size=env.world_size,
-        hosts=[socket.gethostname()],
-        device=device_name(peer.parts.dist.device),
-        precision=peer.parts.precision.name,
-        params=peer.parts.num_parameters,
-    )
-    try:
-        yield
-    except Exception as error:
-        what = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
-        attempt.failed(what, rank=env.rank)
-        raise
 
 
 def _who(box: Box) -> str:

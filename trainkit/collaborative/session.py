@@ -12,7 +12,7 @@ from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht, read_manifest
-from trainkit.collaborative.keeping import RoundKeeper, recorded, take_over
+from trainkit.collaborative.keeping import RoundKeeper, take_over
 from trainkit.collaborative.messages import Manifest
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import NEWS_SECONDS, Ending, Peer, train
@@ -92,7 +92,7 @@ def create(
                 may_be_alone=True,
                 republish=lambda: publish(manifest),
             )
-            with recorded(writer.attempt, peer, seat.env):
+            with rounds.recorded(seat.env):
                 ending = train(peer)
                 if ending == "stopped":
                     publish(replace(manifest, stopped=True), wait=True)
@@ -164,7 +164,7 @@ def join(
             with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
                 keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
                 rounds = RoundKeeper(keeper, outer, clock, watch, judges=False, say=seat.say)
-                with recorded(writer.attempt, peer, seat.env):
+                with rounds.recorded(seat.env):
                     ending = take_part(replace(peer, after_round=rounds.after_round, remark=keeper.remark))
                 if progress.step and ending != "stopped":
                     rounds.finish("finished" if ending == "finished" else "stopped")

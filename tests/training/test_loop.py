@@ -1,0 +1,174 @@
+"""The loop around the updates: what it draws, what it leaves out, whom it tells that it lives."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainkit
+from tests.rank_functions import QUICK, run_ranks
+from tests.training.poisoned import SETTINGS
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.config.loading import load
+from trainkit.config.schema import OptimConfig
+from trainkit.data import build_data
+from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.experiment import build
+from trainkit.monitor.base import NullLogger
+from trainkit.ranks.env import RankEnv
+from trainkit.records.attempts import Attempt
+from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
+from trainkit.strategies import fsdp
+from trainkit.training.loop import train
+from trainkit.training.nonfinite import DivergedError, NonFinite
+from trainkit.training.optim import build_optimizer
+from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.parts import Parts
+from trainkit.training.precision import Precision, Stepped
+from trainkit.training.update import Update
+
+TRAINKIT = Path(trainkit.__file__).parent
+
+
+@contextmanager
+def parts_of(env: RankEnv, preset: str, *settings: str) -> Iterator[Parts]:
+    config = load(preset, (*QUICK, *SETTINGS, *settings)).config
+    with distributed(env, use_gpu=False) as dist:
+        yield build(config, dist, build_data(config.data))
+
+
+def keeper_of(parts: Parts, folder: Path, position: int = 0, beat: Callable[[], None] = lambda: None) -> Keeper:
+    run = RunDir(folder)
+    folder.mkdir(exist_ok=True)
+    checkpoints = Checkpoints(run.checkpoints, keep=1, dist=parts.dist)
+    progress = Progress(step=position, position=position, validated_step=position)
+    return Keeper(parts, Writer(Attempt(run, 0), lambda: None), checkpoints, NullLogger(), progress, beat)
+
+
+def test_no_loop_has_an_update_of_its_own() -> None:
+    updating = {
+        str(file.relative_to(TRAINKIT))
+        for file in TRAINKIT.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in {"backward", "zero_grad", "clip_grad_norm_"}
+    }
+    assert updating == {"training/update.py", "training/precision.py"}
+
+
+def _draws(env: RankEnv, folder: Path, position: int) -> list[float]:
+    """What dropout would draw in each update."""
+    drawn = []
+    with parts_of(env, "ddp", "train.max_steps=5") as parts:
+        parts.model.register_forward_hook(
+            lambda module, *_: drawn.append(torch.rand(()).item()) if module.training else None
+        )
+        train(parts, keeper_of(parts, folder, position), lambda: False)
+    return drawn
+
+
+def test_dropout_draws_anew_in_each_update_and_on_each_rank_and_alike_after_a_restart(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _draws, tmp_path / "whole", 0)
+    assert len({*first, *second}) == 10
+    assert run_ranks(2, _draws, tmp_path / "rest", 3) == [first[3:], second[3:]]
+
+
+def test_every_step_batch_update_and_save_is_a_sign_of_life(tmp_path: Path) -> None:
+    beats: list[None] = []
+    with parts_of(RankEnv.single(), "single", "train.max_steps=4", "train.micro_batch_size=4") as parts:
+        train(parts, keeper_of(parts, tmp_path, beat=lambda: beats.append(None)), lambda: False)
+    micro_batches, evaluated, around_the_save = 2, 6, 2  # 22 images, 4 at a time
+    assert len(beats) == 4 * (1 + micro_batches + 1) + evaluated + around_the_save
+
+
+def test_on_a_gpu_the_answers_are_fetched_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for name in ("item", "tolist"):
+        real: Any = getattr(torch.Tensor, name)
+
+        def ask(tensor: torch.Tensor, real: Any = real) -> Any:
+            asked.append(tensor)
+            return real(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, ask)
+    remarks = []
+    with parts_of(RankEnv.single(), "single") as parts:
+        far = replace(parts, dist=replace(parts.dist, device=torch.device("cuda")))
+        watch = NonFinite(far, lambda kind, **facts: remarks.append((kind, facts["step"])), seed=0)
+        asked.clear()
+        for step in range(60):
+            watch.add(step, step + 1, update_that_is(finite=step != 10))
+        assert asked == []
+        watch.look()
+        assert len(asked) == 3, "all flags at once, the loss of the one that is bad, and its samples, which are here"
+        assert remarks == [("nonfinite", 11)]
+        for step in range(60, 63):
+            watch.add(step, step + 1, update_that_is(finite=False))
+        with pytest.raises(DivergedError):
+            watch.look()
+
+
+def update_that_is(*, finite: bool) -> Update:
+    flag = torch.tensor(0.0 if finite else 1.0)
+    return Update(torch.tensor(1.0), Stepped(None, flag, None))
+
+
+def _weights_after_a_bad_update(name: str, fused: bool) -> tuple[list[torch.Tensor], dict[Any, Any]]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = build_optimizer(model, OptimConfig(name=name))  # type: ignore[arg-type]
+    if not fused:
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
+    for factor in (1.0, float("nan")):
+        precision.backward(model(torch.ones(3, 4)).sum() * factor)
+        stepped = precision.step(optimizer, model.parameters(), None)
+        assert stepped.nonfinite.item() == (factor != 1.0)
+    return [parameter.detach().clone() for parameter in model.parameters()], optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_bad_update_leaves_weights_and_optimizer_alone_with_and_without_the_fused_kernel(name: str) -> None:
+    torch.manual_seed(0)
+    start = torch.nn.Linear(4, 2)
+    (fused, state), (plain, other) = (_weights_after_a_bad_update(name, fused) for fused in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
+    assert not torch.equal(fused[0], start.weight), "the good update was made"
+    for moments, others in zip(state.values(), other.values(), strict=True):
+        assert all(torch.equal(moments[key], others[key]) for key in others)
+        assert all(torch.isfinite(value).all() for value in moments.values())
+
+
+def _bad_in_one_shard(env: RankEnv) -> tuple[float, bool]:
+    with distributed(env, use_gpu=False) as dist:
+        torch.manual_seed(0)
+        model = fsdp.build(dist).parallelize(torch.nn.Linear(4, 2))
+        (weight, _) = (parameter.to_local() for parameter in model.parameters())  # type: ignore[attr-defined]
+        before = weight.clone()
+        precision = Precision("fp32", dist)
+        precision.backward((model(torch.ones(3, 4)) * torch.tensor([1.0, torch.nan])).sum())
+        stepped = precision.step(build_optimizer(model, OptimConfig()), model.parameters(), None)
+        return stepped.nonfinite.item(), torch.equal(weight, before)
+
+
+def test_what_is_bad_in_the_shard_of_one_rank_is_bad_on_all() -> None:
+    assert run_ranks(2, _bad_in_one_shard) == [(1.0, True)] * 2
+
+
+def _statistics_after_validation(env: RankEnv, folder: Path) -> float:
+    with parts_of(env, "fsdp", "model.name=fashion_cnn", "model.norm=batch") as parts:
+        statistics = next(value for name, value in parts.model.named_buffers() if name.endswith("running_mean"))
+        statistics.fill_(env.rank)
+        keeper_of(parts, folder).validate({})
+        return float(statistics[0])
+
+
+def test_all_ranks_validate_with_the_running_statistics_of_rank_0(tmp_path: Path) -> None:
+    assert run_ranks(2, _statistics_after_validation, tmp_path / "run") == [0.0, 0.0]
