@@ -45,15 +45,15 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest starts first, or one worker would wait for the other in the end."""
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slurm", "swarm")))
+
+
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two workers a core: many tests wait, for a round of a swarm, a time limit or a job of the cluster."""
-    return 2 * (os.cpu_count() or 1)
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """All of tests/slurm in one worker, first of all: its jobs share a cluster, and two workers would only contend.
+    """A file in one worker, which makes its fixtures once; all of tests/slurm in one, for its jobs share a cluster.
 
     xdist's own groups do not work with pytest 9.2, whose node ids cannot be given a suffix.
     """
@@ -61,11 +61,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-    class OneWorkerForTheCluster(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    class OneWorkerForAFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
-            return "slurm" if nodeid.startswith("tests/slurm/") else nodeid
+            return "tests/slurm" if nodeid.startswith("tests/slurm/") else nodeid.partition("::")[0]
 
-    return OneWorkerForTheCluster(config, log)
+    config.option.loadscopereorder = False  # by the number of tests; the order above is better
+    return OneWorkerForAFile(config, log)
 
 
 def pytest_sessionfinish() -> None:

@@ -133,8 +133,13 @@ class Commands:
     def create(self, *overrides: str) -> tuple[Command, str]:
         """A creator on the loopback interface that others can join, and its address: the README's first line."""
         fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", "127.0.0.1"]
-        creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, *overrides)
+        model = "model.name=tests.collaborative.patient:model"
+        creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, model, *overrides)
         return creator, creator.says(r"jobs\.join (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")[1]
+
+    def join(self, address: str, *words: str) -> Command:
+        """A peer that joins what `create` made."""
+        return self.start("join", address, "--allow-code", *words)
 
 
 @contextmanager

@@ -34,13 +34,13 @@ def kill_main_process(command: Command) -> None:
 
 def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_run(commands: Commands) -> None:
     creator, address = commands.create("collaborative.round_seconds=5", "collaborative.rounds=18")
-    first, second = (commands.start("join", address, "--name", name) for name in ("first", "second"))
+    first, second = (commands.join(address, "--name", name) for name in ("first", "second"))
     creator.says("3 peers averaged")
 
     kill_main_process(first)
     wait_for(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
 
-    late = commands.start("join", address, "--name", "late")
+    late = commands.join(address, "--name", "late")
     late.says("peers averaged")
     creator.says("first has left")
 
@@ -85,13 +85,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         creator, address = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
         machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
         _, join, ask = readme.blocks("swarm")[0]
-        guest = commands.type_in(join.replace("ADDRESS", address), "--name", "guest")
-        public = commands.start("join", address, "--name", "public", "--public", "--host", "127.0.0.1")
+        guest = commands.type_in(join.replace("ADDRESS", address), "--name", "guest", "--allow-code")
+        public = commands.join(address, "--name", "public", "--public", "--host", "127.0.0.1")
         refused = {
             "dead": commands.start("join", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
             "stranger": commands.start("join", f"{machine}/{STRANGER}"),
             "port": commands.start("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
-            "data": commands.start("join", address, "data.root=/nowhere", "optim.lr=1"),
+            "data": commands.join(address, "data.root=/nowhere", "optim.lr=1"),
         }
         creator.says("3 peers averaged")
         asked = commands.type_in(ask)
@@ -163,7 +163,7 @@ def test_who_was_refused_has_written_nothing(story: Story) -> None:
 
 def test_a_peer_whose_swarm_is_gone_says_so_and_fails_instead_of_training_alone(commands: Commands) -> None:
     creator, address = commands.create("collaborative.round_seconds=3", "collaborative.rounds=500")
-    joined = commands.start("join", address)
+    joined = commands.join(address)
     joined.says("peers averaged")
     kill_main_process(creator)
     assert joined.ends() == 1
