@@ -45,6 +45,12 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: that of the cluster's tests waits more than it works."""
+    return 1 + (os.cpu_count() or 1)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest starts first, or one worker would wait for the other in the end."""
