@@ -7,11 +7,16 @@ of a second, and none inherits the threads of the test process.
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
+import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainkit.config.loading import load, to_yaml
@@ -102,6 +107,35 @@ def _child(results: Any, env: RankEnv, function: Callable[..., Any], args: tuple
         results.put((env.rank, function(env, *args), None))
     except BaseException:
         results.put((env.rank, None, traceback.format_exc()))
+
+
+def run_command(verb: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``python -m jobs.<verb>`` in a process of its own, where the start of one, and its imports, are not the point."""
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = _CONTEXT.Process(target=_command, args=(verb, arguments, cwd, dict(os.environ), out, err))
+        process.start()
+        process.join(timeout=120)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        return subprocess.CompletedProcess((verb, *arguments), process.exitcode, out.read_text(), err.read_text())
+
+
+def _command(verb: str, arguments: tuple[str, ...], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
+    import torch
+
+    from jobs import cli
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [f"jobs/{verb}.py", *arguments]
+    cli.run(importlib.import_module(f"jobs.{verb}").main)
 
 
 class StopAfter(StopFlag):

@@ -1,4 +1,4 @@
-"""A user's own model: the kit's small network, with pauses, so that peers on one machine leave each other time to start.
+"""A user's own model: the kit's small network, with pauses: peers on one machine leave each other time to start.
 
 A peer trains for as long as a round lasts, and a few hundred updates are enough for the digits.
 """

@@ -61,7 +61,7 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_
 
     afterwards = commands.start("swarm", "status", str(commands.run("hivemind-0001")))
     assert afterwards.ends() == 0
-    assert "hivemind-0001: not running, round 18/15" in afterwards.output
+    assert "hivemind-0001: not running, round 15/15" in afterwards.output
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_functions import run_ranks, train_run
+from tests.rank_functions import run_command, run_ranks, train_run
 
 PROJECT = Path(__file__).parents[2]
 
@@ -22,9 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jobs.evaluate", *arguments], capture_output=True, text=True, check=False
-    )
+    return run_command("evaluate", *arguments, cwd=Path.cwd())
 
 
 def test_one_process_finds_the_test_metrics_that_two_ranks_found(run: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_functions import run_ranks, train_run
+from tests.rank_functions import run_command, run_ranks, train_run
 from trainkit.config.loading import load, to_yaml
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError
@@ -24,15 +24,13 @@ from trainkit.records.writer import Writer, writing
 QUICK = ("train.max_steps=3", "train.precision=fp32", "monitor.loggers=[jsonl]")
 
 
-def train(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = (
-        [*launcher, "-m", "jobs.train", *arguments] if launcher else [sys.executable, "-m", "jobs.train", *arguments]
-    )
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run_command("train", *arguments, cwd=cwd)
 
 
 def test_alone_it_makes_a_run_folder_and_says_how_it_went(tmp_path: Path) -> None:
-    done = train("single", *QUICK, "--run-dir", "here", cwd=tmp_path)
+    command = [sys.executable, "-m", "jobs.train", "single", *QUICK, "--run-dir", "here"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "val acc1" in done.stdout
     summary = json.loads((tmp_path / "here/summary.json").read_text())
@@ -69,8 +67,9 @@ def test_wrong_input_exits_with_2_and_leaves_nothing(tmp_path: Path, setting: st
 
 
 def test_torchrun_starts_ranks_of_one_run(tmp_path: Path) -> None:
-    torchrun = (str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2")
-    done = train("ddp", *QUICK, cwd=tmp_path, launcher=torchrun)
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "jobs.train", "ddp", *QUICK]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     runs = [path for path in Path(os.environ["TRAINKIT_RUNS"]).iterdir() if not path.name.startswith(".")]
     assert [json.loads((run / "summary.json").read_text())["world_size"] for run in runs] == [2]
