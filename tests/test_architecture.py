@@ -329,35 +329,33 @@ def test_no_file_is_long() -> None:
     assert long == {}
 
 
-def cpu_seconds(*arguments: str, cwd: Path) -> float:
-    """CPU time of a submission with these arguments: the least of three, so that a busy machine does not count."""
+def cpu_seconds(*command: str, cwd: Path) -> float:
+    """CPU time of a Python process: its own, whatever else this test session runs."""
     env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-
-    def once() -> float:
-        command = [sys.executable, "-m", "jobs.submit", *arguments]
-        quiet = subprocess.DEVNULL
-        with subprocess.Popen(command, cwd=cwd, env=env, stdout=quiet, stderr=quiet) as process:
-            _, status, usage = os.wait4(process.pid, 0)  # the child's own usage, whatever else this test session runs
-            process.returncode = os.waitstatus_to_exitcode(status)
-        return usage.ru_utime + usage.ru_stime
-
-    return min(once() for _ in range(3))
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen([sys.executable, *command], cwd=cwd, env=env, stdout=quiet, stderr=quiet) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_utime + usage.ru_stime
 
 
 @pytest.mark.parametrize(
     ("arguments", "limit"),
     [
-        (["--help"], 0.2),
-        (["ddp", "--dry-run"], 0.8),
-        (["ddp", "--nodes", "2", "--dry-run"], 0.8),
-        (["ddp", "optim.wieght_decay=1"], 0.5),
-        (["ddp", "model.name=resnett18"], 0.5),
-        (["ddp", "train.global_batch_size=10", "train.micro_batch_size=4"], 0.5),
+        (["--help"], 2),
+        (["ddp", "--dry-run"], 8),
+        (["ddp", "--nodes", "2", "--dry-run"], 8),
+        (["ddp", "optim.wieght_decay=1"], 5),
+        (["ddp", "model.name=resnett18"], 7),
+        (["ddp", "train.global_batch_size=10", "train.micro_batch_size=4"], 5),
     ],
     ids=str,
 )
 def test_an_answer_comes_at_once(arguments: list[str], limit: float, tmp_path: Path) -> None:
-    assert cpu_seconds(*arguments, cwd=tmp_path) < limit
+    """In few times what Python needs to load the configuration's libraries; side by side, as machines differ."""
+    control, ours = ["-c", "import argparse, pydantic, yaml"], ["-m", "jobs.submit", *arguments]
+    pairs = [(cpu_seconds(*ours, cwd=tmp_path), cpu_seconds(*control, cwd=tmp_path)) for _ in range(3)]
+    assert min(pair[0] for pair in pairs) / min(pair[1] for pair in pairs) < limit
 
 
 # The README

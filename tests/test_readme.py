@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests import readme
+from trainkit.records.events import last_event
+from trainkit.records.rundir import RunDir
 
 QUICK_FIRST_RUN = ("train.epochs=1", "monitor.loggers=[jsonl]")
 
@@ -68,7 +70,11 @@ def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> Non
         )
     said = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
-    assert "val acc1" in said[0]
+    assert "val acc1" in said[0], "node 0 shows rank 0's console and what the run came to"
+    for rank in (0, 1):
+        assert (last_event(RunDir(tmp_path / f"node{rank}" / "runs" / "ddp-0001"), "ended") or {})[
+            "state"
+        ] == "COMPLETED"
 
 
 @pytest.mark.parametrize("word", ["Non-goals", "Your own model and data", "SLURM in five minutes", "Presets"])

@@ -51,21 +51,6 @@ def run_of(tmp_path: Path, rank: int) -> RunDir:
     return RunDir(tmp_path / f"node{rank}" / "runs" / "ddp-0001")
 
 
-def test_two_nodes_train_together_without_a_shared_folder(
-    node: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    second, first = node(1, *FAST), node(0, *FAST)
-    shown, other = first.communicate(timeout=120)[0], second.communicate(timeout=120)[0]
-    assert (first.returncode, second.returncode) == (0, 0), shown + other
-    assert "Note: 127.0.0.1 is this machine itself" in shown
-    assert "Node 0: ranks 0 to 0 of 2" in shown
-    assert "val acc1" in shown, "node 0 shows rank 0's console and what the run came to"
-    assert "Node 1: ranks 1 to 1 of 2" in other
-    assert (last_event(run_of(tmp_path, 0), "started") or {})["world_size"] == 2
-    assert (run_of(tmp_path, 1).attempt_logs(0) / "rank-1.out").is_file()
-    assert (last_event(run_of(tmp_path, 0), "ended") or {})["state"] == "COMPLETED"
-
-
 def test_a_dying_rank_ends_the_others_and_the_command_fails(
     node: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -83,18 +68,26 @@ def test_a_dying_rank_ends_the_others_and_the_command_fails(
     assert second.returncode == 1, other
 
 
-def test_term_saves_and_the_run_goes_on_from_there(node: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_two_nodes_without_a_shared_folder_save_on_sigterm_and_go_on_from_there(
+    node: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """That they train to the end is seen with the README's words, in tests/test_readme.py."""
     long = ("train.epochs=300", "monitor.loggers=[jsonl]", "train.global_batch_size=32")
     both = [node(0, *long), node(1, *long)]
     deadline = time.monotonic() + 90
     while not (run_of(tmp_path, 0).events.exists() and last_event(run_of(tmp_path, 0), "saved")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    assert (last_event(run_of(tmp_path, 0), "started") or {})["world_size"] == 2
+    assert (run_of(tmp_path, 1).attempt_logs(0) / "rank-1.out").is_file()
     both[1].send_signal(signal.SIGTERM)
     both[0].send_signal(signal.SIGTERM)
-    shown = [process.communicate(timeout=60)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], shown
-    assert all("Stopped and saved." in words for words in shown)
+    shown, other = (process.communicate(timeout=60)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0], shown + other
+    assert "Note: 127.0.0.1 is this machine itself" in shown
+    assert "Node 0: ranks 0 to 0 of 2" in shown
+    assert "Node 1: ranks 1 to 1 of 2" in other
+    assert all("Stopped and saved." in words for words in (shown, other))
     for rank in (0, 1):
         assert (last_event(run_of(tmp_path, rank), "ended") or {})["state"] == "PREEMPTED", f"node {rank}"
     stopped_at = (last_event(run_of(tmp_path, 0), "handed_back") or {})["step"]
