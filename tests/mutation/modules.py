@@ -15,5 +15,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainkit/training/update.py": ("tests/training/test_update.py",),
     "trainkit/training/outcome.py": ("tests/training/test_outcome.py",),
     "trainkit/data/order.py": ("tests/data/test_order.py",),
-    "trainkit/checkpoint/files.py": ("tests/checkpoint/test_files.py",),
+    "trainkit/checkpoint/files.py": ("tests/checkpoint/test_files.py", "tests/checkpoint/test_faults.py"),
+    "trainkit/records/lease.py": ("tests/records/test_lease.py",),
+    "trainkit/records/attempts.py": ("tests/records/test_attempts.py",),
 }

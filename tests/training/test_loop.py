@@ -17,22 +17,19 @@ from tests.rank_functions import QUICK, run_ranks
 from tests.training.poisoned import SETTINGS
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import load
-from trainkit.config.schema import OptimConfig
 from trainkit.data import build_data
-from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.distributed.process_group import distributed
 from trainkit.experiment import build
 from trainkit.monitor.base import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
-from trainkit.strategies import fsdp
 from trainkit.training.loop import train
 from trainkit.training.nonfinite import DivergedError, NonFinite
-from trainkit.training.optim import build_optimizer
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
-from trainkit.training.precision import Precision, Stepped
+from trainkit.training.precision import Stepped
 from trainkit.training.update import Update
 
 TRAINKIT = Path(trainkit.__file__).parent
@@ -118,48 +115,6 @@ def test_on_a_gpu_the_answers_are_fetched_together(monkeypatch: pytest.MonkeyPat
 def update_that_is(*, finite: bool) -> Update:
     flag = torch.tensor(0.0 if finite else 1.0)
     return Update(torch.tensor(1.0), Stepped(None, flag, None))
-
-
-def _weights_after_a_bad_update(name: str, fused: bool) -> tuple[list[torch.Tensor], dict[Any, Any]]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    optimizer = build_optimizer(model, OptimConfig(name=name))  # type: ignore[arg-type]
-    if not fused:
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
-    for factor in (1.0, float("nan")):
-        precision.backward(model(torch.ones(3, 4)).sum() * factor)
-        stepped = precision.step(optimizer, model.parameters(), None)
-        assert stepped.nonfinite.item() == (factor != 1.0)
-    return [parameter.detach().clone() for parameter in model.parameters()], optimizer.state_dict()["state"]
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_bad_update_leaves_weights_and_optimizer_alone_with_and_without_the_fused_kernel(name: str) -> None:
-    torch.manual_seed(0)
-    start = torch.nn.Linear(4, 2)
-    (fused, state), (plain, other) = (_weights_after_a_bad_update(name, fused) for fused in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
-    assert not torch.equal(fused[0], start.weight), "the good update was made"
-    for moments, others in zip(state.values(), other.values(), strict=True):
-        assert all(torch.equal(moments[key], others[key]) for key in others)
-        assert all(torch.isfinite(value).all() for value in moments.values())
-
-
-def _bad_in_one_shard(env: RankEnv) -> tuple[float, bool]:
-    with distributed(env, use_gpu=False) as dist:
-        torch.manual_seed(0)
-        model = fsdp.build(dist).parallelize(torch.nn.Linear(4, 2))
-        (weight, _) = (parameter.to_local() for parameter in model.parameters())  # type: ignore[attr-defined]
-        before = weight.clone()
-        precision = Precision("fp32", dist)
-        precision.backward((model(torch.ones(3, 4)) * torch.tensor([1.0, torch.nan])).sum())
-        stepped = precision.step(build_optimizer(model, OptimConfig()), model.parameters(), None)
-        return stepped.nonfinite.item(), torch.equal(weight, before)
-
-
-def test_what_is_bad_in_the_shard_of_one_rank_is_bad_on_all() -> None:
-    assert run_ranks(2, _bad_in_one_shard) == [(1.0, True)] * 2
 
 
 def _statistics_after_validation(env: RankEnv, folder: Path) -> float:

@@ -105,7 +105,21 @@ def test_the_settings_reach_sgd() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), SGD)
     assert isinstance(optimizer, torch.optim.SGD)
     for group in optimizer.param_groups:
-        assert (group["lr"], group["momentum"], group["nesterov"]) == (0.25, 0.7, True)
+        assert (group["lr"], group["momentum"], group["nesterov"], group["fused"]) == (0.25, 0.7, True, True)
+
+
+def _sharded_sgd_makes_an_update(env: RankEnv) -> bool:
+    with distributed(env, use_gpu=False) as dist:
+        model = nn.Linear(2, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.world_size,)))
+        optimizer = build_optimizer(model, SGD)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return any(group["fused"] for group in optimizer.param_groups)
+
+
+def test_sharded_sgd_does_without_the_fused_kernel() -> None:
+    assert run_ranks(1, _sharded_sgd_makes_an_update) == [False]
 
 
 def test_a_new_rate_is_that_of_every_group() -> None:

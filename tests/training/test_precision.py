@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.rank_functions import run_ranks, train_run
+from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
-from trainkit.training.precision import Precision, choose_precision
+from trainkit.strategies import fsdp
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, choose_precision
 
 CPU = torch.device("cpu")
 
@@ -31,8 +36,9 @@ def test_auto_is_fp32_on_a_processor_without_bf16(monkeypatch: pytest.MonkeyPatc
     assert choose_precision("auto", CPU) == "fp32"
 
 
-def test_auto_is_bf16_on_a_processor_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.training.precision._cpu_flags", lambda: {"avx512_bf16"})
+@pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16"])
+def test_auto_is_bf16_on_a_processor_that_multiplies_it(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    monkeypatch.setattr("trainkit.training.precision._cpu_flags", lambda: {"avx2", flag})
     assert choose_precision("auto", CPU) == "bf16"
 
 
@@ -41,11 +47,57 @@ def test_tf32_on_cpu_is_refused() -> None:
         choose_precision("tf32", CPU)
 
 
+GPU = torch.device("cuda", 1)
+PASCAL, VOLTA, TURING, AMPERE, HOPPER = (6, 1), (7, 0), (7, 5), (8, 0), (9, 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> torch.device:
+    """A device whose generation is the parameter: all that is asked of a GPU before it is used."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {GPU: request.param}.get)
+    return GPU
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [(PASCAL, "fp32"), (VOLTA, "fp16"), (TURING, "fp16"), (AMPERE, "bf16"), (HOPPER, "bf16")],
+    indirect=["gpu"],
+)
+def test_auto_on_a_gpu_is_what_its_generation_multiplies_fast(gpu: torch.device, name: str) -> None:
+    assert choose_precision("auto", gpu) == name
+    assert choose_precision("fp32", gpu) == "fp32"
+
+
+@pytest.mark.parametrize("gpu", [AMPERE, HOPPER], indirect=True)
+def test_tf32_is_there_from_ampere_on(gpu: torch.device) -> None:
+    assert choose_precision("tf32", gpu) == "tf32"
+
+
+@pytest.mark.parametrize("gpu", [TURING], indirect=True)
+def test_tf32_on_an_older_gpu_is_refused(gpu: torch.device) -> None:
+    with pytest.raises(RefusedError, match="tf32"):
+        choose_precision("tf32", gpu)
+
+
+@pytest.mark.parametrize(("allowed", "matmul"), [(True, "high"), (False, "highest")])
+def test_tf32_is_for_products_and_convolutions(allowed: bool, matmul: str) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        allow_tf32(allowed)
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, allowed)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_matrices_are_multiplied_in_the_format_that_was_asked_for(name: str, dtype: torch.dtype) -> None:
-    with Precision(name, alone()).autocast():
+    precision = Precision(name, alone())
+    assert precision.name == name
+    assert bool(precision.state_dict()["scaler"]) == (name == "fp16"), "only fp16 scales the loss"
+    with precision.autocast():
         assert nn.Linear(4, 4)(torch.randn(2, 4)).dtype == dtype
 
 
@@ -54,14 +106,24 @@ def test_an_fp16_overflow_skips_the_update_and_is_counted() -> None:
     before = model.weight.detach().clone()
     precision = Precision("fp16", alone())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    precision.backward(model(torch.ones(2, 4)).sum() * float("inf"))
-    precision.step(optimizer, model.parameters(), None)
+
+    def update(factor: float) -> Stepped:
+        precision.backward(model(torch.ones(2, 4)).sum() * factor)
+        stepped = precision.step(optimizer, model.parameters(), None)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert stepped.norm is None
+        return stepped
+
+    first = update(float("inf"))
     assert torch.equal(model.weight, before)
+    assert (first.nonfinite.item(), first.skip) == (1.0, Skip(before=65536.0, after=32768.0))
     assert precision.skipped_steps == 1
-    precision.backward(model(torch.ones(2, 4)).sum())
-    precision.step(optimizer, model.parameters(), None)
+    second = update(1.0)
     assert not torch.equal(model.weight, before)
+    assert (second.nonfinite.item(), second.skip) == (0.0, None)
     assert precision.skipped_steps == 1
+    assert update(float("nan")).skip == Skip(32768.0, 16384.0)
+    assert precision.skipped_steps == 2
 
 
 def _overflow_on_rank_1(env: RankEnv) -> tuple[bool, int]:
@@ -98,3 +160,79 @@ def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
     assert norm is not None
     assert norm.item() == pytest.approx(200.0)
     assert (before - model.weight).norm().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def _weights_after_a_bad_update(name: str, fused: bool) -> tuple[list[torch.Tensor], dict[Any, Any]]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = build_optimizer(model, OptimConfig(name=name))  # type: ignore[arg-type]
+    if not fused:
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
+    for factor in (1.0, float("nan")):
+        precision.backward(model(torch.ones(3, 4)).sum() * factor)
+        stepped = precision.step(optimizer, model.parameters(), None)
+        assert stepped.nonfinite.item() == (factor != 1.0)
+    return [parameter.detach().clone() for parameter in model.parameters()], optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_bad_update_leaves_weights_and_optimizer_alone_with_and_without_the_fused_kernel(name: str) -> None:
+    torch.manual_seed(0)
+    start = nn.Linear(4, 2)
+    (fused, state), (plain, other) = (_weights_after_a_bad_update(name, fused) for fused in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
+    assert not torch.equal(fused[0], start.weight), "the good update was made"
+    for moments, others in zip(state.values(), other.values(), strict=True):
+        assert all(torch.equal(moments[key], others[key]) for key in others)
+        assert all(torch.isfinite(value).all() for value in moments.values())
+
+
+def _bad_in_one_shard(env: RankEnv) -> tuple[float, bool]:
+    with distributed(env, use_gpu=False) as dist:
+        torch.manual_seed(0)
+        model = fsdp.build(dist).parallelize(nn.Linear(4, 2))
+        (weight, _) = (parameter.to_local() for parameter in model.parameters())  # type: ignore[attr-defined]
+        before = weight.clone()
+        precision = Precision("fp32", dist)
+        precision.backward((model(torch.ones(3, 4)) * torch.tensor([1.0, torch.nan])).sum())
+        stepped = precision.step(build_optimizer(model, OptimConfig()), model.parameters(), None)
+        return stepped.nonfinite.item(), torch.equal(weight, before)
+
+
+def test_what_is_bad_in_the_shard_of_one_rank_is_bad_on_all() -> None:
+    assert run_ranks(2, _bad_in_one_shard) == [(1.0, True)] * 2
+
+
+def test_a_bad_update_that_is_clipped_leaves_the_weights_alone_too() -> None:
+    model = nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    precision = Precision("fp32", alone())
+    optimizer = build_optimizer(model, OptimConfig())
+    precision.backward(model(torch.ones(2, 4)).sum() * float("inf"))
+    assert precision.step(optimizer, model.parameters(), 1.0).nonfinite.item() == 1.0
+    assert torch.equal(model.weight, before)
+    precision.backward(model(torch.ones(2, 4)).sum())
+    assert precision.step(optimizer, model.parameters(), 1.0).nonfinite.item() == 0.0
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_parameter_without_a_gradient_is_no_bad_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    precision = Precision("fp32", alone())
+    precision.backward(model[1](torch.ones(1, 2)).sum())
+    assert precision.step(build_optimizer(model, OptimConfig()), model.parameters(), None).nonfinite.item() == 0.0
+
+
+def _norm_of_shards(env: RankEnv) -> float:
+    with distributed(env, use_gpu=False) as dist:
+        model = fsdp.build(dist).parallelize(nn.Linear(4, 2, bias=False))
+        precision = Precision("fp32", dist)
+        precision.backward(model(torch.full((1, 4), 100.0)).sum())
+        norm = precision.step(build_optimizer(model, OptimConfig()), model.parameters(), 1.0).norm
+        assert norm is not None
+        return float(norm)
+
+
+def test_the_norm_of_sharded_gradients_is_that_of_all_of_them() -> None:
+    assert run_ranks(2, _norm_of_shards) == pytest.approx([math.sqrt(8) * 100.0] * 2)

@@ -38,6 +38,12 @@ def choose_precision(asked: str, device: torch.device) -> str:
     return "bf16" if _cpu_flags() & {"avx512_bf16", "amx_bf16"} else "fp32"
 
 
+def allow_tf32(allowed: bool) -> None:
+    """Whether this process multiplies and convolves float32 in TF32, on GPUs that have it."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 def _cpu_flags() -> set[str]:
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -80,8 +86,7 @@ class Precision:
         self._scaler = torch.amp.GradScaler(dist.device.type, enabled=name == "fp16")
         self._one = torch.ones((), device=dist.device)
         if dist.device.type == "cuda":
-            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-            torch.backends.cudnn.allow_tf32 = name == "tf32"
+            allow_tf32(name == "tf32")
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward pass and loss."""
