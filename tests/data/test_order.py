@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit.data.order import derive_seed, epoch_order, largest_power_of_two, micro_batches, steps_per_epoch
+from trainkit.data.order import (
+    derive_seed,
+    epoch_order,
+    global_batch,
+    largest_power_of_two,
+    micro_batches,
+    steps_per_epoch,
+)
 from trainkit.errors import UserError
 
 
@@ -79,3 +86,13 @@ def test_ranks_share_a_global_batch_whatever_their_number(world_size: int, micro
     ]
     in_step_order = [index for micro_step in zip(*seen, strict=True) for batch in micro_step for index in batch]
     assert in_step_order == order[32:48].tolist()
+
+
+@pytest.mark.parametrize(("position", "epoch", "step"), [(0, 0, 0), (4, 0, 4), (5, 1, 0), (12, 2, 2)])
+def test_a_global_batch_by_its_position_is_what_all_ranks_took_there(position: int, epoch: int, step: int) -> None:
+    order = epoch_order(22, 7, epoch)
+    shared = {"position": 4 * step, "global_batch_size": 4, "micro_batch_size": 2, "world_size": 2}
+    taken = {int(index) for rank in (0, 1) for batch in micro_batches(order, rank=rank, **shared) for index in batch}
+    found = global_batch(22, seed=7, position=position, global_batch_size=4)
+    assert len(found) == 4
+    assert set(found) == taken

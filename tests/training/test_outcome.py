@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
 from trainkit.checkpoint import files
 from trainkit.records.events import read_events
 from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.update import Updater
 
 BAD, GOOD = {"loss": 2.0, "acc1": 10.0, "acc5": 50.0}, {"loss": 1.0, "acc1": 20.0, "acc5": 60.0}
 
@@ -45,6 +49,13 @@ def test_a_progress_that_cannot_be_is_not_taken(step: int, validated: int) -> No
 def test_a_progress_is_what_was_saved(step: int, validated: int) -> None:
     kept = Progress.of({"progress": {"step": step, "validated_step": validated, "best": 0.5}})
     assert (kept.step, kept.validated_step, kept.best) == (step, validated, 0.5)
+
+
+def test_a_run_begins_with_nothing() -> None:
+    assert asdict(Progress()) == {
+        "step": 0, "position": 0, "nonfinite": 0, "rollbacks": 0, "validated_step": 0, "best": None, "best_step": None,
+        "train_seconds": 0.0, "images": 0, "val": {},
+    }  # fmt: skip
 
 
 def due(what: str, *overrides: str, folder: Path) -> list[int]:
@@ -124,6 +135,16 @@ def test_the_test_is_that_of_the_best_weights(tmp_path: Path) -> None:
     assert best["samples"] == 6
 
 
+def test_where_the_best_weights_are_lost_the_newest_are_tested(tmp_path: Path) -> None:
+    progress = Progress(step=3, best_step=2)
+    model = Linear()
+    keeper = keeper_of(parts_of(model=model), tmp_path / "run", progress)
+    keeper.save()
+    saved = keeper.test({})
+    model.layer.weight.data.neg_()
+    assert keeper.test({}) == saved
+
+
 def test_without_a_best_model_the_last_is_tested(tmp_path: Path) -> None:
     model = Linear()
     keeper = keeper_of(parts_of(model=model), tmp_path / "run", Progress(step=3))
@@ -167,3 +188,76 @@ def test_a_run_that_trained_nothing_has_no_speed(tmp_path: Path) -> None:
     keeper = keeper_of(parts_of(), tmp_path / "run", Progress())
     keeper.summarize("stopped", epochs=0.0, test={})
     assert json.loads(keeper.writer.run.summary.read_text())["images_per_sec"] is None
+
+
+def test_numbers_of_the_summary_are_short_and_it_can_be_read(tmp_path: Path) -> None:
+    keeper = keeper_of(parts_of(), tmp_path / "run", Progress(train_seconds=1.23456, images=1000, best=math.nan))
+    keeper.summarize("finished", epochs=1.23456, test=None)
+    text = keeper.writer.run.summary.read_text()
+    summary = json.loads(text)
+    assert (summary["epochs"], summary["train_seconds"], summary["images_per_sec"]) == (1.2346, 1.235, 810.01)
+    assert (summary["best"], summary["test"]) == ({"val/acc1": None}, None)
+    assert text.startswith('{\n  "outcome"')
+    assert [path.name for path in keeper.writer.run.path.glob("*summary*")] == ["summary.json"]
+
+
+def make_an_update(keeper: Keeper) -> None:
+    images = torch.full((8, 3, 4, 4), 100, dtype=torch.uint8)
+    Updater(keeper.parts)(iter([(images[:4], torch.zeros(4).long())] * 2), lr=0.5, seed=0)
+
+
+def weights_and_moments(keeper: Keeper) -> list[torch.Tensor]:
+    model, optimizer = keeper.parts.model, keeper.parts.optimizer
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]
+
+
+@pytest.fixture
+def gone_bad(tmp_path: Path) -> Keeper:
+    """Of a run that saved after step 3, and whose next updates were no good."""
+    progress = Progress(step=3, position=3, images=24, best=0.5, best_step=3, rollbacks=1)
+    keeper = keeper_of(parts_of(), tmp_path / "run", progress)
+    make_an_update(keeper)
+    keeper.save()
+    make_an_update(keeper)
+    keeper.parts.precision.skipped_steps = 5
+    progress.step, progress.position, progress.nonfinite, progress.images, progress.best = 7, 9, 3, 56, 0.75
+    return keeper
+
+
+def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: Keeper) -> None:
+    bad = weights_and_moments(gone_bad)
+    assert gone_bad.roll_back(9) is True
+    good = weights_and_moments(gone_bad)
+    there = Progress(step=3, position=9, images=24, best=0.5, best_step=3, rollbacks=2)
+    assert gone_bad.progress == there
+    assert not any(torch.equal(*pair) for pair in zip(good, bad, strict=True))
+    make_an_update(gone_bad)
+    assert all(torch.allclose(*pair) for pair in zip(weights_and_moments(gone_bad), bad, strict=True))
+    assert gone_bad.parts.precision.skipped_steps == 0
+    (event,) = read_events(gone_bad.writer.run, "rolled_back")
+    assert (event["step"], event["from_step"], event["position"]) == (3, 7, 9)
+    saved = files.verified(gone_bad.writer.run.checkpoints, 3).state
+    assert Progress.of(saved) == there, "a run that is resumed from here does not meet the bad data again"
+
+
+def test_a_run_is_rolled_back_three_times_at_most(gone_bad: Keeper) -> None:
+    gone_bad.progress.rollbacks = 2
+    assert gone_bad.roll_back(9) is True
+    assert gone_bad.progress.rollbacks == 3
+    assert gone_bad.roll_back(12) is False
+    assert (gone_bad.progress.position, gone_bad.progress.rollbacks) == (9, 3)
+
+
+def test_without_a_checkpoint_there_is_no_rollback(tmp_path: Path) -> None:
+    keeper = keeper_of(parts_of(), tmp_path / "run", Progress(step=7))
+    assert keeper.roll_back(9) is False
+    assert keeper.progress == Progress(step=7)
+
+
+def test_a_checkpoint_with_tensors_of_its_own_leaves_the_optimizer_out(tmp_path: Path) -> None:
+    keeper = keeper_of(parts_of(), tmp_path / "run", Progress(step=3))
+    keeper.save(extra={"outer": {"momentum": torch.ones(2)}}, round=4)
+    (folder,) = keeper.writer.run.checkpoints.glob("step-*")
+    assert {path.name for path in folder.glob("*.safetensors")} == {"model.safetensors", "outer.safetensors"}
+    assert [event["round"] for event in read_events(keeper.writer.run, "saved")] == [4]

@@ -46,6 +46,16 @@ def test_an_update_follows_the_gradient_of_the_global_batch(micro_batch_size: in
     assert torch.allclose(moved, -0.5 * by_hand(), atol=1e-6)
 
 
+@pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
+def test_an_update_gives_the_loss_of_the_global_batch_and_how_the_step_went(micro_batch_size: int) -> None:
+    parts = parts_of(*PLAIN, f"train.micro_batch_size={micro_batch_size}", "train.grad_clip_norm=1e9")
+    update = Updater(parts)(micro_batches(micro_batch_size), lr=0.5, seed=0)
+    logits = Linear()(normalize(IMAGES, parts.splits.info))
+    assert update.loss.item() == pytest.approx(functional.cross_entropy(logits, LABELS).item(), rel=1e-5)
+    assert update.stepped.norm is not None
+    assert update.stepped.nonfinite.item() == 0.0
+
+
 def test_labels_are_smoothed_on_request() -> None:
     assert torch.allclose(updated("train.label_smoothing=0.3"), -0.5 * by_hand(0.3), atol=1e-6)
 
