@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trainkit import terminal
@@ -34,6 +35,19 @@ RESOURCES: dict[str, tuple[str | None, str]] = {
     "mail-user": (None, "mail address"),
     "mail-type": (None, "mail on: BEGIN,END,FAIL"),
 }
+
+
+def new_folder(text: str) -> Path:
+    """The type of a flag that names a folder to make; its name goes into scripts and onto terminals."""
+    from trainkit.config.launch import is_one_line
+
+    if not is_one_line(text):
+        raise UserError(
+            f"{text!r} cannot be the name of a folder.",
+            why="It holds a line break or another control character.",
+            fix="Give another name.",
+        )
+    return Path(text).expanduser()
 
 
 class Parser(argparse.ArgumentParser):

@@ -96,7 +96,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--secret", metavar="WORD", help="only ranks that know it may join (node 0 makes one up)")
     parser.add_argument("--secret-file", type=Path, metavar="FILE", help="the same, from a file")
-    parser.add_argument("--run-dir", metavar="FOLDER", help="the run folder to make on this node")
+    parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make on this node")
     cli.add_allow_code_flag(parser)
     return parser.parse_intermixed_args(list(argv))
 
@@ -176,7 +176,7 @@ def _new_run(
 ) -> RunDir:
     from trainkit.launch import submission
 
-    path = Path(args.run_dir).expanduser().absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
+    path = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
     command = ["python", "-m", "jobs.launch", *argv]
     if args.secret:
         command = [word.replace(args.secret, HIDDEN) for word in command]

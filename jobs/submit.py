@@ -27,7 +27,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument(
         "--sweep", metavar="KEY=A,B,C", action="append", default=[], help="one run per value; repeatable"
     )
-    parser.add_argument("--run-dir", metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)")
+    parser.add_argument(
+        "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)"
+    )
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
     args = parser.parse_intermixed_args(list(argv))
@@ -42,7 +44,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     for loaded in loadeds:
         require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
         check(loaded)
-    folder = Path(args.run_dir).expanduser().absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
+    folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
     command = ["python", "-m", "jobs.submit", *argv]
     return _submit(loadeds, variants, folder, args, command, env)
 

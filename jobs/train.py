@@ -29,7 +29,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("train", __doc__)
     parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--run-dir", type=Path, help="run folder to make, or to go on with if it is there")
+    parser.add_argument("--run-dir", type=cli.new_folder, help="run folder to make, or to go on with if it is there")
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)

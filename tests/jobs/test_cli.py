@@ -180,3 +180,15 @@ def test_every_verb_has_help(verb: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: python -m jobs.{verb} ")
+
+
+@pytest.mark.parametrize("verb", ["submit", "train", "launch", "swarm create", "join"])
+def test_a_line_break_cannot_get_into_the_name_of_a_run_folder(verb: str, tmp_path: Path) -> None:
+    """It would become a line of the script that is submitted."""
+    name, *more = verb.split()
+    bad = [sys.executable, "-m", f"jobs.{name}", *more, "single", "--run-dir", "a\n#SBATCH --wrap=id"]
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(bad, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("'a\\n#SBATCH --wrap=id' cannot be the name of a folder.")
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,8 +136,8 @@ def _files(facts: Facts) -> str:
     run_dir = facts.run_dir
     lines = [f"- run folder: `{run_dir.path}`"]
     best = run_dir.checkpoints / "best"
-    if best.exists():
-        lines.append(f"- best checkpoint: `{best}` (step {best.resolve().name.removeprefix('step-').lstrip('0') or 0})")
+    if best.is_symlink() and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
+        lines.append(f"- best checkpoint: `{best}` (step {int(step[1])})")
     if run_dir.tensorboard.is_dir():
         lines.append(f"- curves: `tensorboard --logdir {run_dir.tensorboard}`")
     if any(run_dir.wandb.glob("offline-run-*")):
