@@ -24,6 +24,9 @@ FOREIGN = (
 )  # fmt: skip
 
 
+LONGEST = ("tests/slurm/", "tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/jobs/")
+
+
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Home folder, state, runs and environment of this test alone. Beside tmp_path, which the test has for itself."""
@@ -54,7 +57,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest starts first, or one worker would wait for the other in the end."""
-    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slurm", "swarm")))
+    place = {prefix: number for number, prefix in enumerate(LONGEST)}
+    items.sort(
+        key=lambda item: next((place[prefix] for prefix in LONGEST if item.nodeid.startswith(prefix)), len(place))
+    )
 
 
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist

@@ -18,8 +18,8 @@ QUICK_FIRST_RUN = ("train.epochs=1", "monitor.loggers=[jsonl]")
 
 
 def type_in(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line with this environment's programs first on the PATH, as if it were active."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TRAINKIT_RUNS": "runs"}
+    """Run a line on a machine without SLURM, with this environment active."""
+    env = {**os.environ, "PATH": str(Path(sys.executable).parent), "TRAINKIT_RUNS": "runs"}
     return subprocess.run(shlex.split(line), cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
@@ -39,11 +39,21 @@ def test_ci_gives_the_first_two_blocks() -> None:
 def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
     first = type_in(f"python -m jobs.submit ddp --nodes 2 {' '.join(QUICK_FIRST_RUN)}", tmp_path)
     assert first.returncode == 0, first.stderr
+    assert "simulating 2 nodes x 1 rank" in first.stdout
+    assert "no SLURM on this machine" in first.stdout
+    assert "val acc1" in first.stdout
+    run = RunDir(tmp_path / "runs" / "ddp-0001")
+    assert str(run.path) in first.stdout.splitlines()[-1]
+    assert (last_event(run, "started") or {})["world_size"] == 2
+    assert (last_event(run, "ended") or {})["state"] == "COMPLETED"
+    assert not run.path.joinpath("submit.sbatch").exists()
     for line in [line for block in readme.blocks("laptop") for line in block]:
         done = type_in(line, tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr, line
-    assert (tmp_path / "runs/ddp-0001/logbook.md").exists()
+    assert (run.path / "logbook.md").exists()
+    of_ddp = [RunDir(path) for path in sorted((tmp_path / "runs").glob("ddp-0*"))]  # by submit, by torchrun, alone
+    assert [(last_event(run, "started") or {})["world_size"] for run in of_ddp] == [2, 2, 1]
 
 
 def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:

@@ -209,21 +209,6 @@ def test_an_unwritable_runs_folder_is_refused(
     assert "TRAINKIT_RUNS" in done.err
 
 
-def test_without_slurm_two_nodes_are_simulated_followed_and_summed_up(
-    command: Command, no_slurm: dict[str, str], tmp_path: Path
-) -> None:
-    done = command("submit", "ddp", "--nodes", "2", *FAST)
-    assert done.code == 0, done.err
-    assert "simulating 2 nodes x 1 rank" in done.out
-    assert "no SLURM on this machine" in done.out
-    assert "val acc1" in done.out
-    run = tmp_path / "runs" / "ddp-0001"
-    assert str(run) in done.out.splitlines()[-1]
-    assert (last_event(RunDir(run), "started") or {})["world_size"] == 2
-    assert (last_event(RunDir(run), "ended") or {})["state"] == "COMPLETED"
-    assert not (run / "submit.sbatch").exists()
-
-
 def test_a_rank_that_raises_is_named_with_its_traceback(
     command: Command, no_slurm: dict[str, str], tmp_path: Path
 ) -> None:

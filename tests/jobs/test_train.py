@@ -66,15 +66,6 @@ def test_wrong_input_exits_with_2_and_leaves_nothing(tmp_path: Path, setting: st
     assert not (tmp_path / "here").exists()
 
 
-def test_torchrun_starts_ranks_of_one_run(tmp_path: Path) -> None:
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "jobs.train", "ddp", *QUICK]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    runs = [path for path in Path(os.environ["TRAINKIT_RUNS"]).iterdir() if not path.name.startswith(".")]
-    assert [json.loads((run / "summary.json").read_text())["world_size"] for run in runs] == [2]
-
-
 def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     settings = ("train.precision=fp32", "monitor.loggers=[jsonl]", "train.epochs=400")
     command = [sys.executable, "-m", "jobs.train", "single", *settings, "--run-dir", "here"]

@@ -1,4 +1,4 @@
-"""A user's own model that fails on rank 3, once it trains."""
+"""A user's own model that fails on the last rank, once it trains."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ class Failing(nn.Module):
         self.linear = nn.Linear(inputs, outputs)
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.training and torch.is_grad_enabled() and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "3":
-            raise RuntimeError("rank 3 fails")
+        rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+        world_size = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
+        if self.training and torch.is_grad_enabled() and rank == world_size - 1:
+            raise RuntimeError(f"rank {rank} fails")
         logits: Tensor = self.linear(images.flatten(1))
         return logits
 

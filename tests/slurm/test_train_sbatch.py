@@ -91,9 +91,9 @@ def test_a_preempted_job_ends_with_the_weights_of_an_uninterrupted_run(
 
 def test_a_rank_that_raises_fails_the_job_under_torchrun(devcluster: Cluster) -> None:
     script = edited(devcluster, "train_torchrun.sbatch")
-    job = devcluster.sbatch(script, "ddp", *TINY, "model.name=failing_model:build")
+    job = devcluster.sbatch("--nodes=1", script, "ddp", *TINY, "model.name=failing_model:build")
     assert devcluster.wait(job) == "FAILED", devcluster.logs()
-    assert "RuntimeError: rank 3 fails" in (run_of(devcluster, job) / "logs" / "0" / "rank-3.err").read_text()
+    assert "RuntimeError: rank 1 fails" in (run_of(devcluster, job) / "logs" / "0" / "rank-1.err").read_text()
 
 
 def test_a_cancelled_job_does_not_come_back(devcluster: Cluster) -> None:
