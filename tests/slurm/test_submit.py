@@ -102,7 +102,7 @@ def test_a_rank_that_raises_fails_the_job_within_15_s_and_logs_shows_why(devclus
     assert datetime.fromisoformat(end).timestamp() - raised < 15
     shown = devcluster.job("logs", "failing").stdout
     assert "rank 3" in shown
-    assert 'raise RuntimeError("rank 3 fails")' in shown
+    assert 'raise RuntimeError(f"rank {rank} fails")' in shown
     assert "RuntimeError: rank 3 fails" in shown
 
 
