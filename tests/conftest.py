@@ -23,7 +23,7 @@ FOREIGN = (
     "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "LINES",
 )  # fmt: skip
 
-
+# Where whole minutes are spent, the longest first.
 LONGEST = ("tests/slurm/", "tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/jobs/")
 
 
@@ -57,9 +57,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest starts first, or one worker would wait for the other in the end."""
-    place = {prefix: number for number, prefix in enumerate(LONGEST)}
     items.sort(
-        key=lambda item: next((place[prefix] for prefix in LONGEST if item.nodeid.startswith(prefix)), len(place))
+        key=lambda item: next((n for n, slow in enumerate(LONGEST) if item.nodeid.startswith(slow)), len(LONGEST))
     )
 
 
