@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainkit import terminal
+from trainkit import lifetime, terminal
 from trainkit.config import yaml
 from trainkit.errors import TrainkitError, UserError, did_you_mean
 
@@ -169,7 +169,13 @@ def _pair(text: str, flag: str) -> tuple[str, str]:
 
 
 def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:
-    """Run a command on this process's arguments and environment and exit with its code.
+    """Run a command as this process's whole work, and exit with its code."""
+    lifetime.begin()
+    lifetime.leave(call(main))
+
+
+def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
+    """Run a command on this process's arguments and environment; its exit code. What went wrong has been said.
 
     The environment is read here, once, and handed down.
     """
@@ -178,10 +184,10 @@ def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:
         sys.stdout.flush()
     except TrainkitError as error:
         print(terminal.lines(str(error)), file=sys.stderr)
-        code = error.exit_code
+        return error.exit_code
     except KeyboardInterrupt:
-        code = 130
+        return 130
     except BrokenPipeError:  # `... | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    raise SystemExit(code)
+        return 0
+    return code

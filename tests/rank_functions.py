@@ -135,7 +135,7 @@ def _command(verb: str, arguments: tuple[str, ...], cwd: Path, env: dict[str, st
     os.environ.clear()
     os.environ.update(env)
     sys.argv = [f"jobs/{verb}.py", *arguments]
-    cli.run(importlib.import_module(f"jobs.{verb}").main)
+    raise SystemExit(cli.call(importlib.import_module(f"jobs.{verb}").main))
 
 
 class StopAfter(StopFlag):

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from trainkit import lifetime
 from trainkit.checkpoint import files
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import to_yaml
@@ -89,13 +90,15 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     model = strategy.parallelize(plain.to(dist.device))
+    optimizer = build_optimizer(model, config.optim)
+    lifetime.settled()
     return Parts(
         config=config,
         dist=dist,
         splits=splits,
         model=model,
         strategy=strategy,
-        optimizer=build_optimizer(model, config.optim),
+        optimizer=optimizer,
         precision=precision,
         workers=resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env)),
     )

@@ -36,11 +36,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         monkeypatch.setattr(sys, "argv", [f"jobs/{verb}.py", *arguments])
         capsys.readouterr()
         try:
-            with pytest.raises(SystemExit) as exit_:
-                cli.run(importlib.import_module(f"jobs.{verb}").main)
+            code = cli.call(importlib.import_module(f"jobs.{verb}").main)
+        except SystemExit as end:  # `--help`
+            code = int(end.code or 0)
         finally:
             captured = capsys.readouterr()
-        return Done(int(exit_.value.code or 0), captured.out, captured.err)
+        return Done(code, captured.out, captured.err)
 
     return call
 

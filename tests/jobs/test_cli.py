@@ -32,11 +32,9 @@ def settings(parser: cli.Parser, *words: str) -> dict[str, tuple[Any, str]]:
     return cli.resource_flags(parser.parse_intermixed_args(["ddp", *words]))
 
 
-def exit_code(main: Any, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+def exit_code(main: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sys, "argv", ["x", "y"])
-    with pytest.raises(SystemExit) as caught:
-        cli.run(main)
-    return caught.value.code
+    return cli.call(main)
 
 
 # Resource flags
@@ -146,7 +144,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(sys, "argv", ["x"])
     with pytest.raises(KeyError):
-        cli.run(main)
+        cli.call(main)
 
 
 def test_an_interrupted_command_exits_as_shells_expect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from trainkit.launch.plan import Plan
 # would run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
 TASK = (
     "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
-    "from submitit.core.submission import submitit_main; submitit_main()"
+    "from trainkit import lifetime; lifetime.begin(); "
+    "from submitit.core.submission import submitit_main; submitit_main(); lifetime.leave(0)"
 )
 
 _END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue'}
