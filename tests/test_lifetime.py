@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,12 +33,12 @@ late = Loud()
 
 def ended(code: str) -> tuple[int, str, str]:
     command = [sys.executable, "-c", KEPT + code]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 def test_it_ends_with_its_code_after_what_was_registered_and_takes_nothing_apart() -> None:
-    # Written to a pipe, and so not out before it is flushed.
     assert ended("print('said'); lifetime.leave(3)") == (3, "said\nregistered\n", "")
 
 
