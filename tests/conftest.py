@@ -23,6 +23,9 @@ FOREIGN = (
     "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "LINES",
 )  # fmt: skip
 
+# Each of hundreds of processes would compile the whole kit anew. Here, for it must come before any fixture.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Where whole minutes are spent, the longest first.
 LONGEST = ("tests/slurm/", "tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/jobs/")
 

@@ -16,11 +16,11 @@ from trainkit.models.fashion_cnn import build
 
 def _pause(module: nn.Module, arguments: tuple[Tensor]) -> Any:
     if module.training:
-        time.sleep(0.1)
+        time.sleep(0.6)
 
 
 def model(info: DataInfo) -> nn.Module:
-    """``fashion_cnn``, and 0.1 s more for each micro batch of training."""
+    """``fashion_cnn``, and 0.6 s more for each micro batch of training."""
     network = build(info)
     network.register_forward_pre_hook(_pause)
     return network

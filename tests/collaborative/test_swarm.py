@@ -33,7 +33,8 @@ def kill_main_process(command: Command) -> None:
 
 
 def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_run(commands: Commands) -> None:
-    creator, address = commands.create("collaborative.round_seconds=5", "collaborative.rounds=15")
+    # Two minutes, of which all that happens here takes one, for machines that have much else to do.
+    creator, address = commands.create("collaborative.round_seconds=5", "collaborative.rounds=24")
     first, second = (commands.join(address, "--name", name) for name in ("first", "second"))
     creator.says("3 peers averaged")
 
@@ -45,13 +46,13 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_
     creator.says("first has left")
 
     status = commands.start("swarm", "status", address)
-    assert status.ends() == 0
-    assert re.search(r"hivemind-0001: running, round \d+/15, \d peers, loss \d", status.output)
+    assert status.ends() == 0, status.output
+    assert re.search(r"hivemind-0001: running, round \d+/24, \d peers, loss \d", status.output)
     assert all(name in status.output for name in ("creator", "second", "late"))
 
-    assert [peer.ends() for peer in (creator, second, late)] == [0, 0, 0]
+    assert [peer.ends(150) for peer in (creator, second, late)] == [0, 0, 0]
     done = summary(commands.run("hivemind-0001"))
-    assert (done["outcome"], done["rounds"], done["most_peers"]) == ("finished", 15, 3)
+    assert (done["outcome"], done["rounds"], done["most_peers"]) == ("finished", 24, 3)
     assert done["best"]["val/acc1"] >= 98.5
     assert done["val"]["acc1"] >= 98.0
     # All end with the same model: what a peer that joined has validated is what the creator has.
@@ -60,8 +61,8 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_
     assert [summary(path)["val"]["acc1"] for path in joined] == pytest.approx([done["val"]["acc1"]] * 2, abs=0.8)
 
     afterwards = commands.start("swarm", "status", str(commands.run("hivemind-0001")))
-    assert afterwards.ends() == 0
-    assert "hivemind-0001: not running, round 15/15" in afterwards.output
+    assert afterwards.ends() == 0, afterwards.output
+    assert "hivemind-0001: not running, round 24/24" in afterwards.output
 
 
 @dataclass
