@@ -39,6 +39,53 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert files.steps(tmp_path) == [2, 4, 5, 6]
 
 
+def test_pruning_keeps_what_latest_names_though_it_is_an_old_one(tmp_path: Path) -> None:
+    """After a fall back to an older checkpoint, those after it are newer by number only."""
+    for step in range(1, 6):
+        write(tmp_path, step)
+    files.point(tmp_path, "latest", 1)
+    files.prune(tmp_path, keep=2)
+    assert files.steps(tmp_path) == [1, 4, 5]
+
+
+def test_pruning_removes_what_a_killed_deletion_left(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    left = tmp_path / ".step-00000009.deleted"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    files.prune(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()] == ["step-00000001"]
+
+
+def test_a_checkpoint_is_deleted_though_an_earlier_deletion_of_it_was_killed(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    left = tmp_path / ".step-00000001.deleted"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    files.prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002"]
+
+
+def test_names_and_numbers_stand_for_checkpoints(tmp_path: Path) -> None:
+    for step in (3, 5, 8):
+        write(tmp_path, step)
+    files.point(tmp_path, "best", 3)
+    files.point(tmp_path, "latest", 5)
+    named = {which: files.resolve(tmp_path, which) for which in ("best", "latest", "8", "00005")}
+    assert named == {"best": 3, "latest": 5, "8": 8, "00005": 5}
+
+
+def test_a_name_that_stands_for_none_is_the_newest_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 5, 8):
+        write(tmp_path, step)
+    assert files.resolve(tmp_path, "best") == 8
+    words = "best does not name a checkpoint of this run. Taking the newest, of step 8.\n"
+    assert capsys.readouterr().err.endswith(words)
+
+
 def test_a_truncated_file_is_noticed(tmp_path: Path) -> None:
     weights = write(tmp_path, 1) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

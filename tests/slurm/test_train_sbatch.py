@@ -40,21 +40,26 @@ def wait_for_start(cluster: Cluster, job: str) -> None:
 
 @pytest.fixture(scope="module")
 def trained(devcluster: Cluster) -> dict[str, Path]:
-    """The run folder of an uninterrupted run by each template."""
-    runs = {}
-    for template in TEMPLATES:
-        job = devcluster.sbatch(edited(devcluster, template), "ddp", *TINY)
-        assert devcluster.wait(job) == "COMPLETED", devcluster.logs()
-        runs[template] = run_of(devcluster, job)
-    return runs
+    """The run folder of a finished run by each template; the one under torchrun was preempted on its way."""
+    nodes = ("--nodelist=n3,n4",)
+    plain = devcluster.sbatch("--nodelist=n1,n2", edited(devcluster, "train.sbatch"), "ddp", *TINY)
+    low = edited(devcluster, "train_torchrun.sbatch", "low")
+    preempted = devcluster.sbatch(*nodes, low, "ddp", *TINY, "model.seconds=0.5")
+    wait_for_start(devcluster, preempted)
+    urgent = ("-p", "high", "--nodes=2", *nodes, "--exclusive", "--output=/dev/null", "--wrap=true")
+    devcluster.sbatch(*urgent)
+    for job in (plain, preempted):
+        assert devcluster.wait(job, timeout=150) == "COMPLETED", devcluster.logs()
+    return dict(zip(TEMPLATES, (run_of(devcluster, job) for job in (plain, preempted)), strict=True))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_trains_on_two_nodes_with_two_ranks_each(
     devcluster: Cluster, trained: dict[str, Path], template: str
 ) -> None:
-    (started,) = devcluster.events(trained[template], "started")
-    assert (started["world_size"], started["hosts"]) == (4, ["n1", "n2"])
+    started = devcluster.events(trained[template], "started")[0]
+    nodes = {"train.sbatch": ["n1", "n2"], "train_torchrun.sbatch": ["n3", "n4"]}
+    assert (started["world_size"], started["hosts"]) == (4, nodes[template])
     assert (trained[template] / "summary.json").is_file()
 
 
@@ -72,21 +77,13 @@ def test_status_knows_the_job_of_a_template(devcluster: Cluster, trained: dict[s
     assert "COMPLETED" in said
 
 
-def test_both_templates_train_the_same_weights(devcluster: Cluster, trained: dict[str, Path]) -> None:
-    assert len({devcluster.final_weights(run) for run in trained.values()}) == 1
-
-
 def test_a_preempted_job_ends_with_the_weights_of_an_uninterrupted_run(
     devcluster: Cluster, trained: dict[str, Path]
 ) -> None:
     """With torchrun between SLURM and the ranks; test_submit.py has it without. How both end is the same text."""
-    job = devcluster.sbatch(edited(devcluster, "train_torchrun.sbatch", "low"), "ddp", *TINY, "model.seconds=0.5")
-    wait_for_start(devcluster, job)
-    devcluster.sbatch("-p", "high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
-    assert devcluster.wait(job, timeout=150) == "COMPLETED", devcluster.logs()
-    first, second, *_ = devcluster.events(run_of(devcluster, job), "started")
+    first, second, *_ = devcluster.events(trained["train_torchrun.sbatch"], "started")
     assert 0 < second["step"] < first["total_steps"], "the second attempt goes on where the first one saved"
-    assert devcluster.final_weights(run_of(devcluster, job)) == devcluster.final_weights(trained["train.sbatch"])
+    assert len({devcluster.final_weights(run) for run in trained.values()}) == 1
 
 
 def test_a_rank_that_raises_fails_the_job_under_torchrun(devcluster: Cluster) -> None:
