@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slurm
 
 TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "model.name=slow_model:build")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
+TWO_NODES = ("--nodes", "2", "--gpus-per-node", "1")  # test_train_sbatch.py interrupts four ranks
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0")
 
 
@@ -50,12 +51,12 @@ def time_limited(devcluster: Cluster) -> Submitted:
 
     With one minute the signal can come so early that a busy machine has not even started to train.
     """
-    return submit(devcluster, "time-limited", *TWO_BY_TWO, "--time", "2", "model.seconds=4")
+    return submit(devcluster, "time-limited", *TWO_NODES, "--time", "2", "model.seconds=4")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(devcluster: Cluster) -> Submitted:
-    job = submit(devcluster, "uninterrupted", *TWO_BY_TWO)
+    job = submit(devcluster, "uninterrupted", *TWO_NODES)
     assert devcluster.wait(job.job_id) == "COMPLETED", devcluster.logs()
     return job
 
@@ -66,10 +67,10 @@ def test_submit_names_the_job_its_folder_and_how_to_watch_it(time_limited: Submi
         assert f"python -m jobs.{verb} {time_limited.run}" in time_limited.said
 
 
-def test_a_submitted_run_trains_on_two_nodes_with_two_ranks_each(devcluster: Cluster, uninterrupted: Submitted) -> None:
+def test_a_submitted_run_trains_on_two_nodes(devcluster: Cluster, uninterrupted: Submitted) -> None:
     (started,) = devcluster.events(uninterrupted.run, "started")
-    assert (started["world_size"], len(started["hosts"])) == (4, 2)
-    assert json.loads((uninterrupted.run / "summary.json").read_text())["world_size"] == 4
+    assert (started["world_size"], len(started["hosts"])) == (2, 2)
+    assert json.loads((uninterrupted.run / "summary.json").read_text())["world_size"] == 2
 
 
 def test_the_run_folder_of_a_submitted_run_is_complete(uninterrupted: Submitted) -> None:
@@ -94,9 +95,13 @@ def test_a_sweep_is_one_array_with_a_run_for_each_value(devcluster: Cluster) -> 
         assert f"lr: {lr}" in (sweep.run / point / "config.yaml").read_text()
 
 
-def test_a_rank_that_raises_fails_the_job_within_15_s_and_logs_shows_why(devcluster: Cluster) -> None:
+def test_of_two_ranks_on_each_of_two_nodes_one_that_raises_fails_the_job_within_15_s_and_logs_shows_why(
+    devcluster: Cluster,
+) -> None:
     job = submit(devcluster, "failing", *TWO_BY_TWO, "model.name=failing_model:build")
     assert devcluster.wait(job.job_id) == "FAILED", devcluster.logs()
+    (started,) = devcluster.events(job.run, "started")
+    assert (started["world_size"], len(started["hosts"])) == (4, 2)
     raised = min(event["time"] for event in devcluster.events(job.run, "failed"))
     end = devcluster.run("sacct", "-X", "-n", "-P", "-j", job.job_id, "-o", "End").stdout.strip()
     assert datetime.fromisoformat(end).timestamp() - raised < 15
@@ -110,7 +115,7 @@ def test_a_preempted_run_ends_with_the_weights_of_an_uninterrupted_one(
     devcluster: Cluster, uninterrupted: Submitted
 ) -> None:
     nodes = ("--nodelist", "n3,n4")  # not those of the run with the time limit
-    job = submit(devcluster, "preempted", *TWO_BY_TWO, "--partition", "low", *nodes, "model.seconds=0.5")
+    job = submit(devcluster, "preempted", *TWO_NODES, "--partition", "low", *nodes, "model.seconds=0.5")
     wait_for_start(devcluster, job)
     urgent = ("-p", "high", "--nodes=2", *nodes, "--exclusive", "--output=/dev/null", "--wrap=true")
     devcluster.sbatch(*urgent)

@@ -130,7 +130,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, tuple[float, float], str]])
     """Name each line at its right end, the names apart from one another: nobody has to match a legend's colours."""
     if not ends:
         return
-    axes.figure.canvas.draw()  # limits and scales must be final before places in the axes are asked for
+    axes.autoscale_view()  # limits must be final before places in the axes are asked for
     to_fraction = axes.transData + axes.transAxes.inverted()
     order = sorted(ends, key=lambda end: float(to_fraction.transform(end[1])[1]))
     gap = 1.3 * axes.figure.dpi * STYLE["font.size"] / 72 / max(axes.get_window_extent().height, 1.0)
