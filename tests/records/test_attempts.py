@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import ast
+import socket
 from pathlib import Path
 
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.records.attempts import Attempt, cancelled, submitted
+from trainkit.records.attempts import Attempt, cancelled, never_began, submitted
 from trainkit.records.events import append_event, read_events
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
@@ -31,6 +32,40 @@ def test_nothing_else_writes_events() -> None:
     assert writers == {"trainkit/records/attempts.py"}
 
 
+def test_each_event_says_what_it_is_of(run: RunDir) -> None:
+    here = socket.gethostname()
+    submitted(run, "slurm", "4711", attempts_before=3)
+    cancelled(run, "4711")
+    never_began(run, "4711", "CANCELLED")
+    attempt = Attempt(run, 4)
+    attempt.started(step=5, world_size=2)
+    attempt.saved(6, epoch=1.5)
+    attempt.handed_back(node_rank=1, step=6, signals=("SIGUSR2",))
+    attempt.requeued("4711")
+    attempt.failed("it broke", rank=1)
+    attempt.failed("it broke there", rank=None, host="n2")
+    attempt.remark("skipped", step=7)
+    attempt.ended("FAILED", job_id="4711", exit_codes=[1])
+    assert [{key: value for key, value in event.items() if key != "time"} for event in read_events(run)] == [
+        {"event": "submitted", "executor": "slurm", "job_id": "4711", "attempts_before": 3},
+        {"event": "cancelled", "job_id": "4711"},
+        {"event": "ended", "state": "CANCELLED", "job_id": "4711"},
+        {"event": "started", "attempt": 4, "step": 5, "world_size": 2},
+        {"event": "saved", "attempt": 4, "step": 6, "epoch": 1.5},
+        {"event": "handed_back", "attempt": 4, "node_rank": 1, "step": 6, "signals": ["SIGUSR2"], "host": here},
+        {"event": "requeued", "attempt": 4, "job_id": "4711"},
+        {"event": "failed", "attempt": 4, "rank": 1, "host": here, "error": "it broke"},
+        {"event": "failed", "attempt": 4, "rank": None, "host": "n2", "error": "it broke there"},
+        {"event": "skipped", "attempt": 4, "step": 7},
+        {"event": "ended", "attempt": 4, "state": "FAILED", "job_id": "4711", "exit_codes": [1]},
+    ]
+
+
+def test_the_claim_on_an_attempt_is_its_users_alone_in_a_folder_that_is_made_for_it(tmp_path: Path) -> None:
+    attempt = Attempt.begin(RunDir(tmp_path / "not" / "yet" / "there"))
+    assert (attempt.logs / "node-0").stat().st_mode & 0o777 == 0o600
+
+
 def test_attempts_are_numbered_in_order_and_have_a_log_folder(run: RunDir) -> None:
     assert [Attempt.begin(run).number for _ in range(3)] == [0, 1, 2]
     assert run.attempts() == [0, 1, 2]
@@ -39,6 +74,11 @@ def test_attempts_are_numbered_in_order_and_have_a_log_folder(run: RunDir) -> No
 def test_nodes_that_share_a_folder_begin_the_same_attempt(run: RunDir) -> None:
     assert [Attempt.begin(run, node_rank=rank).number for rank in (0, 1, 2)] == [0, 0, 0]
     assert [Attempt.begin(run, node_rank=rank).number for rank in (2, 0, 1)] == [1, 1, 1]
+
+
+def test_an_attempt_that_trains_already_is_joined_by_a_node_that_comes_late(run: RunDir) -> None:
+    Attempt.begin(run).started(step=0)
+    assert Attempt.begin(run, node_rank=1).number == 0
 
 
 def test_an_attempt_that_is_over_is_not_joined_by_a_node_that_missed_it(run: RunDir) -> None:
