@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from trainkit.config.times import time_minutes
 from trainkit.ranks.hostlist import expand
 
-_DOWN = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "FUTURE", "MAINT")
+# A node that is powered down is none of these: SLURM boots it for the job, as clouds do.
+_DOWN = frozenset(
+    (
+        *("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "FUTURE", "INVAL", "INVALID_REG"),
+        *("MAINT", "NOT_RESPONDING", "UNKNOWN"),
+    )
+)
 _NO_CLUSTER = "Could not establish a configuration source"
 
 
@@ -27,11 +33,16 @@ class Node:
     cpus: int
     gpus: int
     up: bool = True
+    mem_mb: int | None = None
+    """Memory that jobs may have; None where the site does not say."""
+    gpu_types: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    """What `--constraint` can ask for."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition; None where it sets no limit."""
+    """One partition; None where it sets no limit, and no names where it lets everybody in."""
 
     name: str
     nodes: tuple[Node, ...] = ()
@@ -39,6 +50,15 @@ class Partition:
     max_time_min: float | None = None
     max_nodes: int | None = None
     up: bool = True
+    max_mem_mb: int | None = None
+    """Memory per node that one job may have."""
+    min_nodes: int | None = None
+    has_memory_default: bool = False
+    """The site gives a job memory by its CPUs or GPUs, if the job does not say."""
+    accounts: tuple[str, ...] = ()
+    denied_accounts: tuple[str, ...] = ()
+    qos: tuple[str, ...] = ()
+    preempt_mode: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +120,14 @@ def count_gpus(gres: str) -> int:
     return total
 
 
+def gpu_types(gres: str) -> tuple[str, ...]:
+    """Types of the GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has a100."""
+    items = [item.split(":") for item in re.sub(r"\([^)]*\)", "", gres).split(",")]
+    return tuple(
+        dict.fromkeys(item[1] for item in items if item[0] == "gpu" and len(item) > 1 and not item[1].isdigit())
+    )
+
+
 def visible_gpus(mask: str | None, present: int) -> int:
     """How many of the ``present`` GPUs a process with that CUDA_VISIBLE_DEVICES sees.
 
@@ -158,7 +186,24 @@ def _partition(fields: Mapping[str, str], nodes: Mapping[str, Node]) -> Partitio
         max_time_min=_minutes(fields.get("MaxTime", "")),
         max_nodes=int(fields["MaxNodes"]) if fields.get("MaxNodes", "").isdigit() else None,
         up=fields.get("State", "UP") == "UP",
+        max_mem_mb=_number(fields.get("MaxMemPerNode", "")) or None,
+        min_nodes=_number(fields.get("MinNodes", "")) or None,
+        has_memory_default=any((_number(fields.get(f"DefMemPer{unit}", "")) or 0) > 0 for unit in ("CPU", "Node"))
+        or "DefMemPerGPU" in fields.get("JobDefaults", ""),
+        accounts=names_in(fields.get("AllowAccounts", "")),
+        denied_accounts=names_in(fields.get("DenyAccounts", "")),
+        qos=names_in(fields.get("AllowQos", fields.get("AllowQOS", ""))),
+        preempt_mode=fields.get("PreemptMode", ""),
     )
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Names in a list of SLURM's; none for ALL, which is how it says that it does not mind."""
+    return () if text in ("", "ALL", "(null)", "N/A") else tuple(name for name in text.split(",") if name)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
 
 
 def _minutes(text: str) -> float | None:
@@ -174,4 +219,16 @@ def _node(fields: Mapping[str, str]) -> Node:
     # CfgTRES is complete only where the site accounts for GPUs; Gres always names them.
     gpus = count_gpus(fields.get("Gres", ""))
     state = fields.get("State", "").upper()
-    return Node(fields["NodeName"], int(cpus), gpus, up=not any(word in state for word in _DOWN))
+    # "IDLE+DRAIN", "DOWN*"; "IDLE~" is one that is powered down.
+    words = {word.rstrip("*~#!%$@^-") for word in state.split("+")}
+    memory = _number(fields.get("RealMemory", "")) or 0
+    memory -= _number(fields.get("MemSpecLimit", "")) or 0
+    return Node(
+        fields["NodeName"],
+        int(cpus),
+        gpus,
+        up=not words & _DOWN,
+        mem_mb=memory if memory > 1 else None,  # 1 MB is SLURM's word for a memory that nobody has configured
+        gpu_types=gpu_types(fields.get("Gres", "")),
+        features=names_in(fields.get("AvailableFeatures", "")),
+    )

@@ -23,6 +23,10 @@ class LaunchConfig(Section):
     nodes: PositiveInt = 1
     gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
     """auto: what this machine or the partition has; 0: train on CPU."""
+    gpu_dialect: Literal["gpus-per-node", "gres", "constraint"] = "gpus-per-node"
+    """How the site wants GPUs asked for: --gpus-per-node, --gres=gpu:N, or by its --constraint alone."""
+    gpu_type: str | None = None
+    """Type of the GPUs, as the site calls it: a100. null: any."""
     ntasks_per_node: PositiveInt | None = None
     """Ranks per node; null: one per GPU, or one on CPU."""
     cpus_per_task: PositiveInt | None = None
@@ -50,6 +54,8 @@ class LaunchConfig(Section):
     """Ranks that make no progress for so long hang: the attempt is ended, and the one that is behind is named."""
     signal_seconds: PositiveInt | None = None
     """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
+    internet: bool = True
+    """Whether compute nodes reach the internet; false keeps W&B and model hubs offline there."""
     setup: tuple[str, ...] = ()
     """Shell lines before the job starts: module load, source ..."""
     sbatch: dict[str, str] = {}  # noqa: RUF012  pydantic copies defaults

@@ -14,6 +14,8 @@ from trainkit.errors import UserError, did_you_mean
 PACKAGED = packaged.folder("configs")
 OWN = Path("configs")
 """The user's own, in the folder where the command is given; they come before the packaged ones."""
+SITE = "site"
+"""The section of a profile that holds what is known of the site."""
 
 
 def find_preset(preset: str) -> Path:
@@ -87,23 +89,33 @@ def _is_bare(key: str, value: Any) -> bool:
 
 
 def profile_layer(cluster: str) -> Layer:
-    """What the site profile of that name, or in that file, says."""
+    """What the site profile of that name, or in that file, says of a launch.
+
+    What it knows of the site itself, below ``site:``, is no setting (`trainkit.cluster.site_facts`).
+    """
+    path = find_profile(cluster)
+    values, lines = yaml.read(path)
+    values.pop(SITE, None)
+    layer: Layer = {}
+    for key, value in flatten({key: {} if _is_bare(key, value) else value for key, value in values.items()}):
+        if not key.startswith("launch.") or key == "launch.cluster":
+            raise UserError(
+                f"'{key}' does not belong into a cluster profile.",
+                why=f"{path}:{lines.get(key, 1)}; a profile describes a site, so it holds launch.* only.",
+                fix="Move it to a preset.",
+            )
+        layer[key] = (value, Source("cluster profile", f"{path}:{lines.get(key, 1)}"))
+    return layer
+
+
+def find_profile(cluster: str) -> Path:
+    """The file of a site profile: a name in a folder ``configs/clusters``, or a path."""
     given = Path(cluster).expanduser()
     candidates = [given] if given.suffix in (".yaml", ".yml") else []
     candidates += [folder / "clusters" / f"{cluster}.yaml" for folder in (OWN, PACKAGED)]
     for path in candidates:
         if path.is_file():
-            values, lines = yaml.read(path)
-            layer: Layer = {}
-            for key, value in flatten(values):
-                if not key.startswith("launch.") or key == "launch.cluster":
-                    raise UserError(
-                        f"'{key}' does not belong into a cluster profile.",
-                        why=f"{path}:{lines.get(key, 1)}; a profile describes a site, so it holds launch.* only.",
-                        fix="Move it to a preset.",
-                    )
-                layer[key] = (value, Source("cluster profile", f"{path}:{lines.get(key, 1)}"))
-            return layer
+            return path
     known = sorted(file.stem for folder in (OWN, PACKAGED) for file in folder.glob("clusters/*.yaml"))
     raise UserError(
         f"Unknown cluster profile '{cluster}'.",

@@ -1,0 +1,111 @@
+"""``python -m jobs.cluster discover|show``: what this site is, and the profile that describes it.
+
+discover [NAME]   ask SLURM and this machine, and write configs/clusters/NAME.yaml (default: the cluster's own name)
+show [NAME]       what is known of the site: of a profile, or, without a name, asked now
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs import cli
+from trainkit.errors import RefusedError, UserError
+
+if TYPE_CHECKING:
+    from trainkit.cluster.site_facts import SiteFacts
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse and call the verb."""
+    parser = cli.Parser("cluster", __doc__ or "")
+    parser.add_argument("verb", choices=tuple(VERBS), metavar="|".join(VERBS), help="what to do")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="`discover --help` lists its flags")
+    args = parser.parse_args(argv)
+    return VERBS[args.verb](args.rest, env)
+
+
+def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("cluster discover", "Ask this site what it is, and write its profile.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the profile (default: the cluster's own)")
+    parser.add_argument("--force", action="store_true", help="replace a profile of that name")
+    args = parser.parse_args(argv)
+    from trainkit.cluster.discover import ask_site
+    from trainkit.cluster.site_facts import to_profile
+    from trainkit.cluster.site_text import lines
+    from trainkit.config.presets import OWN
+
+    if args.name is not None:
+        _require_free(OWN / "clusters" / f"{_plain(args.name)}.yaml", force=args.force)
+    facts = _require_slurm(ask_site(env))
+    path = OWN / "clusters" / f"{args.name or _plain(facts.cluster or 'site')}.yaml"
+    _require_free(path, force=args.force)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_profile(facts), encoding="utf-8")
+    print("\n".join(lines(facts)))
+    print(f"\nWritten to {path}; use it with --cluster {path.stem}, or export TRAINKIT_CLUSTER={path.stem}.")
+    return 0
+
+
+def _show(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("cluster show", "What is known of a site.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a profile (default: ask this site now; write nothing)")
+    args = parser.parse_args(argv)
+    from trainkit.cluster.discover import ask_site
+    from trainkit.cluster.site_facts import read_facts
+    from trainkit.cluster.site_text import lines
+
+    if args.name is None:
+        print("\n".join(lines(_require_slurm(ask_site(env)))))
+        return 0
+    from trainkit.config.presets import find_profile, profile_layer
+
+    print(f"{find_profile(args.name)}")
+    for key, (value, _) in profile_layer(args.name).items():
+        print(f"  {key} = {value}")
+    known = read_facts(args.name)
+    if known is None:
+        print("  nothing is known of the site itself: `python -m jobs.cluster discover` there finds it out")
+    else:
+        print("\n".join(lines(known)))
+    return 0
+
+
+VERBS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {"discover": _discover, "show": _show}
+
+
+def _require_slurm(facts: SiteFacts) -> SiteFacts:
+    if facts.partitions or facts.version:
+        return facts
+    raise RefusedError(
+        "There is no SLURM here to describe.",
+        why=f"{'; '.join(facts.gaps)}.",
+        fix="Do this on a login node of the cluster.",
+    )
+
+
+def _plain(name: str) -> str:
+    """A name that can be a file's."""
+    if not re.fullmatch(r"[\w][\w.-]*", name):
+        raise UserError(
+            f"{name!r} cannot be the name of a profile.",
+            why="It becomes the name of a file: letters, digits, '-', '_' and '.'.",
+            fix="For example: python -m jobs.cluster discover mysite.",
+        )
+    return name
+
+
+def _require_free(path: Path, *, force: bool) -> None:
+    if path.exists() and not force:
+        raise UserError(
+            f"There is a profile {path} already.",
+            why="Somebody may have written settings into it.",
+            fix="Give another name, or --force to replace it.",
+        )
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,54 @@
+"""``python -m jobs.cluster discover|show``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Command = Callable[..., Any]
+
+
+def test_discover_writes_a_profile_that_submit_takes(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    done = command("cluster", "discover", "mine")
+    assert done.code == 0, done.err
+    assert "use it with --cluster mine" in done.out
+    assert "not known   scontrol show config" not in done.out
+    assert (tmp_path / "configs/clusters/mine.yaml").is_file()
+    dry = command("submit", "ddp", "--cluster", "mine", "--dry-run")
+    assert dry.code == 0, dry.err
+    assert "cluster profile configs/clusters/mine.yaml:3" in dry.err
+
+
+def test_discover_replaces_a_profile_only_with_force(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "configs/clusters/mine.yaml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("launch: {account: thesis}\n")
+    refused = command("cluster", "discover", "mine")
+    assert (refused.code, profile.read_text()) == (2, "launch: {account: thesis}\n")
+    assert command("cluster", "discover", "mine", "--force").code == 0
+    assert "site:" in profile.read_text()
+
+
+def test_show_writes_nothing(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    done = command("cluster", "show")
+    assert done.code == 0
+    assert "main*  2 x 8 CPUs, 4 GPUs  no time limit" in done.out
+    assert not (tmp_path / "configs").exists()
+
+
+def test_show_says_what_a_profile_sets(command: Command) -> None:
+    done = command("cluster", "show", "devcluster")
+    assert done.code == 0
+    assert "launch.partition = main" in done.out
+    assert "jobs.cluster discover" in done.out
+
+
+def test_without_slurm_there_is_nothing_to_discover(command: Command, no_slurm: dict[str, str]) -> None:
+    done = command("cluster", "discover")
+    assert done.code == 3
+    assert "there is no scontrol on this machine" in done.err
+
+
+def test_a_profile_that_cannot_be_a_file_is_refused(command: Command, fake_slurm: Path) -> None:
+    assert command("cluster", "discover", "../mine").code == 2

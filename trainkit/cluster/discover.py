@@ -1,0 +1,142 @@
+"""Asking a site what it is: ``scontrol``, ``sinfo``, ``sacctmgr`` and this machine. What nobody answers is a gap.
+
+At most six calls to the scheduler. Text formats only: SLURM's JSON differs between its versions.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainkit.cluster import discover_read as read
+from trainkit.cluster.site import Partition, read_nodes, read_partitions
+from trainkit.cluster.site_facts import Dialect, SiteFacts, facts_of
+
+SECONDS = 20
+_CONTAINERS = ("apptainer", "singularity", "enroot", "docker", "podman")
+_MODULES = re.compile(r"(python|py-?torch|torch|cuda|cudnn|nccl|conda|mamba|apptainer|singularity|uv)\b", re.I)
+_MOST_MODULES = 40
+
+
+def ask_site(env: Mapping[str, str]) -> SiteFacts:
+    """Everything that this machine and SLURM's commands tell about the site."""
+    ask = _Ask(env)
+    config = read.config(ask("scontrol", "show", "config"))
+    partitions = _partitions(ask)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    fields = "format=" + ",".join(read.ACCOUNT_FIELDS)
+    associations = ask("sacctmgr", "-nP", "show", "user", user, "withassoc", fields)
+    qos = ask("sacctmgr", "-nP", "show", "qos", "format=Name,MaxWall,MaxTRESPU") if associations else ""
+    enforced = config.get("AccountingStorageEnforce")
+    return SiteFacts(
+        cluster=config.get("ClusterName", ""),
+        version=config.get("SLURM_VERSION", ""),
+        gpu_dialect=_dialect(config, partitions),
+        partitions=tuple(facts_of(partition) for partition in partitions),
+        accounts=read.accounts(associations, config.get("ClusterName", "")),
+        qos=read.qos(qos),
+        accounts_enforced=None if enforced is None else enforced.lower() not in ("none", "(null)", ""),
+        max_array_size=read.leading_number(config.get("MaxArraySize", "")),
+        kill_wait_seconds=read.leading_number(config.get("KillWait", "")),
+        preemption=read.preemption(config),
+        containers=_containers(ask),
+        modules=_modules(ask),
+        shared_folders=read.shared_folders(_mounts()),
+        gaps=tuple(ask.gaps),
+    )
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """Runs a command; an empty answer, and a line in ``gaps``, if it is not there or refuses."""
+
+    env: Mapping[str, str]
+    gaps: list[str] = field(default_factory=list)
+
+    def __call__(self, *command: str) -> str:
+        words = " ".join(command[:3] if command[0] == "scontrol" else command[:4])
+        if self.where(command[0]) is None:
+            self.gaps.append(f"{words}: there is no {command[0]} on this machine")
+            return ""
+        done = self.run(command)
+        if isinstance(done, str):
+            self.gaps.append(f"{words}: {done}")
+            return ""
+        if done.returncode:
+            said = [" ".join(line.split()) for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+            self.gaps.append(f"{words}: {said[-1] if said else f'exit code {done.returncode}'}")
+            return ""
+        return done.stdout
+
+    def where(self, program: str) -> str | None:
+        return shutil.which(program, path=self.env.get("PATH"))
+
+    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str] | str:
+        """What it came to, or in words why it came to nothing."""
+        try:
+            return subprocess.run(
+                command, env=dict(self.env), capture_output=True, text=True, errors="replace", timeout=SECONDS,
+                check=False, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"no answer within {SECONDS} s"
+        except OSError as error:
+            return str(error)
+
+
+def _partitions(ask: _Ask) -> tuple[Partition, ...]:
+    """From scontrol; from sinfo, which knows less, where a site does not let its users ask that."""
+    told = ask("scontrol", "show", "partition", "-o")
+    nodes = read_nodes(ask("scontrol", "show", "node", "-o")) if told else {}
+    if nodes:
+        return read_partitions(told, nodes)
+    return read.sinfo(ask("sinfo", "-h", "-e", "-o", read.SINFO_FORMAT))
+
+
+def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dialect:
+    """How GPUs are asked for. --gpus-per-node needs select/cons_tres, which came with 19.05."""
+    nodes = [node for partition in partitions for node in partition.nodes]
+    if any(node.gpus for node in nodes):
+        return "gpus-per-node" if config.get("SelectType", "select/cons_tres") == "select/cons_tres" else "gres"
+    return "constraint" if any("gpu" in node.features for node in nodes) else "gpus-per-node"
+
+
+def _containers(ask: _Ask) -> tuple[str, ...]:
+    """Programs that are here; pyxis adds its own options to srun, and says so in srun's help."""
+    found = [name for name in _CONTAINERS if ask.where(name)]
+    if ask.where("srun"):
+        done = ask.run(("srun", "--help"))
+        if not isinstance(done, str) and "--container-image" in done.stdout + done.stderr:
+            found.insert(0, "pyxis")
+    return tuple(found)
+
+
+def _modules(ask: _Ask) -> tuple[str, ...]:
+    """Modules that training may need, as Lmod or Environment Modules list them; () where there are none."""
+    home = ask.env.get("MODULESHOME", "")
+    programs = [ask.env.get("LMOD_CMD", ""), f"{home}/libexec/modulecmd.tcl", f"{home}/bin/modulecmd"]
+    program = next((item for item in programs if item and os.access(item, os.X_OK)), None)
+    if program is None:
+        return ()
+    done = ask.run((program, "bash", "-t", "avail"))
+    if isinstance(done, str):
+        ask.gaps.append(f"module avail: {done}")
+        return ()
+    names = [line.strip().removesuffix("(default)") for line in done.stderr.splitlines()]
+    wanted = [name for name in names if _MODULES.match(name.rpartition("/")[0].rpartition("/")[2] or name)]
+    if len(wanted) > _MOST_MODULES:
+        ask.gaps.append(f"module avail: the first {_MOST_MODULES} of {len(wanted)}")
+    return tuple(wanted[:_MOST_MODULES])
+
+
+def _mounts() -> str:
+    try:
+        return Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
