@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from jobs import cli
 from trainkit.checking import check
 from trainkit.config import loading
 from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.launch import containers
+from trainkit.launch.environment import scrubbed
 from trainkit.launch.node import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.ranks.env import RankEnv
@@ -45,7 +50,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "launch.executor": ("local", "launch"),
         "launch.nodes": (args.nodes, "--nodes"),
     }
-    for key in ("gpus_per_node", "ntasks_per_node"):
+    for key in ("gpus_per_node", "ntasks_per_node", "container_image"):
         if (value := getattr(args, key)) is not None:
             flags[f"launch.{key}"] = (value, "--" + key.replace("_", "-"))
     loaded = loading.load(args.preset, args.overrides, flags=flags)
@@ -56,7 +61,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     node = Node(args.node_rank, plan, _master_addr(args), args.master_port, _secret(args, env))
     # Read back by the very function that the ranks use: a mistake here would be theirs.
     RankEnv.from_mapping(node.rank_variables(0))
+    if args.dry_run:
+        path = existing.path if existing is not None else _new_path(loaded, args, env)
+        print("\n".join(_commands(path, node, env)))
+        return 0
     run = existing or _new_run(loaded, args, plan, argv, env)
+    if plan.container is not None:
+        return _in_container(run, node, env)
     last = node.first_rank + plan.ntasks_per_node - 1
     ranks = f"ranks {node.first_rank} to {last} of {plan.world_size}"
     print(f"Node {node.node_rank}: {ranks}; run folder {run.path}", flush=True)
@@ -80,6 +91,44 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
+def _commands(run: Path, node: Node, env: Mapping[str, str]) -> list[str]:
+    """What is started on this node, one line each: its container, or its ranks. Without the secret."""
+    plan = node.plan
+    if plan.container is not None:
+        return [shlex.join(_container_command(run, node, env))]
+    train = [sys.executable, "-u", "-m", "jobs.train", str(run)]
+    places = [node.rank_variables(rank) for rank in range(plan.ntasks_per_node)]
+    return [shlex.join([*(f"{key}={value}" for key, value in place.items()), *train]) for place in places]
+
+
+def _container_command(run: Path, node: Node, env: Mapping[str, str]) -> list[str]:
+    """This very command again, in the container, on the run that is written by now."""
+    plan = node.plan
+    assert plan.container is not None
+    before = containers.node_command(
+        plan.container, (run, Path.cwd()), Path.cwd(), run / "code", env, gpus=plan.gpus_per_node > 0
+    )
+    again = ["-m", "jobs.launch", str(run), "--allow-code", "--container-image", "none"]
+    again += ["--nodes", str(plan.nodes), "--node-rank", str(node.node_rank)]
+    again += ["--gpus-per-node", str(plan.gpus_per_node), "--ntasks-per-node", str(plan.ntasks_per_node)]
+    return [*before, *again, "--master-addr", node.master_addr, "--master-port", str(node.master_port)]
+
+
+def _in_container(run: RunDir, node: Node, env: Mapping[str, str]) -> NoReturn:
+    """Become the container's command: its signals, its output and its exit code are this command's."""
+    words = _container_command(run.path, node, env)
+    print(f"Node {node.node_rank}: {shlex.join(words)}", flush=True)
+    inside = scrubbed(env) | {"TRAINKIT_SECRET": node.secret}
+    try:
+        os.execvpe(words[0], words, inside)
+    except OSError as error:
+        raise RefusedError(
+            f"Cannot start {words[0]}.",
+            why=f"{error.strerror}; launch.container_image={node.plan.container and node.plan.container.image}.",
+            fix=f"Install {words[0]}, set launch.container_runtime, or train without: --container-image none.",
+        ) from None
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = cli.Parser("launch", DESCRIPTION)
     parser.add_argument("preset", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
@@ -97,6 +146,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--secret", metavar="WORD", help="only ranks that know it may join (node 0 makes one up)")
     parser.add_argument("--secret-file", type=Path, metavar="FILE", help="the same, from a file")
     parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make on this node")
+    parser.add_argument("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started here; write nothing")
     cli.add_allow_code_flag(parser)
     return parser.parse_intermixed_args(list(argv))
 
@@ -171,12 +222,17 @@ def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     return made_up
 
 
+def _new_path(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Path:
+    folder: Path = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
+    return folder
+
+
 def _new_run(
     loaded: loading.Loaded, args: argparse.Namespace, plan: Plan, argv: Sequence[str], env: Mapping[str, str]
 ) -> RunDir:
     from trainkit.launch import submission
 
-    path = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
+    path = _new_path(loaded, args, env)
     command = ["python", "-m", "jobs.launch", *argv]
     if args.secret:
         command = [word.replace(args.secret, HIDDEN) for word in command]

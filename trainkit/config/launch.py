@@ -58,6 +58,18 @@ class LaunchConfig(Section):
     """Whether compute nodes reach the internet; false keeps W&B and model hubs offline there."""
     setup: tuple[str, ...] = ()
     """Shell lines before the job starts: module load, source ..."""
+    modules: tuple[str, ...] = ()
+    """Environment modules that a batch job loads first: [cuda/12.4]."""
+    environment: str | None = None
+    """The Python of a batch job. null: the one that submits; venv:FOLDER, conda:NAME, uv:PROJECT."""
+    container_image: str | None = None
+    """Run the ranks in a container: image.sif, image.sqsh, nvcr.io#nvidia/pytorch:25.01-py3, docker://..."""
+    container_runtime: Literal["auto", "pyxis", "apptainer", "docker"] = "auto"
+    """auto: apptainer for .sif files and URLs; of the rest pyxis on SLURM, docker without (jobs.launch)."""
+    container_mounts: tuple[str, ...] = ()
+    """Further folders that it sees, SOURCE:TARGET[:ro]; those of run, submission and data it sees anyway."""
+    container_python: str = "python3"
+    """The interpreter inside, which has torch and the other packages that trainkit needs."""
     sbatch: dict[str, str] = {}  # noqa: RUF012  pydantic copies defaults
     """Further sbatch options without their dashes: {comment: thesis}."""
     srun: dict[str, str] = {}  # noqa: RUF012
@@ -116,6 +128,18 @@ class LaunchConfig(Section):
         if not all(re.fullmatch(r"[A-Za-z][\w-]*", key) for key in value):
             raise ValueError("options without their dashes, as in {comment: thesis}")
         return value
+
+    @field_validator("environment")
+    @classmethod
+    def _is_an_environment(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"(venv|conda|uv):.+", value):
+            raise ValueError("venv:FOLDER, conda:NAME or uv:PROJECT")
+        return value
+
+    @field_validator("container_image")
+    @classmethod
+    def _or_none(cls, value: str | None) -> str | None:
+        return None if value in ("", "none") else value  # against a profile's or a run's own
 
     @model_validator(mode="after")
     def _combinations(self) -> LaunchConfig:

@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 
 from trainkit.errors import UserError
+from trainkit.launch import containers
+from trainkit.launch.environment import activation, module_lines
 from trainkit.launch.plan import Plan
 
 # `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout
@@ -33,15 +35,16 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH --{item.name}" + _value(item.value) for item in plan.directives]
     lines += ["", "set -euo pipefail", f"cd {shlex.quote(str(cwd))}"]
-    if plan.setup:
+    activate, interpreter = activation(plan.environment, cwd, python)
+    if setup := [*module_lines(plan.modules), *plan.setup, *activate]:
         # Site set-up scripts (module, conda) are not written for `set -u`.
-        lines += ["", "set +u", *plan.setup, "set -u"]
+        lines += ["", "set +u", *setup, "set -u"]
     lines += [
         "",
         f"export TRAINKIT_RUN_DIR={run}",
         "# The snapshot of the code, and not what lies in the folder of the submission by now.",
         'export PYTHONPATH="$TRAINKIT_RUN_DIR/code${PYTHONPATH:+:$PYTHONPATH}"',
-        f'job() {{ (cd "$TRAINKIT_RUN_DIR/code" && {shlex.quote(python)} -m trainkit.launch.batch_job "$@"); }}',
+        f'job() {{ (cd "$TRAINKIT_RUN_DIR/code" && {interpreter} -m trainkit.launch.batch_job "$@"); }}',
         "begun=$(job begin)",
         'eval "$begun"  # the attempt, where its ranks meet, and their secret',
         'logs="$TRAINKIT_RUN_DIR/logs/$TRAINKIT_ATTEMPT"',
@@ -56,13 +59,21 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
     if not plan.gpus_per_node:
         lines += ["# On the CPU, also where SLURM does not hide the GPUs of a node.", "export CUDA_VISIBLE_DEVICES="]
     lines += ["export SUBMITIT_EXECUTOR=slurm"]
-    lines += _srun(plan, run_path, python)
+    lines += _srun(plan, run_path, cwd, interpreter)
     lines += ["", "# What was handed back is queued again; the exit code is the job's.", _END[plan.requeue]]
     return "\n".join(lines) + "\n"
 
 
-def _srun(plan: Plan, run_path: Path, python: str) -> list[str]:
-    extra = [f"--{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in plan.srun]
+def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
+    options, before, shell = list(plan.srun), [], "bash"
+    if plan.container is not None:
+        folders, shell = (run_path, cwd), "sh"  # an image may have no other
+        options += containers.srun_options(plan.container, folders, cwd)
+        outside = containers.command(plan.container, folders, cwd, gpus=plan.gpus_per_node > 0)
+        before = [shlex.join(outside)] if outside else []
+        before += [shlex.join(containers.inside()) + ' PYTHONPATH="$TRAINKIT_RUN_DIR/code"']
+        interpreter = shlex.quote(plan.container.python)
+    extra = [f"--{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in options]
     return [
         "",
         "# A preemption signals this shell too: it must outlive that, to requeue the job. SLURM signals the ranks.",
@@ -72,8 +83,9 @@ def _srun(plan: Plan, run_path: Path, python: str) -> list[str]:
         "srun --kill-on-bad-exit=1 --cpus-per-task=\"$SRUN_CPUS_PER_TASK\" --unbuffered \\",
         *[f"    {option} \\" for option in extra],
         '    --output="${logs//%/%%}/rank-%t.out" --error="${logs//%/%%}/rank-%t.err" \\',
-        "    bash -c 'trap \"\" USR2 TERM; exec \"$@\"' rank \\",
-        f"    {shlex.quote(python)} -u -c {shlex.quote(TASK)} {shlex.quote(str(run_path / '.submitit'))} || rc=$?",
+        f"    {shell} -c 'trap \"\" USR2 TERM; exec \"$@\"' rank \\",
+        *[f"    {words} \\" for words in before],
+        f"    {interpreter} -u -c {shlex.quote(TASK)} {shlex.quote(str(run_path / '.submitit'))} || rc=$?",
     ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from trainkit.config.loading import Loaded
 from trainkit.config.times import time_minutes
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
+from trainkit.launch.containers import Container, container_of
 from trainkit.launch.resources import (
     DERIVED,
     FIXED,
@@ -55,6 +56,9 @@ class Plan:
     directives: tuple[Decision, ...]
     srun: tuple[tuple[str, str], ...] = ()
     setup: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    environment: str | None = None
+    container: Container | None = None
 
     @property
     def world_size(self) -> int:
@@ -112,7 +116,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     launch = loaded.config.launch
     require_ranks(loaded)
     executor = decide_executor(loaded, site)
-    partition = chosen_partition(loaded, site) if executor.value == "slurm" else None
+    on_slurm = executor.value == "slurm"
+    partition = chosen_partition(loaded, site) if on_slurm else None
     nodes = decide_nodes(loaded, site, executor.value, partition)
     gpus = decide_gpus(loaded, site, executor.value, partition, nodes.value)
     tasks = decide_tasks(loaded, executor.value, gpus.value)
@@ -120,11 +125,17 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     time = decide_time(loaded, executor.value, partition)
     time_limit = round(time_minutes(time.value) * 60)
     lead = launch.model_copy(update={"time": time.value}).lead_seconds()
+    container = container_of(launch, loaded.config.data.root, on_slurm=on_slurm)
     by_default = "" if launch.signal_seconds else "90 s, or a third of a short limit"
     decided = [executor, nodes, gpus, tasks, cpus, time]
     decided += [Decision("signal_seconds", lead, loaded.source("launch.signal_seconds"), by_default)]
     decided += [Decision("world_size", nodes.value * tasks.value, DERIVED, f"{nodes.value} x {tasks.value} ranks")]
     decided += _batch(loaded, nodes.value * tasks.value)
+    if launch.environment is not None and on_slurm:
+        decided += [Decision("environment", launch.environment, loaded.source("launch.environment"))]
+    if container is not None:
+        source, by = loaded.source("launch.container_image"), f"run by {container.runtime}"
+        decided += [Decision("container_image", container.image, source, by)]
     if partition is not None and launch.partition is None:
         decided += [Decision("partition", partition.name, Source("discovered", "scontrol"), "the site's default")]
     elif executor.value == "slurm" and site.unknown:
@@ -148,6 +159,9 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         else (),
         srun=tuple(sorted(launch.srun.items())),
         setup=launch.setup,
+        modules=launch.modules,
+        environment=launch.environment,
+        container=container,
     )
 
 

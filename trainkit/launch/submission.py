@@ -101,7 +101,14 @@ def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
 
 
 def require_executor(plan: Plan, site: Site) -> None:
-    """Refuse to submit to a SLURM that is not here."""
+    """Refuse to submit to a SLURM that is not here, and what only SLURM or `jobs.launch` can run."""
+    if plan.executor != "slurm" and plan.container is not None:
+        raise RefusedError(
+            "A container is for SLURM jobs and for jobs.launch.",
+            why=f"The run would be {plan.executor}, and launch.container_image is {plan.container.image}.",
+            fix="Add --container-image none, or start it with `python -m jobs.launch`.",
+            key="launch.container_image",
+        )
     if plan.executor == "slurm" and not site.slurm:
         raise RefusedError(
             "There is no SLURM on this machine.",

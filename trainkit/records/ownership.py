@@ -19,7 +19,10 @@ from trainkit.records.rundir import RunDir
 
 # What a configuration makes a machine do beyond training: functions to import, shell lines and flags of commands, a
 # file that holds such lines, and weights in a format that timm may unpickle.
-_CODE = ("launch.setup", "launch.sbatch", "launch.srun", "launch.cluster")
+_CODE = (
+    *("launch.setup", "launch.sbatch", "launch.srun", "launch.cluster"),
+    *("launch.modules", "launch.environment", "launch.container_image", "launch.container_mounts"),
+)
 _PICKLES = ("model.checkpoint_path", "model.pretrained_cfg", "model.pretrained_cfg_overlay")
 _OWN_WORDS = ("flag", "override", "environment")
 

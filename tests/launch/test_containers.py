@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.cluster.site import Site
+from trainkit.config.loading import Loaded
+from trainkit.errors import UserError
+from trainkit.launch.batch_script import TASK, batch_script
+from trainkit.launch.containers import Container, node_command, srun_options
+from trainkit.launch.environment import activation
+from trainkit.launch.plan import Plan, make_plan
+
+Load = Callable[..., Loaded]
+GOLDEN = Path(__file__).with_name("golden")
+CASES: dict[str, dict[str, Any]] = {
+    "venv": {"environment": "venv:envs/vision"},
+    "conda": {"environment": "conda:vision"},
+    "uv": {"environment": "uv:/home/me/vision"},
+    "modules": {"modules": ("cuda/12.4", "python/3.12"), "setup": ("ulimit -c 0",), "environment": "venv:~/vision"},
+    "pyxis": {"container_image": "nvcr.io#nvidia/pytorch:25.01-py3", "srun": {"mpi": "pmix"}},
+    "apptainer": {"container_image": "/images/torch.sif", "container_mounts": ("/scratch", "/work/me:/data:ro")},
+    "apptainer-cpu": {"container_image": "docker://python:3.12", "gpus_per_node": 0, "container_python": "/opt/py"},
+}
+
+
+@pytest.fixture
+def script(loaded: Load, gpu_site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.setenv("HOME", "/home/me")
+
+    def make(**flags: Any) -> str:
+        run = Path("/home/me/runs/ddp-0001")
+        plan = make_plan(loaded(**{"gpus_per_node": 4, **flags}), gpu_site, run)
+        assert Plan.from_json(plan.to_json()) == plan
+        return batch_script(plan, run, cwd=Path("/home/me/my project"), python="/home/me/.venv/bin/python")
+
+    return make
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_environment_changes_these_lines_of_the_script_and_no_others(script: Callable[..., str], name: str) -> None:
+    plain = script(gpus_per_node=CASES[name].get("gpus_per_node", 4))
+    lines = difflib.unified_diff(plain.splitlines(), script(**CASES[name]).splitlines(), lineterm="", n=0)
+    changes = "".join(f"{line}\n" for line in list(lines)[2:] if not line.startswith("@@"))
+    changes = changes.replace(shlex.quote(TASK), "TASK")
+    golden = GOLDEN / f"{name}.diff"
+    if os.environ.get("WRITE_GOLDEN"):
+        golden.write_text(changes)
+    assert changes == golden.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bash_and_shellcheck_find_no_fault_in_any_environment(script: Callable[..., str], name: str) -> None:
+    text = script(**CASES[name])
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([shellcheck, "-"], input=text, text=True, capture_output=True, check=False)
+    assert done.stdout == ""
+
+
+def run_lines(lines: list[str], word: str, **env: str) -> str:
+    """What the interpreter that the lines lead to says of itself, or the shell's complaint."""
+    text = "\n".join(["set -eo pipefail", *lines, "set -u", f"{word} -c 'import sys; print(sys.prefix)'"])
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or done.stderr.strip()
+
+
+def test_a_virtual_environment_is_the_shells_and_the_jobs(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "my env"], check=True)
+    lines, word = activation("venv:my env", tmp_path, "/elsewhere/python")
+    assert run_lines([*lines, "python -c ''"], word, PATH=os.environ["PATH"]) == str(tmp_path / "my env")
+
+
+@pytest.mark.parametrize(("name", "asked"), [("vision", "vision"), ("envs/vision", "{cwd}/envs/vision")])
+def test_conda_activates_by_its_own_hook_and_is_found_without_a_login_shell(
+    tmp_path: Path, name: str, asked: str
+) -> None:
+    hook = f'conda() {{ [ "$*" = "activate {asked.format(cwd=tmp_path)}" ] && export CONDA_PREFIX={tmp_path}; }}'
+    conda = tmp_path / "miniforge" / "conda"
+    conda.parent.mkdir()
+    conda.write_text(f"#!/bin/bash\n[ \"$*\" = 'shell.bash hook' ] && echo '{hook}'\n")
+    conda.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/bin/bash\necho python of $CONDA_PREFIX\n")
+    python.chmod(0o755)
+    lines, word = activation(f"conda:{name}", tmp_path, "/elsewhere/python")
+    assert run_lines(lines, word, PATH=os.environ["PATH"], CONDA_EXE=str(conda)) == f"python of {tmp_path}"
+
+
+def test_a_conda_that_is_not_there_ends_the_script(tmp_path: Path) -> None:
+    lines, word = activation("conda:vision", tmp_path, sys.executable)
+    assert "conda: command not found" in run_lines(lines, word, PATH="/usr/bin:/bin")
+
+
+def test_uv_is_asked_once_and_changes_nothing(tmp_path: Path) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(
+        f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\nshift 4\n[ "$1" = python ] && shift\n{sys.executable} "$@"\n'
+    )
+    uv.chmod(0o755)
+    lines, word = activation("uv:project", tmp_path, "/elsewhere/python")
+    assert run_lines(lines, word, PATH=f"{tmp_path}:{os.environ['PATH']}") == sys.prefix
+    assert (tmp_path / "calls").read_text().startswith(f"run --project {tmp_path}/project --no-sync python -c")
+
+
+def test_modules_are_loaded_also_where_the_batch_shell_does_not_know_the_command(script: Callable[..., str]) -> None:
+    text = script(modules=("cuda/12.4",))
+    begin, end = text.index("set +u"), text.index("set -u\n\n")
+    lines = text[begin:end].replace("/etc/profile.d/{z00_lmod,lmod,modules}.sh", "./lmod.sh")
+    Path("lmod.sh").write_text('module() { echo "module $*"; }\nfalse\n')
+    done = subprocess.run(["bash", "-ec", lines], capture_output=True, text=True, check=True)
+    assert done.stdout == "module load cuda/12.4\n"
+
+
+@pytest.mark.parametrize("value", ["vision", "conda:", "docker:x"])
+def test_an_environment_of_no_known_kind_is_refused(loaded: Load, value: str) -> None:
+    with pytest.raises(UserError, match="venv:FOLDER, conda:NAME or uv:PROJECT"):
+        loaded(environment=value)
+
+
+@pytest.mark.parametrize(
+    ("image", "runtime", "executor", "chosen"),
+    [
+        ("t.sif", "auto", "slurm", "apptainer"),
+        ("docker://python:3.12", "auto", "slurm", "apptainer"),
+        ("/images/torch.sqsh", "auto", "slurm", "pyxis"),
+        ("nvcr.io#nvidia/pytorch:25.01-py3", "auto", "slurm", "pyxis"),
+        ("python:3.12", "apptainer", "slurm", "apptainer"),
+        ("nvcr.io/nvidia/pytorch:25.01-py3", "auto", "local", "docker"),
+        ("t.sif", "auto", "local", "apptainer"),
+        ("t.sif", "docker", "slurm", None),
+        ("t.sif", "pyxis", "local", None),
+    ],
+)
+def test_who_runs_an_image(
+    loaded: Load, gpu_site: Site, image: str, runtime: str, executor: str, chosen: str | None
+) -> None:
+    config = loaded(container_image=image, container_runtime=runtime, executor=executor, gpus_per_node="auto")
+    if chosen is None:
+        with pytest.raises(UserError, match=f"container_runtime={runtime} does not run"):
+            make_plan(config, gpu_site, Path("run"))
+        return
+    container = make_plan(config, gpu_site, Path("run")).container
+    assert container is not None
+    assert container.runtime == chosen
+
+
+def test_data_in_a_folder_is_mounted_and_what_lies_in_another_mount_only_once(
+    loaded: Load, gpu_site: Site, tmp_path: Path
+) -> None:
+    (tmp_path / "sets").mkdir()
+    run, cwd = tmp_path / "home" / "runs" / "ddp-0001", tmp_path / "home"
+    for root, mounts in (("sets", [f"{tmp_path}/home", f"{tmp_path}/sets"]), ("nowhere", [f"{tmp_path}/home"])):
+        config = loaded(f"data.root={root}", container_image="t.sqsh")
+        container = make_plan(config, gpu_site, run).container
+        assert container is not None
+        given = dict(srun_options(container, (run, cwd), cwd))["container-mounts"]
+        assert given == ",".join(f"{path}:{path}" for path in mounts)
+
+
+def test_a_folder_that_mounts_cannot_name_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot be mounted"):
+        srun_options(Container("pyxis", "x", (), "python3"), (Path("/a,b"),), Path("/a,b"))
+
+
+def test_no_container_takes_back_what_a_profile_says(loaded: Load) -> None:
+    assert loaded(container_image="none").config.launch.container_image is None
+
+
+def test_docker_is_given_names_of_variables_and_never_their_values() -> None:
+    env = {"WANDB_API_KEY": "k-123", "NCCL_DEBUG": "INFO", "HF_HOME": "/home/me/hf", "HOME": "/home/me", "RANK": "3"}
+    run = Path("/runs/ddp-0001")
+    words = node_command(
+        Container("docker", "torch:2", (), "python3"), (run, Path("/w")), Path("/w"), run / "code", env, gpus=True
+    )
+    line = " ".join(words)
+    assert "docker run --rm --gpus all --net=host --ipc=host --pid=host " in line
+    for variable in ("WANDB_API_KEY", "NCCL_DEBUG", "TRAINKIT_SECRET"):
+        assert f"--env {variable} " in line
+    assert "k-123" not in line
+    assert "HF_HOME" not in line
+    assert line.endswith(f"torch:2 env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE PYTHONNOUSERSITE=1 "
+                         f"PYTHONPATH={run}/code python3")  # fmt: skip
