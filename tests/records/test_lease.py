@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +59,14 @@ def test_a_second_writer_is_refused_and_told_who_holds_it(run: RunDir, held: Exi
     held.enter_context(lease_on(run, me(job_id="4711")))
     with pytest.raises(UserError, match=rf"job 4711, process {os.getpid()} on .*, attempt 0"), lease_on(run, me()):
         pass
+
+
+def test_a_holder_is_named_by_its_job_its_process_and_its_attempt() -> None:
+    here = Holder.me()
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    assert str(here) == process
+    assert str(replace(here, attempt=0)) == f"{process}, attempt 0"
+    assert str(Holder.me(job_id="7", attempt=2)) == f"job 7, {process}, attempt 2"
 
 
 def test_it_is_free_again_after_its_holder_has_left(run: RunDir) -> None:
@@ -115,6 +126,19 @@ def test_an_earlier_attempt_does_not_take_over_from_a_later_one(run: RunDir, hel
         held.enter_context(lease_on(run, me(job_id="7", attempt=0), patience=5.0))
 
 
+@pytest.mark.parametrize("mine", [{"job_id": "8", "attempt": 1}, {"job_id": "7", "attempt": 0}, {"job_id": "7"}])
+def test_only_a_later_attempt_of_the_same_job_takes_over(run: RunDir, held: ExitStack, mine: dict[str, Any]) -> None:
+    held.enter_context(lease_on(run, elsewhere(job_id="7", attempt=0)))
+    with pytest.raises(UserError):
+        held.enter_context(lease_on(run, replace(Holder.me(), **mine), patience=0.0))
+
+
+def test_a_job_number_that_both_lack_is_not_the_same_job(run: RunDir, held: ExitStack) -> None:
+    held.enter_context(lease_on(run, elsewhere(attempt=0)))
+    with pytest.raises(UserError):
+        held.enter_context(lease_on(run, me(attempt=1), patience=0.0))
+
+
 def test_what_the_scheduler_knows_to_be_dead_is_not_waited_for(run: RunDir, held: ExitStack) -> None:
     held.enter_context(lease_on(run, elsewhere(job_id="7")))
     held.enter_context(lease_on(run, me(), is_dead=lambda other: other.job_id == "7", patience=0.0)).check()
@@ -145,13 +169,83 @@ def test_a_lease_that_was_removed_is_lost(run: RunDir) -> None:
             lease.check()
 
 
-def test_a_lease_that_nobody_can_read_expires_like_any_other(run: RunDir) -> None:
-    run.lease.write_text("[1, 2")
-    with pytest.raises(UserError, match="an unknown machine"), lease_on(run, me(), patience=0.0):
+def test_one_that_is_being_replaced_is_looked_at_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lease_on(run, me()) as lease:
+        aside = run.lease.rename(run.path / "aside")
+        monkeypatch.setattr(module.time, "sleep", lambda seconds: aside.rename(run.lease))
+        lease.check()
+
+
+def test_one_that_was_removed_is_neither_renewed_nor_released(run: RunDir) -> None:
+    with lease_on(run, me()) as lease:
+        run.lease.unlink()
+        lease._renew()
+    assert not run.lease.exists()
+
+
+def test_a_file_system_without_hard_links_will_do(
+    run: RunDir, held: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*names: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    held.enter_context(lease_on(run, me(job_id="7"))).check()
+    assert run.lease.stat().st_mode & 0o777 == 0o600
+    words = run.lease.read_bytes()
+    with pytest.raises(UserError, match="job 7"):
+        held.enter_context(lease_on(run, me()))
+    # Of two that found none, the second finds the first one's.
+    other = run.path / "other"
+    other.write_text("{}")
+    assert not module._put(other, run.lease)
+    assert run.lease.read_bytes() == words
+
+
+def test_the_lease_is_its_users_alone(run: RunDir, held: ExitStack) -> None:
+    held.enter_context(lease_on(run, me()))
+    assert run.lease.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("left_for", [0.0, 3600.0])
+def test_who_died_while_taking_over_hinders_others_for_a_while_only(run: RunDir, left_for: float) -> None:
+    with ExitStack() as dead:
+        dead.enter_context(lease_on(run, elsewhere()))
+        words = run.lease.read_text()
+    run.lease.write_text(words)
+    age(run, EXPIRY_SECONDS + 1)
+    right = run.path / f".lease-{json.loads(words)['token']}.over"
+    right.touch()
+    os.utime(right, (time.time() - left_for,) * 2)
+    took = threading.Event()
+
+    def take() -> None:
+        with lease_on(run, me(), patience=0.0):
+            took.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert took.wait(5.0 if left_for else 0.5) == bool(left_for)
+    right.unlink(missing_ok=True)
+    thread.join()
+    assert took.is_set()
+
+
+@pytest.mark.parametrize("words", ["[1, 2", "{}", '{"token": null, "attempt": "3"}'])
+def test_a_lease_that_nobody_can_read_expires_like_any_other(run: RunDir, words: str) -> None:
+    run.lease.write_text(words)
+    with pytest.raises(UserError) as refused, lease_on(run, me(), patience=0.0):
         pass
+    assert refused.value.what == f"{run.name} is being written by process 0 on an unknown machine."
     age(run, EXPIRY_SECONDS + 1)
     with lease_on(run, me(), patience=0.0) as lease:
         lease.check()
+
+
+def test_a_pipe_in_its_place_does_not_hang(run: RunDir) -> None:
+    os.mkfifo(run.lease)
+    with pytest.raises(UserError, match="an unknown machine"), lease_on(run, me(), patience=0.0):
+        pass
 
 
 def test_of_many_that_want_a_dead_ones_lease_exactly_one_gets_it(run: RunDir) -> None:
