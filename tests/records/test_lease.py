@@ -172,7 +172,7 @@ def test_a_lease_that_was_removed_is_lost(run: RunDir) -> None:
 def test_one_that_is_being_replaced_is_looked_at_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with lease_on(run, me()) as lease:
         aside = run.lease.rename(run.path / "aside")
-        monkeypatch.setattr(module.time, "sleep", lambda seconds: aside.rename(run.lease))
+        monkeypatch.setattr(time, "sleep", lambda seconds: aside.rename(run.lease))
         lease.check()
 
 
