@@ -14,13 +14,14 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from trainkit.cluster.site import Site, count_gpus
+from trainkit.cluster.site import Site
 from trainkit.config.layers import Source
 from trainkit.config.loading import Loaded
 from trainkit.config.times import time_minutes
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
 from trainkit.launch.containers import Container, container_of
+from trainkit.launch.gpus import decide_gpus, gpu_directives
 from trainkit.launch.resources import (
     DERIVED,
     FIXED,
@@ -28,7 +29,7 @@ from trainkit.launch.resources import (
     chosen_partition,
     decide_cpus,
     decide_executor,
-    decide_gpus,
+    decide_memory,
     decide_nodes,
     decide_tasks,
     decide_time,
@@ -121,7 +122,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     nodes = decide_nodes(loaded, site, executor.value, partition)
     gpus = decide_gpus(loaded, site, executor.value, partition, nodes.value)
     tasks = decide_tasks(loaded, executor.value, gpus.value)
-    cpus = decide_cpus(loaded, executor.value, partition, gpus.value, tasks.value)
+    cpus = decide_cpus(loaded, executor.value, partition, nodes.value, gpus.value, tasks.value)
+    memory = decide_memory(loaded, executor.value, partition, nodes.value, gpus.value)
     time = decide_time(loaded, executor.value, partition)
     time_limit = round(time_minutes(time.value) * 60)
     lead = launch.model_copy(update={"time": time.value}).lead_seconds()
@@ -136,6 +138,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     if container is not None:
         source, by = loaded.source("launch.container_image"), f"run by {container.runtime}"
         decided += [Decision("container_image", container.image, source, by)]
+    if executor.value == "slurm" and not launch.internet:
+        decided += [Decision("internet", False, loaded.source("launch.internet"), "W&B and model hubs stay offline")]
     if partition is not None and launch.partition is None:
         decided += [Decision("partition", partition.name, Source("discovered", "scontrol"), "the site's default")]
     elif executor.value == "slurm" and site.unknown:
@@ -154,11 +158,11 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         hang_seconds=launch.hang_seconds,
         requeue=launch.requeue,
         decisions=tuple(decided),
-        directives=_directives(loaded, run_path, points, nodes, gpus, tasks, cpus, time, lead)
+        directives=_directives(loaded, run_path, points, nodes, gpus, tasks, cpus, memory, time, lead)
         if executor.value == "slurm"
         else (),
         srun=tuple(sorted(launch.srun.items())),
-        setup=launch.setup,
+        setup=_offline(loaded, executor.value) + launch.setup,
         modules=launch.modules,
         environment=launch.environment,
         container=container,
@@ -194,7 +198,7 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
 
 def _directives(
     loaded: Loaded, run_path: Path, points: int, nodes: Decision, gpus: Decision, tasks: Decision, cpus: Decision,
-    time: Decision, lead: int,
+    memory: Decision | None, time: Decision, lead: int,
 ) -> tuple[Decision, ...]:  # fmt: skip
     launch = loaded.config.launch
     logs = f"{run_path}/%a/logs".replace("%a", "\0") if points > 1 else f"{run_path}/logs"
@@ -208,13 +212,11 @@ def _directives(
         )
     ]
     found += [nodes, tasks]
-    if launch.gres is not None:
-        found.append(Decision("gres", launch.gres, loaded.source("launch.gres")))
-    if gpus.value and not (launch.gres and count_gpus(launch.gres)):
-        found.append(gpus)
+    found += gpu_directives(loaded, gpus)
     found += [cpus] if cpus.value else []
     found.append(time)
-    for key in ("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "dependency",
+    found += [memory] if memory is not None else []
+    for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "dependency",
                 "mail_user", "mail_type"):  # fmt: skip
         if (value := getattr(launch, key)) is not None:
             found.append(Decision(key, value, loaded.source(f"launch.{key}")))
@@ -229,6 +231,13 @@ def _directives(
     replaced = {_flag(item.name) for item in extra}
     kept = [item for item in found if _flag(item.name) not in replaced]
     return tuple(dataclasses.replace(item, name=_flag(item.name)) for item in [*kept, *extra])
+
+
+def _offline(loaded: Loaded, executor: str) -> tuple[str, ...]:
+    """Shell lines of a job whose nodes have no way out: they would wait for W&B and model hubs until they gave up."""
+    if executor != "slurm" or loaded.config.launch.internet:
+        return ()
+    return ('export WANDB_MODE="${WANDB_MODE:-offline}" HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"',)
 
 
 def _flag(name: str) -> str:

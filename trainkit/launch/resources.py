@@ -1,11 +1,15 @@
-"""Resources of a launch, one decision at a time: what was asked for, what the site has, and who decided."""
+"""Resources of a launch, one decision at a time: what was asked for, what the site has, and who decided.
+
+GPUs have a file of their own (`trainkit.launch.gpus`).
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.cluster.site import Node, Partition, Site, count_gpus
+from trainkit.cluster.site import Node, Partition, Site
 from trainkit.config.layers import Source
 from trainkit.config.loading import Loaded
 from trainkit.config.times import slurm_time, time_minutes
@@ -89,6 +93,14 @@ def decide_nodes(loaded: Loaded, site: Site, executor: str, partition: Partition
         reason = f"{nodes} nodes are simulated on this machine" if nodes > 1 else ""
         return Decision("nodes", nodes, source, reason)
     if partition is not None:
+        if nodes < (partition.min_nodes or 1):
+            raise RefusedError(
+                f"{nodes} nodes are fewer than partition '{partition.name}' gives ({source}).",
+                why=f"Its jobs have at least {partition.min_nodes}.",
+                fix=f"Use --nodes {partition.min_nodes}"
+                + (" or another --partition." if len(site.partitions) > 1 else "."),
+                key="launch.nodes",
+            )
         total = len(partition.nodes)
         limit = min(partition.max_nodes or total, total) if total else partition.max_nodes
         if limit is not None and nodes > limit:
@@ -102,68 +114,6 @@ def decide_nodes(loaded: Loaded, site: Site, executor: str, partition: Partition
                 key="launch.nodes",
             )
     return Decision("nodes", nodes, source)
-
-
-def decide_gpus(loaded: Loaded, site: Site, executor: str, partition: Partition | None, nodes: int) -> Decision:
-    """GPUs per node: what was asked for, if it is there, else what is there."""
-    launch, traits = loaded.config.launch, strategy_traits(loaded.config.strategy.name)
-    one = traits.ranks == "one" and traits.gpus_per_rank == 1
-    asked, source = launch.gpus_per_node, loaded.source("launch.gpus_per_node")
-    if launch.gres is not None and count_gpus(launch.gres):
-        asked, source = count_gpus(launch.gres), loaded.source("launch.gres")
-    if executor == "slurm":
-        return _slurm_gpus(asked, source, one, partition, nodes)
-    simulated = f" over {nodes} simulated nodes" if nodes > 1 else ""
-    if executor == "debug":
-        return Decision(
-            "gpus_per_node", min(site.gpus, 1 if asked == "auto" else asked), DERIVED, "one process uses one GPU"
-        )
-    if asked == "auto":
-        share = site.gpus // nodes
-        share = min(share, 1) if one else share
-        where = Source("discovered", "nvidia driver")
-        why = f"{site.gpus} GPUs here{simulated}" if site.gpus else "no GPU here, so it trains on the CPU"
-        return Decision("gpus_per_node", share, where, why)
-    if asked * nodes > site.gpus:
-        here = f"{site.gpus} of its GPUs are visible" if site.gpus else "no GPU is visible"
-        no_slurm = "" if site.slurm else ", and there is no SLURM here to find others"
-        raise RefusedError(
-            f"{asked * nodes} GPUs are asked for, and this machine does not have them ({source}).",
-            why=f"The run would be local, and {here}{no_slurm}.",
-            fix="Use --gpus-per-node 0 or the preset ddp_sim to train on the CPU, or submit from a login node.",
-            key="launch.gpus_per_node",
-        )
-    return Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
-
-
-def _slurm_gpus(asked: int | str, source: Source, one: bool, partition: Partition | None, nodes: int) -> Decision:
-    # The GPU counts of the partition's nodes, largest first: entry nodes-1 is what that many nodes all have.
-    counts = sorted((node.gpus for node in partition.nodes if node.up), reverse=True) if partition else []
-    if asked == "auto":
-        if not counts:
-            return Decision(
-                "gpus_per_node", 0, Source("default"), "the partition's nodes are not known; set --gpus-per-node"
-            )
-        most = counts[min(nodes, len(counts)) - 1]
-        assert partition is not None
-        count = min(most, 1) if one else most
-        why = "one process uses one GPU" if count < most else "what its nodes have"
-        return Decision("gpus_per_node", count, Source("discovered", f"partition {partition.name}"), why)
-    assert isinstance(asked, int)
-    known = sorted((node.gpus for node in partition.nodes), reverse=True) if partition else []
-    if known and asked > known[min(nodes, len(known)) - 1]:
-        assert partition is not None
-        most = known[min(nodes, len(known)) - 1]
-        has = f"{most} GPUs each at most" if most else "no GPUs"
-        raise RefusedError(
-            f"{asked} GPUs per node are asked for on {nodes} node{'s' * (nodes > 1)} ({source}).",
-            why=f"So many nodes of partition '{partition.name}' have {has}.",
-            fix=f"Use --gpus-per-node {most}"
-            + (" to train on the CPU" if not most else "")
-            + ", or another --partition.",
-            key="launch.gpus_per_node",
-        )
-    return Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
 
 
 def decide_tasks(loaded: Loaded, executor: str, gpus: int) -> Decision:
@@ -188,12 +138,16 @@ def decide_tasks(loaded: Loaded, executor: str, gpus: int) -> Decision:
     return Decision("ntasks_per_node", asked, source, f"{idle} of {gpus} GPUs stay idle" if idle > 0 else "")
 
 
-def decide_cpus(loaded: Loaded, executor: str, partition: Partition | None, gpus: int, tasks: int) -> Decision:
+def decide_cpus(
+    loaded: Loaded, executor: str, partition: Partition | None, nodes: int, gpus: int, tasks: int
+) -> Decision:
     """CPUs per rank: on SLURM the share that belongs to its GPUs."""
     asked, source = loaded.config.launch.cpus_per_task, loaded.source("launch.cpus_per_task")
+    if executor == "slurm" and partition is not None and asked is not None:
+        _require_cpus(asked, source, partition, nodes, tasks)
     if asked is not None or executor != "slurm":
         return Decision("cpus_per_task", asked, source, "" if asked else "what this machine has is shared")
-    owners: list[Node] = [node for node in partition.nodes if node.gpus >= gpus] if partition and gpus else []
+    owners = _with_gpus(loaded, partition, gpus)
     if not owners:
         return Decision(
             "cpus_per_task", None, Source("default"), "left to the site" + ("" if gpus else ": no GPUs to go by")
@@ -204,6 +158,82 @@ def decide_cpus(loaded: Loaded, executor: str, partition: Partition | None, gpus
     return Decision(
         "cpus_per_task", max(share, 1), where, f"{min(node.cpus for node in owners)} CPUs a node, by its GPUs"
     )
+
+
+def _require_cpus(asked: int, source: Source, partition: Partition, nodes: int, tasks: int) -> None:
+    """Raise RefusedError where so many nodes do not have the CPUs that their ranks ask for."""
+    most = _of_so_many(nodes, [node.cpus for node in partition.nodes])
+    if most is not None and asked * tasks > most:
+        raise RefusedError(
+            f"{tasks} x {asked} CPUs per node are asked for on {nodes} node{'s' * (nodes > 1)} ({source}).",
+            why=f"So many nodes of partition '{partition.name}' have {most} CPUs each at most.",
+            fix=f"Use --cpus-per-task {max(most // tasks, 1)}"
+            + (f" and --ntasks-per-node {most}" if tasks > most else "")
+            + ", or another --partition.",
+            key="launch.cpus_per_task",
+        )
+
+
+def decide_memory(loaded: Loaded, executor: str, partition: Partition | None, nodes: int, gpus: int) -> Decision | None:
+    """Memory per node: what was asked for, if so many nodes have it; on GPUs the share that belongs to them.
+
+    None where it is left to the site, which gives jobs memory by its own rule.
+    """
+    launch, source = loaded.config.launch, loaded.source("launch.mem")
+    if executor != "slurm":
+        return None
+    if launch.mem is not None:
+        if partition is not None:
+            _require_memory(launch.mem, source, partition, nodes)
+        return Decision("mem", launch.mem, source)
+    if (
+        partition is None
+        or partition.has_memory_default
+        or {"mem-per-cpu", "mem-per-gpu", "mem"} & launch.sbatch.keys()
+    ):
+        return None
+    shares = [
+        node.mem_mb * gpus // node.gpus for node in _with_gpus(loaded, partition, gpus) if node.mem_mb is not None
+    ]
+    if not shares:
+        return None
+    share = min(*shares, partition.max_mem_mb or shares[0])
+    return Decision("mem", f"{share}M", Source("discovered", f"partition {partition.name}"), "by its GPUs")
+
+
+def _require_memory(asked: str, source: Source, partition: Partition, nodes: int) -> None:
+    """Raise RefusedError where so many nodes do not have that memory, or one job may not have it."""
+    known = [node.mem_mb for node in partition.nodes if node.mem_mb is not None]
+    most = _of_so_many(nodes, known) if len(known) == len(partition.nodes) else None
+    limits = [limit for limit in (most, partition.max_mem_mb) if limit is not None]
+    if limits and memory_mb(asked) > min(limits):
+        allows = f"A job may have {partition.max_mem_mb} MB of it there" if min(limits) != most else ""
+        raise RefusedError(
+            f"{asked} of memory per node is asked for on {nodes} node{'s' * (nodes > 1)} ({source}).",
+            why=f"{allows or f'So many nodes of partition {partition.name!r} have {most} MB each at most'}.",
+            fix=f"Use --mem {min(limits)}M, or another --partition.",
+            key="launch.mem",
+        )
+
+
+def memory_mb(text: str) -> float:
+    """Megabytes of a size as sbatch writes it: ``32G``, ``500M``, ``500`` (MB); 0 stands for all of a node's."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text)
+    assert match is not None, "the configuration has checked it"
+    return int(match[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[match[2]]
+
+
+def _of_so_many(nodes: int, counts: list[int]) -> int | None:
+    """What ``nodes`` nodes all have at least, of the best; None where nothing is known."""
+    return sorted(counts, reverse=True)[min(nodes, len(counts)) - 1] if counts else None
+
+
+def _with_gpus(loaded: Loaded, partition: Partition | None, gpus: int) -> list[Node]:
+    """The partition's nodes that have so many GPUs, of the type that was asked for."""
+    if partition is None or not gpus:
+        return []
+    kind = loaded.config.launch.gpu_type
+    return [node for node in partition.nodes if node.gpus >= gpus and (kind is None or kind in node.gpu_types)]
 
 
 def decide_time(loaded: Loaded, executor: str, partition: Partition | None) -> Decision:
