@@ -6,11 +6,14 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from trainkit.launch import batch_job
-from trainkit.records.attempts import Attempt
+from trainkit.errors import RunFailedError
+from trainkit.launch import batch_job, scheduler
+from trainkit.ranks.heartbeat import hang
+from trainkit.records.attempts import Attempt, submitted
 from trainkit.records.events import read_events
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
@@ -20,9 +23,10 @@ FakeCommand = Callable[[str, str], Path]
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_job, "PAUSES", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(batch_job, "END_SECONDS", 0)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(scheduler, "PAUSES", (0.0, 0.0, 0.0))
+    # SLURM ends the script of a job that it requeues; tests/slurm has that.
+    monkeypatch.setattr(batch_job, "_wait_for_the_end", lambda: "")
+    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)
 
 
 @pytest.fixture
@@ -36,9 +40,10 @@ def job(run: RunDir, **more: str) -> dict[str, str]:
 
 def begun(run: RunDir) -> dict[str, str]:
     """The environment of a job's ranks."""
-    lines = batch_job.begin(job(run, SLURM_JOB_NODELIST="gpu[03-04]")).splitlines()
+    nodes = "gpu[03-04]"
+    lines = batch_job.begin(job(run, SLURM_JOB_NODELIST=nodes)).splitlines()
     words = [shlex.split(line)[1].partition("=") for line in lines]
-    return job(run, **{name: value for name, _, value in words})
+    return job(run, SLURM_JOB_NODELIST=nodes, **{name: value for name, _, value in words})
 
 
 def test_it_begins_an_attempt_on_the_first_node_with_a_secret_of_its_own(run: RunDir) -> None:
@@ -66,7 +71,7 @@ def test_what_was_handed_back_is_requeued(run: RunDir, fake_command: FakeCommand
     calls = fake_command("scontrol", "exit 0")
     env = begun(run)
     hand_back(env)
-    batch_job.end(0, {**env, "PATH": os.environ["PATH"]}, requeue=True)
+    batch_job.end(0, {**env, "PATH": os.environ["PATH"]}, how="requeue")
     assert calls.read_text() == "requeue 7\n"
     assert life_of(run).requeued == {0}
 
@@ -77,7 +82,7 @@ def test_a_queue_that_does_not_answer_loses_no_training(run: RunDir, fake_comman
     calls = fake_command("scontrol", "exit 0")
     env = begun(run)
     hand_back(env)
-    batch_job.end(0, env, requeue=True)
+    batch_job.end(0, env, how="requeue")
     assert len(asked.read_text().splitlines()) == 3, "it is asked again"
     assert calls.read_text() == "requeue 7\n", "and the requeue is tried anyway"
 
@@ -89,7 +94,7 @@ def test_a_refused_requeue_is_tried_again_then_written_down_and_never_ends_with_
     calls = fake_command("scontrol", "echo 'Requeue is disabled for this partition' >&2; exit 1")
     env = begun(run)
     hand_back(env)
-    assert batch_job.end(0, env, requeue=True) == 1
+    assert batch_job.end(0, env, how="requeue") == 1
     assert len(calls.read_text().splitlines()) == 3
     assert "Requeue is disabled for this partition" in life_of(run).failures[0].error
     assert life_of(run).outcome == "FAILED"
@@ -102,7 +107,7 @@ def test_a_job_that_is_being_cancelled_is_not_requeued(run: RunDir, fake_command
     calls = fake_command("scontrol", "exit 0")
     env = begun(run)
     hand_back(env)
-    assert batch_job.end(0, env, requeue=True) == 1, "jobs that wait for a finished training must not start"
+    assert batch_job.end(0, env, how="requeue") == 1, "jobs that wait for a finished training must not start"
     assert not calls.exists()
 
 
@@ -110,7 +115,7 @@ def test_without_requeue_a_saved_run_is_left_as_it_is_and_is_no_success(run: Run
     calls = fake_command("scontrol", "exit 0")
     env = begun(run)
     hand_back(env)
-    assert batch_job.end(0, env, requeue=False) == 1
+    assert batch_job.end(0, env, how="no") == 1
     assert not calls.exists()
     assert life_of(run).outcome == "PREEMPTED"
 
@@ -120,23 +125,190 @@ def test_a_training_that_came_to_its_end_leaves_the_job_its_own_code(run: RunDir
     attempt = Attempt.named_in(env)
     assert attempt is not None
     attempt.ended("COMPLETED", step=9)
-    assert batch_job.end(0, env, requeue=True) == 0
+    assert batch_job.end(0, env, how="requeue") == 0
     assert [event["event"] for event in read_events(run)] == ["ended"]
 
 
 def test_a_job_whose_ranks_failed_is_written_down_as_such(run: RunDir) -> None:
-    assert batch_job.end(3, begun(run), requeue=True) == 3
+    env = begun(run)
+    (Attempt(run, 0).logs / "rank-0.err").write_text("There is no cifar10.\n  why: x.\n  fix: y.\n")
+    assert batch_job.end(3, env, how="requeue") == 3
     assert life_of(run).outcome == "FAILED"
 
 
 def test_a_run_that_was_refused_before_it_had_a_folder_leaves_no_record(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "never")
-    assert batch_job.end(2, begun(run), requeue=True) == 2
+    assert batch_job.end(2, begun(run), how="requeue") == 2
     assert not run.events.exists()
 
 
 def test_the_hand_back_of_an_earlier_attempt_requeues_nothing(run: RunDir, fake_command: FakeCommand) -> None:
     calls = fake_command("scontrol", "exit 0")
     hand_back(begun(run))
-    assert batch_job.end(1, begun(run), requeue=True) == 1
+    assert batch_job.end(1, begun(run), how="requeue") == 1
     assert not calls.exists()
+
+
+def failed(env: dict[str, str], *errors: str, code: int = 1, host: str = "gpu03") -> int:
+    """An attempt whose ranks have failed with these words, ended."""
+    attempt = Attempt.named_in(env)
+    assert attempt is not None
+    for rank, error in enumerate(errors):
+        attempt.failed(error, rank=rank, host=host)
+    return batch_job.end(code, env, how="requeue")
+
+
+LOST = "RuntimeError: Connection closed by peer [10.0.0.2]:1234"
+
+
+@pytest.fixture
+def requeues(fake_command: FakeCommand) -> Path:
+    """The calls of a scontrol that takes every requeue, of a job that runs on gpu03 and gpu04 of five nodes."""
+    fake_command("squeue", "echo 'RUNNING|'")
+    fake_command("sinfo", "printf 'gpu0%s idle\\n' 1 2 3 4 5")
+    return fake_command("scontrol", "exit 0")
+
+
+@pytest.mark.parametrize(("errors", "code"), [((), 137), ((LOST,), 1), ((hang(600),), 1), ((LOST,), 139)])
+def test_a_failure_that_another_start_may_mend_is_requeued(
+    run: RunDir, requeues: Path, errors: tuple[str, ...], code: int
+) -> None:
+    assert failed(begun(run), *errors, code=code) == code
+    assert requeues.read_text() == "requeue 7\n"
+    assert life_of(run).requeued == {0}
+    assert life_of(run).failures, "that it failed is written down"
+
+
+@pytest.mark.parametrize(
+    ("errors", "code"), [(("ValueError: bad label",), 1), ((LOST, "ValueError: bad label"), 137), ((), 1)]
+)
+def test_an_error_of_the_program_is_not(run: RunDir, requeues: Path, errors: tuple[str, ...], code: int) -> None:
+    assert failed(begun(run), *errors, code=code) == code
+    assert not requeues.exists()
+    assert life_of(run).outcome == "FAILED"
+
+
+def test_the_third_failure_ends_the_run_and_says_so(
+    run: RunDir, requeues: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (5, 9, 13):
+        env = begun(run)
+        saved(env, step)
+        failed(env, code=137)
+    assert requeues.read_text().count("requeue") == 2
+    assert "3 attempts have failed" in capsys.readouterr().out
+    assert life_of(run).outcome == "FAILED"
+
+
+def saved(env: dict[str, str], step: int) -> None:
+    attempt = Attempt.named_in(env)
+    assert attempt is not None
+    attempt.saved(step)
+
+
+def interrupted(run: RunDir, step: int) -> int:
+    """An attempt that was preempted, and saved ``step``."""
+    env = begun(run)
+    saved(env, step)
+    hand_back(env)
+    return batch_job.end(0, env, how="requeue")
+
+
+def test_there_is_no_limit_while_there_is_progress(run: RunDir, requeues: Path) -> None:
+    for step in range(1, 9):
+        interrupted(run, step)
+    assert requeues.read_text() == "requeue 7\n" * 8
+
+
+def test_two_restarts_without_a_new_checkpoint_end_the_run_and_say_so(
+    run: RunDir, requeues: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (4, 8, 8, 8, 8):
+        interrupted(run, step)
+    assert requeues.read_text() == "requeue 7\n" * 3
+    assert "2 restarts have not come to a new checkpoint" in capsys.readouterr().out
+    assert life_of(run).outcome == "FAILED"
+
+
+def test_a_job_that_slurm_has_restarted_in_vain_is_not_begun_again(run: RunDir) -> None:
+    for _ in range(3):  # of which nobody could say a word: power cuts
+        begun(run)
+    slurm = {"SLURM_JOB_NODELIST": "gpu03", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}
+    with pytest.raises(RunFailedError, match="2 restarts"):
+        batch_job.begin(job(run, **slurm))
+    assert life_of(run).outcome == "FAILED"
+
+
+def test_a_resumed_run_has_all_its_tries_again(run: RunDir, requeues: Path) -> None:
+    for step in (8, 8, 8):
+        interrupted(run, step)
+    submitted(run, "slurm", "8")
+    requeues.unlink()
+    for _ in range(2):
+        interrupted(run, 8)
+    assert requeues.read_text() == "requeue 7\n" * 2
+
+
+def test_a_node_that_slurm_calls_down_is_excluded_from_the_restart(
+    run: RunDir, requeues: Path, fake_command: FakeCommand
+) -> None:
+    fake_command("sinfo", "printf 'gpu01 idle\\ngpu02 mix\\ngpu03 alloc\\ngpu04 down*\\n'")
+    fake_command("squeue", "echo 'RUNNING|gpu[08-09]'")
+    failed(begun(run) | {"SLURM_JOB_NUM_NODES": "2"}, LOST)
+    assert requeues.read_text().splitlines() == ["requeue 7", "update job=7 ExcNodeList=gpu04,gpu08,gpu09"]
+    (event,) = read_events(run, "excluded")
+    assert (event["node"], event["attempt"]) == ("gpu04", 0)
+    assert "down" in event["why"]
+
+
+def test_where_too_few_nodes_would_be_left_none_is_excluded(
+    run: RunDir, requeues: Path, fake_command: FakeCommand
+) -> None:
+    fake_command("sinfo", "printf 'gpu03 alloc\\ngpu04 down*\\n'")
+    failed(begun(run) | {"SLURM_JOB_NUM_NODES": "2"}, LOST)
+    assert requeues.read_text() == "requeue 7\n"
+    assert not read_events(run, "excluded")
+
+
+def test_a_node_whose_ranks_hang_twice_is_excluded(run: RunDir, requeues: Path) -> None:
+    for step, host in enumerate(("gpu03.site", "gpu04", "gpu03")):
+        env = begun(run)
+        saved(env, step)
+        if step == 2:
+            submitted(run, "slurm", "7", attempts_before=2)
+        failed(env, hang(600), host=host)
+    assert requeues.read_text().splitlines() == [*["requeue 7"] * 3, "update job=7 ExcNodeList=gpu03"]
+
+
+@pytest.mark.parametrize("how", ["requeue", "chain"])
+def test_where_requeueing_is_forbidden_a_further_job_goes_on(
+    run: RunDir, fake_command: FakeCommand, how: Literal["requeue", "chain"]
+) -> None:
+    """The rest of the chain is the same."""
+    fake_command("squeue", "echo 'RUNNING|'")
+    fake_command("scontrol", "echo 'Requeue is disabled' >&2; exit 1")
+    calls = fake_command("sbatch", "[ -z \"${SLURM_JOB_ID:-}${TRAINKIT_ATTEMPT:-}\" ] && echo '11;cluster'")
+    (run.path / "submit.sbatch").write_text("#!/bin/bash\n")
+    (run.path / ".submitit").mkdir()
+    (run.path / ".submitit" / "7_submitted.pkl").write_text("the path of the run")
+    env = begun(run)
+    hand_back(env)
+    assert batch_job.end(0, env, how=how) == 1
+    told = f"--parsable --no-requeue --job-name={run.path.name} --dependency=afterany:7,singleton"
+    assert calls.read_text() == f"{told} {run.path / 'submit.sbatch'}\n"
+    assert (run.path / ".submitit" / "11_submitted.pkl").read_text() == "the path of the run"
+    submission = life_of(run).submission
+    assert submission is not None
+    assert (submission.job_id, submission.attempts_before) == ("11", 1)
+
+
+def test_where_there_is_no_scontrol_a_file_asks_for_the_requeue(run: RunDir, fake_command: FakeCommand) -> None:
+    """As in a container: the batch script outside looks for it."""
+    path = str(fake_command("anything", "").parent / "bin")
+    env = begun(run)
+    hand_back(env)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", path)
+        assert batch_job.end(0, env, how="requeue") == 1
+    assert (Attempt(run, 0).logs / "requeue").exists()
+    assert life_of(run).requeued == {0}

@@ -84,7 +84,7 @@ def test_setup_lines_run_before_ours_and_without_nounset(script: Callable[..., s
 def test_without_requeue_nothing_is_requeued(script: Callable[..., str]) -> None:
     text = script(requeue=False)
     assert "#SBATCH --no-requeue\n" in text
-    assert text.endswith('job end "$rc" --no-requeue\n')
+    assert text.endswith('job end "$rc" --no-requeue || code=$?\nexit "$code"\n')
 
 
 def test_further_srun_options_are_passed_on(script: Callable[..., str]) -> None:

@@ -154,7 +154,7 @@ def run_swarm_rank(
         stop_requested=lambda: stop.requested,
         say=lambda line: print(line, flush=True),
         open_run=None if writer is None else lambda _: writer,
-        goes_on_later=config.launch.requeue,
+        goes_on_later=bool(config.launch.requeue),
         beat=beat,
     )
     ending: str

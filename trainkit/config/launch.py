@@ -48,8 +48,9 @@ class LaunchConfig(Section):
     dependency: str | None = None
     mail_user: str | None = None
     mail_type: str | None = None
-    requeue: bool = True
-    """Requeue after a time limit or a preemption, and go on from the last checkpoint."""
+    requeue: bool | Literal["chain"] = True
+    """Requeue after a time limit, a preemption or a failure that another start may mend, and go on from the newest
+    checkpoint. chain: by a further job each time, for sites that forbid requeueing."""
     hang_seconds: PositiveInt = 600
     """Ranks that make no progress for so long hang: the attempt is ended, and the one that is behind is named."""
     signal_seconds: PositiveInt | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -24,7 +24,8 @@ class Section(BaseModel):
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic would take true for 1: `train.epochs=true` is a mistake.
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError
         return value
 

@@ -1,9 +1,10 @@
 """What a batch script does on its first node before and after its ranks, for submitted runs and plain templates alike.
 
     begun=$(python -m trainkit.launch.batch_job begin)      shell lines: the attempt, where its ranks meet, their secret
-    python -m trainkit.launch.batch_job end CODE            requeue what was handed back; exits with the job's own code
+    python -m trainkit.launch.batch_job end CODE            queue the job again if that is worth it; its exit code
 
-Both find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is.
+Both find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``end --chain`` queues another
+job instead of this one.
 """
 
 from __future__ import annotations
@@ -11,30 +12,42 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
+from trainkit.errors import RunFailedError, TrainkitError
+from trainkit.launch import scheduler
+from trainkit.launch.restarts import budget_spent, culprits, is_broken, passing_failure
 from trainkit.ranks.hostlist import expand
 from trainkit.ranks.rendezvous import free_port, start_for
 from trainkit.ranks.secret import Secret
 from trainkit.records.attempts import RUN_DIR, Attempt
+from trainkit.records.events import read_events
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
-ASK_SECONDS = 15.0
-"""A scheduler that has not answered by then is asked again."""
-PAUSES = (0.0, 2.0, 5.0)
-"""Before each of the attempts to ask it something, in seconds."""
 END_SECONDS = 300
 """How long SLURM may take to end a script whose job it has requeued."""
+MARKER = "requeue"
+"""A file among the attempt's logs: asks the batch script, where this runs in a container without scontrol."""
+
+How = Literal["requeue", "chain", "no"]
 
 
 def begin(env: Mapping[str, str]) -> str:
-    """Begin the next attempt; the shell lines that tell the ranks of it."""
-    attempt = Attempt.begin(RunDir(Path(env[RUN_DIR])))
+    """Begin the next attempt; the shell lines that tell the ranks of it.
+
+    Raises:
+        RunFailedError: SLURM has started the job again and again, and nothing came of it.
+    """
+    run = RunDir(Path(env[RUN_DIR]))
+    if env.get("SLURM_RESTART_COUNT", "0") != "0" and (why := budget_spent(run)):
+        attempt = Attempt(run, run.attempts()[-1])
+        attempt.ended("FAILED", job_id=env["SLURM_JOB_ID"], why=why)
+        raise RunFailedError(f"{run.name} is not started again: {why}.", why=_LOOK, fix=_resume(run))
+    attempt = Attempt.begin(run)
     nodes = env["SLURM_JOB_NODELIST"]
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
@@ -45,80 +58,136 @@ def begin(env: Mapping[str, str]) -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
 
 
-def end(code: int, env: Mapping[str, str], *, requeue: bool) -> int:
-    """Write down how the attempt ended, and queue the job again if it was handed back. The job's exit code.
+_LOOK = "SLURM, a node or the program ends it each time; `python -m jobs.why` looks for the cause."
 
-    It is never 0 while something is left to train: jobs that wait for this one must not start.
+
+def _resume(run: RunDir) -> str:
+    return f"`python -m jobs.resume {shlex.quote(str(run.path))}` goes on from the newest checkpoint."
+
+
+def end(code: int, env: Mapping[str, str], *, how: How) -> int:
+    """Write down how the attempt ended, and queue the job again if it was handed back, or failed and may do better.
+
+    Returns the job's exit code: never 0 while something is left to train, for jobs that wait for this one must not
+    start.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a preemption that signals the batch shell too
+    # Of a preemption that signals the batch shell too, and of the requeue. Blocked, so that it can be waited for.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     attempt, job_id = Attempt.named_in(env), env["SLURM_JOB_ID"]
     if attempt is None or not attempt.run.config.is_file():  # refused before there was a run
         return code
     life = life_of(attempt.run)
+    failure = ""
     if attempt.number not in life.handed_back:
-        if code or not life.finished:
+        if life.finished and not code:
+            return 0
+        code = code or 1
+        failure = "" if life.finished else passing_failure(attempt, code)
+        if not failure:
             attempt.ended("FAILED", job_id=job_id, exit_codes=[code])
-        return code
-    if not requeue:
-        print("Saved; requeue is off: `python -m jobs.resume` goes on.", flush=True)
-        attempt.ended("PREEMPTED", job_id=job_id)
+            return code
+    what = f"Failed ({failure})" if failure else "Saved"
+    if how == "no":
+        print(f"{what}; requeue is off. {_resume(attempt.run)}", flush=True)
+        attempt.ended("FAILED" if failure else "PREEMPTED", job_id=job_id, exit_codes=[code])
         return code or 1
-    state = _own_state(job_id)
+    state, excluded = scheduler.own_job(job_id)
     if state not in ("RUNNING", ""):  # cancelled, or on its way back already
-        print(f"Saved. The job is {state}, so it is not queued again.", flush=True)
+        print(f"{what}. The job is {state}, so it is not queued again.", flush=True)
+        _do_without(attempt, job_id, excluded, env, failed=bool(code))
         return code or 1
-    attempt.requeued(job_id)
-    words = _ask("scontrol", "requeue", job_id)
-    if words is None:
-        time.sleep(END_SECONDS)  # SLURM ends this script
-        words = "SLURM took the requeue and did not act on it"
-    print(f"Saved, and not queued again: {words}. `python -m jobs.resume {attempt.run.path}` goes on.", flush=True)
-    attempt.failed(f"requeue refused: {words}", rank=None)
-    attempt.ended("FAILED", job_id=job_id)
-    return 1
+    if failure and failure not in [item.error for item in life.failures if item.attempt == attempt.number]:
+        attempt.failed(failure, rank=None)
+    words = budget_spent(attempt.run) or _queue_again(attempt, how, excluded, env, failed=bool(failure))
+    if not words:
+        return code or 1
+    print(f"{what}, and not queued again: {words}. {_resume(attempt.run)}", flush=True)
+    attempt.failed(f"not queued again: {words}", rank=None)
+    attempt.ended("FAILED", job_id=job_id, why=words)
+    return code or 1
 
 
-def _own_state(job_id: str) -> str:
-    """The job's state by SLURM; empty if SLURM does not answer, which is no reason to lose the rest of a training."""
-    for pause in PAUSES:
-        time.sleep(pause)
+def _queue_again(attempt: Attempt, how: How, excluded: Sequence[str], env: Mapping[str, str], *, failed: bool) -> str:
+    """Empty once it is done; else why not."""
+    job_id, words = env["SLURM_JOB_ID"], ""
+    if how == "requeue":
+        if not scheduler.has_scontrol():
+            attempt.logs.joinpath(MARKER).touch()
+            attempt.requeued(job_id)
+            return ""
         try:
-            done = subprocess.run(
-                ["squeue", "-h", "-j", job_id, "-o", "%T"],
-                capture_output=True,
-                text=True,
-                timeout=ASK_SECONDS,
-                check=True,
-            )
-            return done.stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            continue
+            scheduler.requeue(job_id)
+        except scheduler.NotDone as refusal:
+            words = f"requeue refused: {refusal}"
+            state, _ = scheduler.own_job(job_id)
+            if state not in ("RUNNING", ""):  # it was taken, and only the answer was lost
+                words = ""
+        if not words:
+            attempt.requeued(job_id)
+            _do_without(attempt, job_id, excluded, env, failed=failed)
+            return _wait_for_the_end()
+    try:
+        without = sorted({*excluded, *_bad_nodes(attempt, env, failed=failed)})
+        link = scheduler.queue_next_link(attempt.run, without, env)
+    except (scheduler.NotDone, OSError) as refusal:
+        return words if how == "requeue" else f"no further job: {refusal}"
+    print(f"Job {link} goes on when this one has ended.", flush=True)
+    attempt.requeued(link)
     return ""
 
 
-def _ask(*command: str) -> str | None:
-    """Give a command until it is taken: None; or what was said against it the last time."""
-    words = ""
-    for pause in PAUSES:
-        time.sleep(pause)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
-        except (OSError, subprocess.SubprocessError) as error:
-            words = str(error)
-            continue
-        if done.returncode == 0:
-            return None
-        words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-    return words
+def _do_without(
+    attempt: Attempt, job_id: str, excluded: Sequence[str], env: Mapping[str, str], *, failed: bool
+) -> None:
+    """Exclude bad nodes from a job that is on its way back into the queue."""
+    bad = _bad_nodes(attempt, env, failed=failed)
+    if not set(bad) - set(excluded):
+        return
+    try:
+        scheduler.exclude(job_id, sorted({*excluded, *bad}))
+        print(f"Without {', '.join(sorted(bad))} from now on.", flush=True)
+    except scheduler.NotDone as refusal:
+        print(f"{', '.join(sorted(bad))} cannot be excluded: {refusal}", flush=True)
+
+
+def _bad_nodes(attempt: Attempt, env: Mapping[str, str], *, failed: bool) -> set[str]:
+    """Nodes that this run should do without: those recorded before, and those that have ended this attempt; as long as
+    enough are left for it."""
+    bad = {node for event in read_events(attempt.run, "excluded") if isinstance(node := event.get("node"), str)}
+    if not failed and not bad:
+        return set()
+    states = scheduler.node_states(env.get("SLURM_JOB_PARTITION", ""))
+    found = culprits(attempt, scheduler.nodes_of(env), states) if failed else {}
+    needed = int(env.get("SLURM_JOB_NUM_NODES", "1"))
+    usable = {node for node, state in states.items() if not is_broken(state)}
+    if len(usable - bad - set(found)) < needed:
+        print("Too few nodes would be left to do without the bad ones.", flush=True)
+        return set()
+    for node, why in found.items():
+        if node not in bad:
+            attempt.excluded(node, why)
+    return bad | set(found)
+
+
+def _wait_for_the_end() -> str:
+    """SLURM ends this script, and says so by a SIGTERM."""
+    if signal.sigtimedwait([signal.SIGTERM], END_SECONDS) is None:
+        return "SLURM took the requeue and did not act on it"
+    return ""
 
 
 def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     """Called by batch scripts only, so that a mistake in the arguments is ours."""
     verb, *rest = arguments
-    if verb == "begin":
-        print(begin(env))
-        return 0
-    return end(int(rest[0]), env, requeue="--no-requeue" not in rest)
+    try:
+        if verb == "begin":
+            print(begin(env))
+            return 0
+        how: How = "no" if "--no-requeue" in rest else "chain" if "--chain" in rest else "requeue"
+        return end(int(rest[0]), env, how=how)
+    except TrainkitError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ TASK = (
     "from submitit.core.submission import submitit_main; submitit_main(); lifetime.leave(0)"
 )
 
-_END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue'}
+_END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue', "chain": 'job end "$rc" --chain'}
 
 
 def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: int = 1) -> str:
@@ -60,7 +60,18 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
         lines += ["# On the CPU, also where SLURM does not hide the GPUs of a node.", "export CUDA_VISIBLE_DEVICES="]
     lines += ["export SUBMITIT_EXECUTOR=slurm"]
     lines += _srun(plan, run_path, cwd, interpreter)
-    lines += ["", "# What was handed back is queued again; the exit code is the job's.", _END[plan.requeue]]
+    lines += [
+        "",
+        "# What was handed back, or may do better, is queued again; the exit code is the job's.",
+        "code=0",
+        f"{_END[plan.requeue]} || code=$?",
+    ]
+    if plan.requeue is True:
+        lines += [
+            "# In a container without scontrol that has left a word for this shell instead.",
+            'if [ -e "$logs/requeue" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        ]
+    lines += ['exit "$code"']
     return "\n".join(lines) + "\n"
 
 

@@ -52,7 +52,7 @@ class Plan:
     """How long before the time limit the ranks are told to save."""
     hang_seconds: PositiveInt
     """Ranks that make no progress for so long hang, and are ended."""
-    requeue: bool
+    requeue: bool | Literal["chain"]
     decisions: tuple[Decision, ...]
     directives: tuple[Decision, ...]
     srun: tuple[tuple[str, str], ...] = ()
@@ -222,7 +222,7 @@ def _directives(
             found.append(Decision(key, value, loaded.source(f"launch.{key}")))
     found += [
         Decision("signal", f"USR2@{lead}", FIXED, "to every rank (no B:), so that they save before the time limit"),
-        Decision("requeue" if launch.requeue else "no-requeue", None, loaded.source("launch.requeue")),
+        Decision("requeue" if launch.requeue is True else "no-requeue", None, loaded.source("launch.requeue")),
         Decision("open-mode", "append", FIXED, "a requeued job must not truncate its log"),
         Decision("output", output, FIXED, "the batch script's own words"),
     ]

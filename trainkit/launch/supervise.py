@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainkit.diagnosis.evidence import is_lost_connection, last_error
 from trainkit.launch.processes import Death, Rank, RankGroup
-from trainkit.ranks.heartbeat import Pulses, pulses
+from trainkit.ranks.heartbeat import Pulses, hang, pulses
 from trainkit.records.attempts import Attempt
 from trainkit.records.history import life_of
 from trainkit.records.process_id import is_stopped
@@ -164,7 +164,7 @@ class _Watch:
             # The others wait for the one that is behind, so it is the one to look at.
             index = (stopped or sorted(running, key=lambda index: counts[index]) or [0])[0]
             how = ", and it is stopped by a signal" if stopped else ""
-            self.hanging = index, f"no progress for {patience:.0f} s (launch.hang_seconds){how}"
+            self.hanging = index, hang(patience, how)
             self._group.end(grace_seconds=0)
 
 

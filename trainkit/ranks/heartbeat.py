@@ -16,6 +16,17 @@ from pathlib import Path
 VARIABLE = "TRAINKIT_HEARTBEAT"
 """``FILE:INDEX``, in a rank's environment."""
 _SIZE = 8
+_HANG = "no progress for "
+
+
+def hang(seconds: float, more: str = "") -> str:
+    """The error of ranks that have made no progress for so long."""
+    return f"{_HANG}{seconds:.0f} s (launch.hang_seconds){more}"
+
+
+def is_hang(error: str) -> bool:
+    """Whether an error is what `hang` says."""
+    return error.startswith(_HANG)
 
 
 class Pulses:

@@ -7,6 +7,7 @@ Nothing else writes events. Kinds, in the order of a life:
     saved         a checkpoint is on disk                        by rank 0
     handed_back   told to stop, saved, wants to be continued     by the first rank of each node
     requeued      the job was put back into the queue            by whoever looks after the ranks
+    excluded      the attempts to come do without a node         by whoever looks after the ranks
     failed        a rank raised, was killed, or hangs            by that rank, or by whoever looks after it
     cancelled     somebody asked for its end                     by `cancel`
     ended         an attempt is over, in SLURM's words           by rank 0 (COMPLETED: nothing is left to train), or
@@ -36,15 +37,23 @@ RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
 
 
 def submitted(
-    run: RunDir, executor: str, job_id: str, process: ProcessId | None = None, *, attempts_before: int | None = None
+    run: RunDir,
+    executor: str,
+    job_id: str,
+    process: ProcessId | None = None,
+    *,
+    attempts_before: int | None = None,
+    continues: str = "",
 ) -> None:
     """A job was queued, or started here.
 
     Args:
         process: looks after the ranks, where no scheduler does.
         attempts_before: how many attempts there were; None: as many as there are now.
+        continues: job id of the link before it, in a chain of jobs that nobody but the first has asked for.
     """
     who = process.fields() if process is not None else {}
+    who |= {"continues": continues} if continues else {}
     before = len(run.attempts()) if attempts_before is None else attempts_before
     append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **who)
 
@@ -134,6 +143,10 @@ class Attempt:
     def requeued(self, job_id: str) -> None:
         """Its job was put back into the queue and goes on with the next attempt."""
         self._write("requeued", job_id=job_id)
+
+    def excluded(self, node: str, why: str) -> None:
+        """The attempts to come do without a node."""
+        self._write("excluded", node=node, why=why)
 
     def failed(self, error: str, *, rank: int | None, host: str = "") -> None:
         """A rank raised, was killed, or hangs; None where it is not known which. In order of time the first counts."""

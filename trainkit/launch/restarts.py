@@ -1,0 +1,95 @@
+"""Whether an attempt that was interrupted or has failed is worth another one, and which nodes it should do without.
+
+A run may be interrupted as often as it likes while it makes progress: preemptions and time limits are no fault of its
+own. Failures that another start may mend (a rank that was killed, a node that is gone, a hang) are tried again within a
+budget; an error of the program is not, for it would come again. `jobs.resume` gives a run all its tries back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from trainkit.diagnosis.evidence import is_lost_connection, last_error
+from trainkit.ranks.heartbeat import is_hang
+from trainkit.records.attempts import Attempt
+from trainkit.records.events import read_events
+from trainkit.records.history import life_of
+from trainkit.records.rundir import RunDir
+
+MOST_FAILURES = 3
+"""Attempts of one submission that may fail; the last of them ends the run."""
+MOST_IN_VAIN = 2
+"""Restarts in a row, of one submission, without a new checkpoint."""
+HANGS_OF_A_BAD_NODE = 2
+"""A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
+
+
+def budget_spent(run: RunDir) -> str:
+    """Why the run is not started once more; empty while it may be."""
+    events = read_events(run)
+    opened = [event for event in events if event["event"] == "submitted" and not event.get("continues")]
+    first = opened[-1].get("attempts_before") or 0 if opened else 0
+    attempts = [number for number in run.attempts() if number >= first]
+    failed = {event.get("attempt") for event in events if event["event"] == "failed"}
+    failures = [number for number in attempts if number in failed]
+    if len(failures) >= MOST_FAILURES:
+        return f"{len(failures)} attempts have failed"
+    newest, made_progress = -1, {}
+    for number in run.attempts():
+        saved = [event.get("step") for event in events if event["event"] == "saved" and event.get("attempt") == number]
+        furthest = max((step for step in saved if step is not None), default=-1)
+        made_progress[number] = furthest > newest
+        newest = max(newest, furthest)
+    last = attempts[1:][-MOST_IN_VAIN:]
+    if len(last) == MOST_IN_VAIN and not any(made_progress[number] for number in last):
+        return f"{MOST_IN_VAIN} restarts have not come to a new checkpoint"
+    return ""
+
+
+def passing_failure(attempt: Attempt, code: int) -> str:
+    """What ended the attempt, if another start may mend it; empty for an error of the program, which would come again.
+
+    Args:
+        code: exit code of its ranks; above 128 for a signal.
+    """
+    said = [failure.error for failure in life_of(attempt.run).failures if failure.attempt == attempt.number]
+    hangs = [error for error in said if is_hang(error)]
+    if hangs:
+        return hangs[0]
+    said += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := last_error(log))]
+    if any(not is_lost_connection(error) for error in said):
+        return ""
+    if code > 128:
+        return f"a rank was killed by signal {code - 128}"
+    return f"the ranks have lost one another: {said[0]}" if said else ""
+
+
+def is_broken(state: str) -> bool:
+    """Whether nothing will start on a node, by its state as sinfo writes it: ``down*`` does not answer either."""
+    return state.rstrip("*~#!%$@+^-") in ("down", "drain", "drng", "drained", "draining", "fail", "failg", "err", "unk")
+
+
+def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, str]) -> dict[str, str]:
+    """Nodes of an attempt that the next one should do without, and why.
+
+    Args:
+        nodes: of the job.
+        states: of nodes, as sinfo writes them: ``idle``, ``down*``; empty if it did not answer.
+    """
+    found = {}
+    for node in nodes:
+        if is_broken(states.get(node, "")):
+            found[node] = f"SLURM says that it is {states[node]}"
+    hangs = Counter(
+        host
+        for number, host in {
+            (failure.attempt, failure.host.partition(".")[0])
+            for failure in life_of(attempt.run).failures
+            if is_hang(failure.error)
+        }
+    )
+    for node in nodes:
+        if hangs[node.partition(".")[0]] >= HANGS_OF_A_BAD_NODE:
+            found.setdefault(node, f"its ranks were behind in {hangs[node.partition('.')[0]]} hangs")
+    return found

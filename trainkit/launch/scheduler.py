@@ -1,0 +1,129 @@
+"""What a batch script asks of SLURM about its own job: state, requeue, nodes to do without, the next link of a chain.
+
+A scheduler that does not answer is asked again; none of this raises.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.launch.environment import scrubbed
+from trainkit.ranks.hostlist import expand
+from trainkit.records.attempts import submitted
+from trainkit.records.rundir import RunDir
+
+ASK_SECONDS = 15.0
+"""A scheduler that has not answered by then is asked again."""
+PAUSES = (0.0, 2.0, 5.0)
+"""Before each of the attempts to ask it something, in seconds."""
+
+
+class NotDone(Exception):
+    """The scheduler has not done it; with its words."""
+
+
+def ask(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    """What it answers.
+
+    Raises:
+        NotDone: not even when it was asked for the last time.
+    """
+    words = ""
+    for pause in PAUSES:
+        time.sleep(pause)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False, env=env, cwd=cwd,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            words = str(error)
+            continue
+        if done.returncode == 0:
+            return done.stdout.strip()
+        words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    raise NotDone(words)
+
+
+def own_job(job_id: str) -> tuple[str, tuple[str, ...]]:
+    """The job's state and the nodes it excludes; empty if SLURM does not answer, which is no reason to lose a run."""
+    try:
+        state, _, excluded = ask("squeue", "-h", "-j", job_id, "-o", "%T|%x").partition("|")
+    except NotDone:
+        return "", ()
+    return state, _names(excluded)
+
+
+def node_states(partition: str) -> dict[str, str]:
+    """State by node of a partition, as sinfo writes it: ``idle``, ``down*``; empty if SLURM does not answer."""
+    try:
+        lines = ask("sinfo", "-h", "-N", *(["-p", partition] if partition else []), "-o", "%N %t").splitlines()
+    except NotDone:
+        return {}
+    return dict(words for line in lines if len(words := line.split()) == 2)
+
+
+def requeue(job_id: str) -> None:
+    """Put the job back into the queue; SLURM ends this script then.
+
+    Raises:
+        NotDone: it will not.
+    """
+    ask("scontrol", "requeue", job_id)
+
+
+def exclude(job_id: str, nodes: Sequence[str]) -> None:
+    """Let a job that is on its way back into the queue do without nodes. SLURM takes this from jobs that wait only.
+
+    Raises:
+        NotDone: it will not.
+    """
+    ask("scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join(nodes)}")
+
+
+def has_scontrol() -> bool:
+    """Whether there is a scontrol: not in most containers."""
+    return shutil.which("scontrol") is not None
+
+
+def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
+    """Queue a job that goes on where this one has stopped, once it has ended; its id.
+
+    Raises:
+        NotDone: sbatch will not, or the run was not submitted by `jobs.submit`.
+    """
+    index = env.get("SLURM_ARRAY_TASK_ID")
+    folder = run.path if index is None else run.path.parent
+    script = folder / "submit.sbatch"
+    if not script.is_file():
+        raise NotDone(f"there is no {script}")
+    old = env["SLURM_JOB_ID"] if index is None else f"{env['SLURM_ARRAY_JOB_ID']}_{index}"
+    name = run.path.name if index is None else f"{folder.name}-{index}"
+    more = [f"--exclude={','.join(excluded)}"] if excluded else []
+    more += [] if index is None else [f"--array={index}"]
+    # The run's own name, so that singleton makes it wait for other links of this chain and for nobody else.
+    answer = ask(
+        "sbatch", "--parsable", "--no-requeue", f"--job-name={name}",
+        f"--dependency=afterany:{env['SLURM_JOB_ID']},singleton", *more, str(script), env=scrubbed(env), cwd=folder,
+    )  # fmt: skip
+    new = answer.splitlines()[-1].partition(";")[0] + ("" if index is None else f"_{index}")
+    pickle = folder / ".submitit" / f"{old}_submitted.pkl"
+    shutil.copy2(pickle, pickle.with_name(f"{new}_submitted.pkl"))  # before this job ends, so before that one starts
+    submitted(run, "slurm", new, continues=old)
+    return new
+
+
+def _names(nodelist: str) -> tuple[str, ...]:
+    try:
+        return tuple(expand(nodelist)) if nodelist not in ("", "(null)", "N/A") else ()
+    except ValueError:
+        return ()
+
+
+def nodes_of(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The nodes of this job."""
+    return _names(env.get("SLURM_JOB_NODELIST", ""))
