@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,13 @@ from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
 # srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "tasks 0-1: Killed".
-_SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[^:]*: (?!Terminated)(.+)")
+_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)[^:\n]*: (?!Terminated)(.+)", re.MULTILINE)
+# From here on SLURM ends the ranks that were left, and srun reports that in the same words.
+_STEP_ENDED = re.compile(
+    r"^(?:slurmstepd\S*: error: \*\*\* (?:STEP|JOB) .* CANCELLED AT|srun: .*Terminating (?:StepId|job step))", re.M
+)
+# What ended a task from outside. The others have words of their own in their logs.
+_HARD = re.compile(r"Killed|Out Of Memory")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts it before every line of a traceback
 # What a rank says when another has gone: of gloo, NCCL, TCPStore and the kernel.
 _LOST_CONNECTION = re.compile(
@@ -20,11 +27,15 @@ _LOST_CONNECTION = re.compile(
     r"|DistBackendError|went away while rank|timed out waiting \d+ms for (recv|send)",
     re.IGNORECASE,
 )
+# Errors of the same classes that no other rank's end explains.
+_OWN_FAULT = re.compile(r"EADDRINUSE|already in use|Duplicate GPU|version mismatch|socket interface", re.IGNORECASE)
+_TAIL = 40
+"""Lines at the end of a rank's stderr that may say why it was ended."""
 
 
 def is_lost_connection(error: str) -> bool:
     """Whether a rank failed for want of another: a consequence, and no cause while there is another."""
-    return _LOST_CONNECTION.search(error) is not None
+    return _LOST_CONNECTION.search(error) is not None and _OWN_FAULT.search(error) is None
 
 
 @dataclass(frozen=True)
@@ -35,64 +46,106 @@ class Failure:
     rank: int
     error: str
     traceback: tuple[str, ...]
+    host: str = ""
 
 
 def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     """The first failure of an attempt (the newest one if None); None if nothing speaks of one.
 
-    When one rank dies the others soon fail too, for want of it, and may say so first. So causes go before lost
-    connections, and only among equals the order of time decides.
+    When one rank dies the others soon fail too, for want of it, and may say so first. So what ended a task from outside
+    goes first, then what ranks and whoever looks after them have written down, then tasks in the order in which srun
+    saw them exit, then tracebacks by their age; and causes before lost connections.
     """
     attempts = run.attempts()
     if not attempts:
         return None
     attempt = attempts[-1] if attempt is None else attempt
     logs = run.attempt_logs(attempt)
-    found: list[Failure] = []
-    for item in life_of(run).failures:
-        if item.attempt in (attempt, None) and item.rank is not None:
-            found.append(Failure(attempt, item.rank, item.error, _traceback(logs / f"rank-{item.rank}.err")))
-    found += _from_srun(run, attempt, attempts)
+    hard, exited, late = _from_srun(run, attempt)
+    said = [
+        Failure(attempt, item.rank, item.error, words_of(logs / f"rank-{item.rank}.err"), item.host)
+        for item in life_of(run).failures
+        if item.attempt in (attempt, None) and item.rank is not None
+    ]
+    written = []
     ranks = {path: path.stem.removeprefix("rank-") for path in logs.glob("rank-*.err") if path.is_file()}
     ranks = {path: name for path, name in ranks.items() if name.isascii() and name.isdecimal()}
     for _, path in sorted((path.stat().st_mtime, path) for path in ranks):
         if lines := _traceback(path):
-            found.append(Failure(attempt, int(ranks[path]), lines[-1], lines))
+            written.append(Failure(attempt, int(ranks[path]), lines[-1], lines))
+    found = [*hard, *said, *exited, *written]
     causes = [failure for failure in found if not is_lost_connection(failure.error)]
-    return next(iter(causes or found), None)
+    # A task that SLURM ended with the step is no cause; but where all others only miss one, it is the one to look at.
+    return next(iter(causes or late or found), None)
 
 
-def _from_srun(run: RunDir, attempt: int, attempts: list[int]) -> list[Failure]:
-    """Tasks that srun saw end badly, killed ones first; its words about one attempt stand between two headings."""
-    try:
-        text = reading.read_text(run.logs / "batch.out")
-    except OSError:
-        return []
+def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure], list[Failure]]:
+    """Tasks that were ended from outside, those that exited, each with its own words, and those ended with the step."""
+    text = batch_text(run, attempt)
+    ended = _STEP_ENDED.search(text)
+    hard: list[Failure] = []
+    exited: list[Failure] = []
+    late: list[Failure] = []
+    for match in _SRUN.finditer(text):
+        host, rank, words = match[1], int(match[2]), match[3].strip()
+        own = run.attempt_logs(attempt) / f"rank-{rank}.err"
+        error = f"{words} (on {host})"
+        if _HARD.match(words):
+            with_the_step = ended is not None and match.start() > ended.start()
+            (late if with_the_step else hard).append(Failure(attempt, rank, error, (), host))
+        elif ended is None or match.start() < ended.start():
+            exited.append(Failure(attempt, rank, last_error(own) or error, words_of(own), host))
+    return hard, exited, late
+
+
+def batch_text(run: RunDir, attempt: int) -> str:
+    """What the batch script and srun, or the local controller, said of one attempt: it stands between two headings."""
+    text = _batch_log(run)
     _, heading, after = text.partition(f"Attempt {attempt} on ")
     if heading:
-        text = after.partition(f"\nAttempt {attempt + 1} on ")[0]
-    elif attempt != attempts[-1]:
-        return []
-    seen = [match.groups() for match in _SRUN.finditer(text)]
-    seen.sort(key=lambda groups: "Exited" in groups[2])  # one that exits may have missed one that was killed
-    return [Failure(attempt, int(rank), f"{words.strip()} (on {host})", ()) for host, rank, words in seen]
+        return after.partition(f"\nAttempt {attempt + 1} on ")[0]
+    return text if attempt in run.attempts()[-1:] or not run.attempts() else ""
+
+
+def _batch_log(run: RunDir) -> str:
+    """``logs/batch.out``; of a template's job, which sbatch writes beside the folder of the runs, that file."""
+    submission = life_of(run).submission
+    beside = run.path.parent.parent / f"slurm-{submission.job_id}.out" if submission is not None else None
+    for path in (batch_log(run), beside):
+        if path is not None:
+            with contextlib.suppress(OSError):
+                return reading.read_text(path)
+    return ""
+
+
+def batch_log(run: RunDir) -> Path:
+    """Where the batch script of a submitted run writes."""
+    return run.logs / "batch.out"
 
 
 def last_words(run: RunDir) -> list[str]:
     """The end of what the batch script or the local controller said: why no rank started, or who killed them."""
-    try:
-        return reading.read_text(run.logs / "batch.out").splitlines()[-20:]
-    except OSError:
-        return []
+    return _batch_log(run).splitlines()[-20:]
 
 
 def last_error(stderr: Path) -> str:
     """What a rank said last: its traceback's own line, or the first of our three lines; empty if neither is there."""
+    lines = words_of(stderr)
+    return lines[-1] if lines and lines[0].startswith("Traceback") else lines[0] if lines else ""
+
+
+def words_of(stderr: Path) -> tuple[str, ...]:
+    """A rank's last traceback, or the three lines of our last error; empty if neither is there."""
     if lines := _traceback(stderr):
-        return lines[-1]
+        return lines
     lines = _lines(stderr)
     whys = [index for index, line in enumerate(lines) if line.startswith("  why: ")]
-    return lines[whys[-1] - 1] if whys and whys[-1] > 0 else ""
+    return lines[whys[-1] - 1 : whys[-1] + 2] if whys and whys[-1] > 0 else ()
+
+
+def tail_of(stderr: Path) -> list[tuple[int, str]]:
+    """The last lines of a rank's stderr, each with its number, counted from 1."""
+    return list(enumerate(_lines(stderr), start=1))[-_TAIL:]
 
 
 def _lines(path: Path) -> tuple[str, ...]:
@@ -115,3 +168,32 @@ def _traceback(path: Path) -> tuple[str, ...]:
         if len(found) > 1 and line and not line[0].isspace():  # the exception's own line ends it
             break
     return tuple(found)
+
+
+_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+)")
+_WAITED = re.compile(
+    r"collective operation timeout|Timed out waiting \d+ms|wait timeout after|NCCL operations have failed"
+)
+
+
+def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
+    """After a collective timed out, the ranks that the others waited for, by what the ranks themselves say.
+
+    Ranks that waited say so; who does not was waited for. Where all say so, NCCL's count of enqueued work tells.
+    """
+    waited, enqueued = set(), {}
+    ranks = sorted(
+        int(name) for path in run.attempt_logs(attempt).glob("rank-*.out") if (name := path.stem[5:]).isdecimal()
+    )
+    for rank in ranks:
+        text = "\n".join(_lines(run.attempt_logs(attempt) / f"rank-{rank}.err"))
+        if _WAITED.search(text):
+            waited.add(rank)
+        if counts := _ENQUEUED.findall(text):
+            enqueued[rank] = int(counts[0])
+    if not waited:
+        return ()
+    silent = tuple(rank for rank in ranks if rank not in waited)
+    if silent or len(set(enqueued.values())) < 2:
+        return silent
+    return tuple(rank for rank, count in enqueued.items() if count == min(enqueued.values()))

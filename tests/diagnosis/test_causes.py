@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainkit.cluster.queue import JobState
+from trainkit.config.loading import load, to_yaml
+from trainkit.diagnosis.causes import Cause, cause_of
+from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
+from trainkit.diagnosis.rank_cases import RANKS
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+
+RECORDED: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
+WITHOUT_TEXT = {"exception", "said-by-the-kit", "lost-connection"}
+Diagnose = Callable[..., Cause | None]
+
+
+@pytest.fixture(scope="module")
+def config() -> str:
+    return to_yaml(load("ddp").config)
+
+
+@pytest.fixture
+def run(tmp_path: Path, config: str) -> RunDir:
+    """A run of two ranks on n1 and n2 whose job 4711 is over."""
+    made = RunDir.create(tmp_path / "runs" / "ddp-0001", config)
+    made.attempt_logs(0).mkdir()
+    made.plan.write_text(json.dumps({"time_limit_seconds": 3600, "world_size": 2}))
+    append_event(made, "submitted", executor="slurm", job_id="4711")
+    for rank in (0, 1):
+        (made.attempt_logs(0) / f"rank-{rank}.out").write_text("")
+    return made
+
+
+def diagnose(run: RunDir, job: str = "FAILED|NonZeroExitCode", *, batch: str = "", rank: str = "") -> Cause | None:
+    (run.logs / "batch.out").write_text(f"Attempt 0 on n[1-2]: the ranks' output is in {run.logs}/0\n{batch}\n")
+    if rank:
+        (run.attempt_logs(0) / "rank-1.err").write_text(rank + "\n")
+        if "srun: error: n2" not in batch:
+            batch += "\nsrun: error: n2: task 1: Exited with exit code 1"
+        (run.logs / "batch.out").write_text(f"Attempt 0 on n[1-2]: ...\n{batch}\n")
+    state, _, reason = job.partition("|")
+    return cause_of(run, JobState(state, "4711", "slurm", reason.replace("None", ""), "n[1-2]"))
+
+
+@pytest.mark.parametrize("said", RECORDED, ids=[f"{item['cause']}-{item['from']}" for item in RECORDED])
+def test_what_was_printed_is_known_for_what_it_is(run: RunDir, said: dict[str, Any]) -> None:
+    cause = diagnose(
+        run, said.get("job", "FAILED|NonZeroExitCode"), batch=said.get("batch", ""), rank=said.get("rank", "")
+    )
+    assert cause is not None
+    assert (cause.name, said["says"] in cause.what) == (said["cause"], True), f"{said['says']!r} not in {cause.what!r}"
+    assert said.get("command", "") in cause.command
+    assert cause.evidence
+    assert not re.search(r"[{}?]", cause.what + cause.command)
+
+
+def test_every_row_of_the_tables_has_a_recorded_text() -> None:
+    rows = {row.name for row in (*HARDWARE, *ENDINGS, *RANKS)}
+    told = {item["cause"] for item in RECORDED}
+    unrecorded = {"requeue-refused", "hang", "controller-gone"}  # our own words: below
+    unrecorded |= {"illegal-access", "nonfinite", "signalled"}
+    assert told - rows == WITHOUT_TEXT
+    assert rows - told == unrecorded
+    assert len(told) >= 25
+
+
+def test_every_row_has_one_command_and_no_placeholder_for_the_user_in_it() -> None:
+    assert [row.name for row in (*HARDWARE, *ENDINGS, *RANKS) if not row.command or "FOLDER" in row.command] == []
+
+
+def test_a_killed_rank_goes_before_those_that_missed_it(run: RunDir) -> None:
+    append_event(run, "failed", attempt=0, rank=0, host="n1", error="RuntimeError: Connection reset by peer")
+    cause = diagnose(run, batch="srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 1")
+    assert cause is not None
+    assert cause.what.startswith("Rank 1 on n2 was killed")
+    assert "srun: error: n2: task 1: Killed" in [quote.text for quote in cause.evidence]
+
+
+def test_what_srun_ended_itself_is_no_cause(run: RunDir) -> None:
+    cause = diagnose(
+        run,
+        batch="srun: error: n2: task 1: Exited with exit code 3\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=12883802.0\n"
+        "slurmstepd-n1: error: *** STEP 12883802.0 ON n1 CANCELLED AT 2026-11-21T19:13:27 ***\n"
+        "srun: error: n1: task 0: Killed",
+    )
+    assert cause is not None
+    assert cause.what == "Rank 1 on n2 failed: Exited with exit code 3 (on n2)."
+
+
+def test_of_sruns_errors_the_first_is_believed(run: RunDir) -> None:
+    cause = diagnose(
+        run, batch="srun: error: n2: task 1: Exited with exit code 7\nsrun: error: n1: task 0: Exited with exit code 1"
+    )
+    assert cause is not None
+    assert cause.failure is not None
+    assert (cause.failure.rank, cause.failure.host) == (1, "n2")
+
+
+def test_the_words_of_another_attempt_are_not_those_of_this(run: RunDir) -> None:
+    run.attempt_logs(1).mkdir()
+    (run.logs / "batch.out").write_text(
+        "Attempt 0 on n1: ...\nsrun: error: n1: task 0: Killed\n"
+        "Attempt 1 on n2: ...\nsrun: error: n2: task 0: Segmentation fault\n"
+    )
+    state = JobState("FAILED", "4711", "slurm")
+    newest, first = cause_of(run, state), cause_of(run, state, 0)
+    assert newest is not None
+    assert first is not None
+    assert (newest.name, first.name) == ("segfault", "killed")
+
+
+def test_where_all_ranks_waited_the_one_with_the_fewest_collectives_is_behind(run: RunDir) -> None:
+    words = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)\nlast enqueued work: {}, last completed"
+    (run.attempt_logs(0) / "rank-0.err").write_text(words.format(11))
+    cause = diagnose(run, rank=words.format(12))
+    assert cause is not None
+    assert "rank 0 did not come to it" in cause.what
+
+
+def test_a_hang_names_the_rank_that_was_waited_for(run: RunDir) -> None:
+    append_event(run, "failed", attempt=0, rank=1, host="n2", error="no progress for 600 s (launch.hang_seconds)")
+    cause = diagnose(run)
+    assert cause is not None
+    assert (cause.name, cause.what) == (
+        "hang",
+        "Rank 1 on n2 made no progress for 600 s and kept the others waiting: a hang.",
+    )
+
+
+def test_a_refused_requeue_is_the_cause_in_slurms_words(run: RunDir) -> None:
+    append_event(
+        run, "failed", attempt=0, rank=None, error="requeue refused: Requested operation is presently disabled"
+    )
+    cause = diagnose(run)
+    assert cause is not None
+    assert cause.what.endswith("its job back into the queue: Requested operation is presently disabled.")
+
+
+def test_a_run_that_completed_or_runs_has_no_cause(run: RunDir) -> None:
+    assert diagnose(run, "COMPLETED|") is None
+    assert diagnose(run, "RUNNING|", batch="srun: error: n2: task 1: Killed") is None
+
+
+def test_paths_in_a_command_are_quoted(tmp_path: Path, config: str) -> None:
+    run = RunDir.create(tmp_path / "my runs" / "ddp-0001", config)
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    cause = cause_of(run, JobState("NODE_FAIL", "4711", "slurm", "NodeDown", "n2"))
+    assert cause is not None
+    assert cause.command == f"python -m jobs.resume '{run.path}' --exclude n2"

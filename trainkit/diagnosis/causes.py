@@ -1,0 +1,224 @@
+"""Why a run failed, or does not start: one cause of the tables, the lines that show it, and one command to mend it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainkit import terminal
+from trainkit.cluster.queue import JobState
+from trainkit.diagnosis.case import Case
+from trainkit.diagnosis.evidence import Failure, batch_text, failure_of, is_lost_connection, tail_of
+from trainkit.diagnosis.fields import fields, hosts_of
+from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
+from trainkit.diagnosis.rank_cases import AGAIN, LOG, RANKS, RESUME
+from trainkit.records.history import life_of
+from trainkit.records.rundir import RunDir
+
+_SHOWN = 6
+"""Lines of evidence."""
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A line of evidence, and where it stands: ``logs/0/rank-3.err:12``, ``squeue``."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run is where it is."""
+
+    name: str
+    what: str
+    evidence: tuple[Quote, ...]
+    fix: str
+    """What to do before the command; empty if the command is enough."""
+    command: str
+    """For a shell."""
+    failure: Failure | None
+    """The rank that failed first, where one did."""
+
+    @property
+    def shown(self) -> str:
+        """The lines of evidence, one below the other."""
+        width = max((len(quote.where) for quote in self.evidence), default=0)
+        texts = [f"{quote.where:{width}}  {terminal.one_line(quote.text, 300)}" for quote in self.evidence]
+        return "\n       ".join(texts)
+
+    @property
+    def advice(self) -> str:
+        """Words and command in one line."""
+        return f"{self.fix} `{self.command}`".strip()
+
+    def __str__(self) -> str:
+        """Three lines as of an error: what, why, how to fix it; the evidence may take more."""
+        why = f"  why: {self.shown}\n" if self.evidence else ""
+        return f"{self.what}\n{why}  fix: {self.advice}"
+
+
+def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause | None:
+    """The one cause for what has become of an attempt (the newest if None); None where nothing speaks of one.
+
+    Facts of the machine come first, then what ended or holds the job, then the rank that failed first.
+
+    Args:
+        state: of the run's newest job, as `trainkit.cluster.queue` has it.
+    """
+    if state.state == "COMPLETED" or (state.state == "RUNNING" and attempt is None):
+        return None
+    attempts = run.attempts()
+    newest = attempt is None or attempt == (attempts[-1] if attempts else 0)
+    number = attempt if attempt is not None else attempts[-1] if attempts else 0
+    waits = newest and state.alive == "yes"
+    failure = None if waits else failure_of(run, number)
+    sources = [*_of_the_job(run, state, number)] if newest else []
+    if not waits:
+        sources += [*_of_the_batch(run, number), *_of_the_rank(run, failure)]
+    for row in (*HARDWARE, *ENDINGS, *RANKS):
+        fits = [
+            (match, source)
+            for source in sources
+            if source.place in row.places and (match := row.pattern.search(source.text))
+        ]
+        if fits:  # the one that says most: which node, which module
+            match, source = max(fits, key=lambda fit: sum(value is not None for value in fit[0].groupdict().values()))
+            return _cause(row, match, source, run, state, number, failure, sources)
+    return _otherwise(run, state, number, failure, sources)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A text, where it stands, and the number of its first line; 0 where lines are not counted."""
+
+    place: str
+    where: str
+    text: str
+    first: int = 0
+
+    def quote(self, at: int) -> Quote:
+        """The line at a position in the text."""
+        before = self.text.count("\n", 0, at)
+        where = f"{self.where}:{self.first + before}" if self.first else self.where
+        return Quote(where, self.text.splitlines()[before].strip())
+
+
+def _of_the_job(run: RunDir, state: JobState, attempt: int) -> list[_Source]:
+    found = [
+        _Source("job", "squeue, sacct" if state.executor == "slurm" else "status", f"{state.state} {state.reason}")
+    ]
+    found[0:0] = [
+        _Source("job", "events.jsonl", item.error)
+        for item in life_of(run).failures
+        if item.attempt == attempt and (item.rank is None or "no progress for" in item.error)
+    ]
+    return found
+
+
+def _of_the_batch(run: RunDir, attempt: int) -> list[_Source]:
+    text = batch_text(run, attempt)
+    return [_Source("batch", "logs/batch.out", text)] if text else []
+
+
+def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
+    """Its own last error; where it has left none that is a cause, the end of its log."""
+    if failure is None:
+        return []
+    where = f"logs/{failure.attempt}/rank-{failure.rank}.err"
+    tail = tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err")
+    lines = [text for _, text in tail]
+    known = failure.error in lines
+    start = max((index for index, text in enumerate(lines) if text.startswith("Traceback")), default=0)
+    found = [_Source("rank", where if known else "events.jsonl, srun", failure.error)]
+    if known:
+        found = [_Source("rank", where, "\n".join(lines[start:]), tail[start][0])]
+    elif failure.traceback:
+        found.append(_Source("rank", where, "\n".join(failure.traceback)))
+    if failure.error.startswith("Killed"):  # it had no last word: only its node's can be of its end
+        tail = [(number, text) for number, text in tail if text.startswith("slurmstepd")]
+        lines = [text for _, text in tail]
+    if not failure.traceback or is_lost_connection(failure.error):
+        found.append(_Source("rank", where, "\n".join(lines), tail[0][0] if tail else 0))
+    return found
+
+
+def _cause(
+    row: Case, match: re.Match[str], source: _Source, run: RunDir, state: JobState, attempt: int,
+    failure: Failure | None, sources: list[_Source],
+) -> Cause:  # fmt: skip
+    found = fields(run, state, attempt, failure)
+    groups = {name: value for name, value in match.groupdict().items() if value}
+    for other in ("other", "third", "more"):  # a name for the same thing in another branch of the pattern
+        if value := groups.pop(other, None):
+            first = next(iter(match.re.groupindex))
+            groups[first] = value
+    found.update({name: value.strip().rstrip(".") for name, value in groups.items()})
+    if row.name == "missing-module":
+        found["module"] = found["module"].partition(".")[0]
+    if "failed" in groups:
+        found["failed_hosts"] = hosts_of(groups["failed"])
+    quotes = [source.quote(match.start()), *_around(failure, sources)]
+    return Cause(
+        row.name,
+        row.what.format_map(_Blank(found)),
+        tuple(dict.fromkeys(quotes))[:_SHOWN],
+        row.fix.format_map(_Blank(found)),
+        re.sub(r" --exclude(?= *$)", "", row.command.format_map(_Blank(found))).rstrip(),  # no node is known
+        failure,
+    )
+
+
+def _otherwise(
+    run: RunDir, state: JobState, attempt: int, failure: Failure | None, sources: list[_Source]
+) -> Cause | None:
+    """What no row knows: our own three lines, an exception of the user's code, a lost connection, or silence."""
+    found = fields(run, state, attempt, failure)
+    quotes = tuple(dict.fromkeys(_around(failure, sources)))[:_SHOWN]
+    if failure is None:
+        if state.alive == "yes" or not state.job_id or state.state == "UNKNOWN":
+            return None
+        what = f"The job ended ({state.state} {state.reason}".rstrip() + ") before a rank of it said anything."
+        return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
+    if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
+        fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
+        what = f"{failure.error} {failure.traceback[1][7:]}".strip()
+        return Cause("said-by-the-kit", what, quotes, fix, RESUME.format_map(_Blank(found)), failure)
+    if is_lost_connection(failure.error):
+        what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
+        return Cause("lost-connection", what, quotes, "", RESUME.format_map(_Blank(found)), failure)
+    if failure.traceback:
+        at = f", at {found['at']}" if found["at"] else ""
+        what = f"{found['who']} raised {failure.error.rstrip('.')}{at}."
+        mend = f"Mend {found['at']}:" if found["at"] else ""
+        return Cause("exception", what, quotes, mend, AGAIN.format_map(_Blank(found)), failure)
+    what = f"{found['who']} failed: {failure.error.rstrip('.')}."
+    return Cause("failed", what, quotes, "Its last words:", LOG.format_map(_Blank(found)), failure)
+
+
+def _around(failure: Failure | None, sources: list[_Source]) -> list[Quote]:
+    """What srun, the job and the failing rank say, beside the line that decided."""
+    found = []
+    for source in sources:
+        if source.place == "job" and source.text.strip():
+            found.append(Quote(source.where, source.text.strip()))
+        elif source.place == "batch":
+            told = re.compile(
+                r"^(srun: error|slurmstepd\S* error|srun: fatal|bash:|.*No such file|.*not found).*", re.M
+            )
+            found += [source.quote(match.start()) for match in list(told.finditer(source.text))[:2]]
+        elif source.place == "rank" and failure is not None and failure.error in source.text:
+            found.append(source.quote(source.text.rindex(failure.error)))
+    last = [source for source in sources if source.place == "rank" and source.text.strip()]
+    if failure is not None and not failure.traceback and last:
+        text = last[-1].text.rstrip()
+        found.append(last[-1].quote(len(text) - 1))
+    return found
+
+
+class _Blank(dict[str, str]):
+    """Fields of a sentence; one that is not known leaves it readable."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"

@@ -1,0 +1,113 @@
+"""What the sentences of the tables of causes may name: the run, its job, the rank that failed and its node."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainkit.cluster.queue import JobState
+from trainkit.diagnosis.evidence import Failure, lagging_ranks
+from trainkit.errors import UserError
+from trainkit.ranks.hostlist import expand
+from trainkit.records import reading
+from trainkit.records.history import life_of
+from trainkit.records.rundir import RunDir
+
+_AT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<frozen", "/lib/python")
+
+
+def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) -> dict[str, str]:
+    """What the sentences of the tables may name; paths are quoted for a shell."""
+    life = life_of(run)
+    plan, config = reading.read_object(run.plan), _settings(run)
+    hosts = hosts_of(state.nodes) or ",".join(map(str, life.started.get("hosts") or ()))
+    host = failure.host if failure is not None and failure.host else ""
+    host = host or (_host_of_rank(run, attempt, failure.rank) if failure is not None else "") or hosts.partition(",")[0]
+    rank = f"Rank {failure.rank}" if failure is not None else "A rank"
+    seconds = plan.get("time_limit_seconds")
+    ranks = max(int(life.started.get("world_size") or plan.get("world_size") or 1), 1)
+    micro = config.get("micro_batch_size") or max(int(config.get("global_batch_size") or 64) // ranks, 1)
+    behind = lagging_ranks(run, attempt)
+    return {
+        "run": shlex.quote(str(run.path)),
+        "runs": shlex.quote(str(run.path.parent)),
+        "logs": shlex.quote(str(run.logs)),
+        "job": state.job_id,
+        "state": state.state,
+        "reason": state.reason,
+        "nodes": state.nodes or "The node",
+        "hosts": hosts,
+        "first_host": hosts.partition(",")[0] or "it",
+        "host": host,
+        "on_node": host or "the node",
+        "failed": f"One of {state.nodes}" if "," in hosts else state.nodes or "A node",
+        "failed_hosts": "" if "," in hosts else hosts,
+        "who": f"{rank} on {host}" if host else rank,
+        "rank": str(failure.rank) if failure is not None else "0",
+        "error": failure.error.rstrip(".") if failure is not None else "",
+        "attempt": str(attempt),
+        "at": _place(failure),
+        "behind": _ranks(behind) if behind else "another rank",
+        "lagging": str(behind[0]) if behind else "0",
+        "more_memory": " --mem 0" if state.executor == "slurm" else "",
+        "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
+        "half_the_batch": str(max(int(micro) // 2, 1)),
+        "half_the_lr": f"{float(config.get('lr') or 1e-3) / 2:g}",
+    }
+
+
+def _settings(run: RunDir) -> dict[str, float]:
+    """The numbers of the configuration that a fix may halve."""
+    try:
+        text = reading.read_text(run.config)
+    except OSError:
+        return {}
+    found = re.findall(r"^\s+(global_batch_size|micro_batch_size|lr): ([0-9.e+-]+)$", text, re.MULTILINE)
+    values: dict[str, float] = {}
+    for key, value in found:
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            values.setdefault(key, number)
+    return values
+
+
+def _host_of_rank(run: RunDir, attempt: int, rank: int) -> str:
+    told = [item.host for item in life_of(run).failures if item.attempt == attempt and item.rank == rank and item.host]
+    return told[0] if told else ""
+
+
+def hosts_of(nodelist: str) -> str:
+    """Names with commas between them; of many nodes as SLURM writes them."""
+    try:
+        names = expand(nodelist) if nodelist else []
+    except UserError:
+        return ""
+    return ",".join(names) if len(names) <= 8 else nodelist
+
+
+def _place(failure: Failure | None) -> str:
+    """File and line of the failure that the user can mend: the last in code of their own, else the last of all."""
+    if failure is None:
+        return ""
+    lines = list(failure.traceback)
+    places = [(match["file"], match["line"]) for text in lines if (match := _AT.match(text))]
+    own = [place for place in places if not any(part in place[0] for part in _OURS)]
+    return f"{Path((own or places)[-1][0]).name}:{(own or places)[-1][1]}" if places else ""
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = [str(number) for number in numbers[:8]]
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(shown)}{more}"
+
+
+def _clock(seconds: int) -> str:
+    minutes = max(seconds // 60, 1)
+    return f"{minutes // 60}:{minutes % 60:02d}:00"

@@ -1,0 +1,172 @@
+"""What SLURM does to a job, and what a job's script meets before its ranks run. The first row that fits is the cause.
+
+A job's own words are ``STATE REASON`` of squeue or sacct. The patterns hold over the versions of SLURM from 20 on;
+tests/diagnosis/recorded.yaml keeps their texts.
+"""
+
+from __future__ import annotations
+
+from trainkit.diagnosis.case import Case, case
+
+RESUME = "python -m jobs.resume {run}"
+LIMITS = 'sinfo -o "%P %l %D %c %m %G"'
+
+HARDWARE: tuple[Case, ...] = (
+    case(
+        "job batch", "node-failure",
+        r"NODE_FAIL|NodeDown|^srun: error: Node failure on (?P<failed>\S+)|DUE TO NODE FAILURE",
+        "{failed} went down or stopped answering while the job ran.",
+        RESUME + " --exclude {failed_hosts}",
+    ),
+    case(
+        "job", "boot-failure", r"BOOT_FAIL|PrologFailed|Prolog\b|launch_prolog_fail",
+        "{nodes} could not be prepared for the job: its boot or the site's prolog failed.",
+        RESUME + " --exclude {hosts}", "Tell the site's staff, and do without it:",
+    ),
+    case(
+        "job batch rank", "host-out-of-memory",
+        r"OUT_OF_MEMORY|OutOfMemory\b(?!Error)|oom[-_ ]?kill|OOM Killed|: Out Of Memory"
+        r"|exceeded (step|job) memory limit|exceeded memory limit .* being killed"
+        r"|DataLoader worker \(pid \d+\) is killed by signal: Killed"
+        r"|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|^MemoryError|Cannot allocate memory",
+        "{who} used more memory than the job has on its node, or the node itself.",
+        RESUME + "{more_memory}", "More memory for each node, or fewer data.workers:",
+    ),
+)  # fmt: skip
+"""Facts of the machine, which no word of a rank outranks."""
+
+ENDINGS: tuple[Case, ...] = (
+    case(
+        "job", "requeue-refused", r"requeue refused: (?P<words>.*)",
+        "The run saved, and SLURM did not take its job back into the queue: {words}.", RESUME,
+    ),
+    case(
+        "job", "requeue-held",
+        r"(launch failed requeued|job requeued in|launch_failed_requeued)[ _]?held|job_hold_max_requeue"
+        r"|JobHoldMaxRequeue|RequeuedHeld|REQUEUE_HOLD|SPECIAL_EXIT|JobHeldAdmin",
+        "SLURM holds the job back after a requeue, or an administrator does ({reason}).",
+        "scontrol release {job}", "If its node is well again:",
+    ),
+    case("job", "held", r"JobHeldUser", "The job is held: it waits until it is released.", "scontrol release {job}"),
+    case(
+        "job", "dependency-never", r"DependencyNeverSatisfied",
+        "The job waits for another to succeed, which has failed or is gone.",
+        "scontrol update JobId={job} Dependency=", "To start it all the same:",
+    ),
+    case(
+        "job", "waits-for-job", r"^PENDING Dependency\b", "It waits for another job, as its --dependency says.",
+        "scontrol show job {job}",
+    ),
+    case(
+        "job batch", "launch-failure",
+        r"JobLaunchFailure|launch[ _]failed|exit code 0:53|[Cc]ould not open std(out|err|in)|IO setup failed"
+        r"|error: open \S+: No such file",
+        "{nodes} could not start the job's script: {first_host} does not see {logs}, or may not write there.",
+        "srun -N1 -n1 -w {first_host} ls -ld {logs}",
+        "Put the run where all nodes see it (TRAINKIT_RUNS=FOLDER) and submit it again; this shows what the node sees:",
+    ),
+    case(
+        "job batch", "invalid-account",
+        r"InvalidAccount|AccountNotAllowed|Invalid account(?!ing)|Invalid account or account/partition combination",
+        "The account may not be charged: it is not known, not yours, or not allowed in this partition.",
+        "sacctmgr -n show assoc user=$USER format=account,partition,qos",
+        "Give one of these with --account:",
+    ),
+    case(
+        "job batch", "invalid-qos", r"InvalidQOS|Invalid qos specification|QOSNotAllowed",
+        "The QOS is not known, or not allowed for this account or partition.",
+        "sacctmgr -n show assoc user=$USER format=account,partition,qos", "Give one of these with --qos:",
+    ),
+    case(
+        "job batch", "invalid-partition", r"[Ii]nvalid partition|PartitionDown|PartitionInactive|PARTITION_DOWN",
+        "The partition does not exist, or takes no jobs now.", "sinfo -s", "Give one of these with --partition:",
+    ),
+    case(
+        "job batch", "policy-limit",
+        r"Job violates accounting/QOS policy|AssocMaxWall|QOSMaxWall|AssocMax\w*(PerJob|PerNode)"
+        r"|QOSMax\w*(PerJob|PerNode)|QOSMin\w+|(Assoc|QOS)MaxSubmitJob\w*|QOSJobLimit",
+        "The job asks for more than its account or QOS allows one job ({reason}).",
+        "sacctmgr show qos format=name,maxwall,maxtres,maxtrespu,maxsubmit",
+        "Cancel it and submit it again with less:",
+    ),
+    case(
+        "job", "association-limit", r"\b(Assoc|QOS|Account|User)(Grp|Max)\w+|Max\w+PerAccount|QOSUsageThreshold",
+        "It waits for other jobs of this account, QOS or user to end: together they are at their limit ({reason}).",
+        "squeue --me",
+    ),
+    case(
+        "job batch", "partition-limit",
+        r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|Requested time limit is invalid"
+        r"|Node count specification invalid",
+        "The job asks for more time or nodes than its partition gives ({reason}).",
+        LIMITS, "Cancel it and submit it again within these limits:",
+    ),
+    case(
+        "job batch", "bad-constraints",
+        r"BadConstraints|Requested node configuration is not available|Invalid feature specification"
+        r"|Invalid generic resource|Memory specification can not be satisfied|Invalid node name",
+        "No node of the partition has what the job asks for: CPUs, memory, GPUs, features or names of nodes.",
+        LIMITS + " ; sinfo -o '%n %f'", "Submit it again with what is there:",
+    ),
+    case(
+        "job", "node-not-available", r"ReqNodeNotAvail|Reserved for maintenance|Nodes required for job are DOWN"
+        r"|ReservationDeleted|\(?Reservation\)?$",
+        "The nodes that it asks for are down, drained or reserved ({reason}).", "sinfo -R",
+    ),
+    case(
+        "job", "waits", r"^(PENDING|CONFIGURING)( (Resources|Priority|BeginTime|None|waits.*))?$",
+        "Nothing is wrong: it waits for its turn ({state} {reason}).", "squeue -j {job} --start",
+    ),
+    case(
+        "job", "hang", r"no progress for (?P<seconds>\d+) s",
+        "{who} made no progress for {seconds} s and kept the others waiting: a hang.",
+        RESUME, "If the same rank hangs again, exclude its node (--exclude); else look at what it does:",
+    ),
+    case(
+        "job batch", "time-limit", r"^TIMEOUT|^FAILED TimeLimit|DUE TO TIME LIMIT",
+        "The job reached its time limit before it could save and hand back.",
+        RESUME + " --time {twice_the_time}",
+    ),
+    case("job", "deadline", r"^DEADLINE", "The job reached its --deadline.", RESUME),
+    case(
+        "job batch", "preempted", r"^PREEMPTED|DUE TO PREEMPTION",
+        "The job was preempted by one of higher priority, and was not queued again.", RESUME,
+    ),
+    case("job", "cancelled", r"^CANCELLED|^REVOKED", "Somebody cancelled the job.", RESUME),
+    case(
+        "job", "controller-gone", r"gone without a word",
+        "The process that looked after the ranks on this machine is gone: killed, or the machine went down.", RESUME,
+    ),
+    case(
+        "batch", "scheduler-silent",
+        r"Unable to contact slurm controller|Socket timed out on send/recv|Zero Bytes were transmitted"
+        r"|Protocol authentication error|Connection refused.*slurm|slurm_load_jobs error",
+        "SLURM's controller did not answer the job.", RESUME, "When `scontrol ping` answers again:",
+    ),
+    case(
+        "batch rank", "no-environment", r"execve\(\): (?P<program>bash|env|python3?): No such file or directory",
+        "The tasks were started without an environment, so without a PATH (--export=NONE).",
+        RESUME + " --sbatch export=ALL",
+    ),
+    case(
+        "batch rank", "python-not-seen",
+        r"(?P<program>/\S*/(bin/)?python[\d.]*): (No such file or directory|not found|bad interpreter)"
+        r"|execve\(\): (?P<other>/\S+): No such file",
+        "{on_node} does not see {program}: the virtual environment is not on a file system that all nodes share.",
+        "srun -N1 -n1 -w {host} ls -l {program}",
+        "Make the environment in a folder that all nodes see, and submit from it; this shows what the node sees:",
+    ),
+    case(
+        "batch", "module-load",
+        r"Lmod has detected the following error|ModuleCmd_Load|Unable to locate a modulefile"
+        r"|module\(s\) are unknown|(module|conda|micromamba): command not found",
+        "The set-up lines of the site's profile failed in the job: a module or conda is not there.",
+        "module avail", "Correct `setup` in the cluster profile:",
+    ),
+    case(
+        "batch", "step-refused", r"Unable to create step for job \d+: (?P<words>.*)|error: Only allocated \d+ nodes.*"
+        r"|srun: fatal: (?P<more>.*mutually exclusive.*)|Unable to satisfy cpu bind request",
+        "srun got no room for the ranks inside the job: it asks for more than the job has.",
+        RESUME + " --dry-run", "Look which of --cpus-per-task, --mem and --srun options contradict each other:",
+    ),
+)  # fmt: skip

@@ -1,0 +1,200 @@
+"""What a rank says of its end. The first row that fits the rank that failed first is the cause.
+
+The texts are those of Python, torch, CUDA, NCCL, gloo and the kernel; tests/diagnosis/recorded.yaml keeps them.
+"""
+
+from __future__ import annotations
+
+from trainkit.diagnosis.case import Case, case
+
+RESUME = "python -m jobs.resume {run}"
+AGAIN = "python -m jobs.submit {run}"
+LOG = "python -m jobs.logs {run} --attempt {attempt} --rank {rank} --err"
+WITHOUT = RESUME + " --exclude {host}"
+
+RANKS: tuple[Case, ...] = (
+    case(
+        "rank", "gpu-out-of-memory",
+        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUDNN_STATUS_ALLOC_FAILED"
+        r"|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory",
+        "{who} ran out of GPU memory.",
+        AGAIN + " train.micro_batch_size={half_the_batch}",
+        "The result stays the same with a smaller micro batch:",
+    ),
+    case(
+        "rank", "cuda-sees-none", r"(GPUs? .* granted, and CUDA sees none)|No CUDA GPUs are available",
+        "{who} was given GPUs, and CUDA sees none.",
+        WITHOUT, "If it is the node; else its driver, torch's build or the mask, as its words say:",
+    ),
+    case(
+        "rank", "driver-too-old", r"NVIDIA driver on your system is too old|CUDA driver version is insufficient",
+        "The driver of {on_node} is older than torch's build of CUDA needs.",
+        "pip install torch --index-url https://download.pytorch.org/whl/cu118",
+        "Install a torch that is built for it, then submit again:",
+    ),
+    case(
+        "rank", "wrong-torch-build",
+        r"no kernel image is available|Torch not compiled with CUDA enabled|not compatible with the current PyTorch",
+        "torch was not built for the GPU of {on_node}.",
+        'python -c "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_arch_list())"',
+        "Install a torch whose list names its architecture, then submit again:",
+    ),
+    case(
+        "rank", "bad-gpu",
+        r"uncorrectable ECC|GPU is lost|fallen off the bus|Driver/library version mismatch|CUDA unknown error"
+        r"|hardware error|Xid|unspecified launch failure|NVML: Unknown Error|ERROR_SYSTEM_NOT_READY"
+        r"|system not yet initialized",
+        "A GPU of {on_node}, or its driver, is broken.", WITHOUT, "Tell the site's staff, and do without the node:",
+    ),
+    case(
+        "rank", "gpu-busy", r"busy or unavailable|Duplicate GPU detected",
+        "The GPU of {who} is used by another process, or by two ranks.",
+        WITHOUT, "If it is not two ranks on one GPU (--gpus-per-task and --gpus-per-node together):",
+    ),
+    case(
+        "rank", "label-out-of-range", r"device-side assert triggered|Target \d+ is out of bounds|IndexError: Target",
+        "{who} met a label that is no class of the data, or an index outside of a table.",
+        "python -m jobs.submit {run} --executor debug --gpus-per-node 0",
+        "On the CPU the message names the value:",
+    ),
+    case(
+        "rank", "illegal-access", r"illegal memory access|misaligned address",
+        "A GPU kernel of {who} wrote where it must not: a bug in a kernel, or a bad GPU.",
+        WITHOUT, "If it comes again on another node, it is the kernel (CUDA_LAUNCH_BLOCKING=1 names it):",
+    ),
+    case(
+        "rank", "port-in-use", r"EADDRINUSE|[Aa]ddress already in use|server socket has failed to listen"
+        r"|Rank 0 cannot open",
+        "The port where the ranks meet is in use on {on_node}.", RESUME, "A new attempt takes a new port:",
+    ),
+    case(
+        "rank", "versions-differ",
+        r"NCCL version mismatch|Mismatched NCCL version|Duplicate registration|undefined symbol"
+        r"|torchvision::nms does not exist|same version of trainkit"
+        r"|PyTorch and torchvision were compiled with different CUDA",
+        "Versions differ: of torch, of NCCL, or of what belongs to them, on {on_node} or between nodes.",
+        "srun --nodelist {hosts} python -c 'import torch; print(torch.__version__, torch.version.cuda)'",
+        "All nodes must use one environment; this shows what each has:",
+    ),
+    case(
+        "rank", "name-not-resolved",
+        r"Name or service not known|Temporary failure in name resolution(?!.*https?)"
+        r"|No address associated with hostname|Could not resolve hostname|gai error",
+        "{on_node} cannot find the address of a host by its name.",
+        "srun -N1 -n1 -w {host} getent hosts {hosts}", "If it is a host of the internet, the node has none; see:",
+    ),
+    case(
+        "rank", "no-internet",
+        r"Network is unreachable|HTTPSConnectionPool|Max retries exceeded|urlopen error|LocalEntryNotFoundError"
+        r"|couldn't connect to 'https|We couldn't connect|outgoing traffic has been disabled|ConnectTimeout",
+        "{who} wanted something from the internet, and {on_node} does not reach it.",
+        "python -m jobs.prepare --help",
+        "Fetch data and weights on the login node first (WANDB_MODE=offline for wandb):",
+    ),
+    case(
+        "rank", "ranks-missing", r"ranks did not join within|did not reach rank 0 at|monitoredBarrier",
+        "Not all ranks met: {error}", "python -m jobs.logs {run} --attempt {attempt} --rank {lagging} --err",
+        "The log of the one that is missing:",
+    ),
+    case(
+        "rank", "collective-timeout",
+        r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (recv|send)|watchdog timeout"
+        r"|collective operation timeout|Some NCCL operations have failed or timed out|wait timeout after \d+ms",
+        "A collective timed out on {who}: {behind} did not come to it.",
+        "python -m jobs.logs {run} --attempt {attempt} --rank {lagging} --err",
+        "The log of the one that was waited for:",
+    ),
+    case(
+        "rank", "nccl-network",
+        r"no socket interface found|NCCL WARN NET/|ncclSystemError|ncclRemoteError|unhandled system error"
+        r"|ibv_\w+ failed|ncclInternalError|unhandled cuda error, NCCL",
+        "NCCL could not talk over the network of {on_node}.",
+        "NCCL_DEBUG=INFO " + RESUME + " --exclude {host}", "Without that node, and with NCCL's own words:",
+    ),
+    case(
+        "rank", "shared-memory-full",
+        r"out of shared memory|unable to (write|open|mmap|resize).*</?torch_|/dev/shm|is killed by signal: Bus error",
+        "{on_node} has too little shared memory (/dev/shm) for the loader's workers.",
+        AGAIN + " data.workers=0",
+    ),
+    case(
+        "rank batch", "quota-full", r"Disk quota exceeded|Errno 122",
+        "Your quota is used up: {who} could not write.",
+        "du -sh {runs}", "Remove old runs or checkpoints, then resume; this shows what they take:",
+    ),
+    case(
+        "rank batch", "disk-full", r"No space left on device|Errno 28\b|PytorchStreamWriter failed|file write failed",
+        "The disk is full: {who} could not write.",
+        "df -h {run}", "Free some space, then resume; this shows the disk:",
+    ),
+    case(
+        "rank batch", "file-system", r"Stale file handle|Input/output error|Errno (5|116)\b|Transport endpoint"
+        r"|Read-only file system",
+        "The file system of {on_node} failed while {who} used it.", WITHOUT, "Do without the node:",
+    ),
+    case(
+        "rank", "file-missing", r"FileNotFoundError: .*?(?P<path>/[^'\"\n]*)",
+        "{on_node} does not see {path}.", "srun -N1 -n1 -w {host} ls -ld {path}",
+        "Data must lie where all nodes see it (data.root=FOLDER); this shows what the node sees:",
+    ),
+    case(
+        "rank batch", "permission", r"PermissionError|Permission denied",
+        "{who} may not read or write a file: {error}", "ls -ld {run} {runs}", "Correct its permissions, then resume:",
+    ),
+    case(
+        "rank", "too-many-files", r"Too many open files|received 0 items of ancdata|Errno 24\b",
+        "{who} has too many files open.", AGAIN + " data.workers=2", "With fewer workers, or a higher `ulimit -n`:",
+    ),
+    case(
+        "rank", "too-many-threads", r"can't start new thread|Resource temporarily unavailable|pthread_create failed",
+        "{who} may start no more threads or processes.", AGAIN + " data.workers=2", "With fewer workers:",
+    ),
+    case(
+        "rank batch", "missing-module", r"ModuleNotFoundError: No module named '(?P<module>[^'\n]+)'"
+        r"|Error while finding module specification for '(?P<other>[^'\n]+)'|: No module named (?P<third>\S+)",
+        "{who} found no module {module}: it is not in the environment of the job, nor in the run's code.",
+        "python -m pip install {module}",
+        "Or correct the import, or start from the folder that holds it; then submit again:",
+    ),
+    case(
+        "rank", "library-too-old", r"version [`'](?P<version>GLIBC\w*_[\d.]+)' not found",
+        "The system of {on_node} is older than a package needs ({version}).", WITHOUT,
+        "On nodes with a newer system, or in an environment made on such a node:",
+    ),
+    case(
+        "rank", "library-missing", r"ImportError: (?P<library>lib\S+?): cannot open shared object file"
+        r"|OSError: (?P<other>lib\S+?): cannot open",
+        "{on_node} does not have the library {library}.", RESUME,
+        "Load its module in `setup` of the cluster profile, or install the package that brings it:",
+    ),
+    case(
+        "rank", "syntax-error", r"^(Syntax|Indentation|Tab)Error: (?P<words>.*)",
+        "{at} is not Python: {words}.", AGAIN, "Mend {at}:",
+    ),
+    case(
+        "rank", "import-error", r"^ImportError: (?P<words>.*)",
+        "{who} could not import what {at} asks for: {words}.", AGAIN, "Mend {at}:",
+    ),
+    case(
+        "rank", "nonfinite", r"not finite|NonFinite|is nan\b",
+        "The training diverged: {error}", AGAIN + " optim.lr={half_the_lr} train.grad_clip_norm=1.0",
+        "With a smaller learning rate:",
+    ),
+    case(
+        "rank", "illegal-instruction", r"Illegal instruction|killed by SIGILL",
+        "A package was built for another CPU than that of {on_node}.", WITHOUT,
+    ),
+    case(
+        "rank", "segfault", r"Segmentation fault|killed by SIG(SEGV|BUS|FPE)|Bus error",
+        "{who} crashed in compiled code.", LOG, "Its last words (PYTHONFAULTHANDLER=1 shows where):",
+    ),
+    case(
+        "rank", "killed", r"^(Killed|killed by SIGKILL)|exit code (137|-9)\b",
+        "{who} was killed (SIGKILL) without a word of its own, as the kernel does when memory runs out.",
+        RESUME + "{more_memory}",
+    ),
+    case(
+        "rank", "signalled", r"^killed by (?P<signal>SIG\w+)|^(?P<other>Terminated|Aborted|Hangup)",
+        "{who} was ended by a signal: {error}.", LOG, "Its last words:",
+    ),
+)  # fmt: skip
