@@ -65,3 +65,28 @@ def test_a_stopped_run_leaves_the_request_to_be_started_again(tmp_path: Path) ->
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "single", SETTINGS, 3)
     assert read_events(RunDir(folder), "handed_back")[0]["signals"] == ["SIGUSR2"]
+
+
+def test_a_checkpoint_is_written_when_minutes_have_passed_by_rank_0s_clock(tmp_path: Path) -> None:
+    settings = ("train.max_steps=8", "checkpoint.every_epochs=null", "train.eval_every_epochs=9")
+    often, never = tmp_path / "often", tmp_path / "never"
+    assert run_ranks(2, train_run, often, "ddp", (*settings, "checkpoint.every_minutes=1e-6")) == ["finished"] * 2
+    assert run_ranks(2, train_run, never, "ddp", (*settings, "checkpoint.every_minutes=null")) == ["finished"] * 2
+    # An update later than the minutes are over: the ranks agree without waiting for one another.
+    assert [event["step"] for event in read_events(RunDir(often), "saved")] == [2, 4, 6, 8]
+    assert [event["step"] for event in read_events(RunDir(never), "saved")] == [8]
+    assert final_weights(often) == final_weights(never)
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path) -> None:
+    """The losses of all updates are those of a run that was not interrupted, up to the order of a sum."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_ranks(1, train_run, whole, "ddp", ("train.max_steps=24",))
+    for world_size, stop_after in ((2, 12), (1, None)):
+        run_ranks(world_size, train_run, broken, "ddp", ("train.max_steps=24",), stop_after)
+    first, second = read_events(RunDir(broken), "started")
+    assert (first["world_size"], second["world_size"]) == (2, 1)
+    assert 0 < second["step"] < 24
+    losses = [[record["loss"] for record in read_metrics(RunDir(run), "train")] for run in (whole, broken)]
+    assert len(losses[0]) == 24
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

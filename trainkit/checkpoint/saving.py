@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,11 @@ class Checkpoints:
         self, folder: Path, *, keep: int, dist: Distributed, may_write: Callable[[], None] = lambda: None
     ) -> None:
         self._folder, self._keep, self._dist, self._may_write = folder, keep, dist, may_write
+        self._saved = time.monotonic()
+
+    def seconds_since_save(self) -> float:
+        """By this rank's clock; since the start, if it has not saved."""
+        return time.monotonic() - self._saved
 
     def save(
         self,
@@ -84,6 +90,7 @@ class Checkpoints:
             except TrainkitError as refusal:
                 error = refusal
         self._dist.raise_together(error)
+        self._saved = time.monotonic()
 
     def restore(
         self,

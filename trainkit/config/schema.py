@@ -96,6 +96,8 @@ class CheckpointConfig(Section):
     """Save after every so many updates as well."""
     every_epochs: PositiveInt | None = 1
     """Save after every so many epochs."""
+    every_minutes: PositiveFloat | None = 15.0
+    """Save when so many minutes have passed since the last time: what a power cut may cost at most."""
     keep: PositiveInt = 3
     """How many checkpoints to keep besides the best."""
     best: Literal["val/acc1", "val/acc5", "val/loss"] = "val/acc1"

@@ -139,19 +139,24 @@ class StopVote:
     """Agreement on stopping that costs no waiting: each poll starts a vote and reads the one before it.
 
     A stop request is thus seen one poll later, by all ranks at the same poll. Every rank must poll equally often.
+    The same message carries a second vote, on saving, which is over once it has been read.
     """
 
     def __init__(self, dist: Distributed) -> None:
         self._dist = dist
         self._running: tuple[c10d.Work, Tensor] | None = None
         self._agreed = False
+        self.save = False
+        """The vote before this poll: any rank wanted to save."""
 
-    def poll(self, requested: bool) -> bool:
-        """Cast this rank's vote; True once an earlier vote of any rank was True."""
+    def poll(self, requested: bool, *, save: bool = False) -> bool:
+        """Cast this rank's votes; True once an earlier vote of any rank to stop was True."""
         if self._dist.world_size == 1:
+            self.save = save
             return requested
         self.finish()
-        votes = torch.tensor([int(requested)])
+        # Who has just been heard does not repeat it: the ranks will save now.
+        votes = torch.tensor([int(requested), int(save and not self.save)])
         work = c10d.all_reduce(votes, op=c10d.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._running = (work, votes)
@@ -163,7 +168,8 @@ class StopVote:
             work, votes = self._running
             work.wait()
             self._running = None
-            self._agreed = self._agreed or bool(votes.item())
+            stop, save = votes.tolist()
+            self._agreed, self.save = self._agreed or bool(stop), bool(save)
         return self._agreed
 
 

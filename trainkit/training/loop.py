@@ -33,7 +33,7 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
     vote = StopVote(parts.dist)
 
     def should_stop() -> bool:
-        return vote.poll(stop_requested())
+        return vote.poll(stop_requested(), save=keeper.minutes_are_over())
 
     try:
         # A stop request fell into the validation of this step: it is still owed.
@@ -42,7 +42,7 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
             return _stop(keeper)
         while keeper.progress.step < parts.total_steps:
             try:
-                if not _walk(parts, keeper, should_stop):
+                if not _walk(parts, keeper, should_stop, lambda: vote.save):
                     return False
             except DivergedError as error:
                 _diverged(parts, keeper, error)
@@ -51,7 +51,7 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
         vote.finish()
 
 
-def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> bool:
+def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes_are_over: Callable[[], bool]) -> bool:
     """Train on as much data as is needed if no update is skipped. False when stopped and saved."""
     config, dist, progress = parts.config, parts.dist, keeper.progress
     update, clock = Updater(parts, beat=keeper.beat), _Clock(dist)
@@ -100,8 +100,10 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> bool
                 nonfinite.look()
                 progress.nonfinite = nonfinite.in_a_row
                 return _stop(keeper)
-            if save:
+            if save or (counts and minutes_are_over()):
                 clock.pause(progress)
+                nonfinite.look()
+                progress.nonfinite = nonfinite.in_a_row
                 keeper.save()
                 clock.resume()
     return True

@@ -102,6 +102,11 @@ class Keeper:
         by_step = checkpoint.every_steps and step % checkpoint.every_steps == 0
         return step == self.parts.total_steps or bool(by_epoch or by_step)
 
+    def minutes_are_over(self) -> bool:
+        """``checkpoint.every_minutes``, by rank 0's clock: the ranks have yet to agree."""
+        minutes = self.parts.config.checkpoint.every_minutes
+        return minutes is not None and self.parts.dist.is_main and self.checkpoints.seconds_since_save() >= minutes * 60
+
     def validate(self, where: Mapping[str, Any], should_stop: Callable[[], bool] = lambda: False) -> bool | None:
         """Validate, record with ``where``, judge. Is this model the best so far? None: told to stop half way."""
         sync_buffers(self.parts.model, self.parts.dist)
