@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from trainkit.cluster.queue import JobState, job_state, job_states
+from trainkit import terminal
+from trainkit.cluster.queue import job_state, job_states
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.errors import RefusedError, SchedulerError
 from trainkit.records.attempts import cancelled
 from trainkit.records.history import life_of
@@ -17,6 +20,9 @@ from trainkit.records.rundir import RunDir, find_runs
 
 PATIENCE_SECONDS = 20.0
 """A local run has less than this to save and end; then it is killed."""
+# What scancel, and the controller, say of a job.
+_OVER = re.compile(r"invalid job id|already (completing|completed)", re.IGNORECASE)
+_DENIED = re.compile(r"denied|not permitted|permission", re.IGNORECASE)
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -27,17 +33,24 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     for run in runs:
         _require_own(run)
     states = job_states(runs)
-    living = [(run, state) for run, state in zip(runs, states, strict=True) if state.alive != "no"]
-    on_slurm = [(run, state) for run, state in living if state.executor == "slurm"]
-    local = [(run, state) for run, state in living if state.executor != "slurm"]
+    jobs = [(run, job) for run, state in zip(runs, states, strict=True) for job in state.living()]
     for run, state in zip(runs, states, strict=True):
         if state.alive == "no":
             why = f" ({state.reason})" if state.reason else ""
             print(f"{run.name}: nothing to cancel, it is {state.state}{why}.")
+    nameless = [(run, job) for run, job in jobs if not job.job_id]
+    on_slurm = [(run, job) for run, job in jobs if job.job_id and job.executor == "slurm"]
+    local = [(run, job) for run, job in jobs if job.executor != "slurm"]
     if on_slurm:
         _scancel(on_slurm)
     if local:
         _end_locally(local)
+    for run, job in nameless:
+        raise SchedulerError(
+            f"{run.name} may have a job that nobody knows.",
+            why=f"{job.reason}.",
+            fix=f"Give the command again in a minute: `{terminal.command('cancel', run.path)}`.",
+        )
     return 0
 
 
@@ -56,27 +69,49 @@ def _require_own(run: RunDir) -> None:
 
 
 def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
+    """Every job in one call; which it was is written down before anything is said against others of them."""
     command = ["scancel", *dict.fromkeys(state.job_id for _, state in jobs)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        raise SchedulerError(
-            "Cannot cancel: scancel did not answer.", why=str(error), fix="Try again on a login node."
-        ) from None
-    if done.returncode:
-        raise SchedulerError(
-            "scancel refused.", why=" ".join(done.stderr.split()), fix="Only a job's owner may cancel it."
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
         )
+    except FileNotFoundError:
+        raise SchedulerError(
+            "Nothing was cancelled: there is no scancel on this machine.",
+            why=f"The jobs are SLURM's: {', '.join(command[1:])}.",
+            fix="Give the same command on a login node.",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise _unanswered(command, "scancel did not answer within 60 s") from None
+    # One line for each job that it could not end; one that has ended already needs none.
+    words = [line.strip() for line in done.stderr.splitlines() if line.strip() and not _OVER.search(line)]
+    refused = {job_id for job_id in command[1:] for line in words if re.search(rf"\b{re.escape(job_id)}\b", line)}
+    if done.returncode and words and not refused:
+        refused = set(command[1:])
     for run, state in jobs:
-        cancelled(run, state.job_id)
-        print(f"{run.name}: cancelled job {state.job_id}.")
+        if state.job_id not in refused:
+            cancelled(run, state.job_id)
+            doubt = f"; whether it still ran, nobody could tell ({state.reason})" if state.alive == "unknown" else ""
+            print(f"{run.name}: cancelled job {state.job_id}{doubt}.", flush=True)
+    if refused:
+        text = " ".join(" ".join(words).split())
+        if _DENIED.search(text):
+            raise SchedulerError("scancel refused.", why=text, fix="Only a job's owner may cancel it.")
+        raise _unanswered([command[0], *sorted(refused)], text)
+
+
+def _unanswered(command: Sequence[str], words: str) -> SchedulerError:
+    return SchedulerError(
+        f"Not cancelled: {', '.join(command[1:])}.",
+        why=f"{words}.",
+        fix="The jobs go on. Give the same command again when the scheduler answers: `squeue` shows whether it does.",
+    )
 
 
 def _end_locally(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
     # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
     for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
-        submission = life_of(run).submission
-        process = submission.process if submission is not None else None
+        process = next((item.process for item in life_of(run).submissions if item.job_id == state.job_id), None)
         if process is None or not process.is_here():
             where = process.host if process else "another machine"
             raise RefusedError(

@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-import io
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jobs import cli
+from jobs.following import alive_asker
 from trainkit import terminal
+from trainkit.cluster.asking import Asker
 from trainkit.cluster.queue import job_state
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.evidence import failure_of, last_words
 from trainkit.errors import UserError
-from trainkit.records import reading
+from trainkit.monitor.rank_logs import RankLog, logs_of, ranks_of
+from trainkit.records import reading, space
 from trainkit.records.rundir import RunDir, find_run
 
 POLL_SECONDS = 0.5
-ASK_SECONDS = 5.0  # a scheduler is not asked more often than that
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which logs to print."""
+
+    rank: int | None
+    """None: all."""
+    ending: str
+    pattern: re.Pattern[str] | None
+
+    def of(self, logs: Path) -> list[RankLog]:
+        """Those in an attempt's folder; of all ranks, as far as they are there."""
+        ranks = ranks_of(logs) if self.rank is None else [self.rank]
+        return logs_of(logs, ranks, ending=self.ending, pattern=self.pattern)
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("logs", "Print the log of a run's rank; of a failed run, the failing rank's traceback first.")
     parser.add_argument("run", help="a run's name or folder")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, across requeues")
-    parser.add_argument("--rank", type=int, metavar="N", help="which rank (default: 0)")
-    parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
+    parser.add_argument("--rank", metavar="N", help="which rank (default: 0), or all: each line says whose it is")
+    parser.add_argument("--attempt", type=int, metavar="K", help="which attempt, from 0 (default: the last)")
+    parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--err", action="store_true", help="stderr instead of stdout")
     args = parser.parse_args(list(argv))
     run = find_run(args.run, env)
@@ -37,42 +57,60 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             why=_have("attempts", attempts),
             fix="Leave --attempt out for the last one.",
         )
-    name = f"rank-{args.rank or 0}." + ("err" if args.err else "out")
+    wanted = Wanted(_rank(args.rank), "err" if args.err else "out", _pattern(args.grep))
     if args.follow:
-        return _follow(run, name, args.attempt)
+        return _follow(run, wanted, args.attempt)
     if not attempts:
-        return _nothing_yet(run)
+        return _nothing_yet(run, job_state(run))
     attempt = attempts[-1] if args.attempt is None else args.attempt
-    if args.rank is None and not args.err:
-        _show_failure(run, attempt)
-    path = run.attempt_logs(attempt) / name
-    if not os.path.lexists(path):
-        names = [file.stem.removeprefix("rank-") for file in run.attempt_logs(attempt).glob("rank-*.out")]
-        ranks = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
-        if not ranks or (
-            not args.rank and job_state(run).alive != "no"
-        ):  # the folder is there just before the ranks start
-            return _nothing_yet(run)
+    if args.rank is None and args.grep is None and not args.err:
+        _show_failure(run, attempt, job_state(run))
+    logs = wanted.of(run.attempt_logs(attempt))
+    if not logs or not os.path.lexists(logs[0].path):
+        ranks = ranks_of(run.attempt_logs(attempt))
+        state = job_state(run)
+        if not ranks or (not wanted.rank and state.alive != "no"):  # the folder is there just before the ranks start
+            return _nothing_yet(run, state)
         raise UserError(
-            f"{run.name} has no rank {args.rank or 0} in attempt {attempt}.",
+            f"{run.name} has no rank {wanted.rank or 0} in attempt {attempt}.",
             why=_have("ranks", ranks),
             fix="Give one of them with --rank, or another --attempt.",
         )
-    try:
-        opened = reading.open_regular(path)
-        with io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="\n") as lines:
-            for line in lines:
-                sys.stdout.write(terminal.log_text(line))
-    except OSError as error:
-        raise reading.unreadable(path, error) from None
+    for log in logs:
+        _print_all(log)
     return 0
 
 
-def _show_failure(run: RunDir, attempt: int) -> None:
-    state = job_state(run)
+def _rank(text: str | None) -> int | None:
+    if text == "all":
+        return None
+    if text is None or (text.isascii() and text.isdecimal()):
+        return int(text or 0)
+    raise UserError(f"--rank {text} is no rank.", why="It takes a number from 0, or all.", fix="Give one of them.")
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text is not None else None
+    except re.error as error:
+        fix = f"Write it as Python does; to look for the text itself: --grep '{re.escape(text or '')}'."
+        raise UserError(f"--grep {text} is no regular expression.", why=f"{error}.", fix=fix) from None
+
+
+def _print_all(log: RankLog) -> None:
+    try:
+        for text in log.new(to_the_end=True):
+            sys.stdout.write(terminal.log_text(text))
+    except OSError as error:
+        raise reading.unreadable(log.path, error) from None
+
+
+def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
-    failure = failure_of(run, attempt)
+    failure, disk = failure_of(run, attempt), space.full(run.path)
+    if disk:
+        print(f"--- {terminal.one_line(disk, 5000)}: what came after that is not written down.")
     if failure is None:
         print(f"--- {run.name}: {state.state}" + (f" ({state.reason})" if state.reason else ""))
         print(terminal.lines("\n".join(last_words(run))))
@@ -86,51 +124,51 @@ def _show_failure(run: RunDir, attempt: int) -> None:
     )
 
 
-def _nothing_yet(run: RunDir) -> int:
-    state = job_state(run)
+def _nothing_yet(run: RunDir, state: JobState) -> int:
     print(f"{run.name}: {state.state}" + (f" ({state.reason})" if state.reason else "") + "; no rank has started.")
     for line in last_words(run):
         print(terminal.lines(line))
     return 0
 
 
-def _follow(run: RunDir, name: str, attempt: int | None) -> int:
+def _follow(run: RunDir, wanted: Wanted, attempt: int | None) -> int:
     """Print what is written until the job ends; a new attempt's log follows that of the one before."""
+    asker = Asker(run)
+    is_alive = alive_asker(run, asker)
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]
-    last_attempt = attempt
-    offset, asked, alive, waiting = 0, 0.0, True, ""
+    shown: dict[Path, RankLog] = {}
+    alive, waiting = True, ""
     while True:
-        if time.monotonic() - asked > ASK_SECONDS:
-            state = job_state(run)
-            alive, asked = state.alive != "no", time.monotonic()
-            if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
-                waiting = words
-                print(f"--- job {state.job_id}: {words}", flush=True)
-        offset = _print_from(run.attempt_logs(current) / name, offset)
+        alive = is_alive()  # before the look at the logs: what was written before the end must still be shown
+        state = asker.state()
+        if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
+            waiting = words
+            print(f"--- job {state.job_id}: {words}", flush=True)
         newest = (run.attempts() or [current])[-1]
-        if last_attempt is None and newest > current:
-            offset = _print_from(run.attempt_logs(current) / name, offset)
-            current, offset = current + 1, 0
+        goes_on = attempt is None and newest > current
+        _print_new(wanted.of(run.attempt_logs(current)), shown, to_the_end=goes_on or not alive)
+        if goes_on:
+            current += 1
             print(f"--- attempt {current}", flush=True)
             continue
         if not alive:
-            _print_from(run.attempt_logs(current) / name, offset)
-            _show_failure(run, current)
+            if attempt is None:
+                _show_failure(run, current, state)
             return 0
         time.sleep(POLL_SECONDS)
 
 
-def _print_from(path: Path, offset: int) -> int:
-    try:
-        with reading.open_regular(path) as file:
-            file.seek(offset)
-            new = file.read()
-    except OSError:
-        return offset
-    if new:
-        sys.stdout.write(terminal.log_text(new.decode(errors="replace")))
-        sys.stdout.flush()
-    return offset + len(new)
+def _print_new(logs: Sequence[RankLog], shown: dict[Path, RankLog], *, to_the_end: bool) -> None:
+    """What has been written since the last look, of ranks that have come since then too."""
+    for found in logs:
+        log = shown.setdefault(found.path, found)
+        log.label = found.label  # wider, if there are more ranks by now
+        try:
+            for text in log.new(to_the_end=to_the_end):
+                sys.stdout.write(terminal.log_text(text))
+        except OSError:  # not there yet
+            continue
+    sys.stdout.flush()
 
 
 def _have(what: str, numbers: Sequence[int]) -> str:

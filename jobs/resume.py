@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jobs import cli
 from jobs.starting import dry_run, follow, start
+from trainkit import terminal
 from trainkit.cluster.queue import job_state, require_no_job
 from trainkit.cluster.site import discover
 from trainkit.config import loading
@@ -68,7 +69,7 @@ def _require_unfinished(run: RunDir) -> None:
         raise UserError(
             f"{run.name} has finished.",
             why="There is nothing left to train.",
-            fix=f"`python -m jobs.submit {run.path} train.epochs=N` starts a new run with its settings.",
+            fix=f"`{terminal.command('submit', run.path)} train.epochs=N` starts a new run with its settings.",
         )
 
 

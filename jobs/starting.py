@@ -9,6 +9,8 @@ from pathlib import Path
 
 from jobs.following import end_of, follow_to_end, wait_for
 from jobs.train import run_rank
+from trainkit import terminal
+from trainkit.cluster.queue import job_state
 from trainkit.config.loading import Loaded
 from trainkit.errors import RunFailedError
 from trainkit.launch.plan import Plan
@@ -31,7 +33,7 @@ def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapp
 def follow(runs: Sequence[RunDir], plan: Plan, args: argparse.Namespace) -> int:
     """Follow what `start` has started, if asked; local runs unless asked not to. The exit code."""
     if plan.executor == "debug":
-        return end_of(runs[0])
+        return end_of(runs[0], job_state(runs[0]))
     wanted = args.follow if args.follow is not None else plan.executor == "local"
     if not args.wait and not wanted:
         return 0
@@ -85,9 +87,9 @@ def _announce(folder: Path, plan: Plan, job_ids: Sequence[str]) -> None:
         print(f"Running locally ({why or 'as asked'}): {how} on this machine through submitit's local execution.")
     run = folder if len(job_ids) == 1 else folder / "0"
     print(f"  run folder  {folder}")
-    print(f"  watch       python -m jobs.logs {run} -f")
-    print(f"  state       python -m jobs.status {folder}")
-    print(f"  cancel      python -m jobs.cancel {folder}", flush=True)
+    print(f"  watch       {terminal.command('logs', run, '-f')}")
+    print(f"  state       {terminal.command('status', folder)}")
+    print(f"  cancel      {terminal.command('cancel', folder)}", flush=True)
 
 
 def _reason(plan: Plan, name: str) -> str:

@@ -7,123 +7,249 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs import cli
 from trainkit import terminal
-from trainkit.cluster.queue import JobState, job_states
-from trainkit.errors import TrainkitError
-from trainkit.records import index
+from trainkit.cluster.queue import job_states
+from trainkit.cluster.slurm_jobs import JobState
+from trainkit.errors import TrainkitError, UserError
+from trainkit.records import index, space
 from trainkit.records.events import read_events
-from trainkit.records.history import life_of
-from trainkit.records.metrics import read_metrics
+from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
+from trainkit.records.standing import Standing, standing_of
 
-HEADER = ("run", "state", "job", "step", "epoch", "val acc1", "age", "")
+HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age", "")
 LISTED = 20
+ASK_SECONDS = 20.0
+"""While watching, how often the scheduler is asked: at most twice with each, that is six commands a minute."""
+LOOK_SECONDS = 2.0
+"""While watching, how often the runs' own records are read."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """All that is to be said of one run."""
+
+    run: RunDir
+    name: str
+    state: JobState
+    life: Life = Life()  # noqa: RUF009  frozen
+    standing: Standing = Standing()  # noqa: RUF009
+    problems: tuple[str, ...] = ()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the training's end, from now, if it goes on as it does; None while it does not run."""
+        if self.state.state != "RUNNING":
+            return None
+        left = self.standing.seconds_to(self.life.started.get("total_steps"))
+        return None if left is None else max(left - (time.time() - self.standing.last.get("time", time.time())), 0.0)
+
+    @property
+    def notes(self) -> list[str]:
+        """Whatever a person should know besides."""
+        notes = [self.state.reason, *self.problems]
+        notes += [f"job {job.job_id or '?'} is {job.state} too" for job in self.state.also]
+        if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
+            last = max((item.attempt or 0 for item in self.life.failures), default=0)
+            errors = [item.error for item in self.life.failures if (item.attempt or 0) == last]
+            notes += [*errors[:1], space.full(self.run.path)]
+        return list(dict.fromkeys(note for note in notes if note))
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("status", "Runs in the runs folder, and those submitted from other folders.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run's name or folder: show it in detail")
     parser.add_argument("-a", "--all", action="store_true", help=f"all runs, not only the newest {LISTED}")
+    parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
     args = parser.parse_args(list(argv))
+    if args.watch and args.json:
+        raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
     root = runs_root(env)
-    if args.runs:
-        runs = [run for reference in args.runs for run in find_runs(reference, env)]
-        states = _print_table(runs, root)
-        if len(runs) == 1:
-            _print_detail(runs[0], states[0])
-        return 0
-    runs = _all_runs(root)
-    hidden = 0 if args.all else max(len(runs) - LISTED, 0)
-    runs = runs[hidden:]
-    if not runs:
+    runs, hidden = _chosen(args.runs, root, args.all, env)
+    if not runs and not args.json:
         print(f"No runs in {root}, and none submitted from elsewhere. Start one: python -m jobs.submit ddp")
         return 0
-    _print_table(runs, root)
+    if args.watch:
+        return _watch(runs, root)
+    shown = look(runs, root)
+    if args.json:
+        print(json.dumps([as_object(item) for item in shown], indent=2, allow_nan=False))
+        return 0
+    _print_table(shown)
+    if args.runs and len(shown) == 1:
+        _print_detail(shown[0])
     if hidden:
         print(f"{hidden} older runs are not shown; --all shows them.")
     return 0
 
 
-def _all_runs(root: Path) -> list[RunDir]:
-    runs = {run.path: run for run in [*(RunDir(path) for path in index.known()), *list_runs(root)]}
-    return sorted(runs.values(), key=RunDir.made)
+def _chosen(
+    references: Sequence[str], root: Path, everything: bool, env: Mapping[str, str]
+) -> tuple[list[RunDir], int]:
+    """The runs to show, and how many more there are."""
+    if references:
+        return [run for reference in references for run in find_runs(reference, env)], 0
+    made = {run.path: run for run in [*(RunDir(path) for path in index.known()), *list_runs(root)]}
+    runs = sorted(made.values(), key=RunDir.made)
+    hidden = 0 if everything else max(len(runs) - LISTED, 0)
+    return runs[hidden:], hidden
 
 
-def _print_table(runs: Sequence[RunDir], root: Path) -> list[JobState]:
-    """One row a run. A run whose records cannot be read says so in its row, and hides no other."""
-    states = _states(runs)
-    rows = [_row(run, state, root) for run, state in zip(runs, states, strict=True)]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+def look(runs: Sequence[RunDir], root: Path, states: Mapping[Path, JobState] | None = None) -> list[Shown]:
+    """All that is known of the runs, with one question to their scheduler. One that cannot be read hides no other.
 
-        table = Table(*HEADER, box=None)
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))  # and not Rich's own markup: [red] may be a name
-        Console().print(table)
-        return states
-    widths = [max(len(row[column]) for row in [HEADER, *rows]) for column in range(len(HEADER) - 1)] + [0]
-    for row in [HEADER, *rows]:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-    return states
-
-
-def _states(runs: Sequence[RunDir]) -> list[JobState]:
-    problems: dict[RunDir, JobState] = {}
+    Args:
+        states: what the scheduler has said a moment ago.
+    """
+    lives: dict[Path, Life] = {}
+    problems: dict[Path, str] = {}
     for run in runs:
         try:
-            life_of(run)
+            lives[run.path] = life_of(run)
         except TrainkitError as error:
-            problems[run] = JobState("UNKNOWN", reason=_words(error))
-    told = iter(job_states([run for run in runs if run not in problems]))
-    return [problems.get(run) or next(told) for run in runs]
+            problems[run.path] = _words(error)
+    if states is None:
+        readable = [run for run in runs if run.path in lives]
+        asked = job_states(readable, [lives[run.path] for run in readable])
+        states = {run.path: state for run, state in zip(readable, asked, strict=True)}
+    shown = []
+    for run in runs:
+        name = str(run.path.relative_to(root)) if run.path.is_relative_to(root) else str(run.path)
+        if run.path in problems or run.path not in states:
+            state = JobState("UNKNOWN", reason=problems.get(run.path, ""))
+            shown.append(Shown(run, name, state))
+            continue
+        life, found, standing = lives[run.path], [], Standing()
+        try:
+            running = states[run.path].state == "RUNNING"
+            standing = standing_of(run, pace_since=life.started.get("time", 0.0) if running else None)
+        except TrainkitError as error:
+            found.append(_words(error))
+        if not os.path.isfile(run.config):
+            found.append("config.yaml is no file")
+        shown.append(Shown(run, name, states[run.path], life, standing, tuple(found)))
+    return shown
 
 
 def _words(error: TrainkitError) -> str:
     return f"{error.what} {error.why}"
 
 
-def _row(run: RunDir, state: JobState, root: Path) -> tuple[str, ...]:
-    name = str(run.path.relative_to(root)) if run.path.is_relative_to(root) else str(run.path)
-    metrics, total, notes = [], "", [state.reason]
-    try:
-        metrics = read_metrics(run)
-        total = f"/{started['total_steps']}" if "total_steps" in (started := life_of(run).started) else ""
-    except TrainkitError as error:
-        notes.append(_words(error))
-    if not os.path.isfile(run.config):
-        notes.append("config.yaml is no file")
-    last: dict[str, Any] = metrics[-1] if metrics else {}
-    scored = [record["acc1"] for record in metrics if record["split"] == "val" and record.get("acc1") is not None]
+def _watch(runs: Sequence[RunDir], root: Path) -> int:
+    """Until Ctrl-C: progress from the records, which cost a scheduler nothing, and its word now and then."""
+    from rich.console import Console
+    from rich.live import Live
+
+    states: dict[Path, JobState] | None = None
+    asked, before = 0.0, ""
+    console = Console()
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            if time.monotonic() - asked >= ASK_SECONDS:
+                states, asked = None, time.monotonic()
+            shown = look(runs, root, states)
+            states = {item.run.path: item.state for item in shown}
+            if console.is_terminal:
+                live.update(_rich_table(shown), refresh=True)
+            elif (text := "\n".join(_plain_table(shown))) != before:
+                print(text, flush=True)
+                before = text
+            time.sleep(LOOK_SECONDS)
+
+
+def _print_table(shown: Sequence[Shown]) -> None:
+    """One row a run. A run whose records cannot be read says so in its row."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(_rich_table(shown))
+        return
+    print("\n".join(_plain_table(shown)))
+
+
+def _rich_table(shown: Sequence[Shown]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*HEADER, box=None)
+    for item in shown:
+        table.add_row(*(Text(cell) for cell in _row(item)))  # and not Rich's own markup: [red] may be a name
+    return table
+
+
+def _plain_table(shown: Sequence[Shown]) -> list[str]:
+    rows = [HEADER, *(_row(item) for item in shown)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)] + [0]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(item: Shown) -> tuple[str, ...]:
+    total = item.life.started.get("total_steps")
+    last, left = item.standing.last, item.seconds_left
+    scored = item.standing.val.get("acc1")
+    lost = item.standing.val.get("loss")
+    val = f"acc1 {scored:.2f}" if scored is not None else f"loss {lost:.4f}" if lost is not None else "-"
     cells = (
-        name,
-        state.state,
-        state.job_id or "-",
-        f"{last['step']}{total}" if last else "-",
+        item.name,
+        item.state.state,
+        item.state.job_id or "-",
+        str(len(item.run.attempts()) or "-"),
+        (f"{last['step']}" + (f"/{total}" if total is not None else "")) if last else "-",
         f"{last['epoch']:.1f}" if "epoch" in last else "-",
-        f"{scored[-1]:.2f}" if scored else "-",
-        age(time.time() - run.made()),
-        "; ".join(dict.fromkeys(note for note in notes if note)),
+        val,
+        age(left) if left is not None else "-",
+        age(time.time() - item.run.made()),
+        "; ".join(item.notes),
     )
     return tuple(terminal.one_line(cell) for cell in cells)
 
 
-def _print_detail(run: RunDir, state: JobState) -> None:
-    print(f"\nfolder  {terminal.one_line(run.path, 5000)}")
-    if state.nodes:
-        print(f"nodes   {terminal.one_line(state.nodes)}")
+def as_object(item: Shown) -> dict[str, Any]:
+    """What a program may rely on. Times are seconds since 1970; what is not known is null."""
+    last, left = item.standing.last, item.seconds_left
+    return {
+        "run": item.name,
+        "folder": str(item.run.path),
+        "state": item.state.state,
+        "alive": item.state.alive,
+        "executor": item.state.executor or None,
+        "job_id": item.state.job_id or None,
+        "living_jobs": [job.job_id for job in item.state.living() if job.job_id],
+        "nodes": item.state.nodes or None,
+        "attempts": len(item.run.attempts()),
+        "finished": item.life.finished,
+        "step": last.get("step"),
+        "total_steps": item.life.started.get("total_steps"),
+        "epoch": last.get("epoch"),
+        "val": {key: value for key, value in item.standing.val.items() if key not in ("split", "time")} or None,
+        "estimated_end": round(time.time() + left) if left is not None else None,
+        "made": item.run.made(),
+        "notes": item.notes,
+    }
+
+
+def _print_detail(item: Shown) -> None:
+    print(f"\nfolder  {terminal.one_line(item.run.path, 5000)}")
+    if item.state.nodes:
+        print(f"nodes   {terminal.one_line(item.state.nodes)}")
+    left = item.seconds_left
+    if left is not None:
+        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
+        print(f"ends    about {end}, if it goes on as it does and never waits in the queue")
     try:
-        events = read_events(run)
+        events = read_events(item.run)
     except TrainkitError:  # which its row has said
         return
     for event in events:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
-        facts = {key: value for key, value in event.items() if key not in ("time", "event", "process_started")}
+        hidden = ("time", "event", "process_started", "process_space")
+        facts = {key: value for key, value in event.items() if key not in hidden}
         print(f"{when}  {event['event']:10} " + " ".join(f"{key}={_plain(value)}" for key, value in facts.items()))
 
 

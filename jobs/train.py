@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jobs import cli
+from trainkit import terminal
 from trainkit.checking import check
 from trainkit.cluster.queue import require_no_job
 from trainkit.config.loading import Loaded, load, to_yaml
@@ -17,7 +18,7 @@ from trainkit.config.traits import strategy_traits
 from trainkit.distributed.stop import StopFlag, stop_on_signal
 from trainkit.errors import TrainkitError, UserError
 from trainkit.ranks.heartbeat import heartbeat
-from trainkit.records.attempts import Attempt, submitted
+from trainkit.records.attempts import Attempt, job_of, submitted
 from trainkit.records.history import life_of
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, next_path, runs_root
@@ -47,12 +48,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *argv])
             if attempt is None:  # nobody looks after this process, nor has anybody asked before it
                 require_no_job(run, force=args.force)
-            return held.enter_context(writing(_own(attempt, run, env), job_id=env.get("SLURM_JOB_ID", "")))
+            return held.enter_context(writing(_own(attempt, run, env), job_id=job_of(env)))
 
         outcome, done = _train(loaded.config, env, stop, attempt, open_run)
     if attempt is None and done is not None:
         if outcome == "preempted":
-            print(f"Stopped and saved. Go on with: python -m jobs.train {done.path}", flush=True)
+            print(f"Stopped and saved. Go on with: {terminal.command('train', done.path)}", flush=True)
         else:
             from trainkit.monitor.follow import summary_lines
 
@@ -73,7 +74,7 @@ def run_rank(run: str) -> str:
             attempt = Attempt.named_in(env)
 
             def open_run() -> Writer:
-                return held.enter_context(writing(_own(attempt, run_dir, env), job_id=env.get("SLURM_JOB_ID", "")))
+                return held.enter_context(writing(_own(attempt, run_dir, env), job_id=job_of(env)))
 
             outcome, _ = _train(config, env, stop, attempt, open_run)
         except TrainkitError as error:
@@ -106,9 +107,10 @@ def _own(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attemp
     """The attempt that rank 0 writes down; one of its own where nobody has begun one for it."""
     if attempt is None:
         return Attempt.begin(run)
-    job_id, before = env.get("SLURM_JOB_ID", ""), life_of(run).submission
-    if job_id and (before is None or before.job_id != job_id) and "SUBMITIT_EXECUTOR" not in env:
-        # The job of a template: so that `status` and `cancel` find it like one of `jobs.submit`.
+    job_id, life = job_of(env), life_of(run)
+    is_known = any(item.job_id == job_id for item in life.submissions)
+    if job_id and not is_known and ("SUBMITIT_EXECUTOR" not in env or life.cut_short is not None):
+        # The job of a template, or one whose submitter was killed: so that `status` and `cancel` find it.
         submitted(run, "slurm", job_id, attempts_before=attempt.number)
     return attempt
 
@@ -127,7 +129,7 @@ def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str
         raise UserError(
             f"{path} was started with other settings.",
             why="Its config.yaml differs from what was asked for now.",
-            fix=f"Go on with it as it is (`python -m jobs.train {path}`), or give another --run-dir.",
+            fix=f"Go on with it as it is (`{terminal.command('train', path)}`), or give another --run-dir.",
         )
     return run_dir
 

@@ -30,6 +30,7 @@ from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.attempts import Attempt
+from trainkit.records.lease import StaleAttemptError
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.strategies import build_strategy
@@ -186,8 +187,9 @@ def _failures_recorded(attempt: Attempt, dist: Distributed) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, SystemExit):
-            words = error.what if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, SystemExit | StaleAttemptError):  # which leaves the record to the newer one
+            told = f"{error.what} {error.why}".strip() if isinstance(error, TrainkitError) else str(error)
+            words = told if isinstance(error, TrainkitError) else f"{type(error).__name__}: {told}"
             attempt.failed(words, rank=dist.rank)
         raise
 

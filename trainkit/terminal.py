@@ -7,6 +7,7 @@ clipboard, answer as if typed. So nothing from a run folder is printed as it is.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from typing import TextIO
 
@@ -24,9 +25,21 @@ _COLOUR = re.compile(r"[\d;:]*m")
 
 def one_line(value: object, longest: int = 500) -> str:
     """A name or a remark from a record, as one line of plain text."""
-    text = _SEQUENCE.sub("", str(value)[: 4 * longest])
-    text = " ".join(_INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", _CONTROL.sub(" ", text)).split())
+    text = str(value)[: 4 * longest]
+    if not (text.isascii() and text.isprintable()):  # most are, and a list of runs has many of them
+        text = _plain(text)
+    text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def _plain(text: str) -> str:
+    text = _SEQUENCE.sub("", text)
+    return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", _CONTROL.sub(" ", text))
+
+
+def command(verb: str, *words: object) -> str:
+    """A command of ours as it can be typed: ``python -m jobs.VERB WORDS``, each word quoted where a shell needs it."""
+    return " ".join([f"python -m jobs.{verb}", *(shlex.quote(str(word)) for word in words)])
 
 
 def lines(text: str) -> str:

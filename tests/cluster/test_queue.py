@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.queue import job_state, job_states, read_sacct, read_squeue
+from trainkit.cluster.queue import job_state, job_states
+from trainkit.cluster.slurm_jobs import read_sacct, read_squeue
 from trainkit.config.loading import load, to_yaml
 from trainkit.records.events import append_event
 from trainkit.records.process_id import ProcessId

@@ -49,7 +49,7 @@ def test_a_run_is_listed_with_state_progress_and_accuracy(
     assert done.code == 0
     header, line = done.out.splitlines()
     assert header.split()[:3] == ["run", "state", "job"]
-    assert line.split()[:6] == ["ddp-0001", "RUNNING", str(os.getpid()), "30/380", "1.6", "55.39"]
+    assert line.split()[:8] == ["ddp-0001", "RUNNING", str(os.getpid()), "1", "30/380", "1.6", "acc1", "55.39"]
 
 
 def test_runs_of_other_folders_are_listed_by_their_path(

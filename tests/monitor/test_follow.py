@@ -75,6 +75,7 @@ def test_what_a_run_wrote_before_it_died_is_still_shown(run_dir: RunDir, capsys:
 def test_a_failure_names_rank_and_reason(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     append_event(run_dir, "started", **STARTED)
     append_event(run_dir, "failed", rank=3, error="ValueError: bad label")
+    append_event(run_dir, "ended", state="FAILED")
     follow(run_dir, lambda: True)
     assert "Failed on rank 3: ValueError: bad label" in capsys.readouterr().out
 

@@ -76,6 +76,10 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     attempt, job_id = Attempt.named_in(env), env["SLURM_JOB_ID"]
     if attempt is None or not attempt.run.config.is_file():  # refused before there was a run
         return code
+    newer = attempt.successor()
+    if newer is not None:  # SLURM took this node for dead, and has started the job again elsewhere
+        print(f"Attempt {newer} has taken over from this one, {attempt.number}: nothing is queued again.", flush=True)
+        return code or 1
     life = life_of(attempt.run)
     failure = ""
     if attempt.number not in life.handed_back:

@@ -13,10 +13,10 @@ from pathlib import Path
 from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
-from trainkit.errors import RefusedError, UserError
+from trainkit.errors import RefusedError, SchedulerError, UserError
 from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import Plan
-from trainkit.records.attempts import Attempt, submitted
+from trainkit.records.attempts import Attempt, refused, submitted, submitting
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir, make_private
@@ -83,12 +83,14 @@ def write_launch(folder: Path, plan: Plan, script: str | None) -> None:
 def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
     """Remove a folder that this very command made, if what follows fails: nothing half-written stays behind.
 
+    A folder stays if a job may have been queued for it (Ctrl-C while sbatch is at work): `status` finds that job.
+
     ``unless``: what follows is the run itself, whose failure leaves a record.
     """
     try:
         yield
     except BaseException as error:
-        if unless:
+        if unless or _may_be_queued(folder):
             raise
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -98,6 +100,11 @@ def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
                 fix="Free some space, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
             ) from None
         raise
+
+
+def _may_be_queued(folder: Path) -> bool:
+    runs = [RunDir(path.parent) for pattern in ("config.yaml", "*/config.yaml") for path in folder.glob(pattern)]
+    return any(life_of(run).cut_short is not None for run in runs)
 
 
 def require_executor(plan: Plan, site: Site) -> None:
@@ -130,15 +137,22 @@ def hand_over(
     controller: ProcessId | None = None
     before = [len(run.attempts()) for run in runs]  # the job may begin one before it is written down
     if plan.executor == "slurm":
-        job_ids = executors.submit_to_slurm(
-            folder,
-            runs,
-            function,
-            folder / "submit.sbatch",
-            nodes=plan.nodes,
-            ntasks_per_node=plan.ntasks_per_node,
-            env=env,
-        )
+        for run in runs:
+            submitting(run)
+        try:
+            job_ids = executors.submit_to_slurm(
+                folder,
+                runs,
+                function,
+                folder / "submit.sbatch",
+                nodes=plan.nodes,
+                ntasks_per_node=plan.ntasks_per_node,
+                env=env,
+            )
+        except SchedulerError as error:
+            for run in runs:
+                refused(run, error.why)
+            raise
     else:
         job_ids, controller = executors.submit_locally(folder, runs, function, tasks=plan.world_size, cwd=cwd, env=env)
     for run, job_id, attempts in zip(runs, job_ids, before, strict=True):

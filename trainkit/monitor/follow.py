@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainkit import terminal
 from trainkit.monitor import lines
 from trainkit.records import reading
 from trainkit.records.events import typed as typed_event
@@ -38,7 +40,8 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
         for event in history[:since]:
             if event.get("event") == "started":
                 view.started(event)
-        ended, alive, asked = _show_events(view, history[since:]), True, time.monotonic()
+        story = _Story(view)
+        ended, alive, asked = story.show(history[since:]), True, time.monotonic()
         while True:
             # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
             view.records(metrics.read())
@@ -47,7 +50,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
             time.sleep(POLL_SECONDS)
             if time.monotonic() - asked >= ALIVE_SECONDS:
                 alive, asked = is_alive(), time.monotonic()
-            ended = _show_events(view, events.read())
+            ended = story.show(events.read())
 
 
 def summary_lines(run_dir: RunDir) -> list[str]:
@@ -61,9 +64,13 @@ def summary_lines(run_dir: RunDir) -> list[str]:
         ("run folder", run_dir.path, True),
         ("metrics", run_dir.metrics, run_dir.metrics.exists()),
         ("best checkpoint", run_dir.checkpoints / "best", (run_dir.checkpoints / "best").exists()),
-        ("tensorboard", f"tensorboard --logdir {run_dir.tensorboard}", run_dir.tensorboard.is_dir()),
-        ("wandb", f"wandb sync {run_dir.wandb}/offline-run-*", any(run_dir.wandb.glob("offline-run-*"))),
-        ("log book", f"python -m jobs.report {run_dir.path}", run_dir.metrics.exists()),
+        ("tensorboard", f"tensorboard --logdir {shlex.quote(str(run_dir.tensorboard))}", run_dir.tensorboard.is_dir()),
+        (
+            "wandb",
+            f"wandb sync {shlex.quote(str(run_dir.wandb))}/offline-run-*",
+            any(run_dir.wandb.glob("offline-run-*")),
+        ),
+        ("log book", terminal.command("report", run_dir.path), run_dir.metrics.exists()),
     ]
     return found + [f"{name:16} {place}" for name, place, exists in places if exists]
 
@@ -111,22 +118,35 @@ class _View(Protocol):
     def say(self, line: str) -> None: ...
 
 
-def _show_events(view: _View, events: list[dict[str, Any]]) -> bool:
-    """Show events in order; whether one of them ended the run."""
-    for event in events:
-        kind = event.get("event")
-        if kind == "started":
-            view.started(event)
-            view.say(_started_line(event))
-        elif kind == "handed_back":
-            view.say("Told to stop: saved.")
-        elif kind == "requeued":
-            view.say("Requeued; goes on from its last checkpoint.")
-        elif kind == "failed":
-            view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
-        if kind in ("ended", "failed"):
-            return True
-    return False
+class _Story:
+    """The events of a submission, as they are shown."""
+
+    def __init__(self, view: _View) -> None:
+        self._view, self._newest = view, -1
+
+    def show(self, events: list[dict[str, Any]]) -> bool:
+        """Show events in order; whether one of them ended the run.
+
+        A failure need not: the job may be queued again. What an attempt says after a newer one has started is that of
+        ranks which SLURM took for dead.
+        """
+        for event in events:
+            kind, attempt = event.get("event"), event.get("attempt")
+            if kind in ("failed", "ended", "handed_back") and type(attempt) is int and attempt < self._newest:
+                continue
+            if kind == "started":
+                self._newest = max(self._newest, attempt if type(attempt) is int else 0)
+                self._view.started(event)
+                self._view.say(_started_line(event))
+            elif kind == "handed_back":
+                self._view.say("Told to stop: saved.")
+            elif kind == "requeued":
+                self._view.say("Requeued; goes on from its last checkpoint.")
+            elif kind == "failed":
+                self._view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
+            elif kind == "ended":
+                return True
+        return False
 
 
 def _started_line(event: dict[str, Any]) -> str:

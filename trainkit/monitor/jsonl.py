@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainkit import terminal
 from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError
 from trainkit.monitor.base import Logger, Start
@@ -25,7 +26,7 @@ class _Jsonl:
             raise RunFailedError(
                 f"Cannot write {self._run_dir.metrics}.",
                 why=f"{error.strerror}. A run that leaves no record is not worth going on with.",
-                fix=f"Free some space, then go on with `python -m jobs.resume {self._run_dir.path}`.",
+                fix=f"Free some space, then go on with `{terminal.command('resume', self._run_dir.path)}`.",
             ) from error
 
     def close(self) -> None: ...

@@ -2,7 +2,9 @@
 
 Nothing else writes events. Kinds, in the order of a life:
 
-    submitted     a job was queued or started for the run       by the command that did so
+    submitting    a job is about to be queued                    by the command that does so
+    submitted     a job was queued or started for the run       by the command that did so, or who has found the job
+    refused       it was not queued                              by the command that asked for it
     started       all ranks have met and begin to train         by rank 0
     saved         a checkpoint is on disk                        by rank 0
     handed_back   told to stop, saved, wants to be continued     by the first rank of each node
@@ -20,13 +22,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.errors import UserError
 from trainkit.records.events import append_event, read_events
+from trainkit.records.lease import writing_attempt
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
@@ -34,6 +38,17 @@ Remark = Literal["skipped", "nonfinite", "rolled_back", "peer_joined", "peer_lef
 
 RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
 """Environment variables by which whoever starts ranks tells them which attempt they are."""
+
+
+def submitting(run: RunDir) -> None:
+    """This process is about to queue a job for the run: should it be killed now, the job can be looked for."""
+    me = ProcessId.of(os.getpid())
+    append_event(run, "submitting", executor="slurm", attempts_before=len(run.attempts()), **me.fields())
+
+
+def refused(run: RunDir, why: str) -> None:
+    """The job that was to be queued has been refused, so there is none to look for."""
+    append_event(run, "refused", error=why)
 
 
 def submitted(
@@ -44,6 +59,7 @@ def submitted(
     *,
     attempts_before: int | None = None,
     continues: str = "",
+    adopted: bool = False,
 ) -> None:
     """A job was queued, or started here.
 
@@ -51,11 +67,20 @@ def submitted(
         process: looks after the ranks, where no scheduler does.
         attempts_before: how many attempts there were; None: as many as there are now.
         continues: job id of the link before it, in a chain of jobs that nobody but the first has asked for.
+        adopted: whoever queued it did not come to write this, and the job was found later.
     """
     who = process.fields() if process is not None else {}
     who |= {"continues": continues} if continues else {}
+    how = {"adopted": True} if adopted else {}
     before = len(run.attempts()) if attempts_before is None else attempts_before
-    append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **who)
+    append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **who, **how)
+
+
+def job_of(env: Mapping[str, str]) -> str:
+    """The SLURM job that a process with this environment belongs to, as `submitted` names it; empty if to none."""
+    if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env.get("SLURM_JOB_ID", "")
 
 
 def cancelled(run: RunDir, job_id: str) -> None:
@@ -74,6 +99,9 @@ class Attempt:
 
     run: RunDir
     number: int
+    may_write: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+    """Raises StaleAttemptError when another process writes the run by now. For rank 0; what others say is passed over
+    by readers once a newer attempt has started."""
 
     @classmethod
     def begin(cls, run: RunDir, *, node_rank: int = 0) -> Attempt:
@@ -122,6 +150,13 @@ class Attempt:
         """What `named_in` reads."""
         return {RUN_DIR: str(self.run.path), NUMBER: str(self.number)}
 
+    def successor(self) -> int | None:
+        """A newer attempt that writes the run, or has: SLURM took the node for dead, and ranks or script of this one
+        live on. None while this is the newest."""
+        started = [event["attempt"] for event in read_events(self.run, "started") if type(event.get("attempt")) is int]
+        newest = max([*started, writing_attempt(self.run) or 0])
+        return newest if newest > self.number else None
+
     @property
     def logs(self) -> Path:
         """``rank-<n>.out`` and ``rank-<n>.err``."""
@@ -149,8 +184,14 @@ class Attempt:
         self._write("excluded", node=node, why=why)
 
     def failed(self, error: str, *, rank: int | None, host: str = "") -> None:
-        """A rank raised, was killed, or hangs; None where it is not known which. In order of time the first counts."""
-        self._write("failed", rank=rank, host=host or socket.gethostname(), error=error)
+        """A rank raised, was killed, or hangs; None where it is not known which. In order of time the first counts.
+
+        What cannot be written down is said on stderr: the disk may be full, and that may be the very reason.
+        """
+        try:
+            self._write("failed", rank=rank, host=host or socket.gethostname(), error=error)
+        except OSError as problem:
+            print(f"{error}\n(not written down: {problem.strerror})", file=sys.stderr, flush=True)
 
     def ended(self, state: str, **facts: Any) -> None:
         """It is over, in SLURM's words. ``facts``: job_id, exit_codes, step, why."""
@@ -161,4 +202,5 @@ class Attempt:
         self._write(kind, **facts)
 
     def _write(self, kind: str, **fields: Any) -> None:
+        self.may_write()
         append_event(self.run, kind, attempt=self.number, **fields)

@@ -20,9 +20,19 @@ def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
     jsonl.append(run_dir.events, {"time": round(time.time(), 3), "event": kind, **fields})
 
 
-def read_events(run_dir: RunDir, kind: str | None = None) -> list[dict[str, Any]]:
-    """Events in the order they happened, of one kind or of all."""
-    return [event for raw in jsonl.read(run_dir.events) if kind in (None, raw.get("event")) and (event := typed(raw))]
+LIFE = (
+    *("submitting", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled"),
+    *("ended",),
+)
+"""The kinds that say what became of jobs and attempts; a long run has few of them among many others."""
+
+
+def read_events(run_dir: RunDir, kind: str | tuple[str, ...] | None = None) -> list[dict[str, Any]]:
+    """Events in the order they happened, of one kind, of some or of all."""
+    kinds = (kind,) if isinstance(kind, str) else kind
+    wanted = [f'"{name}"'.encode() for name in kinds or ()]
+    records = jsonl.read(run_dir.events, wanted)
+    return [event for raw in records if (kinds is None or raw.get("event") in kinds) and (event := typed(raw))]
 
 
 def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:

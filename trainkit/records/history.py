@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.records.events import read_events
+from trainkit.records.events import LIFE, read_events
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
@@ -26,6 +26,15 @@ class Submission:
     """The state in which whoever looked after it left it; None if nobody has said."""
     finished: bool
     """An attempt of this or an earlier job came to the end of the training."""
+
+
+@dataclass(frozen=True)
+class CutShort:
+    """A command that was about to queue a job, and has not come to say which: it still does so, or was killed."""
+
+    time: float
+    attempts_before: int
+    process: ProcessId | None
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class Life:
     """Attempts whose job was put back into the queue."""
     outcome: str | None = None
     """The last word: COMPLETED, FAILED and so on, of the newest attempt; None if it has none."""
+    cut_short: CutShort | None = None
+    """The newest submission, if nobody has said what came of it."""
 
     @property
     def submission(self) -> Submission | None:
@@ -64,7 +75,7 @@ class Life:
 
 def life_of(run: RunDir) -> Life:
     """What the run's events say."""
-    return _life(read_events(run))
+    return _life(read_events(run, LIFE))
 
 
 def _life(events: list[dict[str, Any]]) -> Life:
@@ -72,19 +83,29 @@ def _life(events: list[dict[str, Any]]) -> Life:
     failures: list[Failed] = []
     handed_back, requeued = set(), set()
     started: dict[str, Any] = {}
-    finished, outcome = False, None
+    finished, outcome, newest = False, None, -1
     since: list[dict[str, Any]] = []  # events of the job whose `submitted` is `opened`
     opened: dict[str, Any] | None = None
+    submitting: dict[str, Any] | None = None
     for event in events:
         kind, attempt = event.get("event"), _whole(event.get("attempt"))
+        if kind in ("submitting", "refused"):
+            submitting = event if kind == "submitting" else None
+            continue
         if kind == "submitted":
+            submitting = None
+            same = opened is not None and all(event.get(key) == opened.get(key) for key in ("executor", "job_id"))
+            if same and event.get("executor") == "slurm":
+                continue  # the job itself, or who has adopted it, was faster than the command that queued it
             if opened is not None:
                 submissions.append(_submission(opened, since))
             opened, since, outcome = event, [], None
             continue
+        if attempt is not None and attempt < newest and kind in ("failed", "ended"):
+            continue  # ranks that SLURM took for dead, after others have gone on
         since.append(event)
         if kind == "started":
-            started, outcome = event, None
+            started, outcome, newest = event, None, max(newest, attempt or 0)
         elif kind == "handed_back" and attempt is not None:
             handed_back.add(attempt)
         elif kind == "requeued" and attempt is not None:
@@ -105,12 +126,22 @@ def _life(events: list[dict[str, Any]]) -> Life:
         handed_back=frozenset(handed_back),
         requeued=frozenset(requeued),
         outcome=outcome,
+        cut_short=_cut_short(submitting) if submitting is not None else None,
+    )
+
+
+def _cut_short(event: Mapping[str, Any]) -> CutShort:
+    return CutShort(
+        time=_seconds(event.get("time")),
+        attempts_before=_whole(event.get("attempts_before")) or 0,
+        process=ProcessId.from_fields(event),
     )
 
 
 def _submission(event: Mapping[str, Any], since: list[dict[str, Any]]) -> Submission:
     kinds = [item.get("event") for item in since]
-    states = [_text(item.get("state")) for item in since if item.get("event") == "ended"]
+    last = [item for item in since if item.get("event") in ("started", "ended")][-1:]  # started again: not ended yet
+    states = [_text(item.get("state")) for item in last if item.get("event") == "ended"]
     return Submission(
         executor=_text(event.get("executor")),
         job_id=_text(event.get("job_id")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,11 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read(path: Path, holding: Sequence[bytes] = ()) -> Iterator[dict[str, Any]]:
     """Every whole record; nothing if there is no file. Torn lines are passed over.
+
+    Args:
+        holding: only lines that hold one of these, if there are any: most of a long file need not be parsed.
 
     Raises UserError where there is something that cannot be read.
     """
@@ -39,7 +42,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         with reading.open_regular(path) as file:
             whole = True  # a line without end is neither a record nor worth its memory
             while line := file.readline(LONGEST_LINE):
-                if whole and (record := reading.parse_object(line)) is not None:
+                is_wanted = whole and (not holding or any(part in line for part in holding))
+                if is_wanted and (record := reading.parse_object(line)) is not None:
                     yield record
                 whole = line.endswith(b"\n")
     except FileNotFoundError:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit import terminal
 from trainkit.errors import RunFailedError, UserError
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
@@ -53,6 +54,10 @@ class Holder:
         return f"{job}{words}" + (f", attempt {self.attempt}" if self.attempt is not None else "")
 
 
+class StaleAttemptError(RunFailedError):
+    """Another process writes the run by now: this one ends, and leaves the record to it."""
+
+
 class Lease:
     """The right to write into a run folder, as long as `check` says so. Made by `lease_on`."""
 
@@ -61,18 +66,14 @@ class Lease:
         self._run = run
 
     def check(self) -> None:
-        """Raise RunFailedError unless this is still the writer. Reads a small file: call it before every write."""
+        """Raise StaleAttemptError unless this is still the writer. Reads a small file: call it before every write."""
         there = _read(self._file)
         if there is None:  # being replaced on a file system that is not quite atomic, or removed by hand
             time.sleep(_MOMENT)
             there = _read(self._file)
         if there is None or there.token != self._token:
             who = there.holder if there is not None else "somebody who has removed its lease.json"
-            raise RunFailedError(
-                f"{self._run.name} has another writer now: {who}.",
-                why="This process was taken for dead; what it has not saved is done again by the other.",
-                fix=f"Nothing is to be done, unless both are yours: `python -m jobs.status {self._run.path}`.",
-            )
+            raise _stale(self._run, f"{who}")
 
     def _renew(self) -> None:
         there = _read(self._file)
@@ -136,6 +137,20 @@ class _Found:
     """Time stamp of the file server."""
 
 
+def writing_attempt(run: RunDir) -> int | None:
+    """The attempt that holds the lease; None if none does."""
+    there = _read(run.lease)
+    return there.holder.attempt if there is not None else None
+
+
+def _stale(run: RunDir, who: str) -> StaleAttemptError:
+    return StaleAttemptError(
+        f"{run.name} has another writer now: {who}.",
+        why="This process was taken for dead; what it has not saved is done again by the other.",
+        fix=f"Nothing is to be done, unless both are yours: `{terminal.command('status', run.path)}`.",
+    )
+
+
 def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float) -> Lease:
     token, deadline, first = uuid.uuid4().hex, time.monotonic() + patience, None
     mine = run.path / f".lease-{token}"
@@ -148,6 +163,8 @@ def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], pat
                     return Lease(run, token)
                 continue
             first = first or there
+            if _precedes(holder, there.holder):
+                raise _stale(run, f"{there.holder}")
             if is_dead(there.holder) or _is_over(there, holder, now=mine.stat().st_mtime):
                 if _replace(mine, run, there.token):
                     return Lease(run, token)
@@ -158,19 +175,24 @@ def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], pat
                 raise UserError(
                     f"{run.name} is being written by {there.holder}.",
                     why="Two writers on one run would write over each other.",
-                    fix=f"Wait for it, or end it with `python -m jobs.cancel {run.path}`.",
+                    fix=f"Wait for it, or end it with `{terminal.command('cancel', run.path)}`.",
                 )
             time.sleep(min(1.0, max(patience / 20, _MOMENT)))
     finally:
         mine.unlink(missing_ok=True)
 
 
+def _precedes(one: Holder, other: Holder) -> bool:
+    """Whether SLURM has started the job of ``one`` again as ``other``, whatever is left of it."""
+    same_job = bool(one.job_id) and one.job_id == other.job_id
+    return same_job and one.attempt is not None and other.attempt is not None and one.attempt < other.attempt
+
+
 def _is_over(there: _Found, holder: Holder, *, now: float) -> bool:
     """Whether the one who holds the lease will not write again."""
     other = there.holder
-    same_job = bool(other.job_id) and other.job_id == holder.job_id
-    if same_job and other.attempt is not None and holder.attempt is not None and other.attempt < holder.attempt:
-        return True  # SLURM has started the job again, whatever is left of it
+    if _precedes(other, holder):
+        return True
     if other.process.is_here():
         return not other.process.is_alive()
     return now - there.renewed > EXPIRY_SECONDS

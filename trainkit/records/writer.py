@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainkit.records.attempts import Attempt
-from trainkit.records.lease import Holder, lease_on
+from trainkit.records.lease import Holder, StaleAttemptError, lease_on
 from trainkit.records.rundir import RunDir
 
 
@@ -17,7 +17,8 @@ class Writer:
 
     attempt: Attempt
     check: Callable[[], None]
-    """Raises RunFailedError when another process has taken over; to be called before every write."""
+    """Raises StaleAttemptError when another process has taken over; to be called before every write. What the attempt
+    writes down has asked it."""
 
     @property
     def run(self) -> RunDir:
@@ -33,6 +34,14 @@ def writing(attempt: Attempt, *, job_id: str = "") -> Iterator[Writer]:
 
     Raises:
         UserError: somebody else writes it.
+        StaleAttemptError: a newer attempt has begun to train already.
     """
     with lease_on(attempt.run, Holder.me(job_id=job_id, attempt=attempt.number)) as lease:
-        yield Writer(attempt, lease.check)
+        newer = attempt.successor()
+        if newer is not None:
+            raise StaleAttemptError(
+                f"Attempt {attempt.number} of {attempt.run.name} is not the newest: attempt {newer} has trained.",
+                why="SLURM has started the job again, and these ranks come late.",
+                fix="Nothing is to be done.",
+            )
+        yield Writer(replace(attempt, may_write=lease.check), lease.check)

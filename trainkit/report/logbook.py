@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.records.rundir import RunDir
 from trainkit.report import plots, tables
@@ -46,7 +47,7 @@ def write_logbook(runs: Sequence[RunDir], out: Path) -> list[Path]:
         raise UserError(
             f"Nothing to report on in {', '.join(facts.label for facts in found)}.",
             why="There are no metrics: metrics.jsonl is missing or empty.",
-            fix=f"See what the run does with `python -m jobs.logs {found[0].run_dir.path}`.",
+            fix=f"See what the run does with `{terminal.command('logs', found[0].run_dir.path)}`.",
         )
     path = out / "logbook.md"
     pages = _Pages(out, [path])
@@ -142,5 +143,5 @@ def _files(facts: Facts) -> str:
         lines.append(f"- curves: `tensorboard --logdir {run_dir.tensorboard}`")
     if any(run_dir.wandb.glob("offline-run-*")):
         lines.append(f"- upload to Weights & Biases: `wandb sync {run_dir.wandb}/offline-run-*`")
-    lines.append(f"- repeat it: `python -m jobs.submit {run_dir.config}`")
+    lines.append(f"- repeat it: `{terminal.command('submit', run_dir.config)}`")
     return "\n".join(lines)

@@ -207,6 +207,7 @@ class Keeper:
         file = self.writer.run.summary
         partial = file.with_name(".summary.json.partial")
         text = json.dumps(jsonl.plain(summary), indent=2, allow_nan=False) + "\n"
+        self.writer.check()
         partial.write_text(text, encoding="utf-8")
         self.writer.check()
         partial.replace(file)

@@ -1,0 +1,106 @@
+"""Jobs whose id nobody could write down: the command that had called sbatch was killed before it could.
+
+SLURM knows which script each job was submitted with, and a run's script lies in its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainkit.cluster.slurm_jobs import JobState, NoAnswer, run
+from trainkit.records.attempts import submitted
+from trainkit.records.history import CutShort, Life
+from trainkit.records.rundir import RunDir
+
+SBATCH_SECONDS = 300.0
+"""So long sbatch may take; who called it on another machine may live until then."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What became of submissions that were cut short."""
+
+    adopted: frozenset[Path] = frozenset()
+    """Runs whose jobs have been found and written down."""
+    lost: Mapping[Path, JobState] = field(default_factory=dict)
+    """What is to be said of the others."""
+
+
+def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], None]) -> Search:
+    """Look for the jobs of these runs, and write down those that are there, with one call or two."""
+    if not cut_short:
+        return Search()
+    complaint, scripts = "", {}
+    me = str(os.geteuid())
+    heard("squeue")
+    try:
+        scripts = read_scripts(run("squeue", "-h", "-r", "-t", "all", "-u", me, "-o", "%i|%o"))
+    except NoAnswer as error:
+        complaint = str(error)
+    found = {folder.path: _jobs_of(folder, life, scripts) for folder, life in cut_short}
+    if not all(found.values()):  # it may have ended, and be forgotten
+        heard("sacct")
+        since = min(life.cut_short.time for _, life in cut_short if life.cut_short is not None) - 60
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(max(since, 0)))
+        try:
+            accounts = read_scripts(run("sacct", "-X", "-n", "-P", "-u", me, "-S", start, "-o", "JobID,SubmitLine"))
+        except NoAnswer:  # no accounting, or older than 21.08
+            accounts = {}
+        found = {folder.path: found[folder.path] or _jobs_of(folder, life, accounts) for folder, life in cut_short}
+    adopted, lost = set(), {}
+    for folder, life in cut_short:
+        assert life.cut_short is not None
+        if found[folder.path] and _is_mine(folder):
+            for job_id in found[folder.path]:
+                submitted(folder, "slurm", job_id, attempts_before=life.cut_short.attempts_before, adopted=True)
+            adopted.add(folder.path)
+        elif found[folder.path]:
+            lost[folder.path] = JobState("UNKNOWN", found[folder.path][-1], "slurm", "its record is not yours to mend")
+        else:
+            lost[folder.path] = _without(life.cut_short, complaint)
+    return Search(frozenset(adopted), lost)
+
+
+def read_scripts(text: str) -> dict[str, str]:
+    """Job id -> the script, with whatever stands before and after it, from ``squeue -h -r -o "%i|%o"`` or
+    ``sacct -X -n -P -o JobID,SubmitLine``."""
+    pairs = [line.strip().partition("|") for line in text.splitlines()]
+    return {job_id: script for job_id, bar, script in pairs if bar and job_id and "[" not in job_id}
+
+
+def _jobs_of(folder: RunDir, life: Life, scripts: Mapping[str, str]) -> list[str]:
+    """The run's jobs that its record does not know, oldest first. A run of a sweep is a task of the sweep's array."""
+    known = {item.job_id for item in life.submissions}
+    in_sweep = os.path.isfile(folder.path.parent / "sweep.json")
+    found = []
+    for job_id, line in scripts.items():
+        number, underscore, task = job_id.partition("_")
+        script = RunDir(folder.path.parent).script if underscore and in_sweep else folder.script
+        is_ours = line == str(script) or line.endswith(f" {script}")
+        if is_ours and job_id not in known and (not underscore or task == folder.path.name) and number.isdecimal():
+            found.append(job_id)
+    return sorted(found, key=lambda job_id: int(job_id.partition("_")[0]))
+
+
+def _is_mine(folder: RunDir) -> bool:
+    try:
+        return folder.events.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _without(cut: CutShort, complaint: str) -> JobState:
+    """No job was found."""
+    process = cut.process
+    if process is not None and process.is_here() and process.is_alive():
+        return JobState("UNKNOWN", "", "slurm", f"process {process.pid} is just submitting it")
+    if complaint:
+        return JobState("UNKNOWN", "", "slurm", f"its submission was cut short, and SLURM cannot be asked: {complaint}")
+    if process is None or (not process.is_here() and time.time() - cut.time < SBATCH_SECONDS):
+        where = process.host if process is not None else "an unknown machine"
+        return JobState("UNKNOWN", "", "slurm", f"it is being submitted on {where}, or that was cut short")
+    return JobState("NOT SUBMITTED", reason="its submission was cut short, and SLURM has no job of it")
