@@ -20,7 +20,7 @@ import pytest
 
 from trainkit.errors import RunFailedError, UserError
 from trainkit.records import lease as module
-from trainkit.records.lease import EXPIRY_SECONDS, Holder, Lease, lease_on
+from trainkit.records.lease import EXPIRY_SECONDS, Holder, Lease, StaleAttemptError, lease_on
 from trainkit.records.rundir import RunDir
 
 
@@ -122,8 +122,10 @@ def test_a_job_that_slurm_starts_again_takes_over_from_its_earlier_attempt_at_on
 
 def test_an_earlier_attempt_does_not_take_over_from_a_later_one(run: RunDir, held: ExitStack) -> None:
     held.enter_context(lease_on(run, elsewhere(job_id="7", attempt=1)))
-    with pytest.raises(UserError):
-        held.enter_context(lease_on(run, me(job_id="7", attempt=0), patience=5.0))
+    began = time.monotonic()
+    with pytest.raises(StaleAttemptError, match="has another writer now: job 7, process .* on far, attempt 1"):
+        held.enter_context(lease_on(run, me(job_id="7", attempt=0), patience=60.0))
+    assert time.monotonic() - began < 5, "it knows at once"
 
 
 @pytest.mark.parametrize("mine", [{"job_id": "8", "attempt": 1}, {"job_id": "7", "attempt": 0}, {"job_id": "7"}])
