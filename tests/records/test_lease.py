@@ -123,7 +123,7 @@ def test_a_job_that_slurm_starts_again_takes_over_from_its_earlier_attempt_at_on
 def test_an_earlier_attempt_does_not_take_over_from_a_later_one(run: RunDir, held: ExitStack) -> None:
     held.enter_context(lease_on(run, elsewhere(job_id="7", attempt=1)))
     began = time.monotonic()
-    with pytest.raises(StaleAttemptError, match="has another writer now: job 7, process .* on far, attempt 1"):
+    with pytest.raises(StaleAttemptError, match=r"has another writer now: job 7, process .* on far, attempt 1"):
         held.enter_context(lease_on(run, me(job_id="7", attempt=0), patience=60.0))
     assert time.monotonic() - began < 5, "it knows at once"
 
