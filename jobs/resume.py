@@ -17,6 +17,7 @@ from trainkit.data import check_data
 from trainkit.errors import UserError
 from trainkit.launch import submission
 from trainkit.launch.plan import make_plan
+from trainkit.launch.validation import validate
 from trainkit.records import reading
 from trainkit.records.history import life_of
 from trainkit.records.lease import Holder, lease_on
@@ -51,6 +52,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             check_data(loaded.config.data)
         site, cwd = discover(env), _first_folder(run)
         plan = make_plan(loaded, site, run.path)
+        validate(loaded, plan, site, run.path)
         script = submission.script_text(plan, run.path, cwd) if plan.executor == "slurm" else None
         if args.dry_run:
             return dry_run(plan, loaded, run.path, script)

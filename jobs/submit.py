@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument(
         "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)"
     )
+    parser.add_argument(
+        "--estimate", action="store_true", help="say when it would start in each partition; queue nothing"
+    )
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
     args = parser.parse_intermixed_args(list(argv))
@@ -44,9 +48,24 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     for loaded in loadeds:
         require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
         check(loaded)
+    if args.estimate:
+        return _estimate(args, variants[0], loadeds[0], env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
     command = ["python", "-m", "jobs.submit", *argv]
     return _submit(loadeds, variants, folder, args, command, env)
+
+
+def _estimate(args: argparse.Namespace, overrides: Sequence[str], loaded: Loaded, env: Mapping[str, str]) -> int:
+    from jobs.estimating import estimate
+    from trainkit.cluster.site import discover
+    from trainkit.config import loading
+
+    def load(partition: str) -> Loaded:
+        flags = cli.launch_flags(args) | {"launch.partition": (partition, "--partition")}
+        return loading.load(args.preset, overrides, flags=flags, env=env)
+
+    folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
+    return estimate(load, loaded, discover(env), folder, Path.cwd(), env)
 
 
 def _submit(
@@ -57,6 +76,7 @@ def _submit(
     from trainkit.cluster.site import discover
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
+    from trainkit.launch.validation import validate
 
     site, cwd, points = discover(env), Path.cwd(), len(loadeds)
     plans = [make_plan(loaded, site, folder, points=points) for loaded in loadeds]
@@ -65,6 +85,7 @@ def _submit(
         raise UserError(
             "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
         )
+    notes = validate(loadeds[0], plan, site, folder)
     script = submission.script_text(plan, folder, cwd, points) if plan.executor == "slurm" else None
     if args.dry_run:
         return dry_run(plan, loadeds[0], folder, script)
@@ -85,6 +106,7 @@ def _submit(
         raise
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
         start(folder, runs, plan, cwd, env)
+    print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
     return follow(runs, plan, args)
 
 

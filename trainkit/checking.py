@@ -24,4 +24,8 @@ def check(loaded: Loaded) -> None:
         strategy_traits(strategy.name)
         for logger in config.monitor.loggers:
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
+        if config.launch.environment is None and config.launch.container_image is None:  # else it runs in another one
+            named = [("data", config.data.name), ("models", config.model.name), ("strategies", strategy.name)]
+            for room, name in [*named, *(("monitor", logger) for logger in config.monitor.loggers)]:
+                plugins.require_imports(f"trainkit.{room}", name)
     refuse_settings(loaded)  # last: its detectors take longer than all the rest

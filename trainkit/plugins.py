@@ -100,7 +100,8 @@ def stated(package: str, name: str) -> dict[str, Any]:
 def check_options(package: str, name: str, options: Mapping[str, Any], *, where: str) -> None:
     """Refuse options that plugin ``name`` does not have, naming the nearest it has, and values of the wrong type.
 
-    ``where`` is the configuration section, for the message: ``strategy``, ``data``, ``model``.
+    ``where`` is the configuration section, for the message: ``strategy``, ``data``, ``model``. A module of the user's
+    own that is not valid Python is refused at its line.
     """
     sig = signature(package, name)
     for option, value in options.items():
@@ -126,6 +127,26 @@ def check_options(package: str, name: str, options: Mapping[str, Any], *, where:
                 fix=f"Add {where}.{option}=VALUE.",
                 key=f"{where}.name",
             )
+
+
+def require_imports(package: str, name: str) -> None:
+    """Refuse a module of the user's that imports, at its top and unguarded, what is not installed. Imports nothing."""
+    if ":" not in name:
+        return
+    file = _file_of(package, name)
+    for node in _parse(file).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for module in names:
+            first = module.partition(".")[0]
+            if first not in sys.modules and importlib.util.find_spec(first) is None:
+                raise UserError(
+                    f"{file}:{node.lineno} imports '{module}', which is not there.",
+                    why=f"No module '{first}' is installed in this environment or lies in the current folder.",
+                    fix=f"Install it: {sys.executable} -m pip install PACKAGE; or correct the name.",
+                    key=_kind(package).key,
+                )
 
 
 def require(package: str, name: str) -> None:
@@ -220,10 +241,10 @@ def _is_of_python_itself(file: Path) -> bool:
 def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
     if file.suffix != ".py" or not file.exists():
         return None
-    source = file.read_text(encoding="utf-8")
-    if f"def {name}(" not in source:  # parsing every file of a package for one name would be slow
+    ours = file.is_relative_to(Path(__file__).parent)
+    if ours and f"def {name}(" not in file.read_text(encoding="utf-8"):  # parsing a whole package would be slow
         return None
-    for node in ast.parse(source).body:
+    for node in _parse(file).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     return None
@@ -232,7 +253,7 @@ def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
 @cache
 def _constants(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in _parse(file).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if (
             isinstance(node, ast.Assign | ast.AnnAssign)
@@ -243,3 +264,16 @@ def _constants(file: Path) -> dict[str, Any]:
             with contextlib.suppress(ValueError, TypeError):
                 found[target.id] = ast.literal_eval(node.value) if node.value is not None else None
     return found
+
+
+def _parse(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))  # as bytes: the file itself may say its encoding
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        line = getattr(error, "lineno", None)
+        raise UserError(
+            f"{file}{f':{line}' if line else ''} is not valid Python.",
+            why=f"{getattr(error, 'msg', None) or error}: {(getattr(error, 'text', None) or '').strip()}".rstrip(": ")
+            + ".",
+            fix="Correct it; nothing has been queued.",
+        ) from None

@@ -1,0 +1,155 @@
+"""``submit --estimate``, and what `submit` refuses before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Command = Callable[..., Any]
+
+PARTITIONS = """\
+PartitionName=slow Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=n[1-2] State=UP
+PartitionName=fast Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=n[1-2] State=UP
+PartitionName=short Default=NO MaxNodes=UNLIMITED MaxTime=10:00 Nodes=n[1-2] State=UP
+PartitionName=closed Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=n[1-2] State=DRAIN
+PartitionName=full Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=n[1-2] State=UP"""
+NODES = "\n".join(f"NodeName=n{index} CPUTot=8 Gres=gpu:4 State=IDLE" for index in (1, 2))
+
+
+@pytest.fixture
+def partitions(fake_slurm: Path) -> Path:
+    """A login node with five partitions, whose sbatch tells when a job would start; the file of its calls."""
+    (fake_slurm / "scontrol").write_text(
+        f"#!/bin/bash\nif [ $2 = node ]; then cat <<'E'\n{NODES}\nE\nelse cat <<'E'\n{PARTITIONS}\nE\nfi\n"
+    )
+    now = datetime.now()
+    starts = {"slow": now + timedelta(hours=5), "fast": now + timedelta(minutes=20)}
+    lines = [
+        f"  *={name}*) echo 'sbatch: Job 1 to start at {when:%Y-%m-%dT%H:%M:%S} using 8 processors on nodes n1' >&2 ;;"
+        for name, when in starts.items()
+    ]
+    calls = fake_slurm / "sbatch.calls"
+    (fake_slurm / "sbatch").write_text(
+        f'#!/bin/bash\necho "$* $(grep -c SBATCH)" >> {calls}\ncase "$*" in\n'
+        + "\n".join(
+            [*lines, "  *) echo 'allocation failure: Requested node configuration is not available' >&2; exit 1;;"]
+        )
+        + "\nesac\n"
+    )
+    return calls
+
+
+def test_an_estimate_names_the_soonest_partition_first_and_queues_nothing(
+    command: Command, partitions: Path, tmp_path: Path
+) -> None:
+    done = command("submit", "ddp", "--estimate")
+    assert done.code == 0, done.err
+    lines = [line.split() for line in done.out.splitlines()]
+    assert [line[0] for line in lines] == ["fast", "slow", "short", "full"]
+    assert "in 20 min, on n1" in done.out
+    assert "in 5 h" in done.out
+    assert "full   no: Requested node configuration is not available" in done.out
+    assert all(call.startswith("--test-only") for call in partitions.read_text().splitlines())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_partition_that_cannot_take_the_job_is_not_asked(command: Command, partitions: Path) -> None:
+    done = command("submit", "ddp", "--time", "1:00:00", "--estimate")
+    assert "short  no: --time 1:00:00 is over the limit of partition 'short' (flag --time)." in done.out
+    assert len(partitions.read_text().splitlines()) == 3
+
+
+def test_only_the_partitions_that_are_named_are_asked(command: Command, partitions: Path) -> None:
+    done = command("submit", "ddp", "--estimate", "--partition", "slow,fast")
+    assert [line.split()[0] for line in done.out.splitlines()] == ["fast", "slow"]
+    assert len(partitions.read_text().splitlines()) == 2
+
+
+def test_an_estimate_asks_for_four_partitions_at_most(command: Command, partitions: Path) -> None:
+    names = ",".join(["slow", "fast", "full", "slow2", "slow3"])
+    scontrol = partitions.with_name("scontrol")
+    more = "\n".join(PARTITIONS.splitlines()[0].replace("slow", f"slow{n}").replace("YES", "NO") for n in (2, 3))
+    scontrol.write_text(scontrol.read_text().replace(PARTITIONS, f"{PARTITIONS}\n{more}"))
+    done = command("submit", "ddp", "--estimate", "--partition", names)
+    assert "slow3  no: not asked" in done.out
+    assert len(partitions.read_text().splitlines()) == 4
+
+
+def test_where_no_partition_takes_the_job_the_estimate_is_a_refusal(command: Command, partitions: Path) -> None:
+    done = command("submit", "ddp", "--estimate", "--partition", "full")
+    assert done.code == 3
+    assert "why: full: Requested node configuration is not available." in done.err
+
+
+def test_without_slurm_nobody_can_tell(command: Command, no_slurm: dict[str, str]) -> None:
+    done = command("submit", "ddp", "--estimate")
+    assert (done.code, done.out) == (3, "")
+    assert "There is no SLURM on this machine." in done.err
+
+
+# Refused before anything is written
+
+
+def test_a_run_folder_in_memory_is_refused_before_it_is_made(command: Command, fake_slurm: Path) -> None:
+    done = command("submit", "ddp", "--run-dir", "/dev/shm/trainkit-no-such-run")
+    assert done.code == 3
+    assert "is on this machine alone" in done.err
+    assert not (fake_slurm / "submitted.sbatch").exists()
+    assert not Path("/dev/shm/trainkit-no-such-run").exists()
+
+
+def test_what_a_profile_knows_of_accounts_is_asked_of_nobody(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    (fake_slurm / "sacctmgr").write_text("#!/bin/bash\nexit 1\n")
+    profile = tmp_path / "site.yaml"
+    profile.write_text("site: {accounts: [{name: thesis}], accounts_enforced: true}\n")
+    done = command("submit", "ddp", "--cluster", str(profile), "--account", "theses")
+    assert done.code == 3
+    assert "Account 'theses' is none of yours (flag --account)." in done.err
+    assert "Did you mean 'thesis'?" in done.err
+    assert command("submit", "ddp", "--cluster", str(profile), "--account", "thesis").code == 0
+
+
+def test_a_submission_makes_three_calls(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    for name in ("sbatch", "scontrol", "squeue", "sacct", "sacctmgr", "sinfo"):
+        script = fake_slurm / name
+        body = script.read_text().partition("\n")[2] if script.exists() else "exit 1\n"
+        script.write_text(f'#!/bin/bash\necho "{name} $*" >> {calls}\n{body}')
+        script.chmod(0o755)
+    assert command("submit", "ddp", "--account", "thesis", "--qos", "normal").code == 0
+    assert [line.split()[0] for line in calls.read_text().splitlines()] == ["scontrol", "scontrol", "sbatch"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import torch\ndef mlp(info)\n    pass\n", ":2 is not valid Python."),
+        ("import torch\nimport no_such_package.nn\ndef mlp(info): ...\n", ":2 imports 'no_such_package.nn'"),
+    ],
+)
+def test_a_module_of_the_users_that_cannot_be_imported_is_refused_at_its_line(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, source: str, words: str
+) -> None:
+    name = f"broken_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    done = command("submit", "ddp", f"model.name={name}:mlp")
+    assert done.code == 2
+    assert f"{tmp_path}/{name}.py{words}" in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_import_that_is_guarded_or_comes_with_the_container_is_nobodys_business(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    guarded = "try:\n    import no_such_package\nexcept ImportError:\n    pass\ndef mlp(info): ...\n"
+    (tmp_path / "guarded_model.py").write_text(guarded)
+    (tmp_path / "container_model.py").write_text("import no_such_package\ndef mlp(info): ...\n")
+    assert command("submit", "ddp", "model.name=guarded_model:mlp", "--dry-run").code == 0
+    inside = ("model.name=container_model:mlp", "launch.container_image=x.sif")
+    assert "no_such_package" not in command("submit", "ddp", *inside, "--dry-run").err

@@ -1,0 +1,46 @@
+"""When a job would start, as ``sbatch --test-only`` guesses: one call for each partition, and nothing is queued."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Start:
+    """The scheduler's guess; ``when`` is None, and ``refusal`` says why, where it would not take the job."""
+
+    when: datetime | None = None
+    nodes: str = ""
+    refusal: str = ""
+
+
+def earliest_start(script: str, partition: str, env: Mapping[str, str]) -> Start:
+    """Ask sbatch when the script would start in a partition. ``env`` has no variables of a job around this process."""
+    command = ["sbatch", "--test-only", f"--partition={partition}"]
+    try:
+        done = subprocess.run(
+            command, input=script, env=dict(env), capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Start(refusal=f"sbatch did not answer within {SECONDS} s")
+    except OSError as error:
+        return Start(refusal=str(error))
+    return read_start(done.stderr + done.stdout)
+
+
+def read_start(text: str) -> Start:
+    """From what ``sbatch --test-only`` prints, on stderr, whether it takes the job or not."""
+    match = re.search(r"to start at (\S+) using \d+ processors on (?:nodes )?(\S+)", text)
+    if match is None:
+        lines = [re.sub(r"^(sbatch|allocation failure): (error: )?", "", line) for line in text.splitlines()]
+        return Start(refusal=" ".join(lines[-1].split()) if lines else "sbatch said nothing")
+    try:
+        return Start(datetime.fromisoformat(match[1]), match[2])
+    except ValueError:  # "Unknown"
+        return Start(refusal=f"no time known: {match[1]}")
