@@ -67,7 +67,7 @@ def run(
         TrainkitError: what a user can mend. It has been written to the run's events.
     """
     splits = build_data(config.data)
-    with distributed(env, use_gpu=wants_gpu(config), secret=secret) as dist:
+    with distributed(env, use_gpu=wants_gpu(config), secret=secret, interface=config.launch.interface) as dist:
         check_batch_sizes(config, dist.world_size, splits)
         writer = _meet(config, dist, open_run)
         with _failures_recorded(writer.attempt, dist):

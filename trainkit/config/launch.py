@@ -46,6 +46,9 @@ class LaunchConfig(Section):
     job_name: str | None = None
     """null: the preset's name."""
     dependency: str | None = None
+    interface: str | None = None
+    """Network interface for what the ranks of several nodes exchange, as in ib0; null: that of the route to the head
+    node. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME outrank it."""
     mail_user: str | None = None
     mail_type: str | None = None
     requeue: bool | Literal["chain"] = True

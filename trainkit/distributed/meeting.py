@@ -14,8 +14,10 @@ import torch.distributed as c10d
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from trainkit.distributed.interfaces import HEAD
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
+from trainkit.ranks.rendezvous import head_address
 from trainkit.ranks.secret import VARIABLE, ForgedError, Secret
 
 _ERRORS = (c10d.DistNetworkError, c10d.DistStoreError)
@@ -105,6 +107,8 @@ def meet(env: RankEnv, secret: Secret, timeout: timedelta, *, wait_for_all: bool
     open_to_all = _open(env, host, timeout)
     open_to_all.set_timeout(timeout)
     store = SealedStore(open_to_all, secret)
+    if env.node_rank > 0 and env.local_rank == 0 and (address := head_address(env.master_addr)):
+        store.set(HEAD, address)
     store.set(f"joined/{env.rank}", socket.gethostname())
     # Not sealed, and after the word that is: whoever is here and has not joined has another secret.
     open_to_all.set(_here(env.rank), socket.gethostname())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trainkit.distributed.device import intra_op_threads
+from trainkit.distributed.interfaces import interfaces_set
 from trainkit.distributed.meeting import meet
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 from trainkit.ranks.env import RankEnv, device_index
@@ -27,7 +27,6 @@ T = TypeVar("T")
 
 # Names of a model's tensors are the longest of what ranks tell each other: 100 bytes each.
 _LONGEST_JSON = 1 << 26
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,12 @@ class StopVote:
 
 @contextmanager
 def distributed(
-    env: RankEnv, *, use_gpu: bool, secret: Secret = NO_SECRET, timeout: timedelta = timedelta(minutes=10)
+    env: RankEnv,
+    *,
+    use_gpu: bool,
+    secret: Secret = NO_SECRET,
+    interface: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
 ) -> Iterator[Distributed]:
     """Join the other ranks, and leave together with them.
 
@@ -185,9 +189,11 @@ def distributed(
     Args:
         use_gpu: train on the GPU of this rank's ``local_rank`` among the visible ones, else on CPU.
         secret: what the ranks of this run know and nobody else.
+        interface: the site's network interface for the ranks of several nodes; else that of the route to the head node.
         timeout: longest wait for the others, at the start and in any collective.
 
     Raises:
+        RefusedError: this node has no such interface.
         RunFailedError: ranks are missing when the time is over; it names them and their hosts.
     """
     device = torch.device("cpu")
@@ -198,7 +204,7 @@ def distributed(
         torch.set_num_threads(intra_op_threads(env))
     # Kept here for as long as torch works with it: it holds no reference to the Python half of a store.
     store = HashStore() if env.world_size == 1 else meet(env, secret, timeout)  # alone: no port, so none in use
-    with _on_loopback(env):
+    with interfaces_set(env, store, named=interface):
         c10d.init_process_group(
             "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
             store=store,
@@ -219,17 +225,3 @@ def distributed(
             # gloo).
             gc.collect()
             c10d.destroy_process_group()
-
-
-@contextmanager
-def _on_loopback(env: RankEnv) -> Iterator[None]:
-    """Ranks of one machine talk where no other machine listens. gloo takes its interface from the environment alone."""
-    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-    if not env.on_one_machine or not loopback or _GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_GLOO_INTERFACE] = loopback.pop()
-    try:
-        yield
-    finally:
-        del os.environ[_GLOO_INTERFACE]

@@ -78,6 +78,29 @@ def check_head(addr: str, num_nodes: int) -> None:
         )
 
 
+def head_address(addr: str) -> str | None:
+    """The head node's address in the nodes' network, by its name as another node sees it; None if there is none."""
+    try:
+        found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    addresses = [str(entry[4][0]).split("%")[0] for entry in found]
+    return next((address for address in addresses if not ipaddress.ip_address(address).is_loopback), None)
+
+
+def address_towards(addr: str) -> str | None:
+    """This machine's own address on the route to ``addr``, as the kernel would choose it; nothing is sent."""
+    there = head_address(addr)
+    if there is None:
+        return None
+    with socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((there, 9))
+        except OSError:  # no route
+            return None
+        return str(probe.getsockname()[0]).split("%")[0]
+
+
 def _is_free(port: int) -> bool:
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as probe:

@@ -1,0 +1,86 @@
+"""What the ranks of a check measure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainkit.cluster.node_facts import busy_processes, disk_facts, node_facts
+from trainkit.distributed.bandwidth import rounds
+from trainkit.distributed.health import matmul_check
+
+PROJECT = Path(__file__).parents[2]
+
+
+def test_a_product_has_the_same_checksum_at_any_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    try:
+        found = [matmul_check(torch.device("cpu"), size=200)]
+        torch.set_num_threads(threads + 1)
+        found.append(matmul_check(torch.device("cpu"), size=200))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1]
+    assert (found[0]["wrong"], found[0]["unsteady"]) == (0, False)
+
+
+def test_a_product_with_one_wrong_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_by_one(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = a @ b
+        product[3, 5] += 1
+        return product
+
+    good = matmul_check(torch.device("cpu"), size=64, repeats=1)
+    monkeypatch.setattr(torch, "matmul", off_by_one)
+    bad = matmul_check(torch.device("cpu"), size=64, repeats=1)
+    assert (good["wrong"], bad["wrong"]) == (0, 1)
+    assert good["checksum"] != bad["checksum"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_every_two_nodes_are_measured_once_and_none_is_in_two_pairs_of_a_round(count: int) -> None:
+    pairs = [pair for each in rounds(count) for pair in each]
+    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    for each in rounds(count):
+        nodes = [node for pair in each for node in pair]
+        assert len(set(nodes)) == len(nodes)
+
+
+def test_one_node_has_no_pairs() -> None:
+    assert rounds(1) == []
+
+
+def test_a_node_says_what_it_has(tmp_path: Path) -> None:
+    facts = json.loads(json.dumps(node_facts({}, [tmp_path / "not" / "there"])))
+    assert facts["memory_free_mb"] > 0
+    assert facts["disks"][0]["path"] == str(tmp_path / "not" / "there")
+    assert facts["disks"][0]["free_mb"] > 0
+    assert facts["versions"]["torch"] == torch.__version__.split("+")[0]
+
+
+def test_a_folder_that_nobody_can_write_to_says_why() -> None:
+    assert "error" in disk_facts(Path("/proc/self"))
+
+
+def test_what_another_job_of_the_same_user_computes_is_seen_and_ones_own_is_not() -> None:
+    busy = [sys.executable, "-c", "while True: pass"]
+    with (
+        subprocess.Popen(busy, env={**os.environ, "SLURM_JOB_ID": "7"}) as own,
+        subprocess.Popen(busy, env={**os.environ, "SLURM_JOB_ID": "8"}) as other,
+    ):
+        try:
+            deadline, seen = time.monotonic() + 30, set[int]()
+            while other.pid not in seen and time.monotonic() < deadline:  # they have to get a core first
+                seen |= {item["pid"] for item in busy_processes({"SLURM_JOB_ID": "7"})}
+        finally:
+            own.kill()
+            other.kill()
+    assert other.pid in seen
+    assert own.pid not in seen

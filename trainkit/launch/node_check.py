@@ -1,0 +1,150 @@
+"""Starting a check of nodes the way a training would be started there: through srun, or as ranks of this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.cluster.check import FOLDER
+from trainkit.cluster.site import Site
+from trainkit.config.launch import LaunchConfig
+from trainkit.config.loading import load
+from trainkit.errors import RefusedError, SchedulerError
+from trainkit.launch.environment import scrubbed
+from trainkit.launch.plan import Plan, make_plan
+from trainkit.ranks.rendezvous import free_port
+from trainkit.ranks.secret import Secret
+
+LIMIT_MINUTES = 3
+_END_SECONDS = 5.0
+"""After the report the ranks have nothing left to do; one that hangs does not hold the answer."""
+_MODULE = ("-u", "-m", "trainkit.distributed.health")
+# What decides which nodes these are and what a rank gets of them. The rest of a plan is about trainings.
+_RESOURCES = (
+    "nodes", "ntasks-per-node", "gpus-per-node", "gres", "cpus-per-task", "mem", "partition", "account", "qos",
+    "constraint", "nodelist", "exclude", "reservation", "job-name",
+)  # fmt: skip
+
+
+def check_plan(
+    flags: Mapping[str, tuple[Any, str]], site: Site, folder: Path, env: Mapping[str, str]
+) -> tuple[Plan, LaunchConfig]:
+    """Where a check runs: as a training with these flags would, with two ranks on a node without GPUs."""
+    given: dict[str, tuple[Any, str]] = {
+        "launch.job_name": ("check", "check"), "launch.time": (str(LIMIT_MINUTES), "check"), **flags
+    }  # fmt: skip
+    nodes = load("ddp", flags=given, env=env).config.launch.nodes
+    # Nothing is trained: a number that divides over the ranks, however many a node has.
+    given["train.global_batch_size"] = (nodes * math.lcm(*range(1, 17)), "check")
+    loaded = load("ddp", flags=given, env=env)
+    plan = make_plan(loaded, site, folder)
+    if not plan.gpus_per_node and loaded.config.launch.ntasks_per_node is None:
+        loaded = load("ddp", flags={**given, "launch.ntasks_per_node": (2, "check")}, env=env)
+        plan = make_plan(loaded, site, folder)
+    return plan, loaded.config.launch
+
+
+def check_nodes(
+    plan: Plan, folder: Path, env: Mapping[str, str], *, interface: str | None = None
+) -> tuple[dict[str, Any], float]:
+    """What the ranks of ``plan`` found, and by how much this machine's clock is ahead of theirs, in seconds.
+
+    Args:
+        folder: where a job would write.
+        interface: the site's own network interface, if it has named one.
+
+    Raises:
+        SchedulerError: the scheduler gave no such nodes.
+        RefusedError: the ranks started and gave no answer.
+    """
+    processes = _start(plan, _environment(plan, folder, env, interface))
+    try:
+        first = processes[0].stdout
+        assert first is not None
+        for line in first:
+            if line.startswith('{"ranks"'):
+                report: dict[str, Any] = json.loads(line)
+                return report, time.time() - report["time"]
+            print(line, end="", file=sys.stderr)
+        code = processes[0].wait()
+        raise _no_answer(plan, code)
+    finally:
+        for process in processes:
+            _end(process)
+
+
+def srun_command(plan: Plan) -> list[str]:
+    """The srun that starts a rank of the check for each rank of the plan."""
+    options = [f"--{item.name}={item.value}" for item in plan.directives if item.name in _RESOURCES]
+    options += [f"--{key}" + (f"={value}" if value else "") for key, value in plan.srun]
+    # A rank or a node that fails is a finding, and must not end the others.
+    return ["srun", *options, f"--time={LIMIT_MINUTES}", "--kill-on-bad-exit=0", "--no-kill", sys.executable, *_MODULE]
+
+
+def _environment(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | None) -> dict[str, str]:
+    project = str(Path(__file__).parents[2])
+    # In an allocation of one's own (salloc) its nodes are meant, and srun finds them in the environment.
+    own = dict(env) if "SLURM_JOB_ID" in env else scrubbed(env)
+    own["PYTHONPATH"] = f"{project}:{env['PYTHONPATH']}" if env.get("PYTHONPATH") else project
+    own |= {"TRAINKIT_SECRET": Secret.generate().text, FOLDER: str(folder.absolute()), "SLURM_EXPORT_ENV": "ALL"}
+    own["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # pages of a library's own calls, where one line says who is missing
+    if interface:
+        own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} | own
+    if not plan.gpus_per_node:
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    return own
+
+
+def _start(plan: Plan, env: Mapping[str, str]) -> list[subprocess.Popen[str]]:
+    """The processes to be read and ended; rank 0's output comes from the first."""
+    if plan.executor == "slurm":
+        command = srun_command(plan)
+        if plan.setup:
+            command = ["bash", "-c", "\n".join([*plan.setup, f"exec {shlex.join(command)}"])]
+        return [_popen(command, env)]
+    port = str(free_port())
+    ranks = []
+    for rank in range(plan.ntasks_per_node):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_PORT": port}
+        place |= {name: str(plan.ntasks_per_node) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        ranks.append(_popen([sys.executable, *_MODULE], {**env, **place, "MASTER_ADDR": "127.0.0.1"}))
+    return ranks
+
+
+def _popen(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(timeout=_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # srun ends its ranks and gives the nodes back
+        try:
+            process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _no_answer(plan: Plan, code: int) -> RefusedError | SchedulerError:
+    if plan.executor == "slurm" and code == 1:  # srun's own, before anything was started
+        return SchedulerError(
+            "The check has no nodes to run on, or its first node ended it.",
+            why="srun has said above what is wrong.",
+            fix="Give --partition or --account, or other nodes with --nodelist and --exclude.",
+        )
+    return RefusedError(
+        "The check gave no answer.",
+        why=f"Its first rank ended with exit code {code}; what it said is above.",
+        fix="Leave that node out with --exclude, and check again.",
+    )
