@@ -1,12 +1,14 @@
-"""``python -m jobs.cluster discover|show``: what this site is, and the profile that describes it.
+"""``python -m jobs.cluster discover|show|check``: what a site is, its profile, and whether its nodes are fit.
 
 discover [NAME]   ask SLURM and this machine, and write configs/clusters/NAME.yaml (default: the cluster's own name)
 show [NAME]       what is known of the site: of a profile, or, without a name, asked now
+check             try nodes before a training does: devices, disks, clocks, versions, network; name the bad one
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -74,7 +76,36 @@ def _show(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-VERBS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {"discover": _discover, "show": _show}
+def _check(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser(
+        "cluster check", "Whether nodes are fit for work, and which is not: devices, disks, clocks, network."
+    )
+    parser.add_argument("--json", action="store_true", help="everything that was measured, and the findings")
+    parser.add_argument("--executor", metavar="NAME", help="auto, slurm, or local: this machine")
+    parser.add_argument("--cluster", metavar="PROFILE", help="a site profile")
+    cli.add_resource_flags(parser)
+    args = parser.parse_args(argv)
+    from trainkit.cluster.check import culprits, findings, table
+    from trainkit.cluster.site import discover
+    from trainkit.launch.node_check import check_nodes, check_plan
+    from trainkit.records.rundir import runs_root
+
+    folder = runs_root(env)
+    plan, launch = check_plan(cli.launch_flags(args), discover(env), folder, env)
+    report, here = check_nodes(plan, folder, env, interface=launch.interface)
+    found = findings(report, here)
+    if args.json:
+        print(json.dumps(report | {"findings": [vars(item) for item in found], "bad": culprits(found)}, indent=2))
+    else:
+        print("\n".join(table(report, found)))
+    return 3 if culprits(found) else 0
+
+
+VERBS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
+    "discover": _discover,
+    "show": _show,
+    "check": _check,
+}
 
 
 def _require_slurm(facts: SiteFacts) -> SiteFacts:

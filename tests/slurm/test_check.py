@@ -1,0 +1,135 @@
+"""Nodes that are bad for real, and networks that are not as one would wish, on a real SLURM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.conftest import DEVCLUSTER, Cluster
+
+pytestmark = pytest.mark.xdist_group("slurm_check")
+
+QUICK = ("--ntasks-per-node", "1", "--cluster", "devcluster")
+FAULTS = """
+import sys, time
+if "trainkit.distributed.health" in " ".join(sys.orig_argv):
+    import torch
+    right, now = torch.matmul, time.time
+    def off_by_one(a, b):
+        product = right(a, b)
+        product[0, 0] += 1
+        return product
+    torch.matmul, time.time = off_by_one, lambda: now() + 7
+"""
+
+
+def _on(cluster: Cluster, node: str, command: str) -> str:
+    return cluster.run(str(DEVCLUSTER), "exec", node, *command.split()).stdout
+
+
+@contextlib.contextmanager
+def _mounted(cluster: Cluster, node: str, place: Path, what: str) -> Iterator[None]:
+    _on(cluster, node, f"mount {what} {place}")
+    try:
+        yield
+    finally:
+        _on(cluster, node, f"umount --lazy {place}")
+
+
+@pytest.fixture(scope="module")
+def checked(devcluster: Cluster) -> dict[str, Any]:
+    """A check of three nodes: n3's link sends slowly; n4's clock, arithmetic and scratch disk are bad."""
+    home = devcluster.home
+    for name in ("bad", "site", "scratch"):
+        (home / name).mkdir()
+    (home / "bad" / "sitecustomize.py").write_text(FAULTS)
+    with contextlib.ExitStack() as held:
+        held.enter_context(_mounted(devcluster, "n4", home / "site", f"--bind {home / 'bad'}"))
+        held.enter_context(_mounted(devcluster, "n4", home / "scratch", "-t tmpfs -o size=2m tmpfs"))
+        _on(devcluster, "n3", "tc qdisc add dev eth0 root tbf rate 20mbit burst 32k latency 400ms")
+        held.callback(_on, devcluster, "n3", "tc qdisc del dev eth0 root")
+        env = {"PYTHONPATH": str(home / "site"), "TMPDIR": str(home / "scratch")}
+        command = ("check", "--nodes", "3", "--nodelist", "n2,n3,n4", *QUICK, "--json")
+        done = devcluster.job("cluster", *command, check=False, env=env)
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report | {"code": done.returncode}
+
+
+def test_a_check_ends_with_3_and_names_the_bad_nodes(checked: dict[str, Any]) -> None:
+    assert (checked["code"], checked["bad"]) == (3, ["n3", "n4"])
+
+
+def _said(checked: dict[str, Any], check: str) -> list[tuple[str, str]]:
+    return [(item["node"], item["what"]) for item in checked["findings"] if item["check"] == check]
+
+
+def test_the_slow_link_is_that_of_the_node_that_both_slow_pairs_have_in_common(checked: dict[str, Any]) -> None:
+    ((node, words),) = _said(checked, "network")
+    assert node == "n3"
+    assert "n2 - n3" in words
+    assert "n3 - n4" in words
+
+
+def test_the_clock_that_differs_is_said_in_seconds(checked: dict[str, Any]) -> None:
+    assert _said(checked, "clock") == [("n4", "+7.0 s from the others'")]
+
+
+def test_ranks_that_compute_wrongly_are_named(checked: dict[str, Any]) -> None:
+    assert {node for node, _ in _said(checked, "matmul")} == {"n4"}
+
+
+def test_a_full_disk_is_named_by_its_path(checked: dict[str, Any]) -> None:
+    ((node, words),) = _said(checked, "disk")
+    assert node == "n4"
+    assert re.fullmatch(r"\S+/scratch: \d MB free", words)
+
+
+@pytest.fixture
+def odd_networks(devcluster: Cluster) -> Iterator[None]:
+    """n1 is loopback to itself, as Debian does; n2 knows itself by a network that n1 is not in; fast0 links the two."""
+    hosts = devcluster.run("cat", f"{devcluster.env['DEVCLUSTER_DIR']}/etc/hosts").stdout
+    pids = [_pid(devcluster, node) for node in ("n1", "n2")]
+    with contextlib.ExitStack() as held:
+        for node, address in (("n1", "127.0.1.1"), ("n2", "192.0.2.2")):
+            own = devcluster.home / f"hosts-{node}"
+            own.write_text(re.sub(rf"^\S+ {node}$", f"{address} {node}", hosts, flags=re.MULTILINE))
+            held.enter_context(_mounted(devcluster, node, Path("/etc/hosts"), f"--bind {own}"))
+        _on(devcluster, "n2", "ip link add mgmt0 type veth peer name mgmt1")
+        held.callback(_on, devcluster, "n2", "ip link del mgmt0")
+        _on(devcluster, "n2", "ip addr add 192.0.2.2/24 dev mgmt0")
+        _on(devcluster, "n2", "ip link set mgmt0 up")
+        link = f"ip link add fast0 netns {pids[0]} type veth peer name fast0 netns {pids[1]}"
+        devcluster.run(*link.split())
+        held.callback(_on, devcluster, "n1", "ip link del fast0")
+        for number, node in enumerate(("n1", "n2"), start=1):
+            _on(devcluster, node, f"ip addr add 198.51.100.{number}/24 dev fast0")
+            _on(devcluster, node, "ip link set fast0 up")
+        yield
+
+
+def _pid(cluster: Cluster, node: str) -> str:
+    return Path(cluster.env["DEVCLUSTER_DIR"], "run", f"node-{node}.pid").read_text().split()[0]
+
+
+def _received(cluster: Cluster, node: str, interface: str) -> int:
+    """Bytes."""
+    lines = _on(cluster, node, "cat /proc/net/dev").splitlines()
+    return next(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith(f"{interface}:"))
+
+
+@pytest.mark.usefixtures("odd_networks")
+def test_ranks_meet_where_names_are_loopback_and_talk_over_the_interface_that_the_site_names(
+    devcluster: Cluster,
+) -> None:
+    two = ("--nodes", "2", "--nodelist", "n1,n2", *QUICK)
+    assert devcluster.job("cluster", "check", *two).stdout.endswith("All good.\n")  # over the route to the head node
+    assert _received(devcluster, "n2", "fast0") < 100_000
+    settings = ("train.max_steps=2", "launch.interface=fast0", "monitor.loggers=[jsonl]")
+    devcluster.job("submit", "ddp", *two, "--wait", "--run-dir", "two-networks", *settings)
+    assert _received(devcluster, "n2", "fast0") > 500_000  # gradients, both ways
