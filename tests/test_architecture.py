@@ -72,7 +72,7 @@ ENVIRONMENT = {
     "trainkit.ranks.rendezvous": "is the main program that batch scripts ask for a port",
     "trainkit.launch.submission": "--executor debug makes this process a rank, so its environment becomes a rank's",
     "trainkit.distributed.health": "is the main program of a check of nodes",
-    "trainkit.distributed.interfaces": "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: gloo and NCCL take them from there alone",
+    "trainkit.distributed.interfaces": "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: these libraries read them alone",
     "trainkit.distributed.process_group": "OMP_NUM_THREADS: what this process was granted",
     "trainkit.distributed.device": "SLURM_CPUS_PER_TASK: what this process was granted",
     "trainkit.data.loader": "SLURM_CPUS_PER_TASK: what this process was granted; tests hand in a mapping",

@@ -15,8 +15,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.errors import RunFailedError
 
-TIMEOUT = timedelta(seconds=15)
-"""Longest wait for one message: a link that is down is known after so long."""
+TIMEOUT = timedelta(seconds=4)
+"""Longest wait for one message. gloo tries four times as long to connect: so soon is a link that is down known."""
+_ARRIVE = timedelta(seconds=20)
+"""Ranks may come to a measurement one after the other: to open a GPU takes seconds."""
 _SMALLEST, _LARGEST, _LARGEST_GPU = 1 << 18, 1 << 24, 1 << 28
 """Bytes of a message. It grows until sending it takes `_LONG_ENOUGH`: a slow link is not asked for more."""
 _LONG_ENOUGH = 0.05
@@ -103,6 +105,8 @@ def measure(store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, 
     """
     ranks = [each for node in nodes for each in node]
     try:
+        store.set(f"{name}/here/{rank}", "1")
+        store.wait([f"{name}/here/{each}" for each in ranks], _ARRIVE)
         group = Group(store, name, ranks, rank, device)
         found = {"gb_s": round(group.all_reduce_gb_s(), 4)}
         if len(nodes) == 2:
