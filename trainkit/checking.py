@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from trainkit import plugins
 from trainkit.config.loading import Loaded
+from trainkit.config.schema import Config
 from trainkit.config.traits import strategy_traits
 from trainkit.data import check_data
-from trainkit.models import check_model
+from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.records.secrets import refuse_settings
 
 
@@ -17,6 +18,7 @@ def check(loaded: Loaded) -> None:
     """
     config = loaded.config
     with loaded.pointing_at_sources():
+        _check_own_code(config)
         check_data(config.data)
         check_model(config.model)
         strategy = config.strategy
@@ -24,8 +26,15 @@ def check(loaded: Loaded) -> None:
         strategy_traits(strategy.name)
         for logger in config.monitor.loggers:
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
-        if config.launch.environment is None and config.launch.container_image is None:  # else it runs in another one
-            named = [("data", config.data.name), ("models", config.model.name), ("strategies", strategy.name)]
-            for room, name in [*named, *(("monitor", logger) for logger in config.monitor.loggers)]:
-                plugins.require_imports(f"trainkit.{room}", name)
     refuse_settings(loaded)  # last: its detectors take longer than all the rest
+
+
+def _check_own_code(config: Config) -> None:
+    """The user's own modules can be imported, as far as that can be known without running them."""
+    launch = config.launch
+    # Where the job brings an environment of its own, what is missing here may be there.
+    here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
+    named = [("data", config.data.name), ("strategies", config.strategy.name)]
+    named += [("models", config.model.name)] * (not config.model.name.startswith(TIMM_SOURCES))
+    for room, name in [*named, *(("monitor", logger) for logger in config.monitor.loggers)]:
+        plugins.check_importable(f"trainkit.{room}", name, installed=here)

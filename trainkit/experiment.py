@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import nn
 
 from trainkit import lifetime
@@ -20,7 +19,7 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.data.loader import resolve_workers
-from trainkit.distributed.device import cpus_of_rank, device_name
+from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.errors import TrainkitError, UserError
@@ -76,8 +75,11 @@ def run(
 
 
 def wants_gpu(config: Config) -> bool:
-    """Train on GPU: there is one, and the configuration does not say zero."""
-    return config.launch.gpus_per_node != 0 and torch.cuda.is_available()
+    """Train on GPU: there is one, and the configuration does not say zero.
+
+    Raises RefusedError where GPUs are granted and none is seen.
+    """
+    return config.launch.gpus_per_node != 0 and gpu_is_here()
 
 
 def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module | None = None) -> Parts:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trainkit import sources
 from trainkit.errors import UserError, did_you_mean
 from trainkit.options import convert
 
@@ -63,7 +62,10 @@ def load(package: str, name: str) -> Callable[..., Any]:
         return importlib.import_module(f"{package}.{name}").build  # type: ignore[no-any-return]
     _file_of(package, name)
     module_name, function = name.split(":", 1)
-    found: Any = getattr(importlib.import_module(module_name), function, None)
+    try:
+        found: Any = getattr(importlib.import_module(module_name), function, None)
+    except (ImportError, SyntaxError) as error:
+        raise sources.import_error(error, module_name, _kind(package).key) from error
     # A module of the user's may hold `os.system` by another name: only what Python source defines is a plugin.
     if not (inspect.isclass(found) or (callable(found) and inspect.isfunction(inspect.unwrap(found)))):
         raise UserError(
@@ -129,24 +131,20 @@ def check_options(package: str, name: str, options: Mapping[str, Any], *, where:
             )
 
 
-def require_imports(package: str, name: str) -> None:
-    """Refuse a module of the user's that imports, at its top and unguarded, what is not installed. Imports nothing."""
-    if ":" not in name:
+def check_importable(package: str, name: str, *, installed: bool) -> None:
+    """Refuse a plugin of the user's own that a job could not import (`trainkit.sources.check_importable`)."""
+    module, colon, function = name.partition(":")
+    if not colon:
         return
-    file = _file_of(package, name)
-    for node in _parse(file).body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
-        for module in names:
-            first = module.partition(".")[0]
-            if first not in sys.modules and importlib.util.find_spec(first) is None:
-                raise UserError(
-                    f"{file}:{node.lineno} imports '{module}', which is not there.",
-                    why=f"No module '{first}' is installed in this environment or lies in the current folder.",
-                    fix=f"Install it: {sys.executable} -m pip install PACKAGE; or correct the name.",
-                    key=_kind(package).key,
-                )
+    file, key = _file_of(package, name), _kind(package).key
+    sources.check_importable(module, file, key=key, installed=installed)
+    if not {function, "*"} & sources.names_of(file, key):
+        raise UserError(
+            f"Module '{module}' has no '{function}'.",
+            why=f"{file} defines no such function.",
+            fix=did_you_mean(function, sorted(sources.names_of(file, key)), otherwise="Correct the name."),
+            key=key,
+        )
 
 
 def require(package: str, name: str) -> None:
@@ -197,7 +195,7 @@ def _source_of_user_module(name: str, key: str | None) -> Path:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        origin = _find_module(module_name)
+        origin = sources.find_module(module_name)
     except (ImportError, ValueError):
         origin = None
     if origin is None:
@@ -207,7 +205,7 @@ def _source_of_user_module(name: str, key: str | None) -> Path:
             fix=f"Start from the folder that holds {module_name.replace('.', '/')}.py, or install its package.",
             key=key,
         )
-    if origin.suffix != ".py" or _is_of_python_itself(origin):
+    if origin.suffix != ".py" or sources.is_of_python_itself(origin):
         raise UserError(
             f"'{name}' is no plugin.",
             why=f"Module '{module_name}' is part of Python, or not written in it ({origin}).",
@@ -217,26 +215,6 @@ def _source_of_user_module(name: str, key: str | None) -> Path:
     return origin
 
 
-def _find_module(name: str) -> Path | None:
-    """The file of a module. `find_spec` would import the packages that it is in."""
-    first, *rest = name.split(".")
-    spec = importlib.util.find_spec(first)
-    file = Path(spec.origin) if spec is not None and spec.origin is not None else None
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
-    for part in rest:
-        inside = [folder / part for folder in folders]
-        files = [file for item in inside for file in (item / "__init__.py", item.with_suffix(".py")) if file.is_file()]
-        file, folders = (files[0] if files else None), [item for item in inside if item.is_dir()]
-    return file
-
-
-def _is_of_python_itself(file: Path) -> bool:
-    """Whether it is in the standard library: ``subprocess:run`` takes an argument as well, and is no data set."""
-    library = Path(sysconfig.get_path("stdlib")).resolve()
-    inside = file.resolve()
-    return inside.is_relative_to(library) and not {"site-packages", "dist-packages"} & set(inside.parts)
-
-
 @cache
 def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
     if file.suffix != ".py" or not file.exists():
@@ -244,7 +222,7 @@ def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
     ours = file.is_relative_to(Path(__file__).parent)
     if ours and f"def {name}(" not in file.read_text(encoding="utf-8"):  # parsing a whole package would be slow
         return None
-    for node in _parse(file).body:
+    for node in sources.parse(file, None).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     return None
@@ -253,7 +231,7 @@ def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
 @cache
 def _constants(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for node in _parse(file).body:
+    for node in sources.parse(file, None).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if (
             isinstance(node, ast.Assign | ast.AnnAssign)
@@ -264,16 +242,3 @@ def _constants(file: Path) -> dict[str, Any]:
             with contextlib.suppress(ValueError, TypeError):
                 found[target.id] = ast.literal_eval(node.value) if node.value is not None else None
     return found
-
-
-def _parse(file: Path) -> ast.Module:
-    try:
-        return ast.parse(file.read_bytes(), filename=str(file))  # as bytes: the file itself may say its encoding
-    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
-        line = getattr(error, "lineno", None)
-        raise UserError(
-            f"{file}{f':{line}' if line else ''} is not valid Python.",
-            why=f"{getattr(error, 'msg', None) or error}: {(getattr(error, 'text', None) or '').strip()}".rstrip(": ")
-            + ".",
-            fix="Correct it; nothing has been queued.",
-        ) from None

@@ -184,7 +184,8 @@ def _otherwise(
     if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
         what = f"{failure.error} {failure.traceback[1][7:]}".strip()
-        return Cause("said-by-the-kit", what, quotes, fix, RESUME.format_map(_Blank(found)), failure)
+        again = AGAIN if "submit again" in fix else RESUME
+        return Cause("said-by-the-kit", what, quotes, fix, again.format_map(_Blank(found)), failure)
     if is_lost_connection(failure.error):
         what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
         return Cause("lost-connection", what, quotes, "", RESUME.format_map(_Blank(found)), failure)

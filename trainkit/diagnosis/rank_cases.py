@@ -22,7 +22,7 @@ RANKS: tuple[Case, ...] = (
         "The result stays the same with a smaller micro batch:",
     ),
     case(
-        "rank", "cuda-sees-none", r"(GPUs? .* granted, and CUDA sees none)|No CUDA GPUs are available",
+        "rank", "cuda-sees-none", r"GPUs are granted, and CUDA sees none|No CUDA GPUs are available",
         "{who} was given GPUs, and CUDA sees none.",
         WITHOUT, "If it is the node; else its driver, torch's build or the mask, as its words say:",
     ),
@@ -169,10 +169,10 @@ RANKS: tuple[Case, ...] = (
     ),
     case(
         "rank", "syntax-error", r"^(Syntax|Indentation|Tab)Error: (?P<words>.*)",
-        "{at} is not Python: {words}.", AGAIN, "Mend {at}:",
+        "{at} is not valid Python: {words}.", AGAIN, "Mend {at}:",
     ),
     case(
-        "rank", "import-error", r"^ImportError: (?P<words>.*)",
+        "rank", "import-error", r"^(?:  why: )?ImportError: (?P<words>.*)",
         "{who} could not import what {at} asks for: {words}.", AGAIN, "Mend {at}:",
     ),
     case(

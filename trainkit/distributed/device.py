@@ -4,10 +4,68 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
+from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
+
+DEVICE = "TRAINKIT_DEVICE"
+"""``cpu``: train on the CPU also where GPUs are granted. For clusters whose GPUs are only names (slurm/devcluster)."""
+
+
+def gpu_is_here() -> bool:
+    """Whether CUDA sees a GPU.
+
+    Raises:
+        RefusedError: this process was granted GPUs, and CUDA sees none: on the CPU it would train for weeks.
+    """
+    if os.environ.get(DEVICE) == "cpu":
+        return False
+    if torch.cuda.is_available():
+        return True
+    if granted := _granted_gpus(os.environ):
+        raise _unseen(granted, os.environ, _driver())
+    return False
+
+
+def _granted_gpus(env: Mapping[str, str]) -> str:
+    """Which GPUs the scheduler, or a supervisor of ours, has given this process; empty for none."""
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"):
+        if env.get(name, "") not in ("", "0" if name == "SLURM_GPUS_ON_NODE" else ""):
+            return f"{name}={env[name]}"
+    mask = env.get("CUDA_VISIBLE_DEVICES", "")
+    return f"CUDA_VISIBLE_DEVICES={mask}" if "TRAINKIT_ATTEMPT" in env and mask not in ("", "-1") else ""
+
+
+def _driver() -> str:
+    """The version of this node's NVIDIA driver; empty if none is loaded."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _unseen(granted: str, env: Mapping[str, str], driver: str) -> RefusedError:
+    host, mask = socket.gethostname(), env.get("CUDA_VISIBLE_DEVICES")
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    if not torch.version.cuda:
+        fix = "Install a torch that is built with CUDA."
+    elif not driver:
+        fix = f"Do without this node (--exclude {host}); in a container, start it with its GPUs (--nv, --gpus all)."
+    elif mask in ("", "-1", "NoDevFiles"):
+        fix = "Do not set CUDA_VISIBLE_DEVICES yourself."
+    else:
+        fix = f"Install a torch built for a CUDA that driver {driver} has, or do without this node (--exclude {host})."
+    return RefusedError(
+        f"GPUs are granted, and CUDA sees none on {host}.",
+        why=f"{granted}; driver {driver or 'not loaded'}; torch {torch.__version__} is built {built}; "
+        + ("CUDA_VISIBLE_DEVICES is not set." if mask is None else f"CUDA_VISIBLE_DEVICES={mask!r}."),
+        fix=f"{fix} --gpus-per-node 0 trains on the CPU.",
+    )
 
 
 def cpus_of_rank(env: RankEnv) -> int | None:

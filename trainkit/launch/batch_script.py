@@ -35,6 +35,8 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH --{item.name}" + _value(item.value) for item in plan.directives]
     lines += ["", "set -euo pipefail", f"cd {shlex.quote(str(cwd))}"]
+    lines += ["# Where jobs are submitted with --export=NONE, srun would start the ranks without a PATH."]
+    lines += ["export SLURM_EXPORT_ENV=ALL"]
     activate, interpreter = activation(plan.environment, cwd, python)
     if setup := [*module_lines(plan.modules), *plan.setup, *activate]:
         # Site set-up scripts (module, conda) are not written for `set -u`.
