@@ -88,7 +88,9 @@ def _submit(
     notes = validate(loadeds[0], plan, site, folder)
     script = submission.script_text(plan, folder, cwd, points) if plan.executor == "slurm" else None
     if args.dry_run:
-        return dry_run(plan, loadeds[0], folder, script)
+        code = dry_run(plan, loadeds[0], folder, script)
+        _say(notes)
+        return code
     submission.require_executor(plan, site)
     if plan.executor == "debug" and points > 1:
         raise UserError(
@@ -106,8 +108,13 @@ def _submit(
         raise
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
         start(folder, runs, plan, cwd, env)
-    print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
+    _say(notes)
     return follow(runs, plan, args)
+
+
+def _say(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(note, file=sys.stderr)
 
 
 def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:

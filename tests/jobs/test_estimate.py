@@ -126,6 +126,31 @@ def test_a_submission_makes_three_calls(command: Command, fake_slurm: Path, tmp_
     assert [line.split()[0] for line in calls.read_text().splitlines()] == ["scontrol", "scontrol", "sbatch"]
 
 
+def test_an_account_that_sbatch_refuses_is_answered_with_where_ones_own_are_listed(
+    command: Command, fake_slurm: Path
+) -> None:
+    words = "Batch job submission failed: Invalid account or account/partition combination specified"
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\necho 'sbatch: error: {words}' >&2\nexit 1\n")
+    done = command("submit", "ddp", "--account", "thesis")
+    assert (done.code, "jobs.cluster show" in done.err) == (4, True)
+    (fake_slurm / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid feature specification' >&2\nexit 1\n")
+    assert "jobs.cluster show" not in command("submit", "ddp", "--constraint", "x").err
+
+
+def test_who_trains_on_the_cpu_beside_gpus_is_told(command: Command, partitions: Path) -> None:
+    scontrol = partitions.with_name("scontrol")
+    text = scontrol.read_text().replace(NODES, f"{NODES}\nNodeName=c1 CPUTot=8 Gres=(null) State=IDLE")
+    scontrol.write_text(
+        text.replace("Default=YES", "Default=NO").replace("Nodes=n[1-2] State=DRAIN", "Nodes=c1 State=UP")
+    )
+    said = (
+        "Note: partition 'closed' has no GPUs, so this trains on the CPU; --partition slow (or fast, short, full) has"
+    )
+    assert said in command("submit", "ddp", "--partition", "closed", "--dry-run").err
+    for flags in (("--partition", "closed", "--gpus-per-node", "0"), ("--partition", "slow")):
+        assert "has no GPUs" not in command("submit", "ddp", *flags, "--dry-run").err
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

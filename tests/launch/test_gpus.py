@@ -155,6 +155,14 @@ def test_fewer_nodes_than_a_partition_gives_are_refused(loaded: Load) -> None:
     assert "Use --nodes 2" in refused.value.fix
 
 
+def test_a_partition_for_other_groups_is_refused(loaded: Load) -> None:
+    site = replace(only(groups=("vision", "nlp")), user_groups=("users", "nlp"))
+    make_plan(loaded(), site, RUN)
+    with pytest.raises(RefusedError, match="is not for you"):
+        make_plan(loaded(), replace(site, user_groups=("users",)), RUN)
+    make_plan(loaded(), replace(site, user_groups=()), RUN)
+
+
 # The way out
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import os
 import re
 import shutil
@@ -58,6 +60,8 @@ class Partition:
     accounts: tuple[str, ...] = ()
     denied_accounts: tuple[str, ...] = ()
     qos: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    """Unix groups whose members it lets in."""
     preempt_mode: str = ""
 
 
@@ -71,6 +75,8 @@ class Site:
     partitions: tuple[Partition, ...] = ()
     unknown: str = ""
     """Why the partitions are not known, if SLURM is there but did not tell."""
+    user_groups: tuple[str, ...] = ()
+    """Unix groups of this user; empty where they do not matter, as for root."""
 
     def partition(self, name: str | None) -> Partition | None:
         """The partition of that name, or the default one; None if unknown."""
@@ -95,7 +101,8 @@ def discover(env: Mapping[str, str]) -> Site:
         return Site(
             slurm=here, gpus=gpus, cpus=cpus, unknown=words if here else "sbatch is here, but configured for no cluster"
         )
-    return Site(slurm=True, gpus=gpus, cpus=cpus, partitions=partitions)
+    groups = () if os.geteuid() == 0 or not any(partition.groups for partition in partitions) else _own_groups()
+    return Site(slurm=True, gpus=gpus, cpus=cpus, partitions=partitions, user_groups=groups)
 
 
 def read_partitions(text: str, nodes: Mapping[str, Node]) -> tuple[Partition, ...]:
@@ -166,6 +173,14 @@ def local_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _own_groups() -> tuple[str, ...]:
+    found = []
+    for number in {os.getegid(), *os.getgroups()}:
+        with contextlib.suppress(KeyError):  # a number without a name
+            found.append(grp.getgrgid(number).gr_name)
+    return tuple(found)
+
+
 def _ask(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, stdin=subprocess.DEVNULL)
     return done.stdout
@@ -193,6 +208,7 @@ def _partition(fields: Mapping[str, str], nodes: Mapping[str, Node]) -> Partitio
         accounts=names_in(fields.get("AllowAccounts", "")),
         denied_accounts=names_in(fields.get("DenyAccounts", "")),
         qos=names_in(fields.get("AllowQos", fields.get("AllowQOS", ""))),
+        groups=names_in(fields.get("AllowGroups", "")),
         preempt_mode=fields.get("PreemptMode", ""),
     )
 

@@ -25,6 +25,9 @@ from trainkit.launch.environment import leaked, scrubbed
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
+# sbatch's words for an account or a QOS that this user or the partition does not have.
+_ACCESS = re.compile(r"invalid (account|qos)|account/partition|association|qos .*not permitted", re.IGNORECASE)
+
 # Kept, or Python would warn that they still run when this process forgets them; they are meant to.
 _CONTROLLERS: list[subprocess.Popen[bytes]] = []
 
@@ -51,10 +54,11 @@ def submit_to_slurm(
             return [job.job_id for job in executor.submit_each(function, runs)]
     except utils.FailedJobError as error:
         words = str(error).strip() or "It gave no reason."
+        whose = "; `python -m jobs.cluster show` lists your accounts and QOS" if _ACCESS.search(words) else ""
         raise SchedulerError(
             "sbatch refused the job.",
             why=" ".join(words.replace("sbatch: ", "").split()),
-            fix="Change the flag that it names; `--dry-run` shows what is submitted.",
+            fix=f"Change the flag that it names; `--dry-run` shows what is submitted{whose}.",
         ) from None
 
 

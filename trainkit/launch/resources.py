@@ -57,6 +57,13 @@ def chosen_partition(loaded: Loaded, site: Site) -> Partition | None:
             fix=did_you_mean(asked, names, otherwise=f"Use --partition {names[0]}."),
             key="launch.partition",
         )
+    if found is not None and found.groups and site.user_groups and not set(found.groups) & set(site.user_groups):
+        raise RefusedError(
+            f"Partition '{found.name}' is not for you ({loaded.source('launch.partition')}).",
+            why=f"It lets in the Unix groups {', '.join(found.groups)}.",
+            fix="Use another --partition, or ask for membership.",
+            key="launch.partition",
+        )
     if found is not None and not found.up:
         raise RefusedError(
             f"Partition '{found.name}' takes no jobs now.",

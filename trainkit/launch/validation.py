@@ -34,7 +34,20 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path) -> list[str]:
     if own_environment:  # Python's own folders are every machine's
         require_shared(Path(sys.prefix), "The virtual environment", site, facts.shared_folders)
         places.append(Path(sys.prefix))
-    return [note for place in places if (note := doubtful(place, site, facts.shared_folders))]
+    notes = [note for place in places if (note := doubtful(place, site, facts.shared_folders))]
+    return notes + _idle_gpus(loaded, plan, site)
+
+
+def _idle_gpus(loaded: Loaded, plan: Plan, site: Site) -> list[str]:
+    """A word to who has not asked for the CPU, and would train on it while other partitions have GPUs."""
+    here = site.partition(loaded.config.launch.partition)
+    if plan.gpus_per_node or loaded.config.launch.gpus_per_node != "auto" or here is None:
+        return []
+    others = [item.name for item in site.partitions if item.up and any(node.gpus for node in item.nodes)]
+    if not others:
+        return []
+    where = f"--partition {others[0]}" + (f" (or {', '.join(others[1:])})" if others[1:] else "")
+    return [f"Note: partition '{here.name}' has no GPUs, so this trains on the CPU; {where} has some."]
 
 
 def _facts(loaded: Loaded) -> SiteFacts:

@@ -1,0 +1,100 @@
+"""What a real cluster tells about itself, and what is refused or foretold before a job is queued there."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainkit.cluster.site_facts import Account, NodeKind, Qos, SiteFacts, read_facts
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+
+
+@pytest.fixture(scope="module")
+def limits(devcluster: Cluster) -> Iterator[None]:
+    """Partition `low` of one hour and two nodes, and an account and a QOS that a thesis has; taken back afterwards."""
+    changes = [
+        "scontrol update PartitionName=low MaxTime=60 MaxNodes=2",
+        "sacctmgr -i add account thesis",
+        "sacctmgr -i add qos weekly MaxWall=7-00:00:00 MaxTRESPerUser=gres/gpu=6",
+        "sacctmgr -i add user root account=thesis qos=normal,weekly",
+    ]
+    undone = [
+        "sacctmgr -i delete user root account=thesis",
+        "sacctmgr -i delete qos weekly",
+        "sacctmgr -i delete account thesis",
+        "scontrol update PartitionName=low MaxTime=UNLIMITED MaxNodes=UNLIMITED",
+    ]
+    try:
+        for line in changes:
+            devcluster.run(*shlex.split(line))
+        yield
+    finally:
+        for line in undone:
+            devcluster.run(*shlex.split(line), check=False)
+
+
+def discovered(devcluster: Cluster, folder: Path) -> SiteFacts:
+    """What `jobs.cluster discover` writes into a folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.cluster", "discover", "found"], cwd=folder, check=False,
+        env={**devcluster.env, "PYTHONPATH": str(devcluster.home)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts = read_facts(str(folder / "configs" / "clusters" / "found.yaml"))
+    assert facts is not None
+    return facts
+
+
+def test_a_real_site_tells_everything_and_its_profile_is_one_to_submit_with(
+    devcluster: Cluster, limits: None, tmp_path: Path
+) -> None:
+    facts = discovered(devcluster, tmp_path)
+    assert facts.gaps == ()
+    assert devcluster.run("sinfo", "--version").stdout.split()[-1] == facts.version
+    by_name = {partition.name: partition for partition in facts.partitions}
+    assert [name for name, partition in by_name.items() if partition.default] == ["main"]
+    assert by_name["main"].nodes == (NodeKind(4, cpus=8, mem_mb=16000, gpus=4),)
+    assert (by_name["low"].max_time, by_name["low"].max_nodes, by_name["main"].max_time) == ("1:00:00", 2, None)
+    assert Account("thesis", "", ("normal", "weekly")) in facts.accounts
+    assert Qos("weekly", "7-00:00:00", "gres/gpu=6") in facts.qos
+    assert (facts.max_array_size, facts.accounts_enforced, facts.gpu_dialect) == (1001, False, "gpus-per-node")
+    profile = str(tmp_path / "configs" / "clusters" / "found.yaml")
+    dry = devcluster.job("submit", "ddp", "--cluster", profile, "--dry-run")
+    assert "#SBATCH --partition=main\n" in dry.stdout
+    assert "#SBATCH --mem=16000M\n" in dry.stdout
+
+
+def test_what_test_only_would_take_is_refused_before_it_waits_for_ever(
+    devcluster: Cluster, limits: None, tmp_path: Path
+) -> None:
+    (tmp_path / "sleep.sh").write_text("#!/bin/bash\nsleep 1\n")
+    taken = devcluster.run("sbatch", "--test-only", "-p", "low", "--time=99:00:00", str(tmp_path / "sleep.sh"))
+    assert "to start at" in taken.stderr
+    for flags, words in {
+        ("--time", "99:00:00"): "over the limit of partition 'low'",
+        ("--mem", "64G"): "have 16000 MB each at most",
+    }.items():
+        done = devcluster.job("submit", "ddp", "-p", "low", *flags, check=False)
+        assert (done.returncode, words in done.stderr) == (3, True), done.stderr
+
+
+def test_the_earliest_start_is_the_schedulers_own_for_each_partition_that_takes_the_job(
+    devcluster: Cluster, limits: None
+) -> None:
+    before = devcluster.run("squeue", "-h", "-o", "%i").stdout
+    done = devcluster.job("submit", "ddp", "--nodes", "3", "train.global_batch_size=48", "--estimate")
+    said = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert set(said) == {"main", "low", "high"}
+    assert ", on n[" in said["high"]
+    assert "low   no: 3 nodes are more than" in said["low"]
+    assert devcluster.run("squeue", "-h", "-o", "%i").stdout == before
