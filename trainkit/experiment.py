@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,7 @@ from trainkit.data.loader import resolve_workers
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag, hand_back
+from trainkit.distributed.watchdog import Place, watchdog
 from trainkit.errors import TrainkitError, UserError
 from trainkit.models import build_model, expected_input
 from trainkit.monitor.base import open_loggers
@@ -66,7 +69,15 @@ def run(
         TrainkitError: what a user can mend. It has been written to the run's events.
     """
     splits = build_data(config.data)
-    with distributed(env, use_gpu=wants_gpu(config), secret=secret, interface=config.launch.interface) as dist:
+    group = distributed(
+        env,
+        use_gpu=wants_gpu(config),
+        secret=secret,
+        interface=config.launch.interface,
+        # Longer than the watchdog's patience: it knows more than a collective that times out.
+        collective_timeout=timedelta(seconds=2 * max(config.launch.hang_seconds, 300)),
+    )
+    with group as dist:
         check_batch_sizes(config, dist.world_size, splits)
         writer = _meet(config, dist, open_run)
         with _failures_recorded(writer.attempt, dist):
@@ -142,7 +153,7 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
         is_main=dist.is_main,
         may_write=writer.check,
     )
-    with loggers as metrics, _hardware(config, run_dir, dist):
+    with loggers as metrics, _hardware(config, run_dir, dist), _watched(parts, node, hosts, beat) as beat:
         keeper = Keeper(parts, writer, checkpoints, metrics, progress, beat)
         if not train(parts, keeper, lambda: stop.requested):
             signals = [name for names in dist.gather_json(stop.signals) for name in names]
@@ -194,6 +205,25 @@ def _failures_recorded(attempt: Attempt, dist: Distributed) -> Iterator[None]:
             words = told if isinstance(error, TrainkitError) else f"{type(error).__name__}: {told}"
             attempt.failed(words, rank=dist.rank)
         raise
+
+
+@contextmanager
+def _watched(
+    parts: Parts, node: Attempt | None, hosts: list[str], beat: Callable[[], None]
+) -> Iterator[Callable[[], None]]:
+    """A rank that somebody has started in a job ends if it hangs; one that a person looks at may stand still."""
+    if node is None or (sys.stdin is not None and sys.stdin.isatty()):
+        yield beat
+        return
+    place = Place(parts.dist.rank, hosts, node.logs)
+    passes = parts.grad_accum_steps + 2  # of `Updater`
+    with watchdog(node, place, hang_seconds=parts.config.launch.hang_seconds, beats_per_step=passes) as own:
+
+        def both() -> None:
+            beat()
+            own()
+
+        yield both
 
 
 @contextmanager

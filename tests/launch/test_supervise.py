@@ -30,6 +30,12 @@ LIMITS = Limits(time=60.0, lead=1.0, hang=60.0, cancel=1.0)
 Supervised = Callable[..., Ending]
 
 
+@pytest.fixture(autouse=True)
+def _no_watchdogs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks here have none of their own to wait for."""
+    monkeypatch.setattr(module, "OWN_WATCHDOG_SECONDS", 0.0)
+
+
 @pytest.fixture
 def attempt(tmp_path: Path) -> Attempt:
     return Attempt.begin(RunDir.create(tmp_path / "run", "seed: 0\n"))

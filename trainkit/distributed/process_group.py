@@ -180,6 +180,7 @@ def distributed(
     secret: Secret = NO_SECRET,
     interface: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
+    collective_timeout: timedelta | None = None,
 ) -> Iterator[Distributed]:
     """Join the other ranks, and leave together with them.
 
@@ -190,7 +191,8 @@ def distributed(
         use_gpu: train on the GPU of this rank's ``local_rank`` among the visible ones, else on CPU.
         secret: what the ranks of this run know and nobody else.
         interface: the site's network interface for the ranks of several nodes; else that of the route to the head node.
-        timeout: longest wait for the others, at the start and in any collective.
+        timeout: longest wait for the others at the start.
+        collective_timeout: and in any collective; None: the same.
 
     Raises:
         RefusedError: this node has no such interface.
@@ -210,7 +212,7 @@ def distributed(
             store=store,
             rank=env.rank,
             world_size=env.world_size,
-            timeout=timeout,
+            timeout=collective_timeout or timeout,
             device_id=device if use_gpu else None,
         )
         try:

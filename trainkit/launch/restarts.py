@@ -86,7 +86,7 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, str]) 
         for number, host in {
             (failure.attempt, failure.host.partition(".")[0])
             for failure in life_of(attempt.run).failures
-            if is_hang(failure.error)
+            if is_hang(failure.error) and failure.rank is not None
         }
     )
     for node in nodes:

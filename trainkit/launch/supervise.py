@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainkit.diagnosis.evidence import is_lost_connection, last_error
 from trainkit.launch.processes import Death, Rank, RankGroup
-from trainkit.ranks.heartbeat import Pulses, hang, pulses
+from trainkit.ranks.heartbeat import Pulses, hang, is_hang, pulses
 from trainkit.records.attempts import Attempt
 from trainkit.records.history import life_of
 from trainkit.records.process_id import is_stopped
@@ -21,6 +21,8 @@ from trainkit.records.process_id import is_stopped
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 STARTING_SECONDS = 600.0
 """A rank that has made no step yet may load code and data so long, if that is more than `Limits.hang_seconds`."""
+OWN_WATCHDOG_SECONDS = 15.0
+"""Ranks that hang name the one that is behind themselves, if they can; only when so long has passed they cannot."""
 _LOOK_SECONDS = 1.0
 
 
@@ -158,7 +160,7 @@ class _Watch:
         if counts != self._seen:
             self._seen, self._moved = counts, now
         patience = self._limits.hang if all(counts) else max(self._limits.hang, STARTING_SECONDS)
-        if now - self._moved > patience:
+        if now - self._moved > patience + OWN_WATCHDOG_SECONDS:
             running = [index for index, code in enumerate(self._group.exit_codes()) if code is None]
             stopped = [index for index in running if is_stopped(self._group.pid(index))]
             # The others wait for the one that is behind, so it is the one to look at.
@@ -176,7 +178,11 @@ def _cause(attempt: Attempt, group: RankGroup, first_rank: int) -> tuple[int | N
     """
     if not group.deaths:
         return None, ""
-    said = {item.rank: item.error for item in life_of(attempt.run).failures if item.attempt == attempt.number}
+    failures = [item for item in life_of(attempt.run).failures if item.attempt == attempt.number]
+    for item in failures:
+        if is_hang(item.error):  # by their own watchdogs, all ranks have ended at once
+            return (item.rank or first_rank) - first_rank, item.error
+    said = {item.rank: item.error for item in failures}
 
     def why(death: Death) -> str:
         rank = first_rank + death.index

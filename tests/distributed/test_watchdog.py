@@ -1,0 +1,159 @@
+"""Ranks that hang: what they say, and of whom."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_functions import _CONTEXT, rank_env
+from trainkit.distributed import watchdog as module
+from trainkit.distributed.process_group import distributed
+from trainkit.distributed.watchdog import Place, Stand, verdict, watchdog
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.heartbeat import is_hang
+from trainkit.ranks.rendezvous import free_port
+from trainkit.records.attempts import Attempt
+from trainkit.records.history import life_of
+from trainkit.records.rundir import RunDir
+
+HOSTS = ("n1", "n2")
+
+
+def augment_for_ever() -> None:
+    time.sleep(60)
+
+
+def keep_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(60)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _train(env: RankEnv, run: RunDir, stuck: Any) -> None:
+    attempt = Attempt(run, 0)
+    os.dup2(os.open(attempt.logs / f"rank-{env.rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    module.GATHER_SECONDS = 1.0
+    place = Place(env.rank, HOSTS, attempt.logs)
+    with (
+        distributed(env, use_gpu=False) as dist,
+        watchdog(attempt, place, hang_seconds=1, beats_per_step=1) as beat,
+    ):
+        for _ in range(30):  # longer than a hang
+            beat()
+            dist.barrier()
+            time.sleep(0.05)
+        beat()
+        if env.rank == 1:
+            stuck()
+        dist.barrier()
+
+
+def hanging(folder: Path, stuck: Any) -> tuple[Attempt, list[int | None]]:
+    """Two ranks, of which the second does not come to a collective; their exit codes."""
+    run, port = RunDir.create(folder / "run", "seed: 0\n"), free_port()
+    attempt = Attempt.begin(run)
+    ranks = [_CONTEXT.Process(target=_train, args=(rank_env(rank, 2, port), run, stuck)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        ranks[0].join(30)
+        ranks[1].join(5)  # as long as srun gives it
+        return attempt, [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(tmp_path: Path) -> None:
+    attempt, codes = hanging(tmp_path, augment_for_ever)
+    assert codes == [1, 1]
+    (failure,) = life_of(attempt.run).failures
+    assert (failure.rank, failure.host) == (1, "n2")
+    assert is_hang(failure.error)
+    assert "behind the others: rank 1 on n2, which stands at " in failure.error
+    assert "in augment_for_ever" in failure.error
+    stacks = [(attempt.logs / f"rank-{rank}.err").read_text() for rank in range(2)]
+    assert "in barrier" in stacks[0]
+    assert "in augment_for_ever" in stacks[1]
+
+
+def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path) -> None:
+    attempt, codes = hanging(tmp_path, stop)
+    assert codes == [1, None]
+    (failure,) = life_of(attempt.run).failures
+    assert (failure.rank, failure.host) == (1, "n2")
+    assert "says nothing" in failure.error
+
+
+def test_a_rank_that_does_not_let_go_of_pythons_lock_shows_its_stack_as_well(tmp_path: Path) -> None:
+    attempt, codes = hanging(tmp_path, keep_the_lock)
+    assert codes == [1, 1]
+    assert life_of(attempt.run).failures[0].rank == 1
+    assert "in keep_the_lock" in (attempt.logs / "rank-1.err").read_text()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_five_times_a_usual_update_is_no_hang(clock: list[float]) -> None:
+    pulse = module._Pulse(60, 3)
+    for seconds in (500, *[40] * 9):  # the first one compiles
+        for part in (0, 1, seconds - 1):
+            clock[0] += part
+            pulse.beat()
+    assert pulse.patience() == 200
+    clock[0] += 199
+    assert not pulse.is_over()
+    clock[0] += 2
+    assert pulse.is_over()
+
+
+def test_short_updates_have_all_of_hang_seconds(clock: list[float]) -> None:
+    pulse = module._Pulse(60, 1)
+    for _ in range(9):
+        clock[0] += 1
+        pulse.beat()
+    assert pulse.patience() == 60
+
+
+@pytest.mark.parametrize(("hang_seconds", "patience"), [(60, 600), (900, 900)])
+def test_the_first_update_has_ten_minutes(hang_seconds: float, patience: float) -> None:
+    assert module._Pulse(hang_seconds, 3).patience() == patience
+
+
+AT_WORK, WAITS = Stand(7, False, "model.py:3 in forward"), Stand(7, True, "loop.py:9 in train")
+
+
+@pytest.mark.parametrize(
+    ("stands", "behind"),
+    [
+        ({0: WAITS, 1: AT_WORK, 2: WAITS}, 1),
+        ({0: AT_WORK, 1: AT_WORK, 2: Stand(6, True, "")}, 2),
+        ({0: WAITS, 2: AT_WORK}, 1),
+        ({0: WAITS, 1: WAITS, 2: WAITS}, None),
+        ({0: AT_WORK, 1: AT_WORK, 2: AT_WORK}, None),
+    ],
+)
+def test_behind_is_who_is_silent_or_has_done_least_or_does_not_wait(
+    stands: dict[int, Stand], behind: int | None
+) -> None:
+    assert verdict(stands, range(3), ("n1", "n2", "n3"))[0] == behind
+
+
+def test_a_single_rank_that_hangs_is_named() -> None:
+    assert verdict({0: AT_WORK}, [0], ["n1"])[0] == 0
