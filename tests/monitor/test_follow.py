@@ -76,7 +76,7 @@ def test_a_failure_names_rank_and_reason(run_dir: RunDir, capsys: pytest.Capture
     append_event(run_dir, "started", **STARTED)
     append_event(run_dir, "failed", rank=3, error="ValueError: bad label")
     append_event(run_dir, "ended", state="FAILED")
-    follow(run_dir, lambda: True)
+    follow(run_dir, lambda: False)
     assert "Failed on rank 3: ValueError: bad label" in capsys.readouterr().out
 
 

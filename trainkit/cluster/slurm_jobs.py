@@ -103,10 +103,19 @@ def ask(
         fields = "JobID,State,ExitCode,NodeList"
         try:
             accounts = read_sacct(run("sacct", "-X", "-n", "-P", "-D", "-j", ",".join(sorted(missing)), "-o", fields))
-            found |= {job: state for job, state in accounts.items() if job in missing}
+            told = {job: state for job, state in accounts.items() if job in missing}
+            found |= told if has_answered else {job: _doubted(state) for job, state in told.items()}
         except NoAnswer as error:
             complaint = complaint or f"the queue has forgotten it, and there is no accounting here ({error})"
     return Answer(found, has_answered, complaint)
+
+
+def _doubted(state: JobState) -> JobState:
+    """By the accounts alone: SLURM may have put it back into the queue since."""
+    if state.state not in ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "REQUEUED"):
+        return state
+    reason = f"the accounts say {state.state}, and the queue, to which it may have returned, does not answer"
+    return replace(state, state="UNKNOWN", reason=reason)
 
 
 def read_squeue(text: str) -> dict[str, JobState]:

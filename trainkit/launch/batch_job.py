@@ -48,6 +48,7 @@ def begin(env: Mapping[str, str]) -> str:
         attempt.ended("FAILED", job_id=env["SLURM_JOB_ID"], why=why)
         raise RunFailedError(f"{run.name} is not started again: {why}.", why=_LOOK, fix=_resume(run))
     attempt = Attempt.begin(run)
+    scheduler.claim_pickle(run, env)
     nodes = env["SLURM_JOB_NODELIST"]
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {

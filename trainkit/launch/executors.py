@@ -11,7 +11,6 @@ import io
 import re
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from trainkit.errors import SchedulerError
 from trainkit.launch.environment import leaked, scrubbed
+from trainkit.launch.scheduler import unclaimed
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
@@ -30,6 +30,10 @@ _ACCESS = re.compile(r"invalid (account|qos)|account/partition|association|qos .
 
 # Kept, or Python would warn that they still run when this process forgets them; they are meant to.
 _CONTROLLERS: list[subprocess.Popen[bytes]] = []
+
+
+class NoJobIdError(SchedulerError):
+    """sbatch may have queued the job, but has not said which it is."""
 
 
 def submit_to_slurm(
@@ -93,13 +97,13 @@ class _PickleEach:
         """Submit ``function(path)`` for every run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         pickles = []
-        for run in runs:
-            path = self.folder / f"{uuid.uuid4().hex}.pkl"
+        for index, run in enumerate(runs):
+            path = self.folder / unclaimed(index)
             utils.DelayedSubmission(function, str(run.path)).dump(path)
             pickles.append(path)
         try:
             first = self._submit_command(self._submitit_command_str)  # type: ignore[attr-defined]
-        except BaseException:
+        except utils.FailedJobError:  # and if this process is interrupted, the job may be there: it claims its own
             for path in pickles:
                 path.unlink()
             raise
@@ -132,8 +136,10 @@ class _Batch(_PickleEach, SlurmExecutor):
         text = string if isinstance(string, str) else string.decode()
         match = re.search(r"^(\d+)(?:;.*)?$", text, flags=re.MULTILINE)
         if match is None:
-            raise SchedulerError(
-                "sbatch gave no job id.", why=f"It said: {text.strip()!r}.", fix="Look at `squeue --me`."
+            raise NoJobIdError(
+                "sbatch gave no job id.",
+                why=f"It said: {text.strip()!r}.",
+                fix="`python -m jobs.status` looks for it.",
             )
         return match[1]
 

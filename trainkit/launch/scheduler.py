@@ -5,6 +5,7 @@ A scheduler that does not answer is asked again; none of this raises.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from trainkit.launch.environment import scrubbed
 from trainkit.ranks.hostlist import expand
-from trainkit.records.attempts import submitted
+from trainkit.records.attempts import job_of, submitted
 from trainkit.records.rundir import RunDir
 
 ASK_SECONDS = 15.0
@@ -88,6 +89,21 @@ def exclude(job_id: str, nodes: Sequence[str]) -> None:
 def has_scontrol() -> bool:
     """Whether there is a scontrol: not in most containers."""
     return shutil.which("scontrol") is not None
+
+
+def unclaimed(index: int) -> str:
+    """Name of the pickle of a run that has no job id yet; ``index``: its number in a sweep."""
+    return f"{index}.pkl"
+
+
+def claim_pickle(run: RunDir, env: Mapping[str, str]) -> None:
+    """Give this job's pickle its name, if the command that queued it was killed before it could."""
+    index = env.get("SLURM_ARRAY_TASK_ID")
+    folder = (run.path if index is None else run.path.parent) / ".submitit"
+    mine, found = folder / f"{job_of(env)}_submitted.pkl", folder / unclaimed(int(index or 0))
+    if not mine.exists() and found.is_file():
+        with contextlib.suppress(FileNotFoundError):  # it is just being renamed
+            shutil.copy2(found, mine)
 
 
 def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:

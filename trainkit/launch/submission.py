@@ -149,6 +149,8 @@ def hand_over(
                 ntasks_per_node=plan.ntasks_per_node,
                 env=env,
             )
+        except executors.NoJobIdError:
+            raise
         except SchedulerError as error:
             for run in runs:
                 refused(run, error.why)

@@ -48,7 +48,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
             if ended or not alive:
                 return
             time.sleep(POLL_SECONDS)
-            if time.monotonic() - asked >= ALIVE_SECONDS:
+            if story.may_be_over or time.monotonic() - asked >= ALIVE_SECONDS:
                 alive, asked = is_alive(), time.monotonic()
             ended = story.show(events.read())
 
@@ -123,11 +123,13 @@ class _Story:
 
     def __init__(self, view: _View) -> None:
         self._view, self._newest = view, -1
+        self.may_be_over = False
+        """An attempt has ended, and none has started since."""
 
     def show(self, events: list[dict[str, Any]]) -> bool:
-        """Show events in order; whether one of them ended the run.
+        """Show events in order; whether one of them ended the run for good: nothing is left to train.
 
-        A failure need not: the job may be queued again. What an attempt says after a newer one has started is that of
+        A failed attempt need not: the job may be queued again. What an attempt says after a newer one has started is that of
         ranks which SLURM took for dead.
         """
         for event in events:
@@ -144,7 +146,8 @@ class _Story:
                 self._view.say("Requeued; goes on from its last checkpoint.")
             elif kind == "failed":
                 self._view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
-            elif kind == "ended":
+            self.may_be_over = kind == "ended" or (self.may_be_over and kind != "started")
+            if kind == "ended" and event.get("state") == "COMPLETED":
                 return True
         return False
 
