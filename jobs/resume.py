@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from jobs import cli
 from jobs.starting import dry_run, follow, start
@@ -13,6 +14,7 @@ from trainkit import terminal
 from trainkit.cluster.queue import job_state, require_no_job
 from trainkit.cluster.site import discover
 from trainkit.config import loading
+from trainkit.config.presets import profile_layer
 from trainkit.data import check_data
 from trainkit.errors import UserError
 from trainkit.launch import submission
@@ -41,7 +43,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if life_of(run).submission != before:
             require_no_job(run, force=args.force)
         # The environment's SBATCH_* were part of the first submission; only what is asked for now may change it.
-        flags = cli.launch_flags(args)
+        flags = {**_moved(run, args.cluster), **cli.launch_flags(args)} if args.cluster else cli.launch_flags(args)
         # It waited for another job once; that is over.
         flags.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
         loaded = loading.load(str(run.config), flags=flags)
@@ -80,6 +82,23 @@ def _ended_jobs(run: RunDir) -> Callable[[Holder], bool]:
     submission = life_of(run).submission
     ended = submission is not None and bool(submission.job_id) and job_state(run).alive == "no"
     return lambda other: ended and submission is not None and other.job_id == submission.job_id
+
+
+def _moved(run: RunDir, cluster: str) -> dict[str, tuple[Any, str]]:
+    """What the profile of another site says, in the place of what the one before it has said.
+
+    The configuration that a run keeps is complete, so that its own site's profile is not asked again.
+    """
+    launch = loading.load(str(run.config)).config.launch
+    before, flag = launch.model_dump(mode="json"), f"--cluster {cluster}"
+    there: dict[str, tuple[Any, str]] = {}
+    if launch.cluster is not None:
+        with suppress(UserError):  # that profile may be gone: then nobody knows what it has said
+            for key, (value, _) in profile_layer(launch.cluster).items():
+                name = key.removeprefix("launch.")
+                if name in before and str(before[name]) == str(value):
+                    there[key] = (type(launch).model_fields[name].get_default(call_default_factory=True), flag)
+    return there | {key: (value, flag) for key, (value, _) in profile_layer(cluster).items()}
 
 
 def _first_folder(run: RunDir) -> Path:

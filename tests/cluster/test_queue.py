@@ -11,6 +11,7 @@ from trainkit.cluster.queue import job_state, job_states
 from trainkit.cluster.slurm_jobs import read_sacct, read_squeue
 from trainkit.config.loading import load, to_yaml
 from trainkit.records.events import append_event
+from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
@@ -160,3 +161,42 @@ def test_a_run_without_a_job_is_known_by_its_record_only(run: Callable[..., RunD
     assert job_state(run_dir).state == "UNKNOWN"
     append_event(run_dir, "ended", state="COMPLETED")
     assert job_state(run_dir).state == "COMPLETED"
+
+
+def test_a_run_is_alive_as_long_as_one_of_its_jobs_is(run: Callable[..., RunDir], fake_command: FakeCommand) -> None:
+    squeue = fake_command("squeue", "echo '7|RUNNING|None|0:39|n1'")
+    sacct = fake_command("sacct", "echo '8|FAILED|1:0|n2'")
+    run_dir = run(executor="slurm", job_id="7")
+    append_event(run_dir, "submitted", executor="slurm", job_id="8")
+    state = job_state(run_dir)
+    assert (state.job_id, state.state, state.alive) == ("8", "FAILED", "yes")
+    assert [job.job_id for job in state.living()] == ["7"]
+    assert [len(calls.read_text().splitlines()) for calls in (squeue, sacct)] == [1, 1]
+
+
+@pytest.mark.parametrize(("state", "alive"), [("NODE_FAIL", "unknown"), ("PREEMPTED", "unknown"), ("FAILED", "no")])
+def test_the_accounts_alone_do_not_say_that_a_job_is_over_which_may_be_queued_again(
+    run: Callable[..., RunDir], fake_command: FakeCommand, state: str, alive: str
+) -> None:
+    fake_command("squeue", "exit 1")
+    fake_command("sacct", f"echo '7|{state}|1:0|n1'")
+    assert job_state(run(executor="slurm", job_id="7")).alive == alive
+
+
+def test_an_ending_that_another_attempt_followed_is_none(run: Callable[..., RunDir], fake_command: FakeCommand) -> None:
+    fake_command("squeue", "exit 1")
+    fake_command("sacct", "exit 1")
+    run_dir = run(executor="slurm", job_id="7")
+    append_event(run_dir, "ended", attempt=0, state="FAILED")
+    append_event(run_dir, "started", attempt=1)
+    assert job_state(run_dir).alive == "unknown"
+
+
+@pytest.mark.parametrize("newest", [0, 1])
+def test_what_an_old_attempt_says_after_a_newer_one_has_started_counts_for_nothing(
+    run: Callable[..., RunDir], newest: int
+) -> None:
+    run_dir = run(executor="slurm", job_id="7")
+    append_event(run_dir, "started", attempt=newest)
+    append_event(run_dir, "failed", attempt=0, rank=1, error="Connection reset by peer")
+    assert life_of(run_dir).outcome == (None if newest else "FAILED")

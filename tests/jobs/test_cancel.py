@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from trainkit.cluster.queue import job_state, job_states
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
-from trainkit.records.events import append_event, last_event
+from trainkit.records.events import append_event, last_event, read_events
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
@@ -116,3 +118,45 @@ def test_what_scancel_refuses_is_said_in_its_words(command: Command, fake_slurm:
     done = command("cancel", "ddp-0001")
     assert done.code == 4
     assert "permission denied" in done.err
+
+
+@pytest.fixture
+def resumed(fake_slurm: Path, tmp_path: Path) -> RunDir:
+    """A run with two jobs, of which nobody can tell whether they live."""
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    for job_id in ("17", "18"):
+        append_event(run, "submitted", executor="slurm", job_id=job_id)
+    for name in ("squeue", "sacct"):
+        (fake_slurm / name).write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    return run
+
+
+def test_every_job_that_a_run_has_had_and_that_may_live_is_cancelled(
+    command: Command, fake_slurm: Path, resumed: RunDir
+) -> None:
+    done = command("cancel", "ddp-0001")
+    assert done.code == 0
+    assert (fake_slurm / "cancelled").read_text() == "18 17\n"
+    assert "nobody could tell" in done.out
+    assert [event["job_id"] for event in read_events(resumed, "cancelled")] == ["18", "17"]
+
+
+def test_a_scheduler_that_does_not_answer_is_no_question_of_ownership(
+    command: Command, fake_slurm: Path, resumed: RunDir
+) -> None:
+    words = "scancel: error: Kill job error on job id 18: Unable to contact slurm controller (connect failure)"
+    (fake_slurm / "scancel").write_text(f"#!/bin/bash\necho '{words}' >&2\nexit 1\n")
+    done = command("cancel", "ddp-0001")
+    assert done.code == 4
+    assert "owner" not in done.err
+    assert "Not cancelled: 18." in done.err, "and of 17 scancel has said nothing"
+    assert "when the scheduler answers" in done.err
+    assert "cancelled job 17" in done.out
+
+
+def test_a_job_that_ended_before_it_could_be_cancelled_is_no_error(
+    command: Command, fake_slurm: Path, resumed: RunDir
+) -> None:
+    words = "scancel: error: Kill job error on job id 17: Invalid job id specified"
+    (fake_slurm / "scancel").write_text(f"#!/bin/bash\necho '{words}' >&2\nexit 1\n")
+    assert command("cancel", "ddp-0001").code == 0

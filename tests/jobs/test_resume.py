@@ -49,6 +49,24 @@ def test_resources_may_change_and_the_settings_stay(command: Command, fake_slurm
     assert "#SBATCH --nodes=2\n" in stopped.script.read_text()
 
 
+def test_another_sites_profile_takes_the_place_of_the_one_before(
+    command: Command, fake_slurm: Path, local_run: MakeRun, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here.yaml", tmp_path / "there.yaml"
+    here.write_text("launch: {partition: main, qos: long, time: '8:00:00'}\n")
+    there.write_text("launch: {account: proj42, time: '4:00:00', setup: [module load python]}\n")
+    run, _ = local_run("ddp-0001", mem="2G")
+    text = run.config.read_text().replace("time: 1:00:00", "time: '8:00:00'").replace("qos: null", "qos: long")
+    run.config.write_text(text.replace("cluster: null", f"cluster: {here}").replace("partition: null", "partition: p"))
+    append_event(run, "submitted", executor="slurm", job_id="17")
+    done = command("resume", "ddp-0001", "--cluster", str(there), "--partition", "main")
+    assert done.code == 0, done.err
+    launch = load(str(run.config)).config.launch
+    assert (launch.account, launch.time, launch.setup) == ("proj42", "4:00:00", ("module load python",)), "as there"
+    assert launch.qos is None, "which only the other site knows"
+    assert (launch.partition, launch.mem) == ("main", "2G"), "as the user says, and said"
+
+
 def test_it_no_longer_waits_for_the_job_it_waited_for(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
     assert command("resume", "ddp-0001").code == 0
     assert "--dependency" not in stopped.script.read_text()

@@ -95,3 +95,12 @@ def _measured(env: RankEnv) -> dict[str, float]:
 
 def test_every_rank_reads_the_sums_of_all() -> None:
     assert run_ranks(2, _measured) == [{"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4}] * 2
+
+
+def test_a_mean_goes_on_where_it_was_left() -> None:
+    whole, first, second = meter(), meter(), meter()
+    whole.add(LOSSES, LOGITS, LABELS)
+    first.add(LOSSES[:1], LOGITS[:1], LABELS[:1])
+    second.go_on(first.sums())
+    second.add(LOSSES[1:], LOGITS[1:], LABELS[1:])
+    assert second.read() == whole.read()

@@ -90,3 +90,13 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path) -> N
     losses = [[record["loss"] for record in read_metrics(RunDir(run), "train")] for run in (whole, broken)]
     assert len(losses[0]) == 24
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_the_first_train_record_after_a_restart_is_of_its_whole_window(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = ("train.max_steps=10", "monitor.log_every=10")
+    run_ranks(1, train_run, folder, "single", settings, 7)
+    assert run_ranks(1, train_run, folder, "single", settings) == ["finished"]
+    assert [event["step"] for event in read_events(RunDir(folder), "started")] != [0, 0]
+    (record,) = read_metrics(RunDir(folder), "train")
+    assert record["samples"] == 10 * 64

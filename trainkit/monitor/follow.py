@@ -129,8 +129,8 @@ class _Story:
     def show(self, events: list[dict[str, Any]]) -> bool:
         """Show events in order; whether one of them ended the run for good: nothing is left to train.
 
-        A failed attempt need not: the job may be queued again. What an attempt says after a newer one has started is that of
-        ranks which SLURM took for dead.
+        A failed attempt need not: the job may be queued again. What an attempt says after a newer one has started is
+        that of ranks which SLURM took for dead.
         """
         for event in events:
             kind, attempt = event.get("event"), event.get("attempt")

@@ -57,6 +57,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
     update, clock = Updater(parts, beat=keeper.beat), _Clock(dist)
     nonfinite = NonFinite(parts, keeper.remark, seed=config.seed, in_a_row=progress.nonfinite)
     end = progress.position + parts.total_steps - progress.step
+    update.meter.go_on(progress.window)
     parts.model.train()
     loader = train_batches(
         parts.splits,
@@ -92,6 +93,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
                 keeper.metrics.log(_record(parts, progress, measured, lr, made.stepped.norm, *clock.lap(progress)))
             if validate:
                 clock.pause(progress)
+                progress.window = list(update.meter.sums())
                 if not _validate(parts, keeper, should_stop):
                     return _stop(keeper)
                 clock.resume()
@@ -99,11 +101,13 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
                 clock.pause(progress)
                 nonfinite.look()
                 progress.nonfinite = nonfinite.in_a_row
+                progress.window = list(update.meter.sums())
                 return _stop(keeper)
             if save or (counts and minutes_are_over()):
                 clock.pause(progress)
                 nonfinite.look()
                 progress.nonfinite = nonfinite.in_a_row
+                progress.window = list(update.meter.sums())
                 keeper.save()
                 clock.resume()
     return True
@@ -112,6 +116,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
 def _diverged(parts: Parts, keeper: Keeper, error: DivergedError) -> None:
     """Go back to a checkpoint and on with the data after the offending, or end the run."""
     keeper.progress.nonfinite = 0  # whoever goes on from here has all tries again
+    keeper.progress.window = []  # what was measured of late is not finite
     if parts.config.train.on_nonfinite == "rollback" and keeper.roll_back(error.position + 1):
         return
     failed = error.for_user()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,19 +30,33 @@ class Meter:
         self._loss += torch.where(keep, losses.double(), 0.0).sum()
         self._counts += torch.stack([keep.sum(), hits[:, 0].sum(), hits.sum()])
 
+    def sums(self) -> tuple[float, int, int, int]:
+        """What has been added on all ranks since the last `read`: the loss, samples, top-1 and top-5 hits.
+
+        Every rank must call it.
+        """
+        loss, counts = self._dist.all_reduce_sum(self._loss.clone()), self._dist.all_reduce_sum(self._counts.clone())
+        samples, top1, top5 = counts.tolist()
+        return loss.item(), samples, top1, top5
+
+    def go_on(self, sums: Sequence[float]) -> None:
+        """Begin with what `sums` gave before a restart: an average goes over its whole window, whoever added to it."""
+        if self._dist.is_main and len(sums) == 4:
+            self._loss += sums[0]
+            self._counts += torch.tensor([int(count) for count in sums[1:]], device=self._counts.device)
+
     def read(self) -> dict[str, float]:
         """``loss``, ``acc1``, ``acc5`` in percent and ``samples`` over all ranks, and start again from zero.
 
         Every rank must call it.
         """
-        loss, counts = self._dist.all_reduce_sum(self._loss.clone()), self._dist.all_reduce_sum(self._counts.clone())
+        loss, samples, top1, top5 = self.sums()
         self._loss.zero_()
         self._counts.zero_()
-        samples, top1, top5 = counts.tolist()
         if not samples:
             return {"samples": 0}
         return {
-            "loss": loss.item() / samples,
+            "loss": loss / samples,
             "acc1": 100.0 * top1 / samples,
             "acc5": 100.0 * top5 / samples,
             "samples": samples,

@@ -44,6 +44,8 @@ class Progress:
     """Images trained on over all attempts."""
     val: dict[str, float] = field(default_factory=dict)
     """The last validation's metrics."""
+    window: list[float] = field(default_factory=list)
+    """What has been measured since the last train record: `Meter.sums`."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster.queue import job_state, job_states, require_no_job
+from trainkit.config.loading import load, to_yaml
+from trainkit.errors import UserError
+from trainkit.records.attempts import refused, submitted, submitting
+from trainkit.records.events import append_event, read_events
+from trainkit.records.history import life_of
+from trainkit.records.process_id import ProcessId
+from trainkit.records.rundir import RunDir
+
+FakeCommand = Callable[[str, str], Path]
+
+
+def squeue(scripts: str, state: str = "PENDING") -> str:
+    """A queue in which job 41 was queued with another script, and each of the others with one of ours."""
+    return f"""case "$*" in
+*%o*) printf '%s' '41|/somewhere/else/submit.sbatch\n{scripts}' ;;
+*) for id in 41 42 43 42_0 42_1; do echo "$id|{state}|None|0:00|"; done ;;
+esac""".replace("printf '%s'", "printf '%b'")
+
+
+@pytest.fixture
+def cut_short(tmp_path: Path) -> RunDir:
+    """A run whose submitter was killed after it had called sbatch."""
+    run = RunDir.create(tmp_path / "my runs" / "ddp-0001", to_yaml(load("ddp").config))
+    gone = ProcessId.of(os.getpid()).fields() | {"process_started": "1"}
+    append_event(run, "submitting", executor="slurm", attempts_before=0, **gone)
+    return run
+
+
+def test_a_job_is_found_by_its_script(cut_short: RunDir, fake_command: FakeCommand) -> None:
+    fake_command("squeue", squeue(f"42|{cut_short.script}\\n"))
+    state = job_state(cut_short)
+    assert (state.state, state.job_id, state.alive) == ("PENDING", "42", "yes")
+    assert [(event["job_id"], event["adopted"]) for event in read_events(cut_short, "submitted")] == [("42", True)]
+    assert life_of(cut_short).cut_short is None, "and is not looked for again"
+
+
+def test_one_that_has_ended_is_found_in_the_accounts(cut_short: RunDir, fake_command: FakeCommand) -> None:
+    fake_command("squeue", "exit 0")
+    line = f"42|sbatch --parsable {cut_short.script}"
+    fake_command("sacct", f'case "$*" in *SubmitLine*) echo "{line}" ;; *) echo "42|FAILED|1:0|n1" ;; esac')
+    assert (job_state(cut_short).state, life_of(cut_short).submissions[0].job_id) == ("FAILED", "42")
+
+
+def test_runs_of_a_sweep_are_tasks_of_its_array(tmp_path: Path, fake_command: FakeCommand) -> None:
+    sweep = tmp_path / "sweep-0001"
+    runs = [RunDir.create(sweep / str(index), to_yaml(load("ddp").config)) for index in range(2)]
+    (sweep / "sweep.json").write_text("[]")
+    for run in runs:
+        append_event(run, "submitting", executor="slurm", attempts_before=0)
+    script = sweep / "submit.sbatch"
+    fake_command("squeue", squeue(f"42_0|{script}\\n42_1|{script}\\n"))
+    assert [state.job_id for state in job_states(runs)] == ["42_0", "42_1"]
+
+
+def test_a_job_that_the_run_knows_is_not_found_again(cut_short: RunDir, fake_command: FakeCommand) -> None:
+    submitted(cut_short, "slurm", "42")
+    submitting(cut_short)
+    fake_command("squeue", squeue(f"42|{cut_short.script}\\n43|{cut_short.script}\\n"))
+    assert job_state(cut_short).job_id == "43"
+    assert [item.job_id for item in life_of(cut_short).submissions] == ["42", "43"]
+
+
+def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(
+    cut_short: RunDir,
+    fake_command: FakeCommand,
+) -> None:
+    fake_command("squeue", "exit 1")
+    fake_command("sacct", "exit 1")
+    assert job_state(cut_short).alive == "unknown"
+    with pytest.raises(UserError, match="Nobody can tell"):
+        require_no_job(cut_short, force=False)
+    require_no_job(cut_short, force=True)
+
+
+def test_a_run_that_is_just_being_submitted_has_no_second_job(tmp_path: Path, fake_command: FakeCommand) -> None:
+    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
+    submitting(run)
+    fake_command("squeue", "exit 0")
+    fake_command("sacct", "exit 0")
+    assert f"process {os.getpid()} is just submitting it" in job_state(run).reason
+    assert job_state(run).alive == "unknown"
+
+
+def test_a_submission_that_came_to_nothing_is_said_and_can_be_tried_again(
+    cut_short: RunDir,
+    fake_command: FakeCommand,
+) -> None:
+    fake_command("squeue", "exit 0")
+    fake_command("sacct", "exit 0")
+    state = job_state(cut_short)
+    assert (state.state, state.alive) == ("NOT SUBMITTED", "no")
+    assert "cut short" in state.reason
+
+
+def test_one_that_was_refused_is_not_looked_for(cut_short: RunDir, fake_command: FakeCommand) -> None:
+    calls = fake_command("squeue", "exit 0")
+    refused(cut_short, "Invalid account")
+    assert job_state(cut_short).state == "NOT SUBMITTED"
+    assert not calls.exists()
+
+
+def test_a_job_that_two_have_written_down_is_one(cut_short: RunDir) -> None:
+    for _ in range(2):
+        submitted(cut_short, "slurm", "42")
+    assert len(life_of(cut_short).submissions) == 1
