@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from jobs import cli
+from jobs import cli, elsewhere
 from trainkit import terminal
 from trainkit.cluster.queue import job_state, job_states
 from trainkit.cluster.slurm_jobs import JobState
@@ -28,7 +28,10 @@ _DENIED = re.compile(r"denied|not permitted|permission", re.IGNORECASE)
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("cancel", "End the jobs of runs. What they have saved stays, and `resume` goes on from it.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
+    elsewhere.add_host_flag(parser)
     args = parser.parse_args(list(argv))
+    if args.host is not None:
+        return elsewhere.forward("cancel", argv, args.host, env)
     runs = [run for reference in args.runs for run in find_runs(reference, env)]
     for run in runs:
         _require_own(run)

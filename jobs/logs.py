@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs import cli
+from jobs import cli, elsewhere
 from jobs.following import alive_asker
 from trainkit import terminal
 from trainkit.cluster.asking import Asker
@@ -48,7 +48,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--attempt", type=int, metavar="K", help="which attempt, from 0 (default: the last)")
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--err", action="store_true", help="stderr instead of stdout")
+    elsewhere.add_host_flag(parser)
     args = parser.parse_args(list(argv))
+    if args.host is not None:
+        return elsewhere.forward("logs", argv, args.host, env)
     run = find_run(args.run, env)
     attempts = run.attempts()
     if args.attempt is not None and args.attempt not in attempts:

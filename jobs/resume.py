@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from jobs import cli
+from jobs import cli, elsewhere
 from jobs.starting import dry_run, follow, start
 from trainkit import terminal
 from trainkit.cluster.queue import job_state, require_no_job
@@ -33,7 +33,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
+    elsewhere.add_host_flag(parser)
     args = parser.parse_args(list(argv))
+    if args.host is not None:
+        return elsewhere.forward("resume", argv, args.host, env)
     run = find_run(args.run, env)
     _require_unfinished(run)
     require_no_job(run, force=args.force)

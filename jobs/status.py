@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import cli
+from jobs import cli, elsewhere
 from trainkit import terminal
 from trainkit.cluster.queue import job_states
 from trainkit.cluster.slurm_jobs import JobState
@@ -67,7 +67,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("-a", "--all", action="store_true", help=f"all runs, not only the newest {LISTED}")
     parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
+    elsewhere.add_host_flag(parser)
     args = parser.parse_args(list(argv))
+    if args.host is not None:
+        return elsewhere.forward("status", argv, args.host, env)
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
     root = runs_root(env)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import cli
+from jobs import cli, elsewhere
 from trainkit.errors import UserError
 from trainkit.records.rundir import next_path, runs_root
 
@@ -36,6 +36,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     )
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
+    elsewhere.add_host_flag(parser)
     args = parser.parse_intermixed_args(list(argv))
     # From here on it costs more than `--help` may.
     from trainkit.checking import check
@@ -44,6 +45,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     flags = cli.launch_flags(args)
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
+    if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
+        here = {key: value for key, value in flags.items() if key != "launch.cluster"}
+        config = loading.load(args.preset, variants[0], flags=here).config
+        own = (config.model.name, config.data.name, config.strategy.name)
+        return elsewhere.submit(argv, args, own, config.data.root, env)
     loadeds = [loading.load(args.preset, overrides, flags=flags, env=env) for overrides in variants]
     for loaded in loadeds:
         require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jobs import cli
+from jobs import cli, elsewhere
 from trainkit import terminal
 from trainkit.cluster.queue import JobState, job_state
 from trainkit.diagnosis.causes import cause_of
@@ -17,7 +17,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("why", "Say why a run failed, or why it does not start.")
     parser.add_argument("run", help="a run's name or folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
+    elsewhere.add_host_flag(parser)
     args = parser.parse_args(list(argv))
+    if args.host is not None:
+        return elsewhere.forward("why", argv, args.host, env)
     run = find_run(args.run, env)
     if args.attempt is not None and args.attempt not in run.attempts():
         raise UserError(

@@ -1,0 +1,143 @@
+"""From a laptop: the cluster behind a real sshd, behind a jump host, by the system's own ssh."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import readme
+from tests.slurm.conftest import Cluster, cannot_run
+from trainkit.ranks.rendezvous import free_port
+
+MODEL = """
+from torch import nn
+
+
+def build(info):
+    return nn.Sequential(nn.Flatten(), nn.Linear(info.in_chans * info.image_size**2, info.num_classes))
+"""
+
+
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+
+
+@dataclass(frozen=True)
+class Laptop:
+    """A machine without SLURM, and a folder on it with a model of the user's."""
+
+    home: Path
+    there: Path
+    log: Path
+
+    def job(self, verb: str, *arguments: str) -> str:
+        """A command of the kit, with the login node as its host; what it prints."""
+        env = {
+            name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "TRAINKIT_"))
+        }
+        env |= {"TRAINKIT_SSH": f"ssh -F {self.home.parent}/ssh_config", "XDG_STATE_HOME": str(self.home.parent)}
+        command = [sys.executable, "-m", f"jobs.{verb}", *arguments, "--host", f"login:{self.there}"]
+        done = subprocess.run(
+            command, cwd=self.home, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr + self.log.read_text()[-2000:]
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def laptop(devcluster: Cluster) -> Iterator[Laptop]:
+    # Short, and not in pytest's own folder: the socket of the shared connection is in it.
+    with tempfile.TemporaryDirectory(prefix="tk-") as folder:
+        base, port = Path(folder), free_port()
+        home, there, log = base / "laptop", base / "there", base / "sshd.log"
+        home.mkdir()
+        there.mkdir()
+        (home / "my_net.py").write_text(MODEL)
+        (there / ".venv").symlink_to(sys.prefix)
+        for key in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(base / key)], check=True)
+        site = {name: devcluster.env[name] for name in ("SLURM_CONF", "OMP_NUM_THREADS")}
+        site |= {"TRAINKIT_CLUSTER": "devcluster", "XDG_STATE_HOME": str(base / "state")}
+        (base / "sshd_config").write_text(
+            f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {base}/host\nAuthorizedKeysFile {base}/user.pub\n"
+            "PidFile none\nUsePAM no\nStrictModes no\nPasswordAuthentication no\nLogLevel VERBOSE\n"
+            f"SetEnv {' '.join(f'{name}={value}' for name, value in site.items())}\n"
+        )
+        (base / "ssh_config").write_text(
+            f"Host gate login\n  HostName 127.0.0.1\n  Port {port}\n  User root\n  IdentityFile {base}/user\n"
+            f"  IdentitiesOnly yes\n  UserKnownHostsFile {base}/known\nHost login\n  ProxyJump gate\n"
+        )
+        (base / "known").write_text(f"[127.0.0.1]:{port} {(base / 'host.pub').read_text()}")
+        with (
+            log.open("w") as said,
+            subprocess.Popen([_sshd(), "-D", "-e", "-f", base / "sshd_config"], stderr=said) as sshd,
+        ):
+            try:
+                deadline = time.monotonic() + 20
+                while "listening" not in log.read_text() and time.monotonic() < deadline and sshd.poll() is None:
+                    time.sleep(0.05)
+                yield Laptop(home, there, log)
+                for socket in (base / "trainkit" / "ssh").glob("*"):
+                    close = ["ssh", "-F", base / "ssh_config", "-o", f"ControlPath={socket}", "-O", "exit", "login"]
+                    subprocess.run(close, capture_output=True, check=False)
+            finally:
+                sshd.terminate()
+
+
+def _sshd() -> str:
+    """The path of a real one, installed where it is missing, as the cluster's own packages are."""
+    where = f"{os.environ['PATH']}:/usr/sbin"
+    if shutil.which("sshd", path=where) is None:
+        policy = Path("/usr/sbin/policy-rc.d")  # which keeps it from being started for the whole machine
+        ours = not policy.exists()
+        if ours:
+            policy.write_text("#!/bin/sh\nexit 101\n")
+            policy.chmod(0o755)
+        install = "apt-get install -y --no-install-recommends openssh-server"
+        command = f"export DEBIAN_FRONTEND=noninteractive; {install} || (apt-get update && {install})"
+        subprocess.run(["sh", "-c", command], capture_output=True, check=False)
+        if ours:
+            policy.unlink()
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    return shutil.which("sshd", path=where) or cannot_run("openssh-server cannot be installed")
+
+
+def test_a_run_is_submitted_watched_and_reported_from_a_laptop(laptop: Laptop) -> None:
+    settings = ("model.name=my_net:build", "train.max_steps=2", "monitor.loggers=[console,jsonl]")
+    submitted = laptop.job("submit", "single", *settings, "--wait")
+    run = laptop.there / "runs" / "single-0001"
+    assert f"python -m jobs.status {run} --host login:{laptop.there}\n" in submitted
+    assert (run / "code" / "my_net.py").read_text() == MODEL
+    assert "COMPLETED" in laptop.job("status", "single-0001")
+    assert "step 2/2" in laptop.job("logs", "single-0001")
+    files = [Path(line) for line in laptop.job("report", "single-0001").splitlines()]
+    assert laptop.home / "report" / "logbook.md" in files
+    assert "single-0001" in (laptop.home / "report" / "logbook.md").read_text()
+    # All of it over one connection through the jump host, so that a second factor is asked for once.
+    assert laptop.log.read_text().count("Accepted publickey") == 2
+
+
+def test_the_readmes_commands_for_a_login_node_work_as_they_stand(laptop: Laptop) -> None:
+    (block,) = readme.blocks("login node")
+    for line in block:
+        python, m, module, *words, flag, host = shlex.split(line)
+        assert (python, m, flag, host) == ("python", "-m", "--host", "me@login.example.org")
+        laptop.job(module.removeprefix("jobs."), *words)
+    laptop.job("cancel", "single-0002")
+
+
+def test_a_job_is_cancelled_from_a_laptop(laptop: Laptop, devcluster: Cluster) -> None:
+    submitted = laptop.job("submit", "single", "--run-dir", "mine", "--dependency", "afterok:1", "--sbatch", "hold")
+    job_id = submitted.split("Submitted job ")[1].split(":")[0]
+    assert f"cancelled job {job_id}" in laptop.job("cancel", "mine")
+    assert devcluster.wait(job_id) == "CANCELLED"
