@@ -27,7 +27,7 @@ def test_every_block_says_where_it_is_run() -> None:
     # The first two, the main command and the tests, are what `.ci/run` gives.
     marks = readme.marks()
     assert marks[:2] == [None, None]
-    assert set(marks[2:]) == {"laptop", "slurm", "two machines", "swarm"}
+    assert set(marks[2:]) == {"laptop", "slurm", "login node", "two machines", "swarm"}
 
 
 def test_ci_gives_the_first_two_blocks() -> None:
