@@ -152,7 +152,7 @@ tmpfs /tmp tmpfs rw 0 0
 nas:/home /home nfs4 rw 0 0
 10.0.0.1@o2ib:/work /work lustre rw 0 0
 s3 /data\\040sets fuse.s3fs rw 0 0
-nfsd /proc/fs/nfsd nfsd rw 0 0
+nas:/boot /boot/images nfs rw 0 0
 """
     assert read.shared_folders(mounts) == ("/home", "/work", "/data sets")
 

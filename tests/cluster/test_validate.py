@@ -100,6 +100,7 @@ def test_a_qos_is_that_of_the_account_and_of_the_partition() -> None:
 
 
 def test_more_time_or_gpus_than_the_qos_gives_would_wait_for_ever() -> None:
+    require_access(loaded(account="vision", qos="long"), replace(HOUR, minutes=7 * 1440), OPEN, FACTS)
     week = replace(HOUR, minutes=8 * 1440)
     assert "Its MaxWall is 7-0:00:00" in refused(OPEN, request=week, qos="long", account="vision")
     many = replace(HOUR, nodes=3)
@@ -144,6 +145,14 @@ def test_on_a_cluster_of_one_machine_every_folder_is_seen() -> None:
 
 def test_a_folder_with_room_is_let_pass_before_it_is_made(tmp_path: Path) -> None:
     require_room(tmp_path / "not" / "yet" / "there")
+
+
+def test_a_file_system_that_counts_no_files_has_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """btrfs: the very file system is not here."""
+    there = list(os.statvfs(tmp_path))
+    there[5:8] = [0, 0, 0]  # f_files, f_ffree, f_favail
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(there))
+    require_room(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="small file systems are made by root")

@@ -63,10 +63,14 @@ def test_a_partition_that_cannot_take_the_job_is_not_asked(command: Command, par
     assert len(partitions.read_text().splitlines()) == 3
 
 
-def test_only_the_partitions_that_are_named_are_asked(command: Command, partitions: Path) -> None:
+def test_only_the_partitions_that_are_named_are_asked(
+    command: Command, partitions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = command("submit", "ddp", "--estimate", "--partition", "slow,fast")
     assert [line.split()[0] for line in done.out.splitlines()] == ["fast", "slow"]
     assert len(partitions.read_text().splitlines()) == 2
+    monkeypatch.setenv("SBATCH_PARTITION", "fast")
+    assert [line.split()[0] for line in command("submit", "ddp", "--estimate").out.splitlines()] == ["fast"]
 
 
 def test_an_estimate_asks_for_four_partitions_at_most(command: Command, partitions: Path) -> None:
@@ -100,6 +104,28 @@ def test_a_run_folder_in_memory_is_refused_before_it_is_made(command: Command, f
     assert "is on this machine alone" in done.err
     assert not (fake_slurm / "submitted.sbatch").exists()
     assert not Path("/dev/shm/trainkit-no-such-run").exists()
+
+
+def test_a_full_disk_is_refused_before_a_folder_is_made(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.cluster.validate_folders.LEAST_MB", 10**12)
+    done = command("submit", "ddp")
+    assert (done.code, "There is no room for a run" in done.err) == (3, True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_environment_that_nodes_do_not_see_is_refused_unless_the_job_has_its_own(
+    command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.prefix", "/opt/laptop/venv")
+    profile = tmp_path / "site.yaml"
+    profile.write_text(f"site: {{shared_folders: [{tmp_path}]}}\n")
+    done = command("submit", "ddp", "--cluster", str(profile))
+    assert done.code == 3
+    assert "The virtual environment /opt/laptop/venv is on this machine alone." in done.err
+    done = command("submit", "ddp", "--cluster", str(profile), "launch.environment=conda:x", "--dry-run")
+    assert done.code == 0, done.err
 
 
 def test_what_a_profile_knows_of_accounts_is_asked_of_nobody(

@@ -137,6 +137,11 @@ def test_memory_is_that_of_as_many_nodes_as_are_asked_for(loaded: Load) -> None:
         make_plan(loaded("train.global_batch_size=48", mem="400G", nodes=3), SITE, RUN)
 
 
+def test_where_the_memory_of_some_nodes_is_not_known_none_is_refused(loaded: Load) -> None:
+    site = only(nodes=(A100, replace(A100, name="g2", mem_mb=None)))
+    assert directives(make_plan(loaded(mem="900G"), site, RUN))["mem"] == "900G"
+
+
 def test_more_memory_than_one_job_may_have_is_refused(loaded: Load) -> None:
     with pytest.raises(RefusedError) as refused:
         make_plan(loaded(mem="200G"), only(max_mem_mb=120000), RUN)
