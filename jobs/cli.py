@@ -31,7 +31,7 @@ RESOURCES: dict[str, tuple[str | None, str]] = {
     "reservation": (None, "reservation"),
     "gres": (None, "generic resources, instead of --gpus-per-node: gpu:4"),
     "job-name": ("J", "name of the job"),
-    "dependency": ("d", "start after: afterok:JOBID"),
+    "dependency": ("d", "start after: afterok:JOBID, or afterok:RUN"),
     "container-image": (None, "run the ranks in this container; none: in no container"),
     "mail-user": (None, "mail address"),
     "mail-type": (None, "mail on: BEGIN,END,FAIL"),

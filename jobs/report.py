@@ -6,14 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, elsewhere
-from trainkit.records.rundir import find_run
+from trainkit.records.rundir import find_runs
 from trainkit.report.logbook import write_logbook
+from trainkit.report.sweep import FILE, write_results
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, write, print the paths."""
     parser = cli.Parser("report", __doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's name or folder; the first is the reference")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a run's name or folder; the first is the reference. A sweep: its results",
+    )
     parser.add_argument("--out", type=Path, help="folder to write to (default: the run's, or ./report for several)")
     elsewhere.add_host_flag(parser)
     args = parser.parse_args(argv)
@@ -21,7 +27,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         for path in elsewhere.report(args.runs, args.host, args.out or Path("report"), env):
             print(path.absolute())
         return 0
-    runs = list({run.path: run for run in (find_run(reference, env) for reference in args.runs)}.values())
+    found = [find_runs(reference, env) for reference in args.runs]
+    if len(found) == 1 and len(found[0]) > 1:
+        sweep = found[0][0].path.parent
+        print(write_results(sweep, found[0]), end="")
+        print(f"\n{sweep / FILE}")
+        return 0
+    runs = list({run.path: run for group in found for run in group}.values())
     out = args.out or (runs[0].path if len(runs) == 1 else Path("report"))
     for path in write_logbook(runs, out.absolute()):
         print(path)

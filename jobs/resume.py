@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from jobs import cli, elsewhere
-from jobs.starting import dry_run, follow, start
+from jobs.starting import by_names, dry_run, follow, start
+from jobs.sweeps import Further
 from trainkit import terminal
-from trainkit.cluster.queue import job_state, require_no_job
-from trainkit.cluster.site import discover
+from trainkit.cluster.queue import JobState, job_state, job_states, require_no_job
+from trainkit.cluster.site import discover, largest_array
 from trainkit.config import loading
 from trainkit.config.presets import profile_layer
 from trainkit.data import check_data
@@ -21,14 +23,16 @@ from trainkit.launch import submission
 from trainkit.launch.plan import make_plan
 from trainkit.launch.validation import validate
 from trainkit.records import reading
-from trainkit.records.history import life_of
+from trainkit.records.history import Life, life_of
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir, find_run
+from trainkit.records.rundir import RunDir, find_runs
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = cli.Parser("resume", "Queue a run again. Resources may change; settings may not: they are the run's own.")
+    parser = cli.Parser(
+        "resume", "Queue a run again, or what has failed of a sweep. Resources may change, settings may not."
+    )
     parser.add_argument("run", metavar="RUN", help="a run's name or folder")
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
@@ -37,26 +41,29 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("resume", argv, args.host, env)
-    run = find_run(args.run, env)
+    runs = find_runs(args.run, env)
+    if len(runs) > 1:
+        return _resume_sweep(runs, args, env)
+    run = runs[0]
     _require_unfinished(run)
     require_no_job(run, force=args.force)
     before = life_of(run).submission
     # One at a time: of two that come together, the second finds the job of the first.
-    with nullcontext() if args.dry_run else lease_on(run, Holder.me(), is_dead=_ended_jobs(run)):
+    with (
+        nullcontext()
+        if args.dry_run
+        else lease_on(run, Holder.me(), is_dead=_of_ended_job(life_of(run), job_state(run)))
+    ):
         if life_of(run).submission != before:
             require_no_job(run, force=args.force)
-        # The environment's SBATCH_* were part of the first submission; only what is asked for now may change it.
-        flags = {**_moved(run, args.cluster), **cli.launch_flags(args)} if args.cluster else cli.launch_flags(args)
-        # It waited for another job once; that is over.
-        flags.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
-        loaded = loading.load(str(run.config), flags=flags)
+        loaded = loading.load(str(run.config), flags=_flags(run, args))
         require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
         if (
             ":" not in loaded.config.data.name
         ):  # the user's own modules are in the run's snapshot, wherever this is called
             check_data(loaded.config.data)
         site, cwd = discover(env), _first_folder(run)
-        plan = make_plan(loaded, site, run.path)
+        plan = by_names(make_plan(loaded, site, run.path), env)
         validate(loaded, plan, site, run.path)
         script = submission.script_text(plan, run.path, cwd) if plan.executor == "slurm" else None
         if args.dry_run:
@@ -71,6 +78,50 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return follow([run], plan, args)
 
 
+def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Queue what has failed, or was never queued, of a sweep, as one array."""
+    runs = sorted(runs, key=lambda run: (len(run.path.name), run.path.name))
+    lives = {run: life_of(run) for run in runs}
+    states = dict(zip(runs, job_states(runs), strict=True))
+    alive = {"no"} | ({"unknown"} if args.force else set())
+    lost = [run for run in runs if states[run].alive in alive and not lives[run].finished]
+    if not lost:
+        told = ", ".join(sorted({state.state for state in states.values()}))
+        raise UserError(
+            f"Nothing of this sweep is to be queued again: its {len(runs)} runs are {told}.",
+            why="Only what has failed, or was stopped, needs that.",
+            fix=f"`{terminal.command('status', runs[0].path.parent)}` shows them.",
+        )
+    loadeds = [loading.load(str(run.config), flags=_flags(run, args)) for run in lost]
+    for run, loaded in zip(lost, loadeds, strict=True):
+        require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
+    site = discover(env)
+    largest = largest_array() if site.slurm else len(lost)
+    further = Further(runs[0].path.parent, loadeds[0], site, _first_folder(lost[0]), env)
+    folder, plan, script = further.plan(lost[:largest])
+    if args.dry_run:
+        return dry_run(plan, loadeds[0], folder, script)
+    with ExitStack() as held:
+        for run, loaded in zip(lost, loadeds, strict=True):
+            # One at a time: of two that come together, the second finds the job of the first.
+            held.enter_context(lease_on(run, Holder.me(), is_dead=_of_ended_job(lives[run], states[run])))
+            if life_of(run).submission != lives[run].submission:
+                require_no_job(run, force=args.force)
+            _replace(run.config, loading.to_yaml(loaded.config))
+        for array, part in further.start_all(lost, largest):
+            names = ", ".join(run.path.name for run in part[:20]) + (", ..." if len(part) > 20 else "")
+            print(f"Submitted job {array} for {len(part)} of {len(runs)} runs: {names}", flush=True)
+    return follow(lost, plan, args)
+
+
+def _flags(run: RunDir, args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+    """What is asked for now. The environment's SBATCH_* were part of the first submission, and stay as they were."""
+    flags = {**_moved(run, args.cluster), **cli.launch_flags(args)} if args.cluster else cli.launch_flags(args)
+    # It waited for another job once; that is over.
+    flags.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
+    return flags
+
+
 def _require_unfinished(run: RunDir) -> None:
     if life_of(run).finished:
         raise UserError(
@@ -80,10 +131,10 @@ def _require_unfinished(run: RunDir) -> None:
         )
 
 
-def _ended_jobs(run: RunDir) -> Callable[[Holder], bool]:
+def _of_ended_job(life: Life, state: JobState) -> Callable[[Holder], bool]:
     """Whether the writer is of a job that the scheduler knows to have ended, however that left its lease."""
-    submission = life_of(run).submission
-    ended = submission is not None and bool(submission.job_id) and job_state(run).alive == "no"
+    submission = life.submission
+    ended = submission is not None and bool(submission.job_id) and state.alive == "no"
     return lambda other: ended and submission is not None and other.job_id == submission.job_id
 
 

@@ -14,7 +14,16 @@ from trainkit.cluster.queue import job_state
 from trainkit.config.loading import Loaded
 from trainkit.errors import RunFailedError
 from trainkit.launch.plan import Plan
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, find_runs
+
+
+def by_names(plan: Plan, env: Mapping[str, str]) -> Plan:
+    """The plan with job ids for the runs that its dependency names."""
+    if not any(item.name == "dependency" for item in plan.directives):
+        return plan
+    from trainkit.launch.dependency import with_job_ids
+
+    return with_job_ids(plan, lambda name: find_runs(name, env))
 
 
 def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapping[str, str]) -> list[str]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli, elsewhere
-from trainkit.errors import UserError
+from jobs.sweeps import Further, sweep_points
+from trainkit import terminal
+from trainkit.config import yaml
+from trainkit.errors import RefusedError, UserError
 from trainkit.records.rundir import next_path, runs_root
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
+    from trainkit.records.history import Life
 
 DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
 
@@ -26,8 +29,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("preset", help="a preset in configs/, a YAML file, or a run folder to repeat")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
     parser.add_argument(
-        "--sweep", metavar="KEY=A,B,C", action="append", default=[], help="one run per value; repeatable"
+        "--sweep",
+        metavar="KEY=A,B,C",
+        action="append",
+        default=[],
+        help="one run per value; KEY=0..4 is 0,1,2,3,4; repeatable: all combinations",
     )
+    parser.add_argument("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
+    parser.add_argument("--again", action="store_true", help="also if the same run is there already")
     parser.add_argument(
         "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)"
     )
@@ -44,6 +53,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.records.ownership import require_own_code
 
     flags = cli.launch_flags(args)
+    if args.max_parallel is not None:
+        flags["launch.max_parallel"] = (yaml.parse_value(args.max_parallel), "--max-parallel")
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
     if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
         here = {key: value for key, value in flags.items() if key != "launch.cluster"}
@@ -78,21 +89,32 @@ def _submit(
     loadeds: Sequence[Loaded], variants: Sequence[Sequence[str]], folder: Path, args: argparse.Namespace,
     command: Sequence[str], env: Mapping[str, str],
 ) -> int:  # fmt: skip
-    from jobs.starting import dry_run, follow, start
-    from trainkit.cluster.site import discover
+    from jobs.starting import by_names, dry_run, follow, start
+    from trainkit.cluster.site import discover, largest_array
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
     from trainkit.launch.validation import validate
+    from trainkit.records.fingerprint import code_digest, fingerprint
+    from trainkit.records.snapshot import code_files
 
-    site, cwd, points = discover(env), Path.cwd(), len(loadeds)
-    plans = [make_plan(loaded, site, folder, points=points) for loaded in loadeds]
+    cwd, points = Path.cwd(), len(loadeds)
+    configs = [submission.stored_config(loaded, cwd) for loaded in loadeds]
+    digest = code_digest(code_files())
+    marks = [fingerprint(config, digest) for config in configs]
+    if not (args.again or args.dry_run or configs[0].launch.executor == "debug"):
+        _require_new(marks)
+    site = discover(env)
+    largest = largest_array() if points > 1 and site.slurm else points
+    plans = [make_plan(loaded, site, folder, points=min(points, largest)) for loaded in loadeds]
     plan = plans[0]
     if any((other.world_size, other.directives) != (plan.world_size, plan.directives) for other in plans):
         raise UserError(
             "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
         )
+    plan = by_names(plan, env)
     notes = validate(loadeds[0], plan, site, folder)
-    script = submission.script_text(plan, folder, cwd, points) if plan.executor == "slurm" else None
+    first = min(points, largest) if plan.executor == "slurm" else points
+    script = submission.script_text(plan, folder, cwd, first) if plan.executor == "slurm" else None
     if args.dry_run:
         code = dry_run(plan, loadeds[0], folder, script)
         _say(notes)
@@ -102,18 +124,20 @@ def _submit(
         raise UserError(
             "A sweep does not run with --executor debug.", why="debug is one run in this process.", fix="Use local."
         )
-    configs = [submission.stored_config(loaded, cwd) for loaded in loadeds]
     try:
         if points == 1:
-            runs = [submission.write_run(folder, configs[0], plan, script, command)]
+            runs = [submission.write_run(folder, configs[0], plan, script, command, marks[0])]
         else:
-            runs = submission.write_sweep(folder, configs, plan, script, command, variants)
+            runs = submission.write_sweep(folder, configs, plan, script, command, variants, marks)
     except UserError:
         if args.run_dir is None and folder.exists():  # another submission was given the same number: take the next
             return _submit(loadeds, variants, next_path(folder.parent, loadeds[0].name), args, command, env)
         raise
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
-        start(folder, runs, plan, cwd, env)
+        job_ids = start(folder, runs[:first], plan, cwd, env)
+    after = job_ids[0].partition("_")[0] if loadeds[0].config.launch.max_parallel and runs[first:] else ""
+    for array, part in Further(folder, loadeds[0], site, cwd, env).start_all(runs[first:], largest, after=after):
+        print(f"  and job     {array}: {len(part)} more, for an array has {largest} tasks at most here")
     _say(notes)
     return follow(runs, plan, args)
 
@@ -123,23 +147,32 @@ def _say(notes: Sequence[str]) -> None:
         print(note, file=sys.stderr)
 
 
-def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
-    """Overrides of every run: the product of all sweeps; one empty list without any."""
-    axes = []
-    for text in sweeps:
-        key, equals, values = text.partition("=")
-        if not equals or not values:
-            raise UserError(
-                f"--sweep {text!r} has no values.",
-                why="It takes KEY=A,B,C.",
-                fix="For example --sweep optim.lr=1e-3,3e-3.",
-            )
-        if key.startswith("launch."):
-            raise UserError(
-                "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
-            )
-        axes.append([f"{key}={value}" for value in values.split(",")])
-    return [list(point) for point in itertools.product(*axes)]
+def _require_new(fingerprints: Sequence[str]) -> None:
+    """Refuse what trains, or has trained, already: the same settings, code and data."""
+    from trainkit.cluster.queue import job_states
+    from trainkit.records.fingerprint import same_runs
+    from trainkit.records.history import life_of
+
+    found = {run.path: run for runs in same_runs(fingerprints).values() for run in runs}
+    lives = {path: life_of(run) for path, run in found.items()}
+    done = {path: "COMPLETED" for path, life in lives.items() if life.finished}
+    # What has ended otherwise may be tried again. Whether the rest lives only its scheduler knows.
+    open_ends = [run for path, run in found.items() if path not in done and _may_live(lives[path])]
+    states = zip(open_ends, job_states(open_ends), strict=True) if open_ends else ()
+    done |= {run.path: f"{state.state} (job {state.job_id})" for run, state in states if state.alive != "no"}
+    if not done:
+        return
+    path, state = next(reversed(done.items()))
+    others = f", and {len(done) - 1} more of these runs" if len(done) > 1 else ""
+    raise RefusedError(
+        f"{terminal.one_line(path.name)} is the same run, and it is {state}{others}.",
+        why=f"Configuration, code and data are those of {path}.",
+        fix=f"`{terminal.command('status', path)}` shows it; add --again to train it once more.",
+    )
+
+
+def _may_live(life: Life) -> bool:
+    return life.cut_short is not None or (life.submission is not None and life.submission.ended is None)
 
 
 if __name__ == "__main__":

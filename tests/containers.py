@@ -44,7 +44,7 @@ exec unshare --mount bash -c '
     done <<< "$MOUNTS"
     mkdir -p "$root/tmp"
     unset MOUNTS
-    exec chroot "$root" sh -c "cd \"\$WORKDIR\" && exec \"\$@\"" inside "$@"' container "$@"
+    PATH=$PATH:/usr/sbin:/sbin exec chroot "$root" sh -c "cd \"\$WORKDIR\" && exec \"\$@\"" inside "$@"' container "$@"
 """
 
 

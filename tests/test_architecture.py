@@ -51,9 +51,12 @@ TYPES_ONLY = {("trainkit.models", "trainkit.data")}
 PLUGINS = ("trainkit.strategies", "trainkit.data", "trainkit.models", "trainkit.monitor")
 
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
-SHARED = {"jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.following", "jobs.starting"}
+SHARED = {
+    "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.following", "jobs.starting", "jobs.sweeps",
+}  # fmt: skip
 VERBS = {
     "jobs.starting": {"jobs.train"},  # whose `run_rank` is what a job runs
+    "jobs.sweeps": {"jobs.train"},
     "jobs.join": {"jobs.swarm"},  # the same peer, of a swarm that someone else created
 }
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import containers
 from trainkit.ranks.rendezvous import free_port
 from trainkit.records.events import last_event, read_events
 from trainkit.records.rundir import RunDir
@@ -131,3 +133,28 @@ def test_the_settings_of_a_run_cannot_be_changed(command: Command, no_slurm: dic
     assert done.code == 2
     assert "its settings are its own" in done.err
     assert os.listdir(folder) == ["config.yaml"]
+
+
+@pytest.mark.skipif(not containers.can_run(), reason="this machine does not let us mount")
+def test_a_node_trains_in_a_container_that_sees_nothing_but_its_run(no_slurm: dict[str, str], tmp_path: Path) -> None:
+    tools, home = tmp_path / "tools", tmp_path / "home"
+    tools.mkdir()
+    home.mkdir()
+    image = containers.install(tools)
+    (home / "my_model.py").write_text(
+        "import os, sys\nfrom trainkit.models.fashion_cnn import build as ours\n"
+        f"def build(info):\n    print('sees', os.path.exists({str(tools)!r}), os.environ.get('MY_OWN'), __file__)\n"
+        "    return ours(info)\n"
+    )
+    env = {**no_slurm, "PATH": f"{tools}:/usr/bin:/bin", "TRAINKIT_RUNS": str(home / "runs"), "MY_OWN": "outside"}
+    command = [sys.executable, "-m", "jobs.launch", "ddp", "--container-image", str(image)]
+    command += [f"launch.container_python={sys.executable}", "launch.container_runtime=docker", *FAST]
+    command += ["model.name=my_model:build", "data.name=synthetic", "data.train_size=64"]
+    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, check=False)
+    run = home / "runs" / "ddp-0001"
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "docker run --rm --net=host --ipc=host --pid=host" in done.stdout
+    assert f"sees False None {home}" in (run / "logs" / "0" / "rank-0.out").read_text()
+    assert (last_event(RunDir(run), "ended") or {})["state"] == "COMPLETED"
+    submitted = last_event(RunDir(run), "submitted") or {}
+    assert submitted["host"] == socket.gethostname(), "who looks after it can be asked for from outside"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from jobs.submit import sweep_points
+from jobs.sweeps import sweep_points
 from trainkit.errors import UserError
-from trainkit.records.events import last_event
+from trainkit.records.events import append_event, last_event
 from trainkit.records.rundir import RunDir, next_path
 
 PROJECT = Path(__file__).parents[2]
@@ -128,6 +128,72 @@ def test_submissions_at_the_same_time_get_folders_of_their_own(
     assert f"run folder  {tmp_path}/runs/ddp-0002" in done.out
     assert f"TRAINKIT_RUN_DIR={tmp_path}/runs/ddp-0002\n" in (fake_slurm / "submitted.sbatch").read_text()
     assert (tmp_path / "runs" / "ddp-0001" / "config.yaml").read_text() == "seed: 0\n"
+
+
+@pytest.fixture
+def calls(fake_slurm: Path) -> Callable[[], list[str]]:
+    """Names of SLURM's commands that were called since the last look."""
+    file = fake_slurm / "calls"
+    for name in ("sbatch", "scontrol", "squeue", "sacct"):
+        text = (fake_slurm / name).read_text()
+        (fake_slurm / name).write_text(text.replace("\n", f"\necho {name} >> {file}\n", 1))
+
+    def look() -> list[str]:
+        found = file.read_text().split() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return found
+
+    return look
+
+
+def test_the_same_run_is_not_queued_twice_unless_asked(
+    command: Command, fake_slurm: Path, files: Files, calls: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    assert command("submit", "ddp", "--nodes", "2").code == 0
+    assert len(calls()) <= 4
+    before = files()
+    done = command("submit", "ddp", "--time", "10:00")
+    assert (done.code, done.out) == (3, "")
+    assert "ddp-0001 is the same run, and it is PENDING (job 4711)" in done.err
+    assert "--again" in done.err
+    assert files() == before
+    assert calls() == ["squeue"], "nothing was queued, and one question was enough"
+    assert command("submit", "ddp", "--again").code == 0
+    assert len(calls()) <= 4
+    assert command("submit", "ddp", "seed=1").code == 0
+
+
+def test_a_run_that_has_finished_is_the_same_and_one_that_has_failed_may_be_tried_again(
+    command: Command, fake_slurm: Path, calls: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    assert command("submit", "ddp").code == 0
+    run = RunDir(tmp_path / "runs" / "ddp-0001")
+    append_event(run, "ended", attempt=0, state="FAILED", job_id="4711")
+    calls()
+    assert command("submit", "ddp").code == 0
+    assert len(calls()) <= 4
+    append_event(RunDir(tmp_path / "runs" / "ddp-0002"), "ended", attempt=0, state="COMPLETED")
+    done = command("submit", "ddp")
+    assert done.code == 3
+    assert "ddp-0002 is the same run, and it is COMPLETED" in done.err
+    assert calls() == []
+
+
+def test_other_code_of_ones_own_makes_another_run(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    model = tmp_path / "my_model.py"
+    model.write_text("def build(info):\n    return 1\n")
+    assert command("submit", "ddp", "model.name=my_model:build").code == 0
+    assert command("submit", "ddp", "model.name=my_model:build").code == 3
+    model.write_text("def build(info):\n    return 2\n")
+    assert command("submit", "ddp", "model.name=my_model:build").code == 0
+
+
+def test_a_sweep_says_which_of_its_runs_are_there(command: Command, fake_slurm: Path) -> None:
+    assert command("submit", "ddp", "seed=3").code == 0
+    done = command("submit", "ddp", "--sweep", "seed=2..4")
+    assert done.code == 3
+    assert "ddp-0001 is the same run" in done.err
+    assert command("submit", "ddp", "--sweep", "seed=4..5").code == 0
 
 
 def test_a_sweep_is_the_product_of_its_axes() -> None:

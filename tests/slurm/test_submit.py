@@ -87,7 +87,7 @@ def test_the_submitted_script_is_the_one_in_the_run_folder(devcluster: Cluster, 
 
 
 def test_a_sweep_is_one_array_with_a_run_for_each_value(devcluster: Cluster) -> None:
-    sweep = submit(devcluster, "sweep", *ONE_RANK, "--sweep", "optim.lr=1e-3,2e-3")
+    sweep = submit(devcluster, "sweep", *ONE_RANK, "--again", "--sweep", "optim.lr=1e-3,2e-3")
     assert devcluster.wait(sweep.job_id) == "COMPLETED", devcluster.logs()
     assert devcluster.states(sweep.job_id) == ["COMPLETED"] * 2
     for point, lr in (("0", "0.001"), ("1", "0.002")):
@@ -141,7 +141,7 @@ def test_status_and_cancel_reach_a_run_on_slurm_from_any_folder(
 
 
 def test_a_run_can_be_submitted_from_inside_a_job(devcluster: Cluster) -> None:
-    words = [sys.executable, "-m", "jobs.submit", "ddp", *TINY, "--run-dir", "runs/nested", *ONE_RANK]
+    words = [sys.executable, "-m", "jobs.submit", "ddp", *TINY, "--run-dir", "runs/nested", "--again", *ONE_RANK]
     # Inside a task, which has a rank's variables, of a job with other resources than the new one's.
     outer = ["srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=3", "--mem=100", *words]
     said = devcluster.run(*outer, timeout=120).stdout

@@ -105,6 +105,18 @@ def discover(env: Mapping[str, str]) -> Site:
     return Site(slurm=True, gpus=gpus, cpus=cpus, partitions=partitions, user_groups=groups)
 
 
+def largest_array() -> int:
+    """Tasks that one job array may have here, its indices from 0 on; SLURM's own default where it does not say.
+
+    MaxArraySize is one more than the highest index.
+    """
+    try:
+        told = re.search(r"^MaxArraySize\s*=\s*(\d+)", _ask("scontrol", "show", "config"), flags=re.MULTILINE)
+    except (OSError, subprocess.SubprocessError):
+        told = None
+    return max(int(told[1]), 1) if told else 1001
+
+
 def read_partitions(text: str, nodes: Mapping[str, Node]) -> tuple[Partition, ...]:
     """Partitions from ``scontrol show partition -o``."""
     return tuple(_partition(_fields(line), nodes) for line in text.splitlines() if line.startswith("PartitionName="))

@@ -49,6 +49,8 @@ class LaunchConfig(Section):
     interface: str | None = None
     """Network interface for what the ranks of several nodes exchange, as in ib0; null: that of the route to the head
     node. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME outrank it."""
+    max_parallel: PositiveInt | None = None
+    """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
     mail_user: str | None = None
     mail_type: str | None = None
     requeue: bool | Literal["chain"] = True

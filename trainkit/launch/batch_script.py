@@ -9,6 +9,7 @@ from trainkit.errors import UserError
 from trainkit.launch import containers
 from trainkit.launch.environment import activation, module_lines
 from trainkit.launch.plan import Plan
+from trainkit.launch.sweeps import is_part, whole
 
 # `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout
 # would run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
@@ -32,6 +33,8 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
     _check_path(run_path)
     _check_path(cwd)
     run = shlex.quote(str(run_path)) + ('/"$SLURM_ARRAY_TASK_ID"' if points > 1 else "")
+    if is_part(run_path):  # which has links to the runs
+        run = f'"$(readlink -f {run})"'
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH --{item.name}" + _value(item.value) for item in plan.directives]
     lines += ["", "set -euo pipefail", f"cd {shlex.quote(str(cwd))}"]
@@ -80,7 +83,7 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
 def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
     options, before, shell = list(plan.srun), [], "bash"
     if plan.container is not None:
-        folders, shell = (run_path, cwd), "sh"  # an image may have no other
+        folders, shell = (whole(run_path), cwd), "sh"  # an image may have no other
         options += containers.srun_options(plan.container, folders, cwd)
         outside = containers.command(plan.container, folders, cwd, gpus=plan.gpus_per_node > 0)
         before = [shlex.join(outside)] if outside else []

@@ -115,7 +115,7 @@ def main(folder: Path, cwd: Path) -> int:
     with caught_signals(SIGNALS, requests.note):
         for index, path in enumerate(runs):
             job = Job(f"{os.getpid()}_{index}" if sweep else str(os.getpid()), folder / ".submitit", cwd)
-            states.append(_one(RunDir(path), plan, job, requests))
+            states.append(_one(RunDir(path.resolve() if sweep else path), plan, job, requests))
             print(f"{path.name}: {states[-1]}")
     return 0 if set(states) == {"COMPLETED"} else 1
 

@@ -226,7 +226,9 @@ def _directives(
         Decision("open-mode", "append", FIXED, "a requeued job must not truncate its log"),
         Decision("output", output, FIXED, "the batch script's own words"),
     ]
-    found += [Decision("array", f"0-{points - 1}", Source("flag", "--sweep"))] if points > 1 else []
+    if points > 1:
+        at_once = f"%{launch.max_parallel}" if launch.max_parallel else ""
+        found.append(Decision("array", f"0-{points - 1}{at_once}", Source("flag", "--sweep")))
     extra = [Decision(key, value or None, loaded.source("launch.sbatch")) for key, value in launch.sbatch.items()]
     replaced = {_flag(item.name) for item in extra}
     kept = [item for item in found if _flag(item.name) not in replaced]

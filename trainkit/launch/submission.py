@@ -16,6 +16,7 @@ from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, SchedulerError, UserError
 from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import Plan
+from trainkit.records import index
 from trainkit.records.attempts import Attempt, refused, submitted, submitting
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
@@ -36,15 +37,19 @@ def script_text(plan: Plan, folder: Path, cwd: Path, points: int = 1) -> str:
     return batch_script(plan, folder, cwd=cwd, python=sys.executable, points=points)
 
 
-def write_run(path: Path, config: Config, plan: Plan, script: str | None, command: Sequence[str]) -> RunDir:
+def write_run(
+    path: Path, config: Config, plan: Plan, script: str | None, command: Sequence[str], fingerprint: str = ""
+) -> RunDir:
     """Make a new run folder with everything that the job needs. What could not be made whole is taken away again."""
     run_dir = RunDir.create(path, to_yaml(config))
     with undone_on_error(path):
         from trainkit.records.snapshot import write_code, write_manifest
 
         withheld = write_code(run_dir, own=(config.model.name, config.data.name, config.strategy.name))
-        write_manifest(run_dir, command, withheld)
+        write_manifest(run_dir, command, withheld, fingerprint=fingerprint)
         write_launch(run_dir.path, plan, script)
+    if fingerprint:
+        index.mark(run_dir.path, fingerprint)
     return run_dir
 
 
@@ -55,6 +60,7 @@ def write_sweep(
     script: str | None,
     command: Sequence[str],
     variants: Sequence[Sequence[str]],
+    fingerprints: Sequence[str],
 ) -> list[RunDir]:
     """Make a sweep's folder: complete runs 0, 1, 2, ..., and sweep.json with the overrides of each."""
     try:
@@ -63,7 +69,8 @@ def write_sweep(
         fix = "Give another --run-dir, or a folder that you may write to with TRAINKIT_RUNS=FOLDER."
         raise UserError(f"Cannot make the folder {folder}.", why=f"{error.strerror}.", fix=fix) from None
     with undone_on_error(folder):
-        runs = [write_run(folder / str(index), config, plan, script, command) for index, config in enumerate(configs)]
+        numbered = enumerate(zip(configs, fingerprints, strict=True))
+        runs = [write_run(folder / str(i), config, plan, script, command, mark) for i, (config, mark) in numbered]
         write_launch(folder, plan, script)
         points = [
             {"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)

@@ -11,21 +11,25 @@ from pathlib import Path
 from trainkit.records import reading
 
 
-def _file() -> Path:
+def _file(name: str = "runs") -> Path:
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "trainkit" / "runs"
+    return Path(state).expanduser() / "trainkit" / name
 
 
 def remember(path: Path) -> None:
     """Add a run folder. A home that cannot be written costs only the convenience, so it is no error."""
-    if "\n" in str(path):  # one a line
-        return
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        with _file().open("a", encoding="utf-8") as out:
-            out.write(f"{path}\n")
-    except OSError:
-        return
+    _append(_file(), str(path))
+
+
+def mark(path: Path, fingerprint: str) -> None:
+    """Note what a run is made of, so that another of the same is found without a look into every folder."""
+    _append(_file("fingerprints"), f"{fingerprint} {path}")
+
+
+def marked() -> list[tuple[str, Path]]:
+    """Fingerprint and folder of every run that was marked, oldest first; the folder may be gone."""
+    pairs = (line.partition(" ") for line in _lines(_file("fingerprints")))
+    return [(mark, Path(path)) for mark, _, path in pairs if path.startswith("/")]
 
 
 def known() -> list[Path]:
@@ -43,8 +47,22 @@ def has(path: Path) -> bool:
 
 
 def _remembered() -> list[Path]:
+    return [Path(line) for line in _lines(_file()) if line.startswith("/")]
+
+
+def _append(file: Path, line: str) -> None:
+    if "\n" in line:  # one a line
+        return
     try:
-        lines = reading.read_text(_file()).splitlines()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as out:
+            out.write(f"{line}\n")
+    except OSError:
+        return
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return list(dict.fromkeys(reading.read_text(file).splitlines()))
     except OSError:
         return []
-    return [Path(line) for line in dict.fromkeys(lines) if line.startswith("/")]

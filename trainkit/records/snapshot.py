@@ -96,7 +96,17 @@ def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
     return list(withheld.values())
 
 
-def write_manifest(run_dir: RunDir, command: Sequence[str], withheld: Sequence[Withheld] = ()) -> None:
+def code_files() -> list[tuple[str, Path]]:
+    """Every file of code that `write_code` would copy, by its name in the snapshot."""
+    own = [file for name in ("jobs", "trainkit") for file in (INSTALLED / name).rglob("*.py")]
+    here = Path.cwd()
+    files = [(str(file.relative_to(INSTALLED)), file) for file in own]
+    return files + [(str(file), here / file) for file in _user_modules(here)]
+
+
+def write_manifest(
+    run_dir: RunDir, command: Sequence[str], withheld: Sequence[Withheld] = (), *, fingerprint: str = ""
+) -> None:
     """Record git commit, uncommitted changes, package versions, host, command line. Never the environment.
 
     What looks like a credential is replaced by ``***``. That, and what was ``withheld`` from the snapshot, stands in
@@ -129,6 +139,7 @@ def write_manifest(run_dir: RunDir, command: Sequence[str], withheld: Sequence[W
             "untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
         },
         "withheld": [asdict(item) for item in left_out],
+        "fingerprint": fingerprint,
     }
     run_dir.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     if left_out:

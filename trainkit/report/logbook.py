@@ -143,5 +143,5 @@ def _files(facts: Facts) -> str:
         lines.append(f"- curves: `tensorboard --logdir {run_dir.tensorboard}`")
     if any(run_dir.wandb.glob("offline-run-*")):
         lines.append(f"- upload to Weights & Biases: `wandb sync {run_dir.wandb}/offline-run-*`")
-    lines.append(f"- repeat it: `{terminal.command('submit', run_dir.config)}`")
+    lines.append(f"- repeat it: `{terminal.command('submit', run_dir.config, '--again')}`")
     return "\n".join(lines)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster.site import Site
+from trainkit.config.loading import Loaded
+from trainkit.errors import RefusedError, UserError
+from trainkit.launch.dependency import translated, waiting_for, with_job_ids
+from trainkit.launch.plan import make_plan
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+
+
+@pytest.fixture
+def find(tmp_path: Path) -> Callable[[str], Sequence[RunDir]]:
+    """Runs by what has become of them; `sweep` has four."""
+
+    def make(name: str, job_id: str = "", ended: str = "", executor: str = "slurm") -> RunDir:
+        run = RunDir.create(tmp_path / name, "seed: 0\n")
+        if job_id:
+            append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=0)
+        if ended:
+            append_event(run, "ended", attempt=0, state=ended)
+        return run
+
+    runs = {
+        "waits": [make("waits", "17")],
+        "done": [make("done", "18", "COMPLETED")],
+        "failed": [make("failed", "19", "FAILED")],
+        "here": [make("here", "20", executor="local")],
+        "never": [make("never")],
+        "sweep": [make(f"s{index}", f"30_{index}") for index in range(3)],
+        "partly": [make("p0", "40_0", "COMPLETED"), make("p1", "40_1"), make("p2", "50_0")],
+    }
+
+    def find(name: str) -> Sequence[RunDir]:
+        if name not in runs:
+            raise UserError(f"No run '{name}'.")
+        return runs[name]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("written", "given"),
+    [
+        ("afterok:17", "afterok:17"),
+        ("afterok:17_3+5,singleton", "afterok:17_3+5,singleton"),
+        ("afterok:waits", "afterok:17"),
+        ("afterok:waits:12", "afterok:17:12"),
+        ("afterok:waits,afterany:sweep", "afterok:17,afterany:30"),
+        ("afterok:waits?afterok:12", "afterok:17?afterok:12"),
+        ("afterok:partly", "afterok:40_1:50_0"),
+        ("afterok:done", ""),
+        ("afterok:done:waits", "afterok:17"),
+        ("afterok:done?afterok:waits", ""),
+        ("afterok:done,singleton", "singleton"),
+        ("afternotok:failed", ""),
+        ("afterany:failed", ""),
+        ("after:failed", ""),
+    ],
+)
+def test_names_of_runs_become_what_is_left_to_wait_for(
+    find: Callable[[str], Sequence[RunDir]], written: str, given: str
+) -> None:
+    assert translated(written, find) == given
+
+
+@pytest.mark.parametrize(
+    ("written", "error", "words"),
+    [
+        ("afterok:nosuch", UserError, "No run 'nosuch'"),
+        ("afterok:failed", RefusedError, "jobs.resume"),
+        ("afternotok:done", RefusedError, "done is COMPLETED"),
+        ("afterok:here", UserError, "executor local"),
+        ("afterok:never", UserError, "never submitted"),
+    ],
+)
+def test_what_cannot_come_true_is_refused(
+    find: Callable[[str], Sequence[RunDir]], written: str, error: type[UserError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        translated(written, find)
+
+
+def test_the_plan_says_whose_jobs_they_are(
+    find: Callable[[str], Sequence[RunDir]], loaded: Callable[..., Loaded], gpu_site: Site
+) -> None:
+    plan = with_job_ids(make_plan(loaded(dependency="afterok:waits"), gpu_site, Path("run")), find)
+    (item,) = [item for item in plan.directives if item.name == "dependency"]
+    assert (item.value, str(item.source), item.reason) == (
+        "afterok:17",
+        "flag --dependency",
+        "the jobs of afterok:waits",
+    )
+    met = with_job_ids(make_plan(loaded(dependency="afterok:done"), gpu_site, Path("run")), find)
+    assert not [item for item in met.directives if item.name == "dependency"]
+
+
+def test_a_further_array_waits_for_the_one_before_as_well(loaded: Callable[..., Loaded], gpu_site: Site) -> None:
+    plan = waiting_for(make_plan(loaded(dependency="afterok:3"), gpu_site, Path("run")), "17", "its turn")
+    assert [item.value for item in plan.directives if item.name == "dependency"] == ["afterok:3,afterany:17"]

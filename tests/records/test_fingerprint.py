@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.loading import load
+from trainkit.records import index
+from trainkit.records.fingerprint import code_digest, fingerprint, same_runs
+from trainkit.records.rundir import RunDir
+
+
+def mark_of(*overrides: str, code: str = "c") -> str:
+    return fingerprint(load("ddp", overrides).config, code)
+
+
+def test_where_a_run_trains_does_not_make_it_another() -> None:
+    assert mark_of("launch.nodes=4", "launch.partition=gpu", "launch.time=10") == mark_of()
+
+
+@pytest.mark.parametrize("override", ["seed=1", "optim.lr=1e-4", "model.width=8", "data.root=elsewhere"])
+def test_any_other_setting_makes_it_another(override: str) -> None:
+    assert mark_of(override) != mark_of()
+
+
+def test_other_code_makes_it_another(tmp_path: Path) -> None:
+    file = tmp_path / "my_model.py"
+    file.write_text("width = 3\n")
+    before = code_digest([("my_model.py", file)])
+    assert code_digest([("other.py", file)]) != before
+    file.write_text("width = 4\n")
+    assert code_digest([("my_model.py", file)]) != before
+    assert mark_of(code="d") != mark_of(code="c")
+
+
+def test_other_data_in_the_same_folder_makes_it_another(tmp_path: Path) -> None:
+    root = f"data.root={tmp_path}"
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train.bin").write_bytes(b"1")
+    before = mark_of(root)
+    assert mark_of(root) == before
+    (tmp_path / ".lock").touch()
+    assert mark_of(root) == before, "a hidden file is nobody's data"
+    (tmp_path / "train.bin").write_bytes(b"22")
+    changed = mark_of(root)
+    assert changed != before
+    (tmp_path / "train" / "cat").mkdir()
+    assert mark_of(root) != changed
+
+
+def run_of(path: Path, mark: str) -> RunDir:
+    run = RunDir.create(path, "seed: 0\n")
+    run.manifest.write_text(f'{{"fingerprint": "{mark}"}}')
+    index.mark(path, mark)
+    return run
+
+
+def test_the_same_runs_are_found_by_their_mark_while_they_are_what_they_were(tmp_path: Path) -> None:
+    first, second = run_of(tmp_path / "a", "m1"), run_of(tmp_path / "b", "m1")
+    other, replaced = run_of(tmp_path / "c", "m2"), run_of(tmp_path / "d", "m1")
+    run_of(tmp_path / "e", "m1").config.unlink()
+    replaced.manifest.write_text('{"fingerprint": "m9"}')
+    assert same_runs(["m1", "m2", "m3"]) == {"m1": [first, second], "m2": [other]}
+
+
+def test_a_look_among_thousands_of_runs_opens_none_of_them(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "mine", "mine")
+    with (Path(index._file("fingerprints"))).open("a") as file:
+        file.writelines(f"{number:032x} /runs/ddp-{number:05d}\n" for number in range(20_000))
+    began = time.process_time()
+    assert same_runs(["mine"]) == {"mine": [run]}
+    assert time.process_time() - began < 0.5

@@ -1,0 +1,73 @@
+"""A sweep on a real SLURM: more runs than an array may have, what failed queued again, and a job that waits for all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainkit.records.history import life_of
+from trainkit.records.rundir import RunDir
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = pytest.mark.slurm
+
+TINY = ("train.max_steps=2", "monitor.loggers=[jsonl]", "data.name=synthetic", "data.train_size=64", "data.val_size=16")
+ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0", "--time", "5")
+UNLUCKY = """\
+import os
+from trainkit.models.fashion_cnn import build as ours
+def build(info, *, luck: int = 0):
+    if luck > 0 and os.environ["TRAINKIT_ATTEMPT"] == "0":
+        raise RuntimeError("no luck")
+    return ours(info, width=4)
+"""
+
+
+def job_ids(sweep: Path) -> list[str]:
+    lives = [life_of(RunDir(sweep / str(index))) for index in range(3)]
+    return [life.submission.job_id if life.submission is not None else "" for life in lives]
+
+
+def test_a_sweep_over_the_limit_of_arrays_trains_and_what_failed_of_it_is_queued_again(devcluster: Cluster) -> None:
+    home, tools = devcluster.home, devcluster.home / "small"
+    tools.mkdir()
+    (home / "unlucky.py").write_text(UNLUCKY)
+    real = devcluster.run("bash", "-c", "command -v scontrol").stdout.strip()
+    limit = '[ "$2" = config ] && exec echo "MaxArraySize = 2"'
+    (tools / "scontrol").write_text(f'#!/bin/bash\n{limit}\nexec {real} "$@"\n')
+    (tools / "scontrol").chmod(0o755)
+    env = {"PATH": f"{tools}:{devcluster.env['PATH']}"}
+
+    points = ("--sweep", "model.luck=0..2", "--max-parallel", "1")
+    words = ("ddp", *TINY, *ONE_RANK, "model.name=unlucky:build", "--run-dir", "runs/sweep")
+    said = devcluster.job("submit", *words, *points, env=env).stdout
+    sweep = home / "runs" / "sweep"
+    array, single = re.findall(r"job +(\d+)", said)
+    assert job_ids(sweep) == [f"{array}_0", f"{array}_1", single]
+    assert "ArrayTaskThrottle=1" in devcluster.run("scontrol", "show", "job", array).stdout
+    assert f"Dependency=afterany:{array}" in devcluster.run("scontrol", "show", "job", single).stdout
+    assert devcluster.wait(single) == "FAILED", devcluster.logs()
+    assert devcluster.states(array) == ["COMPLETED", "FAILED"]
+
+    again = devcluster.job("resume", "runs/sweep", env=env).stdout
+    found = re.search(r"Submitted job (\d+) for 2 of 3 runs: 1, 2", again)
+    assert found, again
+    assert job_ids(sweep) == [f"{array}_0", f"{found[1]}_0", f"{found[1]}_1"]
+    waiting = devcluster.job(
+        "submit", "ddp", *TINY, *ONE_RANK, "--run-dir", "runs/after", "-d", "afterany:sweep"
+    ).stdout
+    waiter = waiting.split()[2].rstrip(":")
+    told = devcluster.run("scontrol", "show", "job", waiter).stdout
+    for index in (0, 1):
+        assert f"afterany:{found[1]}_{index}" in told
+    devcluster.run("scancel", waiter)
+    assert devcluster.wait(found[1]) == "COMPLETED", devcluster.logs()
+    assert all((sweep / str(index) / "summary.json").is_file() for index in range(3))
+    assert "Attempt 1 on" in (sweep / "2" / "logs" / "batch.out").read_text()
+    table = devcluster.job("report", "runs/sweep").stdout
+    assert len(re.findall(r"^\| [012] +\| [012] +\| +\d+\.\d\d", table, flags=re.MULTILINE)) == 3, table

@@ -1,0 +1,69 @@
+"""What makes two runs the same: their configuration but for where it runs, their code, and their data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainkit.config.schema import Config
+from trainkit.records import index, reading
+from trainkit.records.rundir import RunDir
+
+_LOOKED_AT = 1000
+"""Entries of a data folder; a folder with more of them is told by its own time of change."""
+
+
+def code_digest(files: Iterable[tuple[str, Path]]) -> str:
+    """Of names and contents."""
+    found = hashlib.sha256()
+    for name, file in sorted(files):
+        try:
+            content = file.read_bytes()
+        except OSError:  # a link that leads nowhere is no code
+            continue
+        found.update(f"{name}\0{len(content)}\0".encode())
+        found.update(content)
+    return found.hexdigest()
+
+
+def fingerprint(config: Config, code: str) -> str:
+    """Of a run to be.
+
+    Args:
+        config: as the run stores it, with the absolute folder of its data.
+        code: its `code_digest`.
+    """
+    settings = config.model_dump(mode="json", exclude={"launch"})
+    text = json.dumps([settings, code, _data_state(Path(config.data.root))], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def same_runs(prints: Iterable[str]) -> dict[str, list[RunDir]]:
+    """Runs of this user, by fingerprint, oldest first; those alone that are there still, and are still what they were.
+
+    One file is read, and of each run that is found its manifest.
+    """
+    wanted = set(prints)
+    found: dict[str, list[RunDir]] = {}
+    for mark, path in index.marked():
+        if mark in wanted and os.path.isfile(path / "config.yaml"):
+            run = RunDir(path)
+            if reading.read_object(run.manifest).get("fingerprint") == mark:
+                found.setdefault(mark, []).append(run)
+    return found
+
+
+def _data_state(root: Path) -> list[list[object]]:
+    """What a look into the data's folder shows: names, sizes and times. Nobody has time to read all that is in it."""
+    try:
+        with os.scandir(root) as entries:
+            seen = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+            if len(seen) > _LOOKED_AT:
+                return [[len(seen), root.stat().st_mtime_ns]]
+            stats = [(entry.name, entry.stat()) for entry in seen]
+    except OSError:  # digits and synthetic have none
+        return []
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]

@@ -1,0 +1,121 @@
+"""The results of a sweep: a row for each run, the best first, and what seeds alone make of a result."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit import terminal
+from trainkit.errors import UserError
+from trainkit.records import reading
+from trainkit.records.rundir import RunDir
+from trainkit.report.facts import Facts, collect
+from trainkit.report.tables import NONE, Row, duration, markdown, number
+
+FILE = "results.md"
+
+
+def sweep_tables(sweep: Path, runs: Sequence[RunDir]) -> list[tuple[Row, list[Row]]]:
+    """Header and rows of the table of all runs; and, where seeds were swept, of the means over them."""
+    points = _points(sweep)
+    found = sorted(collect(runs), key=_rank)
+    keys = list(dict.fromkeys(key for point in points.values() for key in point))
+    header = ("run", *keys, "val acc1", "epoch", "test acc1", "training time", "")
+    rows = [_row(facts, [points.get(facts.run_dir.path.name, {}).get(key, NONE) for key in keys]) for facts in found]
+    tables = [(header, rows)]
+    others = [key for key in keys if key != "seed"]
+    if len(others) < len(keys):
+        groups: dict[tuple[str, ...], list[Facts]] = {}
+        for facts in found:
+            point = points.get(facts.run_dir.path.name, {})
+            groups.setdefault(tuple(point.get(key, NONE) for key in others), []).append(facts)
+        means = [
+            (*values, str(len(group)), _spread([_val(facts) for facts in group]), _spread([_test(f) for f in group]))
+            for values, group in groups.items()
+        ]
+        tables.append(((*others, "seeds", "val acc1, mean ± sd", "test acc1, mean ± sd"), means))
+    return tables
+
+
+def write_results(sweep: Path, runs: Sequence[RunDir]) -> str:
+    """Write ``results.md`` into the sweep's folder; its text.
+
+    Raises UserError where it cannot be written.
+    """
+    tables = [markdown(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)]
+    text = "\n\n".join(tables) + "\n"
+    try:
+        (sweep / FILE).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"Cannot write {sweep / FILE}.", why=f"{error.strerror}.", fix="Free some space, or check who may write."
+        ) from None
+    return text
+
+
+def _points(sweep: Path) -> dict[str, dict[str, str]]:
+    """What sweep.json says was swept: by run, each key with its value. Overrides that all runs share are left out."""
+    try:
+        told = json.loads(reading.read_text(sweep / "sweep.json"))
+        found = {str(item["run"]): dict(_pair(str(word)) for word in item["overrides"]) for item in told}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+    first = next(iter(found.values()), {})
+    shared = {key for key in first if len(found) > 1 and all(other.get(key) == first[key] for other in found.values())}
+    return {run: {key: value for key, value in point.items() if key not in shared} for run, point in found.items()}
+
+
+def _pair(override: str) -> tuple[str, str]:
+    key, _, value = terminal.one_line(override).partition("=")
+    return key, value
+
+
+def _row(facts: Facts, values: Sequence[str]) -> Row:
+    best = facts.best_val
+    seconds = facts.train_seconds
+    return (
+        facts.run_dir.name,
+        *values,
+        number(_val(facts), ".2f"),
+        number(best.get("epoch") if best else None, ".1f"),
+        number(_test(facts), ".2f"),
+        duration(seconds) if seconds is not None else NONE,
+        "" if facts.finished else _unfinished(facts),
+    )
+
+
+def _unfinished(facts: Facts) -> str:
+    last: Mapping[str, object] = next(
+        (event for event in reversed(facts.events) if event.get("event") in ("failed", "ended")), {}
+    )
+    if last.get("event") == "failed" or last.get("state") not in (None, "COMPLETED"):
+        return str(last.get("state", "FAILED"))
+    return f"{facts.steps} steps so far" if facts.steps else "not begun"
+
+
+def _rank(facts: Facts) -> tuple[bool, float, int]:
+    value, name = _val(facts), facts.run_dir.path.name
+    return value is None, -(value or 0.0), int(name) if name.isdecimal() else 0
+
+
+def _val(facts: Facts) -> float | None:
+    return _accuracy(facts.best_val)
+
+
+def _test(facts: Facts) -> float | None:
+    return _accuracy(facts.test)
+
+
+def _accuracy(record: dict[str, object] | None) -> float | None:
+    value = record.get("acc1") if record else None
+    return float(value) if isinstance(value, int | float) and reading.is_number(value) else None
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return NONE
+    spread = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.2f}{spread}" + (f" (of {len(known)})" if len(known) < len(values) else "")
