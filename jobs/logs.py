@@ -119,7 +119,8 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
         print(terminal.lines("\n".join(last_words(run))))
         return
     print(f"--- {run.name}: {state.state}. Rank {failure.rank} failed first: {terminal.one_line(failure.error, 5000)}")
-    print(terminal.lines("\n".join(failure.traceback)))
+    if failure.traceback:
+        print(terminal.lines("\n".join(failure.traceback)))
     print(
         "--- log of rank 0"
         if not failure.traceback

@@ -54,6 +54,25 @@ def test_a_rank_an_attempt_and_stderr_can_be_asked_for(command: Command, ended: 
     assert command("logs", "ddp-0001", "--err").out == "a warning\n"
 
 
+def test_the_lines_of_all_ranks_say_whose_they_are(command: Command, ended: RunDir) -> None:
+    done = command("logs", "ddp-0001", "--rank", "all", "--attempt", "0")
+    assert done.out == "[rank 0] words of rank 0, attempt 0\n[rank 1] words of rank 1, attempt 0\n"
+
+
+def test_lines_can_be_searched_for(command: Command, ended: RunDir) -> None:
+    log = ended.attempt_logs(1) / "rank-1.out"
+    log.write_text("epoch 1 loss 2.5\nepoch 2 loss nan\nepoch 3 loss nan")
+    done = command("logs", "ddp-0001", "--rank", "all", "--grep", r"loss (nan|inf)")
+    assert done.out == "[rank 1] epoch 2 loss nan\n[rank 1] epoch 3 loss nan\n", "also one without its end"
+    assert command("logs", "ddp-0001", "--grep", "nan").out == "", "rank 0 has said nothing of that"
+
+
+def test_what_is_no_pattern_is_said(command: Command, ended: RunDir) -> None:
+    done = command("logs", "ddp-0001", "--grep", "(")
+    assert done.code == 2
+    assert r"--grep '\('" in done.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

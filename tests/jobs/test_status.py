@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs.status import age
+from jobs.status import ASK_SECONDS, age
 from trainkit.config.loading import load, to_yaml
 from trainkit.records import jsonl
 from trainkit.records.events import append_event
@@ -112,3 +115,103 @@ def test_only_the_newest_runs_are_listed_unless_asked(
 )
 def test_ages_are_given_in_the_largest_unit_that_fits(seconds: float, text: str) -> None:
     assert age(seconds) == text
+
+
+def running(folder: Path, steps: int = 20) -> RunDir:
+    """A local run, that of this very process, which makes a step a second."""
+    run = make(folder, **local(ProcessId.of(os.getpid())))
+    for attempt in (0, 1):
+        run.attempt_logs(attempt).mkdir()
+    now = time.time()
+    jsonl.append(run.events, {"time": now - 60, "event": "started", "attempt": 1, "total_steps": 380})
+    for step in range(1, steps + 1):
+        jsonl.append(run.metrics, {"time": now - steps + step, "split": "train", "step": step, "epoch": step / 19})
+    return run
+
+
+def test_programs_are_told_everything(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+    run = running(tmp_path / "runs" / "ddp-0001")
+    jsonl.append(
+        run.metrics, {"time": time.time(), "split": "val", "step": 20, "epoch": 1.1, "acc1": 55.4, "loss": 2.0}
+    )
+    (told,) = json.loads(command("status", "--json").out)
+    assert (told["run"], told["folder"], told["state"], told["alive"]) == ("ddp-0001", str(run.path), "RUNNING", "yes")
+    assert (told["attempts"], told["step"], told["total_steps"]) == (2, 20, 380)
+    assert (told["val"]["acc1"], told["val"]["step"]) == (55.4, 20)
+    assert told["living_jobs"] == [str(os.getpid())]
+    assert told["estimated_end"] == pytest.approx(time.time() + 360, abs=30)
+
+
+def test_programs_are_told_of_no_runs_as_an_empty_list(command: Command, no_slurm: dict[str, str]) -> None:
+    assert json.loads(command("status", "--json").out) == []
+
+
+def test_the_end_is_estimated_from_the_pace_of_late(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+    running(tmp_path / "runs" / "ddp-0001")
+    done = command("status", "ddp-0001")
+    assert "  5 min  " in done.out.splitlines()[1]
+    assert "ends    about" in done.out
+
+
+def test_why_a_run_failed_stands_in_its_row(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+    run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
+    append_event(run, "failed", attempt=0, rank=3, error="Cannot write metrics.jsonl. No space left on device.")
+    append_event(run, "ended", attempt=0, state="FAILED")
+    assert "No space left on device" in command("status").out
+
+
+def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4710")
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    (fake_slurm / "squeue").write_text('#!/bin/bash\nfor i in 4710 4711; do echo "$i|RUNNING|None|0:39|n1"; done\n')
+    assert "job 4710 is RUNNING too" in command("status").out
+
+
+def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
+    command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
+    (fake_slurm / "squeue").write_text(f"#!/bin/bash\necho x >> {fake_slurm}/calls\necho '4711|RUNNING|None|0:01|n1'\n")
+    looks: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(len(looks))
+        jsonl.append(run.metrics, {"time": time.time(), "split": "train", "step": 10 * len(looks), "epoch": 0.1})
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    done = command("status", "--watch")
+    assert done.code == 130
+    shown = [line.split()[4] for line in done.out.splitlines() if line.startswith("ddp-0001")]
+    assert shown == ["-", "10", "20", "30"]
+    assert (fake_slurm / "calls").read_text() == "x\n"
+    assert 2 * 60 / ASK_SECONDS <= 6, "squeue and sacct, each time"
+
+
+def test_a_thousand_runs_take_less_than_a_second(no_slurm: dict[str, str], tmp_path: Path) -> None:
+    first = make(tmp_path / "runs" / "ddp-0000", executor="slurm", job_id="1000")
+    append_event(first, "started", attempt=0, total_steps=4000, world_size=4, hosts=["n1", "n2"])
+    for step in range(0, 4000, 10):
+        jsonl.append(first.metrics, {"split": "train", "step": step, "epoch": step / 200, "loss": 1.2, "lr": 1e-3})
+        if step % 200 == 0:
+            append_event(first, "saved", attempt=0, step=step)
+            jsonl.append(first.metrics, {"split": "val", "step": step, "epoch": step / 200, "acc1": 60.0})
+    append_event(first, "ended", attempt=0, state="COMPLETED")
+    for index in range(1, 1000):
+        folder = tmp_path / "runs" / f"ddp-{index:04}"
+        (folder / "logs" / "0").mkdir(parents=True)
+        for file in (first.config, first.metrics):
+            os.link(file, folder / file.name)
+        text = first.events.read_text().replace('"1000"', f'"{1000 + index}"')
+        (folder / "events.jsonl").write_text(text)
+    best = 9.0
+    for _ in range(3):  # of a machine that others use too
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-m", "jobs.status", "--all"], env=no_slurm, capture_output=True, text=True, check=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert len(done.stdout.splitlines()) == 1001
+    assert best < 1.0, "seconds of the processor: nothing in it waits"
