@@ -35,7 +35,7 @@ def estimate(
         try:
             chosen = load(name)
             plan = make_plan(chosen, site, folder)
-            validate(chosen, plan, site, folder)
+            validate(chosen, plan, site, folder, cwd)
         except TrainkitError as error:
             starts[name] = Start(refusal=error.what)
             continue

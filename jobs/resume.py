@@ -64,7 +64,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             check_data(loaded.config.data)
         site, cwd = discover(env), _first_folder(run)
         plan = by_names(make_plan(loaded, site, run.path), env)
-        validate(loaded, plan, site, run.path)
+        validate(loaded, plan, site, run.path, cwd)
         script = submission.script_text(plan, run.path, cwd) if plan.executor == "slurm" else None
         if args.dry_run:
             return dry_run(plan, loaded, run.path, script)

@@ -112,7 +112,7 @@ def _submit(
             "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
         )
     plan = by_names(plan, env)
-    notes = validate(loadeds[0], plan, site, folder)
+    notes = validate(loadeds[0], plan, site, folder, cwd)
     first = min(points, largest) if plan.executor == "slurm" else points
     script = submission.script_text(plan, folder, cwd, first) if plan.executor == "slurm" else None
     if args.dry_run:

@@ -164,7 +164,8 @@ def slurm(fake: Fake, config: str = CONFIG_24_05, *, scontrol_node: str | None =
     node = f"cat <<'E'\n{NODES}\nE" if scontrol_node is None else scontrol_node
     answers = f"config) cat <<'E'\n{config}\nE\n;; partition) cat <<'E'\n{PARTITIONS}\nE\n;; node) {node}\n;;"
     fake("scontrol", f"case $2 in {answers} esac")
-    fake("sinfo", "echo 'gpu*|up|1:00:00|1-2|8|16000|(null)|gpu:4|idle|g1'")
+    nodes = "echo 'gpu*|up|1:00:00|1-2|8|16000|(null)|gpu:4|idle|g1'"
+    fake("sinfo", f"if [ $1 = --version ]; then echo slurm 23.02.7; else {nodes}; fi")
     fake(
         "sacctmgr",
         f"if [ $3 = user ]; then cat <<'E'\n{ASSOCIATIONS.replace('alpha', 'devcluster')}\nE\nelse echo 'normal||'; fi",
@@ -197,6 +198,15 @@ def test_what_is_missing_or_refused_is_a_gap_with_its_reason_and_the_rest_is_fou
     )
     assert [(item.name, item.max_nodes) for item in facts.partitions] == [("gpu", 2)], "from sinfo"
     assert facts.accounts == ()
+
+
+def test_a_site_that_keeps_its_configuration_to_itself_still_has_a_version(fake_command: Fake) -> None:
+    slurm(fake_command)
+    fake_command("scontrol", "echo 'scontrol: error: not permitted' >&2; exit 1")
+    facts = ask_site(dict(os.environ))
+    assert (facts.version, facts.cluster, facts.max_array_size) == ("23.02.7", "", None)
+    assert [gap.partition(":")[0] for gap in facts.gaps] == ["scontrol show config", "scontrol show partition"]
+    assert [partition.name for partition in facts.partitions] == ["gpu"]
 
 
 def test_a_machine_without_slurm_has_nothing_but_gaps(tmp_path: Path) -> None:

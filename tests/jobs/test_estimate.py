@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -113,6 +114,23 @@ def test_a_full_disk_is_refused_before_a_folder_is_made(
     done = command("submit", "ddp")
     assert (done.code, "There is no room for a run" in done.err) == (3, True)
     assert not (tmp_path / "runs").exists()
+
+
+def test_data_and_a_folder_of_submission_that_nodes_do_not_see_are_refused(
+    command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("work/data", "laptop/data"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr("sys.prefix", sys.base_prefix)
+    profile = tmp_path / "site.yaml"
+    profile.write_text(f"site: {{shared_folders: [{tmp_path}/work]}}\n")
+    flags = ("--cluster", str(profile), "--run-dir", str(tmp_path / "work" / "x"), "--dry-run")
+    monkeypatch.chdir(tmp_path / "laptop")
+    assert f"The folder of the submission {tmp_path}/laptop is on this machine" in command("submit", "ddp", *flags).err
+    monkeypatch.chdir(tmp_path / "work")
+    done = command("submit", "ddp", *flags, f"data.root={tmp_path}/laptop/data")
+    assert (done.code, "The data's folder" in done.err) == (3, True)
+    assert command("submit", "ddp", *flags).code == 0
 
 
 def test_an_environment_that_nodes_do_not_see_is_refused_unless_the_job_has_its_own(

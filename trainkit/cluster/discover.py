@@ -36,7 +36,7 @@ def ask_site(env: Mapping[str, str]) -> SiteFacts:
     enforced = config.get("AccountingStorageEnforce")
     return SiteFacts(
         cluster=config.get("ClusterName", ""),
-        version=config.get("SLURM_VERSION", ""),
+        version=config.get("SLURM_VERSION", "") or _version(ask),
         gpu_dialect=_dialect(config, partitions),
         partitions=tuple(facts_of(partition) for partition in partitions),
         accounts=read.accounts(associations, config.get("ClusterName", "")),
@@ -99,8 +99,14 @@ def _partitions(ask: _Ask) -> tuple[Partition, ...]:
     return read.sinfo(ask("sinfo", "-h", "-e", "-o", read.SINFO_FORMAT))
 
 
+def _version(ask: _Ask) -> str:
+    """As sinfo says it of itself, which asks nobody: ``slurm 23.02.7``; Debian's is ``slurm-wlm 22.05.8``."""
+    done = ask.run(("sinfo", "--version")) if ask.where("sinfo") else ""
+    return "" if isinstance(done, str) or done.returncode else (done.stdout.split() or [""])[-1]
+
+
 def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dialect:
-    """How GPUs are asked for. --gpus-per-node needs select/cons_tres, which came with 19.05."""
+    """How GPUs are asked for: --gpus-per-node came with select/cons_tres, in 19.05; --gres is older."""
     nodes = [node for partition in partitions for node in partition.nodes]
     if any(node.gpus for node in nodes):
         return "gpus-per-node" if config.get("SelectType", "select/cons_tres") == "select/cons_tres" else "gres"

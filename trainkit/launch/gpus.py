@@ -1,6 +1,6 @@
 """GPUs of a launch: how many on each node, and how the site wants them asked for. Never in two ways at once.
 
-SLURM takes two of them together without a word, and what the job then gets is not what was planned.
+SLURM 22.05 takes --gres=gpu:1 with --gpus-per-node=2 without a word, gives the one, and then refuses the srun in it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _require_one_way(loaded: Loaded, gpus: Decision) -> None:
         if key in _OTHER_WAYS or (replaces_gres and (gpus.value or count_gpus(value))):
             raise UserError(
                 f"GPUs are asked for in two ways: --gpus-per-node, and --sbatch {key}={value}.",
-                why="SLURM takes both without a word, and the ranks are planned by the first "
+                why="SLURM takes both without a word, and the job's srun then fails or has other GPUs than planned "
                 f"({loaded.source('launch.sbatch')}).",
                 fix="Give --gpus-per-node N alone, or --gres gpu:N where the site wants that.",
                 key="launch.sbatch",

@@ -17,8 +17,12 @@ from trainkit.errors import UserError
 from trainkit.launch.plan import Plan
 
 
-def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path) -> list[str]:
+def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) -> list[str]:
     """Refuse what would fail, or wait for ever; what is only doubtful comes back as lines for the user.
+
+    Args:
+        folder: of the run, or of the sweep.
+        cwd: the folder of the submission, where the job runs.
 
     Raises RefusedError: account or QOS, folders that nodes do not see, no room for a run.
     """
@@ -28,13 +32,16 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path) -> list[str]:
     launch, facts = loaded.config.launch, _facts(loaded)
     request = Request(plan.nodes, plan.gpus_per_node, plan.time_limit_seconds / 60)
     require_access(loaded, request, site.partition(launch.partition), facts)
-    require_shared(folder, "The run folder", site, facts.shared_folders)
-    places = [folder]
+    places = {"The run folder": folder, "The folder of the submission": cwd}
+    data = (cwd / Path(loaded.config.data.root).expanduser()).absolute()
+    if data.is_dir():
+        places["The data's folder"] = data
     own_environment = sys.prefix != sys.base_prefix and not (launch.environment or launch.container_image)
     if own_environment:  # Python's own folders are every machine's
-        require_shared(Path(sys.prefix), "The virtual environment", site, facts.shared_folders)
-        places.append(Path(sys.prefix))
-    notes = [note for place in places if (note := doubtful(place, site, facts.shared_folders))]
+        places["The virtual environment"] = Path(sys.prefix)
+    for what, place in places.items():
+        require_shared(place, what, site, facts.shared_folders)
+    notes = [note for place in dict.fromkeys(places.values()) if (note := doubtful(place, site, facts.shared_folders))]
     return notes + _idle_gpus(loaded, plan, site)
 
 
