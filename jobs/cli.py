@@ -143,6 +143,9 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
         "--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and why; write nothing")
+    parser.add_argument(
+        "--preflight", action="store_true", help="check the job's nodes before its ranks start; go on without a bad one"
+    )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-f", "--follow", action="store_true", default=None, help="show progress until the run ends")
     group.add_argument("--no-follow", action="store_false", dest="follow", help="return at once, also for a local run")
@@ -155,6 +158,8 @@ def launch_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     given = resource_flags(args)
     if args.executor is not None:
         given["launch.executor"] = (args.executor, "--executor")
+    if getattr(args, "preflight", False):
+        given["launch.preflight"] = (True, "--preflight")
     if args.cluster is not None:
         given["launch.cluster"] = (args.cluster, "--cluster")
     return given

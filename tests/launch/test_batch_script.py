@@ -41,6 +41,7 @@ def test_the_script_is_this_one(script: Callable[..., str]) -> None:
         (1, {}),
         (1, {"gpus_per_node": 0, "ntasks_per_node": 2}),
         (4, {"nodes": 2}),
+        (1, {"nodes": 2, "preflight": True}),
         (1, {"requeue": False, "srun": {"label": "", "mpi": "none"}}),
     ],
 )

@@ -90,6 +90,20 @@ def test_a_full_disk_is_named_by_its_path(checked: dict[str, Any]) -> None:
     assert re.fullmatch(r"\S+/scratch: \d MB free", words)
 
 
+def test_a_job_goes_on_without_the_node_that_fails_its_preflight(devcluster: Cluster) -> None:
+    full = devcluster.home / "full"
+    full.mkdir()
+    arguments = ("single", "--preflight", "--cluster", "devcluster", "--exclude", "n3,n4", "--run-dir", "preflight")
+    with _mounted(devcluster, "n1", full, "-t tmpfs -o size=2m tmpfs"):
+        submitted = devcluster.job("submit", *arguments, "train.max_steps=1", env={"TMPDIR": str(full)}).stdout
+        job_id = submitted.split("Submitted job ")[1].split(":")[0]
+        assert devcluster.wait(job_id) == "COMPLETED"
+    run = devcluster.home / "preflight"
+    words = f"failed preflight: disk: {full}: 2 MB free"
+    assert [(event["node"], event["why"]) for event in devcluster.events(run, "excluded")] == [("n1", words)]
+    assert [event["hosts"] for event in devcluster.events(run, "started")] == [["n2"]]
+
+
 @pytest.fixture
 def odd_networks(devcluster: Cluster) -> Iterator[None]:
     """n1 is loopback to itself, as Debian does; n2 knows itself by a network that n1 is not in; fast0 links the two."""

@@ -37,7 +37,7 @@ class Finding:
 
 def culprits(found: Sequence[Finding]) -> list[str]:
     """Nodes that nothing should run on, in SLURM's order of them."""
-    return list(dict.fromkeys(item.node for item in found if item.bad and item.node))
+    return list(dict.fromkeys(node for item in found if item.bad for node in item.node.split(",")))
 
 
 def findings(report: Mapping[str, Any], here: float | None = None) -> list[Finding]:

@@ -56,6 +56,9 @@ class LaunchConfig(Section):
     requeue: bool | Literal["chain"] = True
     """Requeue after a time limit, a preemption or a failure that another start may mend, and go on from the newest
     checkpoint. chain: by a further job each time, for sites that forbid requeueing."""
+    preflight: bool = False
+    """Check the nodes before the ranks start, in the job itself; a bad one is named and excluded, and the job queued
+    again."""
     hang_seconds: PositiveInt = 600
     """Ranks that make no progress for so long hang: the attempt is ended, and the one that is behind is named."""
     signal_seconds: PositiveInt | None = None

@@ -22,6 +22,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from trainkit.cluster import check
 from trainkit.cluster.node_facts import node_facts
+from trainkit.config.loading import load
 from trainkit.distributed.bandwidth import measure, rounds
 from trainkit.distributed.interfaces import interfaces_set
 from trainkit.distributed.meeting import SealedStore, meet
@@ -71,7 +72,7 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     if me not in [rank for ranks in nodes for rank in ranks]:  # too late
         return None
     _clocks(store, me, nodes, report)
-    with interfaces_set(rank_env, store):
+    with interfaces_set(rank_env, store, named=_interface(env)):
         _measure(store, rank_env, nodes, report)
     if not rank_env.is_main:
         _tell(lambda: store.set(f"done/{me}", "1"))
@@ -116,6 +117,12 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
         wrong += int(not torch.equal(product.double().sum(0).cpu(), expected))
         checksums.append(zlib.crc32(product.cpu().numpy().tobytes()))
     return {"checksum": max(checksums, key=checksums.count), "wrong": wrong, "unsteady": len(set(checksums)) > 1}
+
+
+def _interface(env: Mapping[str, str]) -> str | None:
+    """The one that the run's configuration names, if this is a job's preflight."""
+    run = env.get("TRAINKIT_RUN_DIR")
+    return load(f"{run}/config.yaml").config.launch.interface if run else None
 
 
 def _folders(env: Mapping[str, str]) -> list[Path]:

@@ -1,6 +1,7 @@
 """What a batch script does on its first node before and after its ranks, for submitted runs and plain templates alike.
 
     begun=$(python -m trainkit.launch.batch_job begin)      shell lines: the attempt, where its ranks meet, their secret
+    python -m trainkit.launch.batch_job preflight           what the check of the nodes found; 3 if one is bad
     python -m trainkit.launch.batch_job end CODE            queue the job again if that is worth it; its exit code
 
 Both find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``end --chain`` queues another
@@ -19,6 +20,7 @@ from typing import Literal
 
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.launch import scheduler
+from trainkit.launch.preflight import pronounce
 from trainkit.launch.restarts import budget_spent, culprits, is_broken, passing_failure
 from trainkit.ranks.hostlist import expand
 from trainkit.ranks.rendezvous import free_port, start_for
@@ -188,6 +190,9 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
         if verb == "begin":
             print(begin(env))
             return 0
+        if verb == "preflight":
+            attempt = Attempt.named_in(env)
+            return pronounce(attempt) if attempt is not None else 0
         how: How = "no" if "--no-requeue" in rest else "chain" if "--chain" in rest else "requeue"
         return end(int(rest[0]), env, how=how)
     except TrainkitError as error:

@@ -8,16 +8,19 @@ from pathlib import Path
 from trainkit.errors import UserError
 from trainkit.launch import containers
 from trainkit.launch.environment import activation, module_lines
+from trainkit.launch.node_check import LIMIT_MINUTES
 from trainkit.launch.plan import Plan
+from trainkit.launch.preflight import FILE
 from trainkit.launch.sweeps import is_part, whole
 
 # `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout
 # would run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
-TASK = (
-    "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
+_SNAPSHOT = "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
+TASK = _SNAPSHOT + (
     "from trainkit import lifetime; lifetime.begin(); "
     "from submitit.core.submission import submitit_main; submitit_main(); lifetime.leave(0)"
 )
+CHECK = _SNAPSHOT + "import runpy; runpy.run_module('trainkit.distributed.health', run_name='__main__')"
 
 _END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue', "chain": 'job end "$rc" --chain'}
 
@@ -89,20 +92,39 @@ def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
         before = [shlex.join(outside)] if outside else []
         before += [shlex.join(containers.inside()) + ' PYTHONPATH="$TRAINKIT_RUN_DIR/code"']
         interpreter = shlex.quote(plan.container.python)
-    extra = [f"--{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in options]
+    extra = [f"    --{key}" + (f"={shlex.quote(value)}" if value else "") + " \\" for key, value in options]
+    protected = [
+        f'    {shell} -c \'trap "" USR2 TERM; exec "$@"\' rank \\',
+        *[f"    {words} \\" for words in before],
+    ]
+    ranks = [
+        "# The ranks ignore both signals until Python has its own handlers.",
+        'srun --kill-on-bad-exit=1 --cpus-per-task="$SRUN_CPUS_PER_TASK" --unbuffered \\',
+        *extra,
+        '    --output="${logs//%/%%}/rank-%t.out" --error="${logs//%/%%}/rank-%t.err" \\',
+        *protected,
+        f"    {interpreter} -u -c {shlex.quote(TASK)} {shlex.quote(str(run_path / '.submitit'))} || rc=$?",
+    ]
+    if plan.preflight:
+        ranks = [
+            "# The nodes first: what a bad one would cost is more than the minute that this takes at most.",
+            'TORCH_CPP_LOG_LEVEL=FATAL srun --kill-on-bad-exit=0 --no-kill --cpus-per-task="$SRUN_CPUS_PER_TASK" '
+            f"--time={LIMIT_MINUTES} \\",
+            *extra,
+            *protected,
+            f'    {interpreter} -u -c {shlex.quote(CHECK)} >"$logs/{FILE}" || :',
+            "job preflight || rc=$?",
+            'if [ "$rc" = 0 ]; then',
+            *ranks,
+            "fi",
+        ]
     return [
         "",
         "# A preemption signals this shell too: it must outlive that, to requeue the job. SLURM signals the ranks.",
         "trap : TERM USR2",
         "rc=0",
-        "# The ranks ignore both signals until Python has its own handlers.",
-        "srun --kill-on-bad-exit=1 --cpus-per-task=\"$SRUN_CPUS_PER_TASK\" --unbuffered \\",
-        *[f"    {option} \\" for option in extra],
-        '    --output="${logs//%/%%}/rank-%t.out" --error="${logs//%/%%}/rank-%t.err" \\',
-        f"    {shell} -c 'trap \"\" USR2 TERM; exec \"$@\"' rank \\",
-        *[f"    {words} \\" for words in before],
-        f"    {interpreter} -u -c {shlex.quote(TASK)} {shlex.quote(str(run_path / '.submitit'))} || rc=$?",
-    ]  # fmt: skip
+        *ranks,
+    ]
 
 
 def _value(value: object) -> str:

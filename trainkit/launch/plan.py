@@ -57,6 +57,8 @@ class Plan:
     directives: tuple[Decision, ...]
     srun: tuple[tuple[str, str], ...] = ()
     setup: tuple[str, ...] = ()
+    preflight: bool = False
+    """The job checks its nodes before its ranks start."""
     modules: tuple[str, ...] = ()
     environment: str | None = None
     container: Container | None = None
@@ -119,6 +121,13 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     executor = decide_executor(loaded, site)
     on_slurm = executor.value == "slurm"
     partition = chosen_partition(loaded, site) if on_slurm else None
+    if launch.preflight and executor.value != "slurm":
+        raise UserError(
+            "--preflight is for jobs of SLURM.",
+            why=f"This one is run by the executor {executor.value}, on this machine.",
+            fix="`python -m jobs.cluster check --executor local` tries this machine.",
+            key="launch.preflight",
+        )
     nodes = decide_nodes(loaded, site, executor.value, partition)
     gpus = decide_gpus(loaded, site, executor.value, partition, nodes.value)
     tasks = decide_tasks(loaded, executor.value, gpus.value)
@@ -157,6 +166,7 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         lead_seconds=lead,
         hang_seconds=launch.hang_seconds,
         requeue=launch.requeue,
+        preflight=launch.preflight,
         decisions=tuple(decided),
         directives=_directives(loaded, run_path, points, nodes, gpus, tasks, cpus, memory, time, lead)
         if executor.value == "slurm"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from trainkit.diagnosis.evidence import is_lost_connection, last_error
+from trainkit.launch import preflight
 from trainkit.ranks.heartbeat import is_hang
 from trainkit.records.attempts import Attempt
 from trainkit.records.events import read_events
@@ -57,6 +58,8 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     hangs = [error for error in said if is_hang(error)]
     if hangs:
         return hangs[0]
+    if before_it_began := [error for error in said if preflight.is_preflight(error)]:
+        return before_it_began[0]
     said += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := last_error(log))]
     if any(not is_lost_connection(error) for error in said):
         return ""
@@ -81,6 +84,7 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, str]) 
     for node in nodes:
         if is_broken(states.get(node, "")):
             found[node] = f"SLURM says that it is {states[node]}"
+    found |= {node: why for node, why in preflight.bad_nodes(attempt).items() if node in nodes}
     hangs = Counter(
         host
         for number, host in {
