@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
+from jobs.starting import by_names
 from trainkit.cluster.estimate import Start, earliest_start
 from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
@@ -34,7 +35,7 @@ def estimate(
     for name in _partitions(loaded, site):
         try:
             chosen = load(name)
-            plan = make_plan(chosen, site, folder)
+            plan = by_names(make_plan(chosen, site, folder), env)
             validate(chosen, plan, site, folder, cwd)
         except TrainkitError as error:
             starts[name] = Start(refusal=error.what)

@@ -8,6 +8,7 @@ import pytest
 
 from trainkit.cluster.site import Site
 from trainkit.config.loading import load
+from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import make_plan
 
 PROFILES = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.yaml"))
@@ -66,3 +67,17 @@ def test_what_a_job_asks_for_at_each_kind_of_site(profile: Path) -> None:
     plan = make_plan(load("ddp", flags=flags), ELSEWHERE, Path("/runs/x"))
     written = [item.name if item.value is None else f"{item.name}={item.value}" for item in plan.directives]
     assert written == GOLDEN[profile.stem]
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        ("apptainer", ["module load apptainer", "apptainer exec --nv", "trainkit.sif"]),
+        ("conda_modules", ["module load cuda/12.4 miniforge3", "conda activate trainkit", "WANDB_MODE:-offline"]),
+    ],
+)
+def test_what_a_profile_brings_beyond_directives_is_in_the_script(profile: str, words: list[str]) -> None:
+    flags = {"launch.cluster": (profile, "--cluster"), "launch.gpus_per_node": (4, "--gpus-per-node")}
+    plan = make_plan(load("ddp", flags=flags), ELSEWHERE, Path("/runs/x"))
+    script = batch_script(plan, Path("/runs/x"), cwd=Path("/home/me"), python="/usr/bin/python3")
+    assert [word for word in words if word not in script] == []

@@ -84,6 +84,18 @@ def test_an_estimate_asks_for_four_partitions_at_most(command: Command, partitio
     assert len(partitions.read_text().splitlines()) == 4
 
 
+def test_an_estimate_is_of_the_script_that_would_be_submitted(command: Command, fake_slurm: Path) -> None:
+    assert command("submit", "ddp").code == 0
+    said = "sbatch: Job 1 to start at 2040-01-01T00:00:00 using 8 processors on nodes n1"
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\ncat > {fake_slurm}/estimated.sbatch\necho '{said}' >&2\n")
+    flags = ("--dependency", "afterok:ddp-0001", "--nodes", "2", "seed=1")
+    assert command("submit", "ddp", *flags, "--estimate").code == 0
+    script = (fake_slurm / "estimated.sbatch").read_text()
+    assert "#SBATCH --dependency=afterok:4711\n" in script
+    dry = command("submit", "ddp", *flags, "--partition", "main", "--dry-run").out
+    assert script == dry
+
+
 def test_where_no_partition_takes_the_job_the_estimate_is_a_refusal(command: Command, partitions: Path) -> None:
     done = command("submit", "ddp", "--estimate", "--partition", "full")
     assert done.code == 3
