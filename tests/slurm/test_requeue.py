@@ -42,7 +42,7 @@ class Runs:
         self.jobs: dict[str, str] = {}
 
     def submit(self, name: str, *arguments: str, env: dict[str, str] | None = None) -> None:
-        command = ("ddp", *TINY, "--run-dir", f"runs/{name}", "--time", "20", *arguments)
+        command = ("ddp", *TINY, "--again", "--run-dir", f"runs/{name}", "--time", "20", *arguments)
         said = self.cluster.job("submit", *command, env=env).stdout
         match = re.search(r"Submitted job (\d+)", said)
         assert match, said
