@@ -261,6 +261,16 @@ def test_a_node_that_slurm_calls_down_is_excluded_from_the_restart(
     assert "down" in event["why"]
 
 
+def test_a_node_that_is_down_after_an_attempt_that_ended_without_a_word_is_written_down(
+    run: RunDir, fake_command: FakeCommand
+) -> None:
+    fake_command("sinfo", "printf 'gpu03 idle\\ngpu04 down*\\ngpu05 down\\n'")
+    begun(run)
+    Attempt(run, 0).started(step=0, hosts=["gpu03.site", "gpu04.site"])
+    begun(run)
+    assert [event["node"] for event in read_events(run, "excluded")] == ["gpu04"]
+
+
 def test_where_too_few_nodes_would_be_left_none_is_excluded(
     run: RunDir, requeues: Path, fake_command: FakeCommand
 ) -> None:

@@ -51,6 +51,7 @@ def begin(env: Mapping[str, str]) -> str:
         raise RunFailedError(f"{run.name} is not started again: {why}.", why=_LOOK, fix=_resume(run))
     attempt = Attempt.begin(run)
     scheduler.claim_pickle(run, env)
+    _note_lost_nodes(attempt, env)
     nodes = env["SLURM_JOB_NODELIST"]
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
@@ -59,6 +60,17 @@ def begin(env: Mapping[str, str]) -> str:
         "TRAINKIT_SECRET": Secret.generate().text,
     }
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
+
+
+def _note_lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> None:
+    """Write down which nodes have ended the attempt before without a word: a power cut leaves nobody to do so then."""
+    before = [event for event in read_events(attempt.run) if event.get("attempt") == attempt.number - 1]
+    if {"handed_back", "requeued", "ended"} & {event["event"] for event in before}:
+        return
+    hosts = [str(host).partition(".")[0] for event in before for host in event.get("hosts", ())]
+    if hosts and attempt.number:
+        for node, why in culprits(attempt, hosts, scheduler.node_states(env.get("SLURM_JOB_PARTITION", ""))).items():
+            attempt.excluded(node, why)
 
 
 _LOOK = "SLURM, a node or the program ends it each time; `python -m jobs.why` looks for the cause."
