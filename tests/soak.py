@@ -27,9 +27,9 @@ from trainkit.records.rundir import RunDir
 PROJECT = Path(__file__).parents[1]
 EVERY_STEPS = 10
 """Updates between two checkpoints."""
-STEPS_EACH = 12
+STEPS_EACH = 30
 """Updates that a training has for each interruption; it waits in them as long as there are more to come."""
-PACE = "0.25"
+PACE = "0.4"
 ALL = ("usr2", "term", "requeue", "kill", "silent", "slurmd", "slurmctld", "crash", "unplug")
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -47,8 +47,10 @@ PATH=${PATH#*:} exec "${0##*/}" "$@"
 class Soak:
     """One training and what happens to it. ``env``: of a login node of a cluster that may be mistreated."""
 
-    def __init__(self, home: Path, env: Mapping[str, str], rng: random.Random, kinds: Sequence[str] = ALL) -> None:
-        self.home, self.rng, self.kinds = home, rng, kinds
+    def __init__(
+        self, home: Path, env: Mapping[str, str], rng: random.Random, kinds: Sequence[str], nodes: int
+    ) -> None:
+        self.home, self.rng, self.kinds, self.nodes = home, rng, kinds, nodes
         commands, self.silence = home / "soak-commands", home / "soak-failures"
         commands.mkdir()
         for name in ("squeue", "scontrol", "sacct"):
@@ -70,7 +72,7 @@ class Soak:
 
     def submit(self, name: str, steps: int) -> None:
         self.call(
-            sys.executable, "-m", "jobs.submit", "ddp", "--run-dir", f"runs/{name}", "--nodes", "2",
+            sys.executable, "-m", "jobs.submit", "ddp", "--run-dir", f"runs/{name}", "--nodes", str(self.nodes),
             "--gpus-per-node", "0", "--time", "60", "model.name=paced_model:build", f"train.max_steps={steps}",
             "train.precision=fp32", f"checkpoint.every_steps={EVERY_STEPS}", "monitor.loggers=[jsonl]",
             "monitor.log_every=1", "launch.hang_seconds=20", check=True,
@@ -167,7 +169,7 @@ class Soak:
         return self.faults(steps)
 
     def _wait_for_the_next_attempt(self, begun: int) -> None:
-        wait_until(lambda: len(self.run.attempts()) > begun or not self.state(), 60)
+        wait_until(lambda: len(self.run.attempts()) > begun or not self.state(), 20)
 
     def _has_started(self) -> bool:
         newest = len(self.run.attempts()) - 1
@@ -223,7 +225,7 @@ def main() -> int:
         subprocess.run(up, env=env, check=True)
         began = time.monotonic()
         try:
-            soak = Soak(home, env, random.Random(args.seed), args.kinds)
+            soak = Soak(home, env, random.Random(args.seed), args.kinds, nodes=2)
             faults = soak.soak(args.interruptions, lambda words: print(words, flush=True))
         finally:
             subprocess.run([devcluster, "down", "--purge"], env=env, check=False)

@@ -111,7 +111,8 @@ def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
 
 def _may_be_queued(folder: Path) -> bool:
     runs = [RunDir(path.parent) for pattern in ("config.yaml", "*/config.yaml") for path in folder.glob(pattern)]
-    return any(life_of(run).cut_short is not None for run in runs)
+    lives = [life_of(run) for run in runs]  # queued for sure, where what failed came after that: a closed terminal
+    return any(life.cut_short is not None or life.submission is not None for life in lives)
 
 
 def require_executor(plan: Plan, site: Site) -> None:

@@ -1,0 +1,22 @@
+"""A few interruptions of `python -m tests.soak`, which does as many as one likes."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.soak import Soak
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = pytest.mark.slurm
+
+
+def test_a_run_that_is_interrupted_at_random_ends_as_if_nothing_had_happened(devcluster: Cluster) -> None:
+    soak = Soak(devcluster.home, devcluster.env, random.Random(3), kinds=("silent", "kill"), nodes=1)
+    said: list[str] = []
+    assert soak.soak(2, said.append) == [], f"{said}{devcluster.logs()}"
+    assert (len(said), soak.resumed) == (2, 0)
