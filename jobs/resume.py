@@ -133,9 +133,8 @@ def _require_unfinished(run: RunDir) -> None:
 
 def _of_ended_job(life: Life, state: JobState) -> Callable[[Holder], bool]:
     """Whether the writer is of a job that the scheduler knows to have ended, however that left its lease."""
-    submission = life.submission
-    ended = submission is not None and bool(submission.job_id) and state.alive == "no"
-    return lambda other: ended and submission is not None and other.job_id == submission.job_id
+    ended = {item.job_id for item in life.submissions if item.job_id} if state.alive == "no" else set()
+    return lambda other: other.job_id in ended
 
 
 def _moved(run: RunDir, cluster: str) -> dict[str, tuple[Any, str]]:

@@ -49,3 +49,8 @@ def test_a_log_on_a_terminal_keeps_colours_and_progress_and_nothing_else() -> No
 def test_a_log_in_a_pipe_is_what_it_is() -> None:
     log = "\x1b[2J\x07bytes"
     assert terminal.log_text(log, io.StringIO()) == log
+
+
+def test_a_command_can_be_typed_as_it_is_shown() -> None:
+    assert terminal.command("logs", "/my runs/ddp-0001", "-f") == "python -m jobs.logs '/my runs/ddp-0001' -f"
+    assert terminal.command("status", "/runs/ddp-0001") == "python -m jobs.status /runs/ddp-0001"

@@ -61,6 +61,16 @@ def test_runs_of_a_sweep_are_tasks_of_its_array(tmp_path: Path, fake_command: Fa
     assert [state.job_id for state in job_states(runs)] == ["42_0", "42_1"]
 
 
+def test_a_run_may_be_linked_into_another_array_by_another_number(tmp_path: Path, fake_command: FakeCommand) -> None:
+    run = RunDir.create(tmp_path / "sweep-0001" / "7", to_yaml(load("ddp").config))
+    append_event(run, "submitting", executor="slurm", attempts_before=0)
+    part = tmp_path / "sweep-0001" / ".submitit" / "array-1"
+    part.mkdir(parents=True)
+    (part / "1").symlink_to(run.path)
+    fake_command("squeue", squeue(f"42_0|{part}/submit.sbatch\\n42_1|{part}/submit.sbatch\\n"))
+    assert job_state(run).job_id == "42_1"
+
+
 def test_a_job_that_the_run_knows_is_not_found_again(cut_short: RunDir, fake_command: FakeCommand) -> None:
     submitted(cut_short, "slurm", "42")
     submitting(cut_short)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -331,3 +332,25 @@ def test_interrupting_a_followed_run_leaves_it_running(no_slurm: dict[str, str],
         time.sleep(0.1)
     assert (last_event(RunDir(run), "ended") or {})["state"] == "CANCELLED"
     assert os.path.isdir(run)
+
+
+def test_a_run_that_may_have_a_job_is_kept_when_its_submission_is_interrupted(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    (fake_slurm / "sbatch").write_text("#!/bin/bash\necho 'welcome to our site'\n")
+    done = command("submit", "ddp", "--run-dir", "runs/ddp-0001")
+    assert done.code == 4
+    assert "no job id" in done.err
+    script = tmp_path / "runs" / "ddp-0001" / "submit.sbatch"
+    (fake_slurm / "squeue").write_text(f"""#!/bin/bash
+case "$*" in *%o*) echo '4711|{script}' ;; *) echo '4711|PENDING|Resources|0:00|' ;; esac
+""")
+    assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
+
+
+def test_what_is_printed_can_be_typed_also_for_a_folder_with_spaces(command: Command, fake_slurm: Path) -> None:
+    done = command("submit", "ddp", "--run-dir", "my runs/ddp-0001", "--again")
+    assert done.code == 0, done.err
+    commands = [line.partition("python ")[2] for line in done.out.splitlines() if "python -m jobs." in line]
+    assert len(commands) == 3
+    assert all(any(word.endswith("/my runs/ddp-0001") for word in shlex.split(line)) for line in commands)

@@ -322,3 +322,20 @@ def test_where_there_is_no_scontrol_a_file_asks_for_the_requeue(run: RunDir, fak
         assert batch_job.end(0, env, how="requeue") == 1
     assert (Attempt(run, 0).logs / "requeue").exists()
     assert life_of(run).requeued == {0}
+
+
+def test_the_script_of_a_stale_attempt_queues_nothing_again(
+    run: RunDir, fake_command: FakeCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """slurmd was killed, SLURM has started the job again elsewhere, and the old script lives on."""
+    calls = [fake_command(name, "echo '7|RUNNING|'") for name in ("squeue", "scontrol")]
+    env = begun(run)
+    stale = Attempt.named_in(env)
+    assert stale is not None
+    stale.handed_back(node_rank=0, step=5, signals=["SIGTERM"])
+    Attempt.begin(run).started(step=0)
+    before = run.events.read_bytes()
+    assert batch_job.end(0, env, how="requeue") == 1
+    assert "Attempt 1 has taken over" in capsys.readouterr().out
+    assert [file.exists() for file in calls] == [False, False]
+    assert run.events.read_bytes() == before

@@ -6,6 +6,7 @@ SLURM knows which script each job was submitted with, and a run's script lies in
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from trainkit.records.rundir import RunDir
 
 SBATCH_SECONDS = 300.0
 """So long sbatch may take; who called it on another machine may live until then."""
+_PATH = re.compile(r"(?<![^ ])/")
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,20 @@ def read_scripts(text: str) -> dict[str, str]:
 
 
 def _jobs_of(folder: RunDir, life: Life, scripts: Mapping[str, str]) -> list[str]:
-    """The run's jobs that its record does not know, oldest first. A run of a sweep is a task of the sweep's array."""
+    """The run's jobs that its record does not know, oldest first.
+
+    A task of an array is the run that lies, or is linked, beside the array's script under the task's number.
+    """
     known = {item.job_id for item in life.submissions}
-    in_sweep = os.path.isfile(folder.path.parent / "sweep.json")
+    here = os.path.realpath(folder.path)
     found = []
     for job_id, line in scripts.items():
-        number, underscore, task = job_id.partition("_")
-        script = RunDir(folder.path.parent).script if underscore and in_sweep else folder.script
-        is_ours = line == str(script) or line.endswith(f" {script}")
-        if is_ours and job_id not in known and (not underscore or task == folder.path.name) and number.isdecimal():
+        number, _, task = job_id.partition("_")
+        if job_id in known or not number.isdecimal() or not line.endswith("/submit.sbatch"):
+            continue
+        # Whatever stands before the script, and whether its own path has spaces in it.
+        places = [os.path.dirname(line[match.start() :]) for match in _PATH.finditer(line)]
+        if any(os.path.realpath(os.path.join(place, task) if task else place) == here for place in places):
             found.append(job_id)
     return sorted(found, key=lambda job_id: int(job_id.partition("_")[0]))
 

@@ -6,6 +6,7 @@ A scheduler that does not answer is asked again; none of this raises.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import time
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.launch.environment import scrubbed
+from trainkit.launch.sweeps import PART
 from trainkit.ranks.hostlist import expand
 from trainkit.records.attempts import job_of, submitted
 from trainkit.records.rundir import RunDir
@@ -99,11 +101,21 @@ def unclaimed(index: int) -> str:
 def claim_pickle(run: RunDir, env: Mapping[str, str]) -> None:
     """Give this job's pickle its name, if the command that queued it was killed before it could."""
     index = env.get("SLURM_ARRAY_TASK_ID")
-    folder = (run.path if index is None else run.path.parent) / ".submitit"
-    mine, found = folder / f"{job_of(env)}_submitted.pkl", folder / unclaimed(int(index or 0))
-    if not mine.exists() and found.is_file():
-        with contextlib.suppress(FileNotFoundError):  # it is just being renamed
-            shutil.copy2(found, mine)
+    for folder in _folders(run, index):
+        mine = folder / ".submitit" / f"{job_of(env)}_submitted.pkl"
+        found = mine.with_name(unclaimed(int(index or 0)))
+        if not mine.exists() and found.is_file():
+            with contextlib.suppress(FileNotFoundError):  # it is just being renamed
+                shutil.copy2(found, mine)
+
+
+def _folders(run: RunDir, index: str | None) -> list[Path]:
+    """Folders with the script of a job that is this run: the run's, or those of arrays whose task ``index`` it is."""
+    if index is None:
+        return [run.path]
+    here = os.path.realpath(run.path)
+    sweep = run.path.parent
+    return [folder for folder in (sweep, *sweep.glob(f".submitit/{PART}*")) if os.path.realpath(folder / index) == here]
 
 
 def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
@@ -113,12 +125,13 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
         NotDone: sbatch will not, or the run was not submitted by `jobs.submit`.
     """
     index = env.get("SLURM_ARRAY_TASK_ID")
-    folder = run.path if index is None else run.path.parent
+    old = job_of(env)
+    known = [folder for folder in _folders(run, index) if (folder / ".submitit" / f"{old}_submitted.pkl").is_file()]
+    folder = known[0] if known else run.path
     script = folder / "submit.sbatch"
     if not script.is_file():
         raise NotDone(f"there is no {script}")
-    old = env["SLURM_JOB_ID"] if index is None else f"{env['SLURM_ARRAY_JOB_ID']}_{index}"
-    name = run.path.name if index is None else f"{folder.name}-{index}"
+    name = run.path.name if index is None else f"{run.path.parent.name}-{run.path.name}"
     more = [f"--exclude={','.join(excluded)}"] if excluded else []
     more += [] if index is None else [f"--array={index}"]
     # The run's own name, so that singleton makes it wait for other links of this chain and for nobody else.

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.launch.scheduler import claim_pickle, unclaimed
+from trainkit.records.rundir import RunDir
+
+
+def place(folder: Path, index: int) -> Path:
+    """The pickle of a run whose job has no name yet; where it lies."""
+    (folder / ".submitit").mkdir(parents=True, exist_ok=True)
+    pickle = folder / ".submitit" / unclaimed(index)
+    pickle.write_bytes(b"what to run")
+    return pickle.parent
+
+
+def test_a_job_finds_what_it_has_to_run_though_nobody_could_name_it(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+    folder = place(run.path, 0)
+    claim_pickle(run, {"SLURM_JOB_ID": "42"})
+    assert (folder / "42_submitted.pkl").read_bytes() == b"what to run"
+
+
+def test_one_that_has_its_name_is_left_alone(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+    named = place(run.path, 0) / "42_submitted.pkl"
+    named.write_bytes(b"its own")
+    claim_pickle(run, {"SLURM_JOB_ID": "42"})
+    assert named.read_bytes() == b"its own"
+
+
+@pytest.mark.parametrize(("index", "part"), [(3, ""), (0, ".submitit/array-1")])
+def test_a_task_of_an_array_claims_the_pickle_of_its_number(tmp_path: Path, index: int, part: str) -> None:
+    run = RunDir.create(tmp_path / "sweep" / "3", "seed: 0\n")
+    array = tmp_path / "sweep" / part
+    folder = place(array, index)
+    if part:
+        (array / str(index)).symlink_to(run.path)
+    claim_pickle(run, {"SLURM_JOB_ID": "99", "SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": str(index)})
+    assert (folder / f"42_{index}_submitted.pkl").is_file()
