@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.records.rundir import RunDir, find_run, list_runs, next_path, runs_root
+from trainkit.records.rundir import RunDir, find_run, find_runs, list_runs, next_path, runs_root
 
 YAML = "seed: 0\n"
 
@@ -232,3 +232,13 @@ def test_a_mode_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TRAINKIT_RUN_MODE", asked)
     with pytest.raises(UserError, match="TRAINKIT_RUN_MODE"):
         RunDir.create(tmp_path / "a", "")
+
+
+def test_the_runs_of_a_sweep_are_found_by_its_folder_wherever_one_stands(
+    tmp_path: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [RunDir.create(tmp_path / "sweep-0001" / name, YAML) for name in "01"]
+    (tmp_path / "sweep-0001" / "sweep.json").write_text("[]")
+    monkeypatch.chdir(tmp_path)
+    for reference in ("sweep-0001", str(tmp_path / "sweep-0001")):
+        assert sorted(run.path for run in find_runs(reference, env)) == [run.path for run in runs]

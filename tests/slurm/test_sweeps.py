@@ -24,7 +24,7 @@ from trainkit.models.fashion_cnn import build as ours
 def build(info, *, luck: int = 0):
     if luck > 0 and os.environ["TRAINKIT_ATTEMPT"] == "0":
         raise RuntimeError("no luck")
-    return ours(info, width=4)
+    return ours(info, width=8)
 """
 
 
@@ -43,13 +43,13 @@ def test_a_sweep_over_the_limit_of_arrays_trains_and_what_failed_of_it_is_queued
     (tools / "scontrol").chmod(0o755)
     env = {"PATH": f"{tools}:{devcluster.env['PATH']}"}
 
-    points = ("--sweep", "model.luck=0..2", "--max-parallel", "1")
+    points = ("--sweep", "model.luck=0..2", "--max-parallel", "2")
     words = ("ddp", *TINY, *ONE_RANK, "model.name=unlucky:build", "--run-dir", "runs/sweep")
     said = devcluster.job("submit", *words, *points, env=env).stdout
     sweep = home / "runs" / "sweep"
     array, single = re.findall(r"job +(\d+)", said)
     assert job_ids(sweep) == [f"{array}_0", f"{array}_1", single]
-    assert "ArrayTaskThrottle=1" in devcluster.run("scontrol", "show", "job", array).stdout
+    assert "ArrayTaskThrottle=2" in devcluster.run("scontrol", "show", "job", array).stdout
     assert f"Dependency=afterany:{array}" in devcluster.run("scontrol", "show", "job", single).stdout
     assert devcluster.wait(single) == "FAILED", devcluster.logs()
     assert devcluster.states(array) == ["COMPLETED", "FAILED"]

@@ -250,7 +250,8 @@ def find_runs(reference: str, env: Mapping[str, str]) -> list[RunDir]:
     """The run of that name, or all runs of a sweep."""
     for folder in (Path(reference).expanduser(), runs_root(env) / reference):
         if os.path.isfile(folder / "sweep.json"):
-            return [run for run in list_runs(folder) if run.path.parent == folder.absolute()]
+            sweep = folder.absolute()
+            return [run for run in list_runs(sweep) if run.path.parent == sweep]
     sweeps = {
         path.parent
         for path in index.known()
