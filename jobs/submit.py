@@ -163,9 +163,10 @@ def _require_new(fingerprints: Sequence[str]) -> None:
     if not done:
         return
     path, state = next(reversed(done.items()))
-    others = f", and {len(done) - 1} more of these runs" if len(done) > 1 else ""
+    name = str(path.relative_to(path.parents[1])) if path.name.isdecimal() else path.name  # of a sweep's run
+    others = f" The sweep has {len(done) - 1} more that are there." if len(done) > 1 else ""
     raise RefusedError(
-        f"{terminal.one_line(path.name)} is the same run, and it is {state}{others}.",
+        f"{terminal.one_line(name)} is the same run, and it is {state}.{others}",
         why=f"Configuration, code and data are those of {path}.",
         fix=f"`{terminal.command('status', path)}` shows it; add --again to train it once more.",
     )
