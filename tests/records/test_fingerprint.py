@@ -16,7 +16,12 @@ def mark_of(*overrides: str, code: str = "c") -> str:
 
 
 def test_where_a_run_trains_does_not_make_it_another() -> None:
-    assert mark_of("launch.nodes=4", "launch.partition=gpu", "launch.time=10") == mark_of()
+    assert mark_of("launch.partition=gpu", "launch.time=10") == mark_of()
+
+
+@pytest.mark.parametrize("override", ["launch.nodes=2", "launch.gpus_per_node=2", "launch.ntasks_per_node=2"])
+def test_on_more_ranks_it_is_another_for_that_is_how_scaling_is_measured(override: str) -> None:
+    assert mark_of(override) != mark_of()
 
 
 @pytest.mark.parametrize("override", ["seed=1", "optim.lr=1e-4", "model.width=8", "data.root=elsewhere"])

@@ -1,4 +1,4 @@
-"""What makes two runs the same: their configuration but for where it runs, their code, and their data."""
+"""What makes two runs the same: their configuration, their code, their data, and how many ranks train, not where."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def fingerprint(config: Config, code: str) -> str:
         code: its `code_digest`.
     """
     settings = config.model_dump(mode="json", exclude={"launch"})
-    text = json.dumps([settings, code, _data_state(Path(config.data.root))], sort_keys=True)
+    ranks = config.launch.model_dump(mode="json", include={"nodes", "gpus_per_node", "ntasks_per_node"})
+    text = json.dumps([settings, ranks, code, _data_state(Path(config.data.root))], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
