@@ -31,19 +31,28 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     state = job_state(run)
     cause = cause_of(run, state, args.attempt)
     heading = f"{run.name}: {state.state}" + (f" (job {state.job_id})" if state.job_id else "")
-    if cause is None:
-        print(f"{heading}. {_nothing(run, state)}")
-        return 0
-    print(terminal.lines(f"{heading}. {cause}"))
+    print(terminal.lines(f"{heading}. {_nothing(run, state) if cause is None else cause}"))
+    if args.attempt is None and state.alive == "yes":
+        _print_earlier(run, state)
     return 0
+
+
+def _print_earlier(run: RunDir, state: JobState) -> None:
+    """What ended the attempt before, of a run that goes on."""
+    ended = sorted(life_of(run).requeued)
+    if not ended:
+        return
+    if ended[-1] in life_of(run).handed_back:
+        print(f"Attempt {ended[-1]} was told to stop: it saved, and goes on.")
+    elif cause := cause_of(run, state, ended[-1]):
+        print(terminal.lines(f"Attempt {ended[-1]} failed and was queued again. {cause}"))
 
 
 def _nothing(run: RunDir, state: JobState) -> str:
     if state.state == "COMPLETED":
         return "It came to its end; nothing failed."
     if state.state == "RUNNING":
-        earlier = len(life_of(run).requeued)
-        return "It runs; nothing has failed" + (f", and it was queued again {earlier} times." if earlier else ".")
+        return "It runs."
     if state.state == "UNKNOWN":
         return f"Nobody can tell what became of it: {state.reason}."
     return "Nothing that it has left speaks of a failure." + (f" {state.reason}." if state.reason else "")

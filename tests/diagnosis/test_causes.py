@@ -32,7 +32,7 @@ def run(tmp_path: Path, config: str) -> RunDir:
     """A run of two ranks on n1 and n2 whose job 4711 is over."""
     made = RunDir.create(tmp_path / "runs" / "ddp-0001", config)
     made.attempt_logs(0).mkdir()
-    made.plan.write_text(json.dumps({"time_limit_seconds": 3600, "world_size": 2}))
+    made.plan.write_text(json.dumps({"time_limit_seconds": 3600, "world_size": 2, "ntasks_per_node": 1}))
     append_event(made, "submitted", executor="slurm", job_id="4711")
     for rank in (0, 1):
         (made.attempt_logs(0) / f"rank-{rank}.out").write_text("")
@@ -65,7 +65,7 @@ def test_what_was_printed_is_known_for_what_it_is(run: RunDir, said: dict[str, A
 def test_every_row_of_the_tables_has_a_recorded_text() -> None:
     rows = {row.name for row in (*HARDWARE, *ENDINGS, *RANKS)}
     told = {item["cause"] for item in RECORDED}
-    unrecorded = {"requeue-refused", "hang", "controller-gone"}  # our own words: below
+    unrecorded = {"requeue-refused", "no-progress", "hang", "controller-gone"}  # our own words: below
     unrecorded |= {"illegal-access", "nonfinite", "signalled"}
     assert told - rows == WITHOUT_TEXT
     assert rows - told == unrecorded
@@ -137,12 +137,25 @@ def test_a_hang_names_the_rank_that_was_waited_for(run: RunDir) -> None:
 
 
 def test_a_refused_requeue_is_the_cause_in_slurms_words(run: RunDir) -> None:
-    append_event(
-        run, "failed", attempt=0, rank=None, error="requeue refused: Requested operation is presently disabled"
-    )
+    words = "not queued again: requeue refused: Requested operation is presently disabled"
+    append_event(run, "handed_back", attempt=0, node_rank=0, step=1, signals=["SIGUSR2"])
+    append_event(run, "failed", attempt=0, rank=None, error=words)
     cause = diagnose(run)
     assert cause is not None
     assert cause.what.endswith("its job back into the queue: Requested operation is presently disabled.")
+
+
+def test_a_spent_budget_is_no_cause_of_a_failure_but_of_saving_in_vain(run: RunDir) -> None:
+    append_event(run, "failed", attempt=0, rank=None, error="not queued again: 3 attempts have failed")
+    cause = diagnose(run, batch="srun: error: n2: task 1: Killed")
+    assert cause is not None
+    assert cause.name == "killed"
+    append_event(run, "handed_back", attempt=0, node_rank=0, step=1, signals=["SIGUSR2"])
+    words = "not queued again: 2 restarts have not come to a new checkpoint"
+    append_event(run, "failed", attempt=0, rank=None, error=words)
+    cause = diagnose(run)
+    assert cause is not None
+    assert (cause.name, cause.command) == ("no-progress", f"python -m jobs.resume {run.path} --time 2:00:00")
 
 
 def test_a_run_that_completed_or_runs_has_no_cause(run: RunDir) -> None:

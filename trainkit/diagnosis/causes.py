@@ -8,13 +8,22 @@ from dataclasses import dataclass
 from trainkit import terminal
 from trainkit.cluster.queue import JobState
 from trainkit.diagnosis.case import Case
-from trainkit.diagnosis.evidence import Failure, batch_text, failure_of, is_lost_connection, tail_of
-from trainkit.diagnosis.fields import fields, hosts_of
+from trainkit.diagnosis.evidence import (
+    Failure,
+    batch_text,
+    failure_of,
+    is_lost_connection,
+    tail_of,
+    until_ended,
+)
+from trainkit.diagnosis.fields import fields, host_of_task, hosts_of
 from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
 from trainkit.diagnosis.rank_cases import AGAIN, LOG, RANKS, RESUME
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
+_TOLD = re.compile(r"^(srun: error|slurmstepd\S* error|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
+"""Lines of a batch script's log that are worth showing."""
 _SHOWN = 6
 """Lines of evidence."""
 
@@ -67,17 +76,20 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     Args:
         state: of the run's newest job, as `trainkit.cluster.queue` has it.
     """
-    if state.state == "COMPLETED" or (state.state == "RUNNING" and attempt is None):
+    if attempt is None and state.state == "COMPLETED":
         return None
     attempts = run.attempts()
-    newest = attempt is None or attempt == (attempts[-1] if attempts else 0)
     number = attempt if attempt is not None else attempts[-1] if attempts else 0
-    waits = newest and state.alive == "yes"
+    waits = attempt is None and state.alive == "yes" and state.state != "COMPLETING"
+    newest = attempt is None or (state.alive != "yes" and number == (attempts[-1] if attempts else 0))
     failure = None if waits else failure_of(run, number)
     sources = [*_of_the_job(run, state, number)] if newest else []
     if not waits:
         sources += [*_of_the_batch(run, number), *_of_the_rank(run, failure)]
-    for row in (*HARDWARE, *ENDINGS, *RANKS):
+    rows = (*HARDWARE, *ENDINGS, *RANKS)
+    if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started
+        rows, sources = tuple(row for row in rows if row.name == "launch-failure"), _of_the_batch(run, number)
+    for row in rows:
         fits = [
             (match, source)
             for source in sources
@@ -106,15 +118,18 @@ class _Source:
 
 
 def _of_the_job(run: RunDir, state: JobState, attempt: int) -> list[_Source]:
-    found = [
-        _Source("job", "squeue, sacct" if state.executor == "slurm" else "status", f"{state.state} {state.reason}")
-    ]
-    found[0:0] = [
+    """Its state, and what whoever looked after the ranks has said of it; of no rank where they have saved."""
+    life = life_of(run)
+    said = [
         _Source("job", "events.jsonl", item.error)
-        for item in life_of(run).failures
-        if item.attempt == attempt and (item.rank is None or "no progress for" in item.error)
+        for item in life.failures
+        if item.attempt == attempt and item.rank is None and attempt in life.handed_back
     ]
-    return found
+    return [*said, _Source("job", "squeue, sacct" if state.executor == "slurm" else "status", _words(state))]
+
+
+def _words(state: JobState) -> str:
+    return f"{state.state} {state.reason}".strip()
 
 
 def _of_the_batch(run: RunDir, attempt: int) -> list[_Source]:
@@ -131,7 +146,9 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
     lines = [text for _, text in tail]
     known = failure.error in lines
     start = max((index for index, text in enumerate(lines) if text.startswith("Traceback")), default=0)
-    found = [_Source("rank", where if known else "events.jsonl, srun", failure.error)]
+    found = [
+        _Source("rank", "events.jsonl" if not failure.error.endswith(f"(on {failure.host})") else "", failure.error)
+    ]
     if known:
         found = [_Source("rank", where, "\n".join(lines[start:]), tail[start][0])]
     elif failure.traceback:
@@ -157,9 +174,12 @@ def _cause(
     found.update({name: value.strip().rstrip(".") for name, value in groups.items()})
     if row.name == "missing-module":
         found["module"] = found["module"].partition(".")[0]
+    if "task" in groups:
+        found["unseeing"] = host_of_task(run, found["hosts"], int(groups["task"]))
     if "failed" in groups:
         found["failed_hosts"] = hosts_of(groups["failed"])
-    quotes = [source.quote(match.start()), *_around(failure, sources)]
+    # What srun said of a rank is quoted from the batch log.
+    quotes = [*([source.quote(match.start())] if source.where else []), *_around(run, failure, sources)]
     return Cause(
         row.name,
         row.what.format_map(_Blank(found)),
@@ -175,11 +195,11 @@ def _otherwise(
 ) -> Cause | None:
     """What no row knows: our own three lines, an exception of the user's code, a lost connection, or silence."""
     found = fields(run, state, attempt, failure)
-    quotes = tuple(dict.fromkeys(_around(failure, sources)))[:_SHOWN]
+    quotes = tuple(dict.fromkeys(_around(run, failure, sources)))[:_SHOWN]
     if failure is None:
         if state.alive == "yes" or not state.job_id or state.state == "UNKNOWN":
             return None
-        what = f"The job ended ({state.state} {state.reason}".rstrip() + ") before a rank of it said anything."
+        what = f"The job ended ({_words(state)}) before a rank of it said anything."
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
     if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
@@ -198,23 +218,19 @@ def _otherwise(
     return Cause("failed", what, quotes, "Its last words:", LOG.format_map(_Blank(found)), failure)
 
 
-def _around(failure: Failure | None, sources: list[_Source]) -> list[Quote]:
+def _around(run: RunDir, failure: Failure | None, sources: list[_Source]) -> list[Quote]:
     """What srun, the job and the failing rank say, beside the line that decided."""
     found = []
     for source in sources:
-        if source.place == "job" and source.text.strip():
-            found.append(Quote(source.where, source.text.strip()))
-        elif source.place == "batch":
-            told = re.compile(
-                r"^(srun: error|slurmstepd\S* error|srun: fatal|bash:|.*No such file|.*not found).*", re.M
-            )
-            found += [source.quote(match.start()) for match in list(told.finditer(source.text))[:2]]
-        elif source.place == "rank" and failure is not None and failure.error in source.text:
+        if source.place == "batch":
+            found += [source.quote(match.start()) for match in list(_TOLD.finditer(until_ended(source.text)))[:2]]
+        elif source.place == "rank" and source.where and failure is not None and failure.error in source.text:
             found.append(source.quote(source.text.rindex(failure.error)))
-    last = [source for source in sources if source.place == "rank" and source.text.strip()]
-    if failure is not None and not failure.traceback and last:
-        text = last[-1].text.rstrip()
-        found.append(last[-1].quote(len(text) - 1))
+    found += [Quote(source.where, source.text.strip()) for source in sources if source.place == "job"]
+    if failure is not None and not failure.traceback:  # its last words, whatever they are worth
+        err = f"rank-{failure.rank}.err"
+        tail = [line for line in tail_of(run.attempt_logs(failure.attempt) / err) if line[1].strip()]
+        found += [Quote(f"logs/{failure.attempt}/{err}:{number}", text.strip()) for number, text in tail[-1:]]
     return found
 
 

@@ -98,6 +98,12 @@ def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure],
     return hard, exited, late
 
 
+def until_ended(batch: str) -> str:
+    """What a batch script said before SLURM ended the step: what follows are consequences."""
+    ended = _STEP_ENDED.search(batch)
+    return batch if ended is None else batch[: ended.start()]
+
+
 def batch_text(run: RunDir, attempt: int) -> str:
     """What the batch script and srun, or the local controller, said of one attempt: it stands between two headings."""
     text = _batch_log(run)

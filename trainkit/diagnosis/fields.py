@@ -41,7 +41,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
         "reason": state.reason,
         "nodes": state.nodes or "The node",
         "hosts": hosts,
-        "first_host": hosts.partition(",")[0] or "it",
+        "unseeing": hosts.partition(",")[0] or "the node",
         "host": host,
         "on_node": host or "the node",
         "failed": f"One of {state.nodes}" if "," in hosts else state.nodes or "A node",
@@ -81,6 +81,14 @@ def _settings(run: RunDir) -> dict[str, float]:
 def _host_of_rank(run: RunDir, attempt: int, rank: int) -> str:
     told = [item.host for item in life_of(run).failures if item.attempt == attempt and item.rank == rank and item.host]
     return told[0] if told else ""
+
+
+def host_of_task(run: RunDir, hosts: str, task: int) -> str:
+    """The node of a task that never came to say its own."""
+    each = reading.read_object(run.plan).get("ntasks_per_node")
+    names = hosts.split(",")
+    index = task // each if reading.is_whole(each) and each else len(names)
+    return names[index] if index < len(names) else names[0]
 
 
 def hosts_of(nodelist: str) -> str:

@@ -37,8 +37,13 @@ HARDWARE: tuple[Case, ...] = (
 
 ENDINGS: tuple[Case, ...] = (
     case(
-        "job", "requeue-refused", r"requeue refused: (?P<words>.*)",
+        "job", "requeue-refused", r"requeue refused: (?P<words>.*)|no further job: (?P<other>.*)",
         "The run saved, and SLURM did not take its job back into the queue: {words}.", RESUME,
+    ),
+    case(
+        "job", "no-progress", r"not queued again: (?P<words>.*restarts.*)",
+        "The run was ended each time before its next checkpoint: {words}.", RESUME + " --time {twice_the_time}",
+        "More time for each attempt (checkpoint.every_steps saves more often, in a new run):",
     ),
     case(
         "job", "requeue-held",
@@ -59,10 +64,11 @@ ENDINGS: tuple[Case, ...] = (
     ),
     case(
         "job batch", "launch-failure",
+        r"task (?P<task>\d+) launch failed|"
         r"JobLaunchFailure|launch[ _]failed|exit code 0:53|[Cc]ould not open std(out|err|in)|IO setup failed"
         r"|error: open \S+: No such file",
-        "{nodes} could not start the job's script: {first_host} does not see {logs}, or may not write there.",
-        "srun -N1 -n1 -w {first_host} ls -ld {logs}",
+        "{unseeing} could not start its part of the job: it does not see {logs}, or may not write there.",
+        "srun -N1 -n1 -w {unseeing} ls -ld {logs}",
         "Put the run where all nodes see it (TRAINKIT_RUNS=FOLDER) and submit it again; this shows what the node sees:",
     ),
     case(
@@ -118,12 +124,7 @@ ENDINGS: tuple[Case, ...] = (
         "Nothing is wrong: it waits for its turn ({state} {reason}).", "squeue -j {job} --start",
     ),
     case(
-        "job", "hang", r"no progress for (?P<seconds>\d+) s",
-        "{who} made no progress for {seconds} s and kept the others waiting: a hang.",
-        RESUME, "If the same rank hangs again, exclude its node (--exclude); else look at what it does:",
-    ),
-    case(
-        "job batch", "time-limit", r"^TIMEOUT|^FAILED TimeLimit|DUE TO TIME LIMIT",
+        "job batch", "time-limit", r"^TIMEOUT|^(FAILED|COMPLETING) TimeLimit|DUE TO TIME LIMIT",
         "The job reached its time limit before it could save and hand back.",
         RESUME + " --time {twice_the_time}",
     ),

@@ -14,6 +14,11 @@ WITHOUT = RESUME + " --exclude {host}"
 
 RANKS: tuple[Case, ...] = (
     case(
+        "rank", "hang", r"no progress for (?P<seconds>\d+) s",
+        "{who} made no progress for {seconds} s and kept the others waiting: a hang.",
+        RESUME, "If the same rank hangs again, exclude its node (--exclude); else look at what it does:",
+    ),
+    case(
         "rank", "gpu-out-of-memory",
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUDNN_STATUS_ALLOC_FAILED"
         r"|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory",

@@ -1,0 +1,136 @@
+"""Why a run failed or does not start, where a real SLURM did it. Their ranks import no torch, and start all at once."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.slurm.conftest import DEVCLUSTER
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = pytest.mark.slurm
+
+TWO = "nodes:2;gpus_per_node:0;ntasks_per_node:1"
+ONE = "nodes:1;gpus_per_node:0;ntasks_per_node:1"
+GIVEN = {
+    "limit": f"{ONE};requeue:no",
+    "preempted": f"{ONE};requeue:no;partition:low;nodelist:n3",
+    "hidden/launch": f"{ONE};nodelist:n2",
+    "hidden/half": f"{TWO};nodelist:n1,n2",
+    "killed": f"{TWO};requeue:no",
+    "again": TWO,
+    "raises": TWO,
+    "unseen": "nodes:1;gpus_per_node:1;srun:task-prolog={home}/forget",
+    "full": ONE,
+    "ends": f"{ONE};sbatch:export=NONE",
+    "cancelled": ONE,
+    "crashed": f"{ONE};requeue:no;nodelist:n4",
+    "held": f"{ONE};sbatch:hold=",
+    "never": f"{ONE};dependency:afterok:{{failed}}",
+    "limited": f"{ONE};sbatch:nodes=9",
+}
+Jobs = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def jobs(devcluster: Cluster) -> Iterator[Jobs]:
+    """The jobs of these runs, all submitted; n2 does not see what is in ``runs/hidden``."""
+    home = devcluster.home
+    shutil.copy(Path(__file__).with_name("light_ranks.py"), home)
+    hidden = home / "runs" / "hidden"
+    hidden.mkdir(parents=True)
+    (home / "forget").write_text("#!/bin/sh\necho unset TRAINKIT_DEVICE\n")
+    (home / "forget").chmod(0o755)
+    devcluster.run(str(DEVCLUSTER), "exec", "n2", "mount", "-t", "tmpfs", "none", str(hidden))
+    failed = devcluster.sbatch("-o", "/dev/null", "--wrap", "exit 3")
+    given = [f"{name}={flags.format(home=home, failed=failed)}" for name, flags in GIVEN.items()]
+    told = devcluster.run(sys.executable, "light_ranks.py", *given, env={"PYTHONPATH": str(home)}).stdout
+    yield dict(line.split() for line in told.splitlines())
+    devcluster.run(str(DEVCLUSTER), "exec", "n2", "umount", "--lazy", str(hidden))
+
+
+def why(cluster: Cluster, name: str, *arguments: str) -> str:
+    return cluster.job("why", f"runs/{name}", *arguments).stdout
+
+
+def running(cluster: Cluster, name: str, *, word: str = "Attempt") -> None:
+    """Wait until the run's ranks may have started."""
+    log = cluster.home / "runs" / name / "logs" / "batch.out"
+    cluster.wait_for(f"{word} in {log}", lambda: log.exists() and word in log.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interrupted(devcluster: Cluster, jobs: Jobs) -> None:
+    """Of those that somebody else ends: at their time limit, for a job of higher priority, with their node."""
+    for name in ("limit", "preempted", "cancelled", "crashed"):
+        running(devcluster, name)
+    devcluster.run("scontrol", "update", f"jobid={jobs['limit']}", "endtime=now")
+    devcluster.sbatch("-p", "high", "-w", "n3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1")
+    devcluster.job("cancel", "runs/cancelled")
+    devcluster.run("scontrol", "update", "nodename=n4", "state=down", "reason=test")
+    devcluster.run("scontrol", "update", "nodename=n4", "state=idle")
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "says", "fix"),
+    [
+        ("killed", "FAILED", "Rank 1 on n{} was killed (SIGKILL)", "jobs.resume {run} --mem 0`"),
+        ("raises", "FAILED", "Rank 1 on n{} raised ValueError: bad labels, at light_ranks.py:", "jobs.submit {run}`"),
+        ("unseen", "FAILED", "Rank 0 on n{} was given GPUs, and CUDA sees none.", "jobs.resume {run} --exclude n"),
+        ("full", "FAILED", "The disk is full: Rank 0 on n{} could not write.", "`df -h {run}`"),
+        ("hidden/launch", "FAILED", "n2 could not start its part of the job: it does not see {run}/logs", "-w n2 ls"),
+        ("cancelled", "CANCELLED", "Somebody cancelled the job.", "jobs.resume {run}`"),
+        ("crashed", "NODE_FAIL", "n4 went down or stopped answering", "jobs.resume {run} --exclude n4`"),
+        ("preempted", "PREEMPTED", "The job was preempted", "jobs.resume {run}`"),
+        ("limit", "TIMEOUT", "The job reached its time limit", "jobs.resume {run} --time 2:00:00`"),
+    ],
+)
+def test_the_cause_of_an_ended_job_is_named(
+    devcluster: Cluster, jobs: Jobs, name: str, state: str, says: str, fix: str
+) -> None:
+    def has_ended() -> bool:
+        return why(devcluster, name).startswith(f"{Path(name).name}: {state} (job {jobs[name]}). ")
+
+    devcluster.wait_for(f"{name} is {state}", has_ended, timeout=60)
+    said, run = why(devcluster, name), str(devcluster.home / "runs" / name)
+    assert all(part in said for part in says.format("\0", run=run).split("\0")), said
+    assert fix.format(run=run) in said.splitlines()[-1], said
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "fix"),
+    [
+        ("held", "The job is held", "`scontrol release {job}`"),
+        ("never", "which has failed or is gone", "`scontrol update JobId={job} Dependency=`"),
+        ("limited", "more time or nodes than its partition gives (PartitionNodeLimit)", "`sinfo"),
+    ],
+)
+def test_what_a_job_waits_for_in_vain_is_named(devcluster: Cluster, jobs: Jobs, name: str, says: str, fix: str) -> None:
+    devcluster.wait_for(f"{name} is not started", lambda: says in why(devcluster, name))
+    assert fix.format(job=jobs[name]) in why(devcluster, name)
+
+
+def test_a_rank_that_never_started_is_named_while_the_others_wait_for_it(devcluster: Cluster, jobs: Jobs) -> None:
+    running(devcluster, "hidden/half", word="launch failed")
+    assert why(devcluster, "hidden/half").startswith(
+        f"half: RUNNING (job {jobs['hidden/half']}). n2 could not start its part of the job"
+    )
+
+
+def test_a_job_that_was_queued_again_after_a_failure_says_what_ended_it(devcluster: Cluster, jobs: Jobs) -> None:
+    running(devcluster, "again", word="REQUEUE")
+    said = why(devcluster, "again")
+    assert re.search(r"^Attempt \d failed and was queued again. Rank 1 on n\d was killed", said, re.MULTILINE), said
+
+
+def test_a_job_submitted_without_an_environment_runs(devcluster: Cluster, jobs: Jobs) -> None:
+    assert devcluster.wait(jobs["ends"]) == "COMPLETED", why(devcluster, "ends")
+    assert "nothing failed" in why(devcluster, "ends")
