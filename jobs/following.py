@@ -88,20 +88,24 @@ def _wait(run: RunDir, asker: Asker) -> int:
 
 def end_of(run: RunDir, state: JobState) -> int:
     """Say how a run ended: its numbers and paths, or why it failed."""
-    from trainkit.diagnosis.evidence import failure_of, last_words
+    from trainkit.diagnosis.causes import cause_of
+    from trainkit.diagnosis.evidence import last_words
     from trainkit.monitor.follow import summary_lines
 
     if state.state == "COMPLETED":
         print("\n".join(summary_lines(run)))
         return 0
-    failure = failure_of(run) if state.state not in ("CANCELLED", "PREEMPTED") else None
+    cause = cause_of(run, state) if state.state not in ("CANCELLED", "PREEMPTED") else None
+    failure = cause.failure if cause is not None else None
     if failure is not None and failure.traceback:
         print("\n".join(failure.traceback[-60:]), file=sys.stderr)
     elif failure is None and state.state not in ("CANCELLED", "PREEMPTED"):
         print("\n".join(last_words(run)), file=sys.stderr)
+    if cause is not None:
+        raise RunFailedError(f"{run.name}: {state.state}. {cause.what}", why=cause.shown, fix=cause.advice)
     logs, resume = terminal.command("logs", run.path), terminal.command("resume", run.path)
     raise RunFailedError(
-        f"{run.name}: {state.state}" + (f", rank {failure.rank} first." if failure else "."),
-        why=(failure.error if failure else state.reason) or f"Its log is in {run.logs}.",
+        f"{run.name}: {state.state}.",
+        why=state.reason or f"Its log is in {run.logs}.",
         fix=f"`{logs}` shows more; `{resume}` goes on where it saved.",
     )

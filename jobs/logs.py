@@ -16,7 +16,8 @@ from trainkit import terminal
 from trainkit.cluster.asking import Asker
 from trainkit.cluster.queue import job_state
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.diagnosis.evidence import failure_of, last_words
+from trainkit.diagnosis.causes import cause_of
+from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
 from trainkit.monitor.rank_logs import RankLog, logs_of, ranks_of
 from trainkit.records import reading, space
@@ -111,21 +112,21 @@ def _print_all(log: RankLog) -> None:
 def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
-    failure, disk = failure_of(run, attempt), space.full(run.path)
+    cause, disk = cause_of(run, state, attempt), space.full(run.path)
     if disk:
         print(f"--- {terminal.one_line(disk, 5000)}: what came after that is not written down.")
-    if failure is None:
+    if cause is None:
         print(f"--- {run.name}: {state.state}" + (f" ({state.reason})" if state.reason else ""))
         print(terminal.lines("\n".join(last_words(run))))
         return
-    print(f"--- {run.name}: {state.state}. Rank {failure.rank} failed first: {terminal.one_line(failure.error, 5000)}")
-    if failure.traceback:
-        print(terminal.lines("\n".join(failure.traceback)))
-    print(
-        "--- log of rank 0"
-        if not failure.traceback
-        else f"--- the rest of it: --rank {failure.rank} --err. Log of rank 0:"
-    )
+    print(f"--- {run.name}: {state.state}. {terminal.one_line(cause.what, 5000)}")
+    failure = cause.failure
+    words = failure.traceback or last_lines(run, failure) if failure is not None else last_words(run)
+    if words:
+        print(terminal.lines("\n".join(words)))
+    print(f"--- fix: {terminal.one_line(cause.advice, 5000)}")
+    rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"
+    print(f"--- {rest} of rank 0:")
 
 
 def _nothing_yet(run: RunDir, state: JobState) -> int:

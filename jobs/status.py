@@ -15,6 +15,7 @@ from jobs import cli, elsewhere
 from trainkit import terminal
 from trainkit.cluster.queue import job_states
 from trainkit.cluster.slurm_jobs import JobState
+from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records import index, space
 from trainkit.records.events import read_events
@@ -241,6 +242,8 @@ def _print_detail(item: Shown) -> None:
     print(f"\nfolder  {terminal.one_line(item.run.path, 5000)}")
     if item.state.nodes:
         print(f"nodes   {terminal.one_line(item.state.nodes)}")
+    if cause := _cause(item):
+        print(f"cause   {terminal.one_line(cause.what, 5000)}\nfix     {terminal.one_line(cause.advice, 5000)}")
     left = item.seconds_left
     if left is not None:
         end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
@@ -254,6 +257,13 @@ def _print_detail(item: Shown) -> None:
         hidden = ("time", "event", "process_started", "process_space")
         facts = {key: value for key, value in event.items() if key not in hidden}
         print(f"{when}  {event['event']:10} " + " ".join(f"{key}={_plain(value)}" for key, value in facts.items()))
+
+
+def _cause(item: Shown) -> Cause | None:
+    try:
+        return cause_of(item.run, item.state)
+    except TrainkitError:  # which its row has said
+        return None
 
 
 def _plain(value: Any) -> str:

@@ -44,7 +44,7 @@ def test_an_attempt_whose_ranks_have_not_opened_their_logs_is_no_mistake(command
 
 def test_of_a_failed_run_the_failing_ranks_traceback_comes_first(command: Command, ended: RunDir) -> None:
     lines = command("logs", "ddp-0001").out.splitlines()
-    assert lines[0] == "--- ddp-0001: FAILED. Rank 1 failed first: ValueError: bad"
+    assert lines[0] == "--- ddp-0001: FAILED. Rank 1 raised ValueError: bad, at a.py:1."
     assert lines[1:4] == TRACEBACK.splitlines()
     assert lines[-1] == "words of rank 0, attempt 1"
 

@@ -287,7 +287,9 @@ def test_a_rank_that_raises_is_named_with_its_traceback(
     assert done.code == 1
     assert "RuntimeError: my own mistake" in done.err
     assert "Traceback" in done.err
-    assert "jobs.resume" in done.err
+    assert " raised RuntimeError: my own mistake, at my_model.py:2." in done.err
+    # And not `jobs.resume`: the run has a copy of the code as it was.
+    assert f"fix: Mend my_model.py:2: `python -m jobs.submit {tmp_path / 'runs' / 'ddp-0001'}`" in done.err
 
 
 def test_debug_runs_in_this_very_process_so_that_breakpoints_work(no_slurm: dict[str, str], tmp_path: Path) -> None:

@@ -79,6 +79,12 @@ def interrupted(devcluster: Cluster, jobs: Jobs) -> None:
     devcluster.run("scontrol", "update", "nodename=n4", "state=idle")
 
 
+def test_a_job_that_was_queued_again_after_a_failure_says_what_ended_it(devcluster: Cluster, jobs: Jobs) -> None:
+    running(devcluster, "again", word="REQUEUE")
+    said = why(devcluster, "again")
+    assert re.search(r"^Attempt \d failed and was queued again. Rank 1 on n\d was killed", said, re.MULTILINE), said
+
+
 @pytest.mark.parametrize(
     ("name", "state", "says", "fix"),
     [
@@ -123,12 +129,6 @@ def test_a_rank_that_never_started_is_named_while_the_others_wait_for_it(devclus
     assert why(devcluster, "hidden/half").startswith(
         f"half: RUNNING (job {jobs['hidden/half']}). n2 could not start its part of the job"
     )
-
-
-def test_a_job_that_was_queued_again_after_a_failure_says_what_ended_it(devcluster: Cluster, jobs: Jobs) -> None:
-    running(devcluster, "again", word="REQUEUE")
-    said = why(devcluster, "again")
-    assert re.search(r"^Attempt \d failed and was queued again. Rank 1 on n\d was killed", said, re.MULTILINE), said
 
 
 def test_a_job_submitted_without_an_environment_runs(devcluster: Cluster, jobs: Jobs) -> None:

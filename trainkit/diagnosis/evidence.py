@@ -134,6 +134,11 @@ def last_words(run: RunDir) -> list[str]:
     return _batch_log(run).splitlines()[-20:]
 
 
+def last_lines(run: RunDir, failure: Failure) -> tuple[str, ...]:
+    """The end of the stderr of a rank that left no traceback: of one that was killed, what it did last."""
+    return tuple(text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"))
+
+
 def last_error(stderr: Path) -> str:
     """What a rank said last: its traceback's own line, or the first of our three lines; empty if neither is there."""
     lines = words_of(stderr)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.loading import load, to_yaml
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+
+Command = Callable[..., Any]
+TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/my_model.py", line 7, in forward\nValueError: bad\n'
+
+
+@pytest.fixture
+def failed(tmp_path: Path, no_slurm: dict[str, str]) -> RunDir:
+    """A local run whose rank 1 raised."""
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="local", job_id="1")
+    run.attempt_logs(0).mkdir()
+    for rank in (0, 1):
+        (run.attempt_logs(0) / f"rank-{rank}.out").write_text("")
+    (run.attempt_logs(0) / "rank-1.err").write_text("a warning\n" + TRACEBACK)
+    append_event(run, "failed", attempt=0, rank=1, host="n2", error="ValueError: bad")
+    append_event(run, "ended", attempt=0, state="FAILED")
+    return run
+
+
+def test_one_cause_its_lines_and_one_command_are_said(command: Command, failed: RunDir) -> None:
+    done = command("why", "ddp-0001")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines() == [
+        "ddp-0001: FAILED (job 1). Rank 1 on n2 raised ValueError: bad, at my_model.py:7.",
+        "  why: logs/0/rank-1.err:4  ValueError: bad",
+        "       status               FAILED",
+        f"  fix: Mend my_model.py:7: `python -m jobs.submit {failed.path}`",
+    ]
+
+
+def test_logs_and_status_say_the_same(command: Command, failed: RunDir) -> None:
+    cause = "Rank 1 on n2 raised ValueError: bad, at my_model.py:7."
+    logs = command("logs", "ddp-0001").out.splitlines()
+    assert logs[0] == f"--- ddp-0001: FAILED. {cause}"
+    assert logs[1:4] == TRACEBACK.splitlines()
+    assert logs[4] == f"--- fix: Mend my_model.py:7: `python -m jobs.submit {failed.path}`"
+    status = command("status", "ddp-0001").out.splitlines()
+    assert f"cause   {cause}" in status
+    assert f"fix     Mend my_model.py:7: `python -m jobs.submit {failed.path}`" in status
+
+
+def test_of_a_rank_that_left_no_traceback_logs_show_the_end_of_its_stderr(command: Command, failed: RunDir) -> None:
+    (failed.attempt_logs(0) / "rank-1.err").write_text("a warning\nthe last words\n")
+    append_event(failed, "submitted", executor="local", job_id="2")
+    failed.attempt_logs(1).mkdir()
+    for name in ("rank-1.out", "rank-1.err", "rank-0.out"):
+        (failed.attempt_logs(1) / name).write_text("the last words\n" * name.endswith("err"))
+    append_event(failed, "failed", attempt=1, rank=1, host="n2", error="killed by SIGKILL")
+    append_event(failed, "ended", attempt=1, state="FAILED")
+    logs = command("logs", "ddp-0001").out.splitlines()
+    assert logs[0].startswith("--- ddp-0001: FAILED. Rank 1 on n2 was killed (SIGKILL)")
+    assert logs[1] == "the last words"
+
+
+def test_an_attempt_can_be_asked_for_and_one_that_is_not_there_is_answered(command: Command, failed: RunDir) -> None:
+    assert "raised ValueError: bad" in command("why", "ddp-0001", "--attempt", "0").out
+    done = command("why", "ddp-0001", "--attempt", "7")
+    assert (done.code, "There are: 0." in done.err) == (2, True)
+
+
+def test_a_run_that_completed_has_nothing_to_explain(command: Command, failed: RunDir) -> None:
+    append_event(failed, "submitted", executor="local", job_id="2")
+    append_event(failed, "ended", attempt=1, state="COMPLETED")
+    assert command("why", "ddp-0001").out == "ddp-0001: COMPLETED (job 2). It came to its end; nothing failed.\n"
+
+
+def test_a_job_that_waits_says_for_what(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    said = command("why", "ddp-0001").out
+    assert said.startswith("ddp-0001: PENDING (job 4711). Nothing is wrong: it waits for its turn (PENDING Resources).")
+    assert said.splitlines()[-1] == "  fix: `squeue -j 4711 --start`"
