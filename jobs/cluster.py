@@ -33,10 +33,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("cluster discover", "Ask this site what it is, and write its profile.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="of the profile (default: the cluster's own)")
-    parser.add_argument("--force", action="store_true", help="replace a profile of that name")
+    parser.add_argument(
+        "--force", action="store_true", help="renew a profile of that name: what it knows of the site, not its settings"
+    )
     args = parser.parse_args(argv)
     from trainkit.cluster.discover import ask_site
-    from trainkit.cluster.site_facts import to_profile
+    from trainkit.cluster.site_facts import renewed, to_profile
     from trainkit.cluster.site_text import lines
     from trainkit.config.presets import OWN
 
@@ -46,7 +48,8 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
     path = OWN / "clusters" / f"{args.name or _plain(facts.cluster or 'site')}.yaml"
     _require_free(path, force=args.force)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_profile(facts), encoding="utf-8")
+    text = renewed(path.read_text(encoding="utf-8"), facts) if path.exists() else to_profile(facts)
+    path.write_text(text, encoding="utf-8")
     print("\n".join(lines(facts)))
     print(f"\nWritten to {path}; use it with --cluster {path.stem}, or export TRAINKIT_CLUSTER={path.stem}.")
     return 0
@@ -133,8 +136,8 @@ def _require_free(path: Path, *, force: bool) -> None:
     if path.exists() and not force:
         raise UserError(
             f"There is a profile {path} already.",
-            why="Somebody may have written settings into it.",
-            fix="Give another name, or --force to replace it.",
+            why="Somebody may have written it by hand.",
+            fix="Give another name, or --force to renew what it knows of the site; its settings stay.",
         )
 
 

@@ -14,7 +14,16 @@ import pytest
 from trainkit.cluster import discover_read as read
 from trainkit.cluster.discover import ask_site
 from trainkit.cluster.site import read_nodes, read_partitions
-from trainkit.cluster.site_facts import Account, PartitionFacts, Qos, facts_of, read_facts, to_profile
+from trainkit.cluster.site_facts import (
+    Account,
+    PartitionFacts,
+    Qos,
+    SiteFacts,
+    facts_of,
+    read_facts,
+    renewed,
+    to_profile,
+)
 from trainkit.errors import UserError
 
 Fake = Callable[[str, str], Path]
@@ -245,6 +254,14 @@ def test_what_is_written_into_a_profile_is_read_back(fake_command: Fake, tmp_pat
     profile = tmp_path / "mine.yaml"
     profile.write_text(to_profile(facts))
     assert read_facts(str(profile)) == facts
+
+
+def test_settings_around_what_is_known_outlive_its_renewal() -> None:
+    old = "# ours\nsite:\n  cluster: old\n\n  accounts:\n  - {name: a}\nlaunch: {account: thesis}  # since March\n"
+    new = renewed(old, SiteFacts(cluster="new"))
+    assert new.startswith("# ours\nlaunch: {account: thesis}  # since March\n\n#")
+    assert new.endswith("site: {cluster: new}\n")
+    assert "old" not in new
 
 
 def test_a_profile_of_settings_alone_knows_nothing_of_its_site(tmp_path: Path) -> None:

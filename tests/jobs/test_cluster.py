@@ -20,14 +20,21 @@ def test_discover_writes_a_profile_that_submit_takes(command: Command, fake_slur
     assert "cluster profile configs/clusters/mine.yaml:3" in dry.err
 
 
-def test_discover_replaces_a_profile_only_with_force(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+def test_a_profile_is_renewed_only_with_force_and_keeps_its_settings(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
     profile = tmp_path / "configs/clusters/mine.yaml"
     profile.parent.mkdir(parents=True)
-    profile.write_text("launch: {account: thesis}\n")
+    settings = "# ours\nlaunch: {account: thesis}   # since March\n"
+    profile.write_text(settings)
     refused = command("cluster", "discover", "mine")
-    assert (refused.code, profile.read_text()) == (2, "launch: {account: thesis}\n")
+    assert (refused.code, profile.read_text()) == (2, settings)
     assert command("cluster", "discover", "mine", "--force").code == 0
-    assert "site:" in profile.read_text()
+    first = profile.read_text()
+    assert first.startswith(settings)
+    assert "  - name: main\n" in first
+    assert command("cluster", "discover", "mine", "--force").code == 0
+    assert profile.read_text() == first
 
 
 def test_show_writes_nothing(command: Command, fake_slurm: Path, tmp_path: Path) -> None:

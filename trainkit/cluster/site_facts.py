@@ -6,6 +6,7 @@ It stands below ``site:`` in a profile. `trainkit.cluster.validate` goes by it, 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -114,10 +115,22 @@ def to_profile(facts: SiteFacts) -> str:
         f"# {facts.cluster or 'This site'}, as `python -m jobs.cluster discover` found it.",
         "# Below launch: is what every job gets: any setting of launch may stand there, as account, setup, internet.",
         yaml.dump({"launch": launch}),
-        "# What is known of the site; jobs are checked against it before they are queued.",
-        yaml.dump({SITE: _plain(facts)}),
+        _known(facts),
     ]
     return "\n".join(lines)
+
+
+def renewed(text: str, facts: SiteFacts) -> str:
+    """A profile's text with what is known of its site by now. Settings and comments stay as they are."""
+    rest = re.sub(rf"^{SITE}:.*\n?(?:[ \t].*\n?|\n)*", "", text, flags=re.MULTILINE).replace(_HEADING, "").rstrip()
+    return f"{rest}\n\n{_known(facts)}" if rest else _known(facts)
+
+
+_HEADING = "# What is known of the site; jobs are checked against it before they are queued.\n"
+
+
+def _known(facts: SiteFacts) -> str:
+    return _HEADING + yaml.dump({SITE: _plain(facts)})
 
 
 def read_facts(cluster: str) -> SiteFacts | None:
