@@ -195,9 +195,13 @@ def test_a_sweep_says_which_of_its_runs_are_there(command: Command, fake_slurm: 
     assert done.code == 3
     assert "ddp-0001 is the same run" in done.err
     assert command("submit", "ddp", "--sweep", "seed=4..6").code == 0
-    done = command("submit", "ddp", "--sweep", "seed=5..6")
-    assert "ddp-0002/1 is the same run" in done.err or "ddp-0002/2 is the same run" in done.err
-    assert "The sweep has 1 more that are there." in done.err
+    told = 'for i in 0 1 2; do echo "4711_$i|RUNNING|None|0:10|n1"; done'
+    (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{told}\n")
+    done = command("submit", "ddp", "--sweep", "seed=5..7")
+    assert done.code == 3
+    assert (
+        "ddp-0002/2 is the same run, and it is RUNNING (job 4711_2). The sweep has 1 more that are there." in done.err
+    )
 
 
 def test_a_sweep_is_the_product_of_its_axes() -> None:
