@@ -76,7 +76,7 @@ def test_a_job_that_the_run_knows_is_not_found_again(cut_short: RunDir, fake_com
     submitting(cut_short)
     fake_command("squeue", squeue(f"42|{cut_short.script}\\n43|{cut_short.script}\\n"))
     assert job_state(cut_short).job_id == "43"
-    assert [item.job_id for item in life_of(cut_short).submissions] == ["42", "43"]
+    assert [event["job_id"] for event in read_events(cut_short, "submitted")] == ["42", "43"]
 
 
 def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(

@@ -95,6 +95,32 @@ def test_a_requeued_run_is_followed_into_its_next_attempt(run_dir: RunDir, capsy
     ]
 
 
+def test_a_failed_attempt_that_is_started_again_is_followed_on(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append_event(run_dir, "started", **STARTED)
+    append_event(run_dir, "failed", attempt=0, rank=1, error="hangs")
+    append_event(run_dir, "ended", attempt=0, state="FAILED")
+    append_event(run_dir, "started", **{**STARTED, "attempt": 1})
+    append_event(run_dir, "ended", attempt=1, state="COMPLETED")
+    follow(run_dir, lambda: True)
+    assert "Attempt 1" in capsys.readouterr().out
+
+
+def test_what_ranks_say_that_slurm_took_for_dead_is_not_shown(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append_event(run_dir, "started", **{**STARTED, "attempt": 1})
+    append_event(run_dir, "failed", attempt=0, rank=1, error="Connection reset by peer")
+    append_event(run_dir, "ended", attempt=0, state="COMPLETED")
+    append_event(run_dir, "failed", attempt=1, rank=2, error="ValueError: bad label")
+    append_event(run_dir, "ended", attempt=1, state="COMPLETED")
+    follow(run_dir, lambda: True)
+    out = capsys.readouterr().out
+    assert "reset" not in out
+    assert "bad label" in out
+
+
 def test_the_failure_of_an_earlier_submission_ends_nothing(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     append_event(run_dir, "failed", rank=0, error="old")
     append_event(run_dir, "submitted", executor="local", job_id="2")
