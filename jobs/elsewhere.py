@@ -6,6 +6,7 @@ import argparse
 import gzip
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -114,7 +115,7 @@ def _unpacked(packed: bytes, out: Path) -> Iterable[Path]:
 def _snapshot(files: Mapping[str, Path], own: Sequence[str]) -> bytes:
     """The code of this machine as one archive: the same bytes for the same code."""
     from trainkit.records.rundir import RunDir
-    from trainkit.records.snapshot import write_code
+    from trainkit.records.snapshot import SENT, write_code, write_manifest
 
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
@@ -124,6 +125,9 @@ def _snapshot(files: Mapping[str, Path], own: Sequence[str]) -> bytes:
             shutil.copytree("configs", run.code / "configs", dirs_exist_ok=True)
         for name, source in files.items():
             shutil.copy(source, run.code / name)
+        write_manifest(run, [])
+        git = json.loads(run.manifest.read_text(encoding="utf-8"))["git"]
+        (run.code / SENT).write_text(json.dumps({"git": git}), encoding="utf-8")
         packed = io.BytesIO()
         with (
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -63,6 +64,8 @@ def laptop(devcluster: Cluster) -> Iterator[Laptop]:
         home.mkdir()
         there.mkdir()
         (home / "my_net.py").write_text(MODEL)
+        for words in ("init -q", "add .", "-c user.name=me -c user.email=me@here commit -qm first"):
+            subprocess.run(["git", *words.split()], cwd=home, check=True)
         (there / ".venv").symlink_to(sys.prefix)
         for key in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(base / key)], check=True)
@@ -127,6 +130,8 @@ def test_a_run_is_submitted_watched_and_reported_from_a_laptop(laptop: Laptop) -
     run = laptop.there / "runs" / "single-0001"
     assert f"python -m jobs.status {run} --host login:{laptop.there}\n" in submitted
     assert (run / "code" / "my_net.py").read_text() == MODEL
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=laptop.home, text=True).strip()
+    assert json.loads((run / "manifest.json").read_text())["git"]["commit"] == commit
     assert "COMPLETED" in laptop.job("status", "single-0001")
     assert "step 2/2" in laptop.job("logs", "single-0001")
     files = [Path(line) for line in laptop.job("report", "single-0001").splitlines()]

@@ -17,8 +17,8 @@ CLOCK_SECONDS = 1.0
 """Farther from the others' a clock is wrong: file times and certificates depend on it."""
 FREE_MB, FREE_SHM_MB, FREE_INODES = 512, 64, 1000
 FREE_MEMORY_MB = 1024
-SLOW = 0.25
-"""A link that has less of the best one's bandwidth is slow; so is one direction of it."""
+SLOW, SLOW_ONE_WAY = 0.2, 0.1
+"""A link with less of the best one's bandwidth is slow; one way with less of that, as a busy machine is seen more."""
 SLOWEST_GB_S = 0.01
 """100 Mbit/s: less is slow whatever the others have."""
 _STRANGERS_MB = 1024
@@ -148,10 +148,12 @@ def slow(pairs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     # Each way of counting by itself: all ranks of two nodes share what one rank of each has when it sends alone.
     best = {key: max((pair[key] for pair in pairs if key in pair), default=0.0) for key in ("gb_s", "there", "back")}
     best["there"] = best["back"] = max(best["there"], best["back"])
+    least = {"gb_s": SLOW, "there": SLOW_ONE_WAY, "back": SLOW_ONE_WAY}
     return [
         pair
         for pair in pairs
-        if "error" in pair or any(pair[key] < max(SLOWEST_GB_S, SLOW * best[key]) for key in best if key in pair)
+        if "error" in pair
+        or any(pair[key] < max(SLOWEST_GB_S, part * best[key]) for key, part in least.items() if key in pair)
     ]
 
 
@@ -182,7 +184,7 @@ def _one_of_two(pair: Mapping[str, Any], names: Mapping[str, str]) -> list[Findi
     first, second = (names[str(rank)] for rank in pair["ranks"])
     words = f"{_speed(pair, names)}; a check of three nodes would tell whose link it is"
     there, back = pair.get("there"), pair.get("back")
-    if there is not None and back is not None and min(there, back) < SLOW * max(there, back):
+    if there is not None and back is not None and min(there, back) < SLOW_ONE_WAY * max(there, back):
         return [Finding(first if there < back else second, "network", words)]
     return [Finding(f"{first},{second}", "network", words)]
 

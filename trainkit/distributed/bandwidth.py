@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,9 +16,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.errors import RunFailedError
 
-TIMEOUT = timedelta(seconds=4)
+_TIMEOUT = timedelta(seconds=4)
 """Longest wait for one message. gloo tries four times as long to connect: so soon is a link that is down known."""
-_ARRIVE = timedelta(seconds=20)
+_GPU_TIMEOUT = timedelta(seconds=20)
+"""The same for NCCL, which connects with the first message."""
+_LONGEST_SECONDS = 40.0
+_ARRIVE = timedelta(seconds=15)
 """Ranks may come to a measurement one after the other: to open a GPU takes seconds."""
 _SMALLEST, _LARGEST, _LARGEST_GPU = 1 << 18, 1 << 24, 1 << 28
 """Bytes of a message. It grows until sending it takes `_LONG_ENOUGH`: a slow link is not asked for more."""
@@ -34,8 +38,9 @@ class Group:
         self._device = device
         self._largest = _LARGEST_GPU if device.type == "cuda" else _LARGEST
         place = PrefixStore(name, store)
-        kind: Any = c10d.ProcessGroupNCCL if device.type == "cuda" else c10d.ProcessGroupGloo
-        self._group = kind(place, self._rank, self._size, TIMEOUT)
+        gpu = device.type == "cuda"
+        kind: Any = c10d.ProcessGroupNCCL if gpu else c10d.ProcessGroupGloo
+        self._group = kind(place, self._rank, self._size, _GPU_TIMEOUT if gpu else _TIMEOUT)
 
     def all_reduce_gb_s(self) -> float:
         """Bus bandwidth of an all-reduce, in GB/s, as nccl-tests count it: 2 (n - 1) / n of the bytes."""
@@ -53,9 +58,9 @@ class Group:
         if self._rank not in (sender, receiver):
             return 0.0
         other = receiver if self._rank == sender else sender
-        answer = torch.zeros(2, device=self._device)
-        size, best, repeat = _SMALLEST, 0.0, 0
-        while True:
+        answer = torch.zeros(2, device=self._device)  # the best so far, and the size of the next message
+        size, best, long = _SMALLEST, 0.0, 0
+        while size:
             message = torch.zeros(size // 4, device=self._device)
             began = time.perf_counter()
             if self._rank == sender:
@@ -63,20 +68,15 @@ class Group:
                 self._group.recv([answer], other, 0).wait()
             else:
                 self._group.recv([message], other, 0).wait()
-                self._group.send([answer], other, 0).wait()
-            self._finished()
-            if self._rank == receiver:  # who decides, for both
+                self._finished()
                 seconds = time.perf_counter() - began
                 best = max(best, size / seconds / 1e9)
-                repeat += 1
-                answer[0], answer[1] = best, float(seconds > _LONG_ENOUGH or repeat > 3 * _REPEATS)
-                self._group.send([answer], other, 1).wait()
-            else:
-                self._group.recv([answer], other, 1).wait()
-            if bool(answer[1].item()):
-                return float(answer[0].item())
-            if size < self._largest:
-                size *= 4
+                long += seconds > _LONG_ENOUGH or size == self._largest
+                bigger = size if seconds > _LONG_ENOUGH else min(4 * size, self._largest)
+                answer[0], answer[1] = best, 0 if long == _REPEATS else bigger
+                self._group.send([answer], other, 0).wait()
+            size = int(answer[1].item())
+        return float(answer[0].item())
 
     def _timed_all_reduce(self, size: int) -> float:
         """Seconds of one all-reduce, on the slowest of the ranks, which all of them return."""
@@ -103,8 +103,21 @@ def measure(store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, 
 
     Returns ``gb_s`` and, for two nodes, ``there`` and ``back``; or ``error``.
     """
+    found: list[dict[str, Any]] = []
+    # NCCL may wait for a peer for ever while it connects: then this rank goes on without an answer.
+    work = threading.Thread(target=lambda: found.append(_measured(store, name, nodes, rank, device)), daemon=True)
+    work.start()
+    work.join(_LONGEST_SECONDS)
+    return found[0] if found else {"error": f"no answer within {_LONGEST_SECONDS:.0f} s ({socket.gethostname()})"}
+
+
+def _measured(
+    store: Store, name: str, nodes: Sequence[Sequence[int]], rank: int, device: torch.device
+) -> dict[str, Any]:
     ranks = [each for node in nodes for each in node]
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
         store.set(f"{name}/here/{rank}", "1")
         store.wait([f"{name}/here/{each}" for each in ranks], _ARRIVE)
         group = Group(store, name, ranks, rank, device)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, DistStoreError
 
+from trainkit import lifetime
 from trainkit.cluster import check
 from trainkit.cluster.node_facts import node_facts
 from trainkit.config.loading import load
@@ -236,4 +237,7 @@ def _tell(action: Callable[[], object]) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(dict(os.environ)))
+    lifetime.begin()
+    # To NCCL a message that takes too long is the end of the process, unless it is told that this one waits for it.
+    os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    lifetime.leave(main(dict(os.environ)))

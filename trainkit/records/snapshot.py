@@ -42,6 +42,8 @@ _OWN = ("jobs", "trainkit", "configs")
 
 
 LONGEST_DIFF = 2_000_000
+SENT = "sent.json"
+"""Beside code that came from another machine: what git said of it there, as a manifest has it."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ def write_manifest(
         "platform": platform.platform(),
         "python": sys.version.split()[0],
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "git": {
+        "git": _git_of_sender()
+        or {
             "commit": _git("rev-parse", "HEAD"),
             "diff": "".join(
                 without_secrets(part, "the diff", python=part.partition("\n")[0].endswith(".py")) for part in parts
@@ -144,6 +147,14 @@ def write_manifest(
     run_dir.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     if left_out:
         _say_once(f"Withheld from the run folder: {'; '.join(dict.fromkeys(map(str, left_out)))}.")
+
+
+def _git_of_sender() -> dict[str, Any] | None:
+    try:
+        told = json.loads((INSTALLED / SENT).read_text(encoding="utf-8"))["git"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return told if isinstance(told, dict) else None
 
 
 @cache
