@@ -9,7 +9,6 @@ import os
 import site
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ FOREIGN = (
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Where whole minutes are spent, the longest first.
-LONGEST = ("tests/slurm/", "tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/jobs/")
+LONGEST = ("tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/slurm/", "tests/jobs/")
 
 
 @pytest.fixture(autouse=True)
@@ -65,22 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-@pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file in one worker, which makes its fixtures once; all of tests/slurm in one, for its jobs share a cluster.
-
-    xdist's own groups do not work with pytest 9.2, whose node ids cannot be given a suffix.
-    """
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
-
-    class OneWorkerForAFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-        def _split_scope(self, nodeid: str) -> str:
-            return "tests/slurm" if nodeid.startswith("tests/slurm/") else nodeid.partition("::")[0]
-
-    config.option.loadscopereorder = False  # by the number of tests; the order above is better
-    return OneWorkerForAFile(config, log)
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-xdist would start with the files that have the most tests; the order above is better."""
+    config.option.loadscopereorder = False
 
 
 def pytest_sessionfinish() -> None:

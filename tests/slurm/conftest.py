@@ -1,9 +1,7 @@
-"""A real SLURM for the tests here: `slurm/devcluster`, one per test session, in a directory and network of its own."""
+"""A real SLURM for the tests here: `slurm/devcluster`, one for each worker, in a directory and network of its own."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -128,29 +126,19 @@ def missing() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def slurm_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Environment of a login node of a running cluster, shared by all workers of this test session."""
+def slurm_env() -> Iterator[dict[str, str]]:
+    """Environment of a login node of a running cluster. Each worker has one of its own: tests take nodes away."""
     reason = missing()
     if reason:
         cannot_run(reason)
-    worker = "PYTEST_XDIST_WORKER" in os.environ
-    session = tmp_path_factory.getbasetemp().parent if worker else tmp_path_factory.getbasetemp()
-    owner = os.getppid() if worker else os.getpid()
-    with open(session / "devcluster.users", "w") as users:
-        with _locked(session):
-            variables = _place(session, owner)
-            up = [str(DEVCLUSTER), "up", "--nodes", str(NODES), "--until-exit", str(owner)]
-            started = subprocess.run(up, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
-            if started.returncode:
-                cannot_run(f"devcluster up failed: {started.stderr.strip()}")
-            fcntl.flock(users, fcntl.LOCK_SH)
-        yield {**_clean_environment(), **variables, "SLURM_CONF": f"{variables['DEVCLUSTER_DIR']}/etc/slurm.conf"}
-        with _locked(session):
-            fcntl.flock(users, fcntl.LOCK_UN)
-            with contextlib.suppress(BlockingIOError):  # another worker uses it still, and will take it down
-                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                down = [str(DEVCLUSTER), "down", "--purge"]
-                subprocess.run(down, env={**os.environ, **variables}, capture_output=True, check=True)
+    variables = _place(os.getpid())
+    up = [str(DEVCLUSTER), "up", "--nodes", str(NODES), "--until-exit", str(os.getpid())]
+    started = subprocess.run(up, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    if started.returncode:
+        cannot_run(f"devcluster up failed: {started.stderr.strip()}")
+    yield {**_clean_environment(), **variables, "SLURM_CONF": f"{variables['DEVCLUSTER_DIR']}/etc/slurm.conf"}
+    down = [str(DEVCLUSTER), "down", "--purge"]
+    subprocess.run(down, env={**os.environ, **variables}, capture_output=True, check=True)
 
 
 @pytest.fixture(scope="module")
@@ -169,26 +157,14 @@ def devcluster(slurm_env: dict[str, str], tmp_path_factory: pytest.TempPathFacto
         cluster.run("scancel", *mine, check=False)
 
 
-@contextlib.contextmanager
-def _locked(session: Path) -> Iterator[None]:
-    with open(session / "devcluster.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _place(session: Path, owner: int) -> dict[str, str]:
-    """Directory and network of this session's cluster: those that a worker before this one chose, or new ones."""
-    chosen = session / "devcluster.json"
-    if not chosen.exists():
-        # Sockets in it must have short names, so it is not in pytest's folder.
-        third = next(n % 256 for n in range(owner, owner + 256) if _ports_are_free(n % 256))
-        variables = {
-            "DEVCLUSTER_DIR": f"{tempfile.gettempdir()}/devcluster-test-{owner}",
-            "DEVCLUSTER_NET": f"10.{128 + owner // 256 % 100}.{third}",
-        }
-        chosen.write_text(json.dumps(variables))
-    found: dict[str, str] = json.loads(chosen.read_text())
-    return found
+def _place(owner: int) -> dict[str, str]:
+    """Directory and network of this process's cluster."""
+    # Sockets in it must have short names, so it is not in pytest's folder.
+    third = next(n % 256 for n in range(owner, owner + 256) if _ports_are_free(n % 256))
+    return {
+        "DEVCLUSTER_DIR": f"{tempfile.gettempdir()}/devcluster-test-{owner}",
+        "DEVCLUSTER_NET": f"10.{128 + owner // 256 % 100}.{third}",
+    }
 
 
 def _ports_are_free(third: int) -> bool:

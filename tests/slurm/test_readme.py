@@ -13,7 +13,7 @@ from tests import readme
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 
 def test_the_commands_for_a_cluster_work_as_they_stand(devcluster: Cluster) -> None:

@@ -29,7 +29,7 @@ def build(info):
 """
 
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 
 @dataclass(frozen=True)

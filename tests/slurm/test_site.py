@@ -16,7 +16,7 @@ from trainkit.cluster.site_facts import Account, NodeKind, Qos, SiteFacts, read_
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module")
