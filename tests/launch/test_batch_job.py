@@ -66,6 +66,14 @@ def hand_back(env: dict[str, str]) -> Attempt:
     return attempt
 
 
+def test_of_a_sweep_only_the_run_that_was_handed_back_is_requeued(run: RunDir, requeues: Path) -> None:
+    """The last task of an array has the array's own number as SLURM_JOB_ID, which would requeue all of them."""
+    env = begun(run) | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    hand_back(env)
+    batch_job.end(0, env, how="requeue")
+    assert requeues.read_text() == "requeue 7_2\n"
+
+
 def test_what_was_handed_back_is_requeued(run: RunDir, fake_command: FakeCommand) -> None:
     fake_command("squeue", "echo RUNNING")
     calls = fake_command("scontrol", "exit 0")
@@ -320,7 +328,7 @@ def test_where_there_is_no_scontrol_a_file_asks_for_the_requeue(run: RunDir, fak
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", path)
         assert batch_job.end(0, env, how="requeue") == 1
-    assert (Attempt(run, 0).logs / "requeue").exists()
+    assert (Attempt(run, 0).logs / "requeue").read_text() == "7\n"
     assert life_of(run).requeued == {0}
 
 

@@ -25,7 +25,7 @@ from trainkit.launch.restarts import budget_spent, culprits, is_broken, passing_
 from trainkit.ranks.hostlist import expand
 from trainkit.ranks.rendezvous import free_port, start_for
 from trainkit.ranks.secret import Secret
-from trainkit.records.attempts import RUN_DIR, Attempt
+from trainkit.records.attempts import RUN_DIR, Attempt, job_of
 from trainkit.records.events import read_events
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
@@ -47,7 +47,7 @@ def begin(env: Mapping[str, str]) -> str:
     run = RunDir(Path(env[RUN_DIR]))
     if env.get("SLURM_RESTART_COUNT", "0") != "0" and (why := budget_spent(run)):
         attempt = Attempt(run, run.attempts()[-1])
-        attempt.ended("FAILED", job_id=env["SLURM_JOB_ID"], why=why)
+        attempt.ended("FAILED", job_id=job_of(env), why=why)
         raise RunFailedError(f"{run.name} is not started again: {why}.", why=_LOOK, fix=_resume(run))
     attempt = Attempt.begin(run)
     scheduler.claim_pickle(run, env)
@@ -88,7 +88,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     """
     # Of a preemption that signals the batch shell too, and of the requeue. Blocked, so that it can be waited for.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    attempt, job_id = Attempt.named_in(env), env["SLURM_JOB_ID"]
+    attempt, job_id = Attempt.named_in(env), job_of(env)
     if attempt is None or not attempt.run.config.is_file():  # refused before there was a run
         return code
     newer = attempt.successor()
@@ -128,10 +128,10 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
 
 def _queue_again(attempt: Attempt, how: How, excluded: Sequence[str], env: Mapping[str, str], *, failed: bool) -> str:
     """Empty once it is done; else why not."""
-    job_id, words = env["SLURM_JOB_ID"], ""
+    job_id, words = job_of(env), ""
     if how == "requeue":
         if not scheduler.has_scontrol():
-            attempt.logs.joinpath(MARKER).touch()
+            attempt.logs.joinpath(MARKER).write_text(f"{job_id}\n", encoding="utf-8")
             attempt.requeued(job_id)
             return ""
         try:

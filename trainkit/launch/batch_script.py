@@ -77,7 +77,7 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
     if plan.requeue is True:
         lines += [
             "# In a container without scontrol that has left a word for this shell instead.",
-            'if [ -e "$logs/requeue" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            'if [ -e "$logs/requeue" ]; then scontrol requeue "$(<"$logs/requeue")"; fi',
         ]
     lines += ['exit "$code"']
     return "\n".join(lines) + "\n"

@@ -137,7 +137,7 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     # The run's own name, so that singleton makes it wait for other links of this chain and for nobody else.
     answer = ask(
         "sbatch", "--parsable", "--no-requeue", f"--job-name={name}",
-        f"--dependency=afterany:{env['SLURM_JOB_ID']},singleton", *more, str(script), env=scrubbed(env), cwd=folder,
+        f"--dependency=afterany:{old},singleton", *more, str(script), env=scrubbed(env), cwd=folder,
     )  # fmt: skip
     new = answer.splitlines()[-1].partition(";")[0] + ("" if index is None else f"_{index}")
     pickle = folder / ".submitit" / f"{old}_submitted.pkl"
