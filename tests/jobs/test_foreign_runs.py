@@ -73,6 +73,8 @@ def test_the_configuration_of_a_strangers_run_is_no_preset(
 SETTINGS = [
     "data.name=strange:build", "model.name=strange:build", "strategy.name=strange:build", "model.name=local-dir:/x",
     "launch.setup=[touch it]", "launch.sbatch.prolog=x", "launch.srun.task-prolog=x", "launch.cluster=devcluster",
+    "launch.environment=venv:/x", "launch.modules=[evil]", "launch.container_image=x.sif",
+    "launch.container_mounts=[/x:/usr]",
 ]  # fmt: skip
 
 
