@@ -47,7 +47,7 @@ def test_submit_status_and_cancel_ask_little(devcluster: Cluster) -> None:
     counted = {command: f'echo "{command} $*" >> {calls}; exec $real "$@"' for command in COMMANDS}
     env = first_in_path(devcluster, "counted", **counted)
     later = ("--sbatch", "begin=now+1hour")
-    devcluster.job("submit", "ddp", *TINY, "--run-dir", "runs/later", *ONE_RANK, *later, env=env)
+    devcluster.job("submit", "ddp", *TINY, "--again", "--run-dir", "runs/later", *ONE_RANK, *later, env=env)
     assert len(said := calls.read_text().splitlines()) <= 4, said
     for verb, most in (("status", 1), ("cancel", 2)):
         calls.write_text("")
@@ -60,7 +60,7 @@ def test_cancel_ends_every_job_of_a_run_though_nobody_can_tell_which_live(
 ) -> None:
     run = devcluster.home / "runs" / "twice"
     later = ("--sbatch", "begin=now+1hour")
-    devcluster.job("submit", "ddp", *TINY, "--run-dir", str(run), *ONE_RANK, *later)
+    devcluster.job("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, *later)
     refused = devcluster.job("resume", "twice", env=silent, check=False)
     assert (refused.returncode, "--force" in refused.stderr) == (2, True)
     devcluster.job("resume", "twice", "--force", env=silent)
@@ -73,7 +73,7 @@ def test_cancel_ends_every_job_of_a_run_though_nobody_can_tell_which_live(
 def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(devcluster: Cluster, silent: dict[str, str]) -> None:
     run = devcluster.home / "runs" / "adopted"
     killed = first_in_path(devcluster, "killed", sbatch='$real "$@" > /dev/null; kill -9 $PPID; sleep 1')
-    slow = (*TINY, "model.seconds=1", "--run-dir", str(run), *ONE_RANK)
+    slow = (*TINY, "--again", "model.seconds=1", "--run-dir", str(run), *ONE_RANK)
     assert devcluster.job("submit", "ddp", *slow, env=killed, check=False).returncode == -9
     assert jobs_of(devcluster, run) == []
     assert "adopted=true" in devcluster.job("status", "adopted").stdout
@@ -87,7 +87,7 @@ def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(devcluster: Clus
 
 
 def test_a_follower_goes_on_while_nobody_answers_and_says_so(devcluster: Cluster, silent: dict[str, str]) -> None:
-    begun = ("submit", "ddp", *TINY, "--run-dir", "runs/followed", *ONE_RANK, "--follow")
+    begun = ("submit", "ddp", *TINY, "--again", "--run-dir", "runs/followed", *ONE_RANK, "--follow")
     done = devcluster.job(*begun, env=silent, check=False)
     assert "Nobody can tell what job" in done.stderr
     assert "Unable to contact slurm controller" in done.stderr
