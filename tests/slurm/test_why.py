@@ -68,15 +68,18 @@ def running(cluster: Cluster, name: str, *, word: str = "Attempt") -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def interrupted(devcluster: Cluster, jobs: Jobs) -> None:
+def interrupted(devcluster: Cluster, jobs: Jobs) -> Iterator[None]:
     """Of those that somebody else ends: at their time limit, for a job of higher priority, with their node."""
     for name in ("limit", "preempted", "cancelled", "crashed"):
         running(devcluster, name)
     devcluster.run("scontrol", "update", f"jobid={jobs['limit']}", "endtime=now")
+    devcluster.run("scontrol", "update", "partitionname=low", "gracetime=0")
     devcluster.sbatch("-p", "high", "-w", "n3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1")
     devcluster.job("cancel", "runs/cancelled")
     devcluster.run("scontrol", "update", "nodename=n4", "state=down", "reason=test")
     devcluster.run("scontrol", "update", "nodename=n4", "state=idle")
+    yield
+    devcluster.run("scontrol", "update", "partitionname=low", "gracetime=10")
 
 
 def test_a_job_that_was_queued_again_after_a_failure_says_what_ended_it(devcluster: Cluster, jobs: Jobs) -> None:
@@ -103,7 +106,9 @@ def test_the_cause_of_an_ended_job_is_named(
     devcluster: Cluster, jobs: Jobs, name: str, state: str, says: str, fix: str
 ) -> None:
     def has_ended() -> bool:
-        return why(devcluster, name).startswith(f"{Path(name).name}: {state} (job {jobs[name]}). ")
+        return devcluster.states(jobs[name])[-1:] == [state] and why(devcluster, name).startswith(
+            f"{Path(name).name}: {state} (job {jobs[name]}). "
+        )
 
     devcluster.wait_for(f"{name} is {state}", has_ended, timeout=60)
     said, run = why(devcluster, name), str(devcluster.home / "runs" / name)
