@@ -77,7 +77,9 @@ def test_every_row_has_one_command_and_no_placeholder_for_the_user_in_it() -> No
 
 
 def test_a_killed_rank_goes_before_those_that_missed_it(run: RunDir) -> None:
-    append_event(run, "failed", attempt=0, rank=0, host="n1", error="RuntimeError: Connection reset by peer")
+    append_event(
+        run, "failed", attempt=0, rank=0, host="n1", error="RuntimeError: words of a missed rank, nobody knows them"
+    )
     cause = diagnose(run, batch="srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 1")
     assert cause is not None
     assert cause.what.startswith("Rank 1 on n2 was killed")
@@ -146,7 +148,9 @@ def test_a_refused_requeue_is_the_cause_in_slurms_words(run: RunDir) -> None:
 
 
 def test_a_spent_budget_is_no_cause_of_a_failure_but_of_saving_in_vain(run: RunDir) -> None:
-    append_event(run, "failed", attempt=0, rank=None, error="not queued again: 3 attempts have failed")
+    append_event(
+        run, "failed", attempt=0, rank=None, error="not queued again: 2 restarts have not come to a checkpoint"
+    )
     cause = diagnose(run, batch="srun: error: n2: task 1: Killed")
     assert cause is not None
     assert cause.name == "killed"

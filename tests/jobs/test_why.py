@@ -81,3 +81,18 @@ def test_a_job_that_waits_says_for_what(command: Command, fake_slurm: Path, tmp_
     said = command("why", "ddp-0001").out
     assert said.startswith("ddp-0001: PENDING (job 4711). Nothing is wrong: it waits for its turn (PENDING Resources).")
     assert said.splitlines()[-1] == "  fix: `squeue -j 4711 --start`"
+
+
+def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    run.attempt_logs(0).mkdir()
+    (run.logs / "batch.out").write_text("Attempt 0 on n[1-2]: ...\nsrun: error: n2: task 1: Killed\n")
+    append_event(run, "requeued", attempt=0, job_id="4711")
+    lines = command("why", "ddp-0001").out.splitlines()
+    assert "Nothing is wrong" in lines[0]
+    assert any(line.startswith("Attempt 0 failed and was queued again. Rank 1 on n2 was killed") for line in lines)
+    append_event(run, "handed_back", attempt=0, node_rank=0, step=1, signals=["SIGUSR2"])
+    assert command("why", "ddp-0001").out.endswith("\nAttempt 0 was told to stop: it saved, and goes on.\n")
