@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -57,6 +58,7 @@ class Laptop:
 
 @pytest.fixture(scope="module")
 def laptop(devcluster: Cluster) -> Iterator[Laptop]:
+    server = _sshd()
     # Short, and not in pytest's own folder: the socket of the shared connection is in it.
     with tempfile.TemporaryDirectory(prefix="tk-") as folder:
         base, port = Path(folder), free_port()
@@ -83,7 +85,7 @@ def laptop(devcluster: Cluster) -> Iterator[Laptop]:
         (base / "known").write_text(f"[127.0.0.1]:{port} {(base / 'host.pub').read_text()}")
         with (
             log.open("w") as said,
-            subprocess.Popen([_sshd(), "-D", "-e", "-f", base / "sshd_config"], stderr=said) as sshd,
+            subprocess.Popen([server, "-D", "-e", "-f", base / "sshd_config"], stderr=said) as sshd,
         ):
             try:
                 deadline = time.monotonic() + 20
@@ -109,19 +111,25 @@ def laptop(devcluster: Cluster) -> Iterator[Laptop]:
 def _sshd() -> str:
     """The path of a real one, installed where it is missing, as the cluster's own packages are."""
     where = f"{os.environ['PATH']}:/usr/sbin"
-    if shutil.which("sshd", path=where) is None:
-        policy = Path("/usr/sbin/policy-rc.d")  # which keeps it from being started for the whole machine
-        ours = not policy.exists()
-        if ours:
-            policy.write_text("#!/bin/sh\nexit 101\n")
-            policy.chmod(0o755)
-        install = "apt-get install -y --no-install-recommends openssh-server"
-        command = f"export DEBIAN_FRONTEND=noninteractive; {install} || (apt-get update && {install})"
-        subprocess.run(["sh", "-c", command], capture_output=True, check=False)
-        if ours:
-            policy.unlink()
+    with open("/tmp/devcluster-packages.lock", "w") as lock:  # another worker may be installing SLURM
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if shutil.which("sshd", path=where) is None:
+            _install()
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     return shutil.which("sshd", path=where) or cannot_run("openssh-server cannot be installed")
+
+
+def _install() -> None:
+    policy = Path("/usr/sbin/policy-rc.d")  # which keeps it from being started for the whole machine
+    ours = not policy.exists()
+    if ours:
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
+    install = "apt-get install -y --no-install-recommends openssh-server openssh-client"
+    command = f"export DEBIAN_FRONTEND=noninteractive; {install} || (apt-get update && {install})"
+    subprocess.run(["sh", "-c", command], capture_output=True, check=False)
+    if ours:
+        policy.unlink()
 
 
 def test_a_run_is_submitted_watched_and_reported_from_a_laptop(laptop: Laptop) -> None:
