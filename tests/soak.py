@@ -72,8 +72,9 @@ class Soak:
 
     def submit(self, name: str, steps: int) -> None:
         self.call(
-            sys.executable, "-m", "jobs.submit", "ddp", "--run-dir", f"runs/{name}", "--nodes", str(self.nodes),
-            "--gpus-per-node", "0", "--time", "60", "model.name=paced_model:build", f"train.max_steps={steps}",
+            sys.executable, "-m", "jobs.submit", "ddp", "--again", "--run-dir", f"runs/{name}",
+            "--nodes", str(self.nodes), "--gpus-per-node", "0", "--time", "60",
+            "model.name=paced_model:build", f"train.max_steps={steps}",
             "train.precision=fp32", f"checkpoint.every_steps={EVERY_STEPS}", "monitor.loggers=[jsonl]",
             "monitor.log_every=1", "launch.hang_seconds=20", check=True,
         )  # fmt: skip
