@@ -153,7 +153,7 @@ def test_the_same_run_is_not_queued_twice_unless_asked(
     assert command("submit", "ddp", "--nodes", "2").code == 0
     assert len(calls()) <= 4
     before = files()
-    done = command("submit", "ddp", "--time", "10:00")
+    done = command("submit", "ddp", "--nodes", "2", "--time", "10:00")
     assert (done.code, done.out) == (3, "")
     assert "ddp-0001 is the same run, and it is PENDING (job 4711)" in done.err
     assert "--again" in done.err

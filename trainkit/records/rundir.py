@@ -251,7 +251,8 @@ def find_runs(reference: str, env: Mapping[str, str]) -> list[RunDir]:
     for folder in (Path(reference).expanduser(), runs_root(env) / reference):
         if os.path.isfile(folder / "sweep.json"):
             sweep = folder.absolute()
-            return [run for run in list_runs(sweep) if run.path.parent == sweep]
+            if runs := [run for run in list_runs(sweep) if run.path.parent == sweep]:
+                return runs
     sweeps = {
         path.parent
         for path in index.known()
