@@ -13,7 +13,7 @@ import pytest
 
 from tests.slurm.conftest import DEVCLUSTER, Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 QUICK = ("--ntasks-per-node", "1", "--cluster", "devcluster")
 FAULTS = """

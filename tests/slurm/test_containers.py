@@ -13,7 +13,7 @@ from tests import containers
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 EIGHT_STEPS = ("train.epochs=2", "data.name=synthetic", "data.train_size=256", "data.val_size=16", "data.workers=0")
 

@@ -30,7 +30,7 @@ def build(info):
 """
 
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]")
 SLOW = ("model.name=slow_model:build", "model.seconds=0.3")

@@ -14,7 +14,7 @@ from trainkit.records.rundir import RunDir
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 TINY = ("train.max_steps=2", "monitor.loggers=[jsonl]", "data.name=synthetic", "data.train_size=64", "data.val_size=16")
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0", "--time", "5")
