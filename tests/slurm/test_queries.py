@@ -14,7 +14,7 @@ from tests.slurm.test_submit import ONE_RANK, TINY
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 COMMANDS = ("sbatch", "scontrol", "squeue", "sacct", "sinfo", "sacctmgr", "scancel")
 
