@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs.status import ASK_SECONDS, age
+from jobs.status import ASK_SECONDS, LOOK_SECONDS, age
 from trainkit.config.loading import load, to_yaml
 from trainkit.records import jsonl
 from trainkit.records.events import append_event
@@ -171,10 +171,15 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
     command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
-    (fake_slurm / "squeue").write_text(f"#!/bin/bash\necho x >> {fake_slurm}/calls\necho '4711|RUNNING|None|0:01|n1'\n")
+    says = f"echo x >> {fake_slurm}/calls; echo '4711|RUNNING|None|0:01|n1'"
+    (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{says}\nexec >&- 2>&-; sleep 0.1\n")  # it need not end at once
     looks: list[int] = []
+    really = time.sleep
 
     def sleep(seconds: float) -> None:
+        if seconds != LOOK_SECONDS:  # of one who waits for squeue's end
+            really(seconds)
+            return
         looks.append(len(looks))
         jsonl.append(run.metrics, {"time": time.time(), "split": "train", "step": 10 * len(looks), "epoch": 0.1})
         if len(looks) == 4:
