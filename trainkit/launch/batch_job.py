@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from trainkit import terminal
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.launch import scheduler
 from trainkit.launch.preflight import pronounce
@@ -77,7 +78,7 @@ _LOOK = "SLURM, a node or the program ends it each time; `python -m jobs.why` lo
 
 
 def _resume(run: RunDir) -> str:
-    return f"`python -m jobs.resume {shlex.quote(str(run.path))}` goes on from the newest checkpoint."
+    return f"`{terminal.command('resume', run.path)}` goes on from the newest checkpoint."
 
 
 def end(code: int, env: Mapping[str, str], *, how: How) -> int:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from trainkit import terminal
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.launch.resources import FIXED, Decision
@@ -84,7 +85,7 @@ def _is_met(kind: str, run: RunDir) -> bool:
         raise RefusedError(
             f"{kind}:{run.name} will never come true.",
             why=f"{run.name} is {ended}.",
-            fix=f"`python -m jobs.resume {run.path}` first, or use afterany:{run.name}."
+            fix=f"`{terminal.command('resume', run.path)}` first, or use afterany:{run.name}."
             if kind == "afterok"
             else "Leave the dependency out.",
             key="launch.dependency",

@@ -209,7 +209,7 @@ class Facts:
         if not self.val:
             found.append("validation metrics: no evaluation was reached")
         if self.test is None:
-            found.append(f"test metrics: `python -m jobs.evaluate {self.run_dir.path}` measures them")
+            found.append(f"test metrics: `{terminal.command('evaluate', self.run_dir.path)}` measures them")
         if not self.summary:
             found.append("final numbers (summary.json): the run has not ended, or was stopped; times are estimates")
         if not self.hosts:
