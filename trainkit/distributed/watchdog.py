@@ -25,11 +25,9 @@ from types import FrameType
 
 import torch
 
-from trainkit.ranks.heartbeat import hang
+from trainkit.ranks.heartbeat import STARTING_SECONDS, hang
 from trainkit.records.attempts import Attempt
 
-STARTING_SECONDS = 600.0
-"""The first update may take so long, if that is more than `launch.hang_seconds`."""
 GATHER_SECONDS = 10.0
 """How long the ranks wait for one another to write down where they stand."""
 FACTOR = 5

@@ -13,14 +13,12 @@ from pathlib import Path
 
 from trainkit.diagnosis.evidence import is_lost_connection, last_error
 from trainkit.launch.processes import Death, Rank, RankGroup
-from trainkit.ranks.heartbeat import Pulses, hang, is_hang, pulses
+from trainkit.ranks.heartbeat import STARTING_SECONDS, Pulses, hang, is_hang, pulses
 from trainkit.records.attempts import Attempt
 from trainkit.records.history import life_of
 from trainkit.records.process_id import is_stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-STARTING_SECONDS = 600.0
-"""A rank that has made no step yet may load code and data so long, if that is more than `Limits.hang_seconds`."""
 OWN_WATCHDOG_SECONDS = 15.0
 """Ranks that hang name the one that is behind themselves, if they can; only when so long has passed they cannot."""
 _LOOK_SECONDS = 1.0

@@ -15,6 +15,8 @@ from pathlib import Path
 
 VARIABLE = "TRAINKIT_HEARTBEAT"
 """``FILE:INDEX``, in a rank's environment."""
+STARTING_SECONDS = 600.0
+"""Code and data may take so long to load before the first update, if that is more than `launch.hang_seconds`."""
 _SIZE = 8
 _HANG = "no progress for "
 
