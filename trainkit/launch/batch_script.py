@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainkit.errors import UserError
 from trainkit.launch import containers
+from trainkit.launch.batch_job import MARKER
 from trainkit.launch.environment import activation, module_lines
 from trainkit.launch.node_check import LIMIT_MINUTES
 from trainkit.launch.plan import Plan
@@ -77,7 +78,7 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
     if plan.requeue is True:
         lines += [
             "# In a container without scontrol that has left a word for this shell instead.",
-            'if [ -e "$logs/requeue" ]; then scontrol requeue "$(<"$logs/requeue")"; fi',
+            f'if [ -e "$logs/{MARKER}" ]; then scontrol requeue "$(<"$logs/{MARKER}")"; fi',
         ]
     lines += ['exit "$code"']
     return "\n".join(lines) + "\n"
