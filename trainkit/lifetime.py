@@ -2,7 +2,7 @@
 
 What torch makes when it is imported lives as long as the process. Python's collector of garbage would look through it
 again and again while there is more and more of it, and at the end all of it would be taken apart, piece by piece, right
-before the kernel takes it back at once. A command that trains a small model for seconds spends a quarter of its CPU
+before the kernel takes it back at once. A command that trains a small model for seconds spends a third of its CPU
 time on that: `python -m tests.benchmarks.start_cost`.
 """
 

@@ -1,6 +1,6 @@
 """What a batch script asks of SLURM about its own job: state, requeue, nodes to do without, the next link of a chain.
 
-A scheduler that does not answer is asked again; none of this raises.
+A scheduler that does not answer is asked again; what it still has not done then is `NotDone`.
 """
 
 from __future__ import annotations
