@@ -48,7 +48,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         _scancel(on_slurm)
     if local:
         _end_locally(local)
-    for run, job in nameless:
+    if nameless:
+        run, job = nameless[0]
         raise SchedulerError(
             f"{run.name} may have a job that nobody knows.",
             why=f"{job.reason}.",
