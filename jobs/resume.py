@@ -13,8 +13,9 @@ from jobs import cli, elsewhere
 from jobs.starting import by_names, dry_run, follow, start
 from jobs.sweeps import Further
 from trainkit import terminal
-from trainkit.cluster.queue import JobState, job_state, job_states, require_no_job
+from trainkit.cluster.queue import job_state, job_states, require_no_job
 from trainkit.cluster.site import discover, largest_array
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config import loading
 from trainkit.config.presets import profile_layer
 from trainkit.data import check_data

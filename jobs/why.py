@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
 from trainkit import terminal
-from trainkit.cluster.queue import JobState, job_state
+from trainkit.cluster.queue import job_state
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.records.history import life_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainkit.cluster.queue import JobState
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.loading import load, to_yaml
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE

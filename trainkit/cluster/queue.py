@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from trainkit import terminal
 from trainkit.cluster.adoption import Search, adopt
-from trainkit.cluster.slurm_jobs import Answer, ask
-from trainkit.cluster.slurm_jobs import JobState as JobState  # what every caller asks for
+from trainkit.cluster.slurm_jobs import Answer, JobState, ask
 from trainkit.errors import UserError
 from trainkit.records.history import Life, Submission, life_of
 from trainkit.records.rundir import RunDir

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from trainkit import terminal
-from trainkit.cluster.queue import JobState
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.case import Case
 from trainkit.diagnosis.evidence import (
     Failure,

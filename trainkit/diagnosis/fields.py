@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.cluster.queue import JobState
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.evidence import Failure, lagging_ranks
 from trainkit.errors import UserError
 from trainkit.ranks.hostlist import expand
