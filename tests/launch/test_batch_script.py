@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.shell import faults
 from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
@@ -47,12 +44,7 @@ def test_the_script_is_this_one(script: Callable[..., str]) -> None:
 )
 def test_bash_and_shellcheck_find_no_fault(script: Callable[..., str], points: int, flags: dict[str, Any]) -> None:
     text = script(points=points, **flags)
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed")
-    done = subprocess.run([shellcheck, "-"], input=text, text=True, capture_output=True, check=False)
-    assert done.stdout == ""
+    assert faults(text) == ""
 
 
 def test_header_lines_follow_the_first_line_at_once(script: Callable[..., str]) -> None:
