@@ -136,7 +136,7 @@ def test_a_second_save_of_a_step_with_other_weights_replaces_them(tmp_path: Path
 def test_a_broken_checkpoint_is_written_again(tmp_path: Path) -> None:
     (write(tmp_path, 1) / "model.safetensors").unlink()
     write(tmp_path, 1)
-    files.verified(tmp_path, 1)
+    assert set(files.verified(tmp_path, 1).files) == {"model.safetensors"}
 
 
 def test_asking_for_a_checkpoint_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:

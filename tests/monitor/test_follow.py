@@ -60,7 +60,10 @@ def test_a_run_is_shown_until_it_has_finished(run_dir: RunDir, capsys: pytest.Ca
 
 def test_following_ends_when_the_job_is_gone_without_a_word(run_dir: RunDir) -> None:
     append_event(run_dir, "started", **STARTED)
-    follow(run_dir, lambda: False)
+    following = threading.Thread(target=follow, args=(run_dir, lambda: False), daemon=True)
+    following.start()
+    following.join(20)
+    assert not following.is_alive()
 
 
 def test_what_a_run_wrote_before_it_died_is_still_shown(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
