@@ -101,7 +101,8 @@ def by_submit(folder: Path, env: dict[str, str]) -> float:
     settings = ("train.max_steps=1", "train.precision=fp32", "monitor.log_every=1", "monitor.loggers=[jsonl]")
     resources = ("--nodes", "2", "--ntasks-per-node", "2", "--gpus-per-node", "0", "--cpus-per-task", "1")
     run = folder / "runs" / f"ours-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "jobs.submit", "ddp", *resources, "--time", "5", "--run-dir", str(run), *settings]
+    command = [sys.executable, "-m", "jobs.submit", "ddp", "--again", "--run-dir", str(run), *resources, "--time", "5"]
+    command += settings
     subprocess.run(command, env=env, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     lines = wait_for(run / "metrics.jsonl")
     wait_for_queue(env)
