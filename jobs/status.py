@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
 from trainkit.records.standing import Standing, standing_of
 
-HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age", "")
+HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age")
+DISPENSABLE = ("epoch", "age", "attempts", "job", "val", "ends in")
+"""What a narrow terminal does without, in this order."""
 LISTED = 20
 ASK_SECONDS = 20.0
 """While watching, how often the scheduler is asked: at most twice with each, that is six commands a minute."""
@@ -85,7 +86,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.json:
         print(json.dumps([as_object(item) for item in shown], indent=2, allow_nan=False))
         return 0
-    _print_table(shown)
+    print("\n".join(_table(shown)))
     if args.runs and len(shown) == 1:
         _print_detail(shown[0])
     if hidden:
@@ -149,6 +150,7 @@ def _watch(runs: Sequence[RunDir], root: Path) -> int:
     """Until Ctrl-C: progress from the records, which cost a scheduler nothing, and its word now and then."""
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     states: dict[Path, JobState] | None = None
     asked, before = 0.0, ""
@@ -159,38 +161,19 @@ def _watch(runs: Sequence[RunDir], root: Path) -> int:
                 states, asked = None, time.monotonic()
             shown = look(runs, root, states)
             states = {item.run.path: item.state for item in shown}
+            text = "\n".join(_table(shown))
             if console.is_terminal:
-                live.update(_rich_table(shown), refresh=True)
-            elif (text := "\n".join(_plain_table(shown))) != before:
+                live.update(Text(text), refresh=True)  # and not Rich's own markup: [red] may be a name
+            elif text != before:
                 print(text, flush=True)
                 before = text
             time.sleep(LOOK_SECONDS)
 
 
-def _print_table(shown: Sequence[Shown]) -> None:
+def _table(shown: Sequence[Shown]) -> list[str]:
     """One row a run. A run whose records cannot be read says so in its row."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(_rich_table(shown))
-        return
-    print("\n".join(_plain_table(shown)))
-
-
-def _rich_table(shown: Sequence[Shown]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*HEADER, box=None)
-    for item in shown:
-        table.add_row(*(Text(cell) for cell in _row(item)))  # and not Rich's own markup: [red] may be a name
-    return table
-
-
-def _plain_table(shown: Sequence[Shown]) -> list[str]:
-    rows = [HEADER, *(_row(item) for item in shown)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)] + [0]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    notes = [terminal.one_line("; ".join(item.notes)) for item in shown]
+    return terminal.table(HEADER, [_row(item) for item in shown], notes, dispensable=DISPENSABLE)
 
 
 def _row(item: Shown) -> tuple[str, ...]:
@@ -209,7 +192,6 @@ def _row(item: Shown) -> tuple[str, ...]:
         val,
         age(left) if left is not None else "-",
         age(time.time() - item.run.made()),
-        "; ".join(item.notes),
     )
     return tuple(terminal.one_line(cell) for cell in cells)
 
@@ -252,11 +234,19 @@ def _print_detail(item: Shown) -> None:
         events = read_events(item.run)
     except TrainkitError:  # which its row has said
         return
-    for event in events:
+    for event in _without_repetition(events):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
         hidden = ("time", "event", "process_started", "process_space")
         facts = {key: value for key, value in event.items() if key not in hidden}
         print(f"{when}  {event['event']:10} " + " ".join(f"{key}={_plain(value)}" for key, value in facts.items()))
+
+
+def _without_repetition(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Of checkpoints saved one after the other, the last: a long training would fill pages with them."""
+    for event, following in zip(events, [*events[1:], {}], strict=False):
+        again = all(event.get(key) == following.get(key) for key in ("event", "attempt"))
+        if not (again and event["event"] == "saved"):
+            yield event
 
 
 def _cause(item: Shown) -> Cause | None:

@@ -6,8 +6,10 @@ What a test needs beyond that, it sets itself; `monkeypatch.setenv` in a test co
 from __future__ import annotations
 
 import os
+import shutil
 import site
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -65,8 +67,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """pytest-xdist would start with the files that have the most tests; the order above is better."""
+    """pytest-xdist would start with the files that have the most tests; the order above is better.
+
+    What fixtures of a whole file train is no run of the person who tests either.
+    """
     config.option.loadscopereorder = False
+    state = tempfile.mkdtemp(prefix="state-")
+    os.environ["XDG_STATE_HOME"] = state
+    config.add_cleanup(lambda: shutil.rmtree(state, ignore_errors=True))
 
 
 def pytest_sessionfinish() -> None:

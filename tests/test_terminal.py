@@ -54,3 +54,40 @@ def test_a_log_in_a_pipe_is_what_it_is() -> None:
 def test_a_command_can_be_typed_as_it_is_shown() -> None:
     assert terminal.command("logs", "/my runs/ddp-0001", "-f") == "python -m jobs.logs '/my runs/ddp-0001' -f"
     assert terminal.command("status", "/runs/ddp-0001") == "python -m jobs.status /runs/ddp-0001"
+
+
+HEADER = ("run", "state", "epoch")
+ROWS = (("ddp-0001", "RUNNING", "1.5"), ("a-longer-name", "FAILED", "-"))
+
+
+def shown_on(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
+    monkeypatch.setattr("sys.stdout", Screen())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return terminal.table(HEADER, ROWS, ["", "the disk is full"], dispensable=["epoch"])
+
+
+def test_a_table_in_a_pipe_has_everything_and_one_line_a_row() -> None:
+    assert terminal.table(HEADER, ROWS, ["", "the disk is full"], dispensable=["epoch"]) == [
+        "run            state    epoch",
+        "ddp-0001       RUNNING  1.5",
+        "a-longer-name  FAILED   -      the disk is full",
+    ]
+
+
+def test_a_note_that_does_not_fit_stands_below_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown_on(monkeypatch, 30) == [
+        "run            state    epoch",
+        "ddp-0001       RUNNING  1.5",
+        "a-longer-name  FAILED   -",
+        "    the disk is full",
+    ]
+
+
+def test_a_narrow_terminal_does_without_columns_and_never_cuts_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown_on(monkeypatch, 15) == [
+        "run            state",
+        "ddp-0001       RUNNING",
+        "a-longer-name  FAILED",
+        "    the disk is",
+        "    full",
+    ]

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from typing import TextIO
 
 # ESC and its C1 twin open CSI (colours, cursor), OSC, DCS, SOS, PM, APC (strings up to BEL or ST), and short sequences.
@@ -40,6 +43,35 @@ def _plain(text: str) -> str:
 def command(verb: str, *words: object) -> str:
     """A command of ours as it can be typed: ``python -m jobs.VERB WORDS``, each word quoted where a shell needs it."""
     return " ".join([f"python -m jobs.{verb}", *(shlex.quote(str(word)) for word in words)])
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], *, dispensable: Sequence[str] = ()
+) -> list[str]:
+    """Lines of a table. What is in it is never cut, for a name that is cut cannot be typed.
+
+    On a terminal that is too narrow the ``dispensable`` columns go, the first of them first, and a note that does not
+    fit at the end of its row stands below it. A pipe or a file gets everything, one line a row.
+
+    Args:
+        header: names of the columns.
+        rows: cells as `one_line` gives them.
+        notes: one for each row, or empty.
+    """
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    shown = list(range(len(header)))
+    for name in dispensable:
+        if sum(widths[column] + 2 for column in shown) - 2 > room:
+            shown.remove(header.index(name))
+    text = []
+    for row, note in zip([header, *rows], ["", *notes], strict=True):
+        line = "  ".join(f"{row[column]:{widths[column]}}" for column in shown)
+        if len(line) + 2 + len(note) <= room:
+            text.append(f"{line}  {note}".rstrip())
+        else:
+            text += [line.rstrip(), *textwrap.wrap(note, room, initial_indent="    ", subsequent_indent="    ")]
+    return text
 
 
 def lines(text: str) -> str:

@@ -71,6 +71,7 @@ def main() -> int:
     place = {"DEVCLUSTER_DIR": f"{folder}/cluster", "DEVCLUSTER_NET": f"10.229.{os.getpid() % 256}"}
     bare_env = {**os.environ, **place, "SLURM_CONF": f"{folder}/cluster/etc/slurm.conf", "OMP_NUM_THREADS": "1"}
     env = {**bare_env, "PYTHONPATH": str(PROJECT), "TRAINKIT_RUNS": str(folder / "runs")}
+    env["XDG_STATE_HOME"] = str(folder / "state")
     up = [str(DEVCLUSTER), "up", "--nodes", "2", "--until-exit", str(os.getpid())]
     subprocess.run(up, env=env, check=True, stdout=subprocess.DEVNULL)
     try:

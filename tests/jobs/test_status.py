@@ -73,6 +73,16 @@ def test_a_run_by_its_name_is_shown_from_any_folder_with_its_history(
     assert "saved      step=19" in done.out
 
 
+def test_of_checkpoints_in_a_row_the_last_is_shown(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+    run = make(tmp_path / "elsewhere" / "mine-0004")
+    for attempt, step in ((0, 1), (0, 2), (1, 3)):
+        append_event(run, "saved", attempt=attempt, step=step)
+    out = command("status", "mine-0004").out
+    assert "step=1" not in out
+    assert "attempt=0 step=2" in out
+    assert "attempt=1 step=3" in out
+
+
 def test_a_slurm_run_is_asked_from_the_queue(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
     assert command("status", "ddp-0001").out.splitlines()[1].split()[1:3] == ["PENDING", "4711"]
