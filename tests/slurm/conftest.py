@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -125,14 +126,14 @@ def missing() -> str | None:
     return None
 
 
-@pytest.fixture(scope="session")
-def slurm_env() -> Iterator[dict[str, str]]:
-    """Environment of a login node of a running cluster. Each worker has one of its own: tests take nodes away."""
+@contextlib.contextmanager
+def cluster_up(*options: str) -> Iterator[dict[str, str]]:
+    """A cluster with these options of `devcluster up`, and the environment of its login node. Gone afterwards."""
     reason = missing()
     if reason:
         cannot_run(reason)
     variables = _place(os.getpid())
-    up = [str(DEVCLUSTER), "up", "--nodes", str(NODES), "--until-exit", str(os.getpid())]
+    up = [str(DEVCLUSTER), "up", "--until-exit", str(os.getpid()), *options]
     started = subprocess.run(up, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
     if started.returncode:
         cannot_run(f"devcluster up failed: {started.stderr.strip()}")
@@ -141,15 +142,27 @@ def slurm_env() -> Iterator[dict[str, str]]:
     subprocess.run(down, env={**os.environ, **variables}, capture_output=True, check=True)
 
 
-@pytest.fixture(scope="module")
-def devcluster(slurm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The cluster, with a home folder for the tests of one module."""
-    home = tmp_path_factory.mktemp("home")
+def login(env: Mapping[str, str], home: Path) -> Cluster:
+    """A user's view of a cluster, with the project in the folder ``home``."""
     for name in ("jobs", "trainkit", "configs"):
         (home / name).symlink_to(PROJECT / name)
     for model in ("slow_model.py", "failing_model.py"):
         shutil.copy(Path(__file__).with_name(model), home)
-    cluster = Cluster(home, {**slurm_env, "XDG_STATE_HOME": str(home / "state")})
+    return Cluster(home, {**env, "XDG_STATE_HOME": str(home / "state")})
+
+
+@pytest.fixture(scope="session")
+def slurm_env() -> Iterator[dict[str, str]]:
+    """Environment of a login node of a running cluster. Each worker has one of its own: tests take nodes away."""
+    with cluster_up("--nodes", str(NODES)) as env:
+        yield env
+
+
+@pytest.fixture(scope="module")
+def devcluster(slurm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster, with a home folder for the tests of one module."""
+    home = tmp_path_factory.mktemp("home")
+    cluster = login(slurm_env, home)
     yield cluster
     ids = cluster.run("squeue", "-h", "-o", "%A %Z", check=False).stdout.splitlines()
     mine = [line.split()[0] for line in ids if line.endswith(str(home))]
@@ -162,7 +175,7 @@ def _place(owner: int) -> dict[str, str]:
     # Sockets in it must have short names, so it is not in pytest's folder.
     third = next(n % 256 for n in range(owner, owner + 256) if _ports_are_free(n % 256))
     return {
-        "DEVCLUSTER_DIR": f"{tempfile.gettempdir()}/devcluster-test-{owner}",
+        "DEVCLUSTER_DIR": f"{tempfile.gettempdir()}/devcluster-test-{owner}-{third}",
         "DEVCLUSTER_NET": f"10.{128 + owner // 256 % 100}.{third}",
     }
 
@@ -195,6 +208,7 @@ def _clean_environment() -> dict[str, str]:
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith(tuple(gone))}
     prefix = Path(sys.prefix)
-    path = f"{prefix / 'bin'}:{env['PATH']}"
+    own_slurm = os.environ.get("DEVCLUSTER_SLURM")
+    path = ":".join([f"{prefix / 'bin'}", *([f"{own_slurm}/bin"] if own_slurm else []), env["PATH"]])
     # Four nodes share this machine's cores: more than one thread per rank would only make them wait for each other.
     return {**env, "VIRTUAL_ENV": str(prefix), "PATH": path, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}

@@ -11,8 +11,10 @@ import pytest
 DEVCLUSTER = Path(__file__).parents[2] / "slurm" / "devcluster"
 
 
-def devcluster(folder: Path, *arguments: str, net: str = "10.255.255") -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "DEVCLUSTER_DIR": str(folder), "DEVCLUSTER_NET": net}
+def devcluster(
+    folder: Path, *arguments: str, net: str = "10.255.255", slurm: str = ""
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "DEVCLUSTER_DIR": str(folder), "DEVCLUSTER_NET": net, "DEVCLUSTER_SLURM": slurm}
     return subprocess.run([DEVCLUSTER, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -46,3 +48,23 @@ def test_a_network_that_is_no_network_is_refused(tmp_path: Path) -> None:
     done = devcluster(tmp_path, "up", net="home")
     assert done.returncode == 2
     assert "DEVCLUSTER_NET=home" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gets as far as to look for SLURM")
+def test_a_prefix_without_a_slurm_is_refused(tmp_path: Path) -> None:
+    done = devcluster(tmp_path, "up", slurm="/no/such/prefix")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "devcluster: DEVCLUSTER_SLURM: there is no /no/such/prefix/sbin/slurmctld\n",
+    )
+
+
+@pytest.mark.slurm
+def test_a_port_that_is_taken_is_named_with_what_to_change(slurm_env: dict[str, str], tmp_path: Path) -> None:
+    """By a cluster in another network with the same third number."""
+    third = int(slurm_env["DEVCLUSTER_NET"].rpartition(".")[2])
+    done = devcluster(tmp_path, "up", "--nodes", "1", net=f"10.99.{third}")
+    devcluster(tmp_path, "down", "--purge")
+    assert done.returncode == 1
+    assert f"port {24000 + 2 * third} is taken" in done.stderr
+    assert f"set DEVCLUSTER_NET to a network with another third number than {third}" in done.stderr
