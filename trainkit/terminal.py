@@ -12,6 +12,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TextIO
 
 # ESC and its C1 twin open CSI (colours, cursor), OSC, DCS, SOS, PM, APC (strings up to BEL or ST), and short sequences.
@@ -46,7 +47,7 @@ def command(verb: str, *words: object) -> str:
 
 
 def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], *, dispensable: Sequence[str] = ()
+    header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = (), *, dispensable: Sequence[str] = ()
 ) -> list[str]:
     """Lines of a table. What is in it is never cut, for a name that is cut cannot be typed.
 
@@ -56,7 +57,7 @@ def table(
     Args:
         header: names of the columns.
         rows: cells as `one_line` gives them.
-        notes: one for each row, or empty.
+        notes: one for each row; may be empty.
     """
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
@@ -65,7 +66,7 @@ def table(
         if sum(widths[column] + 2 for column in shown) - 2 > room:
             shown.remove(header.index(name))
     text = []
-    for row, note in zip([header, *rows], ["", *notes], strict=True):
+    for row, note in zip_longest([header, *rows], ["", *notes], fillvalue=""):
         line = "  ".join(f"{row[column]:{widths[column]}}" for column in shown)
         if len(line) + 2 + len(note) <= room:
             text.append(f"{line}  {note}".rstrip())

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit import terminal
+
+HEADER = ("node", "GPUs", "memory", "disk", "clock", "versions", "inside GB/s", "verdict")
 FOLDER = "TRAINKIT_CHECK_FOLDER"
 """The environment variable that says where the job would write."""
 CLOCK_SECONDS = 1.0
@@ -200,7 +203,7 @@ def _speed(pair: Mapping[str, Any], names: Mapping[str, str]) -> str:
 def table(report: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
     """The check for people: a line for every node, then what is wrong, then how fast they talk to each other."""
     names, answers = _names(report), report.get("found", {})
-    rows = [("node", "GPUs", "memory", "disk", "clock", "versions", "inside GB/s", "verdict")]
+    rows = []
     for rank, facts in report["ranks"].items():
         if "host" not in facts:
             continue
@@ -214,8 +217,7 @@ def table(report: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
             "-" if inside is None else f"{inside:.2f}",
             "BAD" if any(item.bad for item in own) else "ok",
         ))  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = terminal.table(HEADER, rows, dispensable=("versions", "inside GB/s", "memory"))
     lines += [f"{_speed(pair, names)}" for pair in report.get("pairs", [])]
     lines += [f"{'BAD ' if item.bad else 'note'} {item.node}: {item.check}: {item.what}" for item in found]
     bad = culprits(found)
