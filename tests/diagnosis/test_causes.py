@@ -18,6 +18,7 @@ from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 
 RECORDED: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
+IN_THE_WILD: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("in_the_wild.yaml").read_text())
 WITHOUT_TEXT = {"exception", "said-by-the-kit", "lost-connection"}
 Diagnose = Callable[..., Cause | None]
 
@@ -62,11 +63,21 @@ def test_what_was_printed_is_known_for_what_it_is(run: RunDir, said: dict[str, A
     assert not re.search(r"[{}?]", cause.what + cause.command)
 
 
+@pytest.mark.parametrize("said", IN_THE_WILD, ids=[f"{item['cause']}-{item['from']}" for item in IN_THE_WILD])
+def test_what_users_have_met_elsewhere_is_known_for_what_it_is(run: RunDir, said: dict[str, Any]) -> None:
+    cause = diagnose(
+        run, said.get("job", "FAILED|NonZeroExitCode"), batch=said.get("batch", ""), rank=said.get("rank", "")
+    )
+    assert cause is not None
+    assert cause.name == said["cause"], cause.what
+    assert not re.search(r"[{}]|--exclude *$", cause.what + cause.command)
+
+
 def test_every_row_of_the_tables_has_a_recorded_text() -> None:
     rows = {row.name for row in (*HARDWARE, *ENDINGS, *RANKS)}
-    told = {item["cause"] for item in RECORDED}
+    told = {item["cause"] for item in [*RECORDED, *IN_THE_WILD]}
     unrecorded = {"requeue-refused", "no-progress", "hang", "controller-gone"}  # our own words: below
-    unrecorded |= {"illegal-access", "nonfinite", "signalled"}
+    unrecorded |= {"signalled"}
     assert told - rows == WITHOUT_TEXT
     assert rows - told == unrecorded
     assert len(told) >= 25

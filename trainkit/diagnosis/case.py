@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Place = Literal["job", "batch", "rank"]
+Place = Literal["job", "batch", "rank", "end"]
 """Where a cause can show: the job's state and reason as the scheduler gives them and what whoever looks after the ranks
-wrote down; the words of the batch script and of srun; the words of the rank that failed first."""
+wrote down; the words of the batch script and of srun; the words of the rank that failed first; and how that rank ended,
+in the words of whoever looked after it, which is looked at with a rank's own words and, for some causes, alone."""
 
 
 @dataclass(frozen=True)
@@ -28,5 +29,5 @@ class Case:
 
 def case(places: str, name: str, pattern: str, what: str, command: str, fix: str = "") -> Case:
     """A row as it is written in the tables; ``places`` with a space between them."""
-    where: tuple[Place, ...] = tuple(place for place in ("job", "batch", "rank") if place in places.split())
+    where: tuple[Place, ...] = tuple(place for place in ("job", "batch", "rank", "end") if place in places.split())
     return Case(name, where, re.compile(pattern, re.MULTILINE), what, command, fix)

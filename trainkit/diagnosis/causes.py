@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from trainkit import terminal
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.diagnosis.case import Case
+from trainkit.diagnosis.case import Case, Place
 from trainkit.diagnosis.evidence import (
     Failure,
     batch_text,
     failure_of,
     is_lost_connection,
-    tail_of,
     until_ended,
 )
 from trainkit.diagnosis.fields import fields, host_of_task, hosts_of
 from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
 from trainkit.diagnosis.rank_cases import AGAIN, LOG, RANKS, RESUME
+from trainkit.diagnosis.stderr import tail_of, traceback_of
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
@@ -89,15 +89,13 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     rows = (*HARDWARE, *ENDINGS, *RANKS)
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started
         rows, sources = tuple(row for row in rows if row.name == "launch-failure"), _of_the_batch(run, number)
-    for row in rows:
-        fits = [
-            (match, source)
-            for source in sources
-            if source.place in row.places and (match := row.pattern.search(source.text))
-        ]
-        if fits:  # the one that says most: which node, which module
-            match, source = max(fits, key=lambda fit: sum(value is not None for value in fit[0].groupdict().values()))
-            return _cause(row, match, source, run, state, number, failure, sources)
+    for aside in (False, True):
+        looked_at = [source for source in sources if source.aside == aside]
+        for row in rows:
+            fits = [(match, source) for source in looked_at if (match := source.match(row))]
+            if fits:  # the one that says most: which node, which module
+                match, source = max(fits, key=lambda fit: sum(map(bool, fit[0].groupdict().values())))
+                return _cause(row, match, source, run, state, number, failure, sources)
     return _otherwise(run, state, number, failure, sources)
 
 
@@ -105,10 +103,17 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
 class _Source:
     """A text, where it stands, and the number of its first line; 0 where lines are not counted."""
 
-    place: str
+    place: Place
     where: str
     text: str
     first: int = 0
+    aside: bool = False
+    """Looked at only where no other says a cause: what led to the last error may have been dealt with."""
+
+    def match(self, row: Case) -> re.Match[str] | None:
+        """Where the text shows the cause of a row."""
+        places = ("end", "rank") if self.place == "end" else (self.place,)
+        return row.pattern.search(self.text) if set(places) & set(row.places) else None
 
     def quote(self, at: int) -> Quote:
         """The line at a position in the text."""
@@ -138,26 +143,29 @@ def _of_the_batch(run: RunDir, attempt: int) -> list[_Source]:
 
 
 def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
-    """Its own last error; where it has left none that is a cause, the end of its log."""
+    """How it ended and its own last error; where it has left none that is a cause, the end of its log."""
     if failure is None:
         return []
     where = f"logs/{failure.attempt}/rank-{failure.rank}.err"
-    tail = tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err")
-    lines = [text for _, text in tail]
-    known = failure.error in lines
-    start = max((index for index, text in enumerate(lines) if text.startswith("Traceback")), default=0)
-    found = [
-        _Source("rank", "events.jsonl" if not failure.error.endswith(f"(on {failure.host})") else "", failure.error)
-    ]
-    if known:
-        found = [_Source("rank", where, "\n".join(lines[start:]), tail[start][0])]
+    stderr = run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"
+    tail = tail_of(stderr)
+    ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
+    found = [_Source("end" if ended else "rank", "" if ended else "events.jsonl", failure.error)]
+    stepd = [(number, text) for number, text in tail if text.startswith("slurmstepd")]
+    if failure.error.startswith(("Killed", "killed by SIGKILL")):
+        tail = []  # it had no last word: only its node's can be of its end
+    traceback = traceback_of(stderr) if failure.traceback else None
+    if traceback is not None:
+        first = next((number for number, text in tail if traceback.message.startswith(text) and text), 0)
+        same = failure.error in traceback.message or traceback.error in failure.error
+        found.append(_Source("rank", where, traceback.message, first, aside=not same))
+        found.append(_Source("rank", where, "\n".join(traceback.lines), aside=True))
     elif failure.traceback:
         found.append(_Source("rank", where, "\n".join(failure.traceback)))
-    if failure.error.startswith("Killed"):  # it had no last word: only its node's can be of its end
-        tail = [(number, text) for number, text in tail if text.startswith("slurmstepd")]
-        lines = [text for _, text in tail]
-    if not failure.traceback or is_lost_connection(failure.error):
-        found.append(_Source("rank", where, "\n".join(lines), tail[0][0] if tail else 0))
+    told = bool(failure.traceback) and not is_lost_connection(failure.error)
+    for lines, aside in ((stepd, False), (tail, told)):
+        if lines:
+            found.append(_Source("rank", where, "\n".join(text for _, text in lines), lines[0][0], aside))
     return found
 
 
@@ -211,7 +219,10 @@ def _otherwise(
         return Cause("lost-connection", what, quotes, "", RESUME.format_map(_Blank(found)), failure)
     if failure.traceback:
         at = f", at {found['at']}" if found["at"] else ""
-        what = f"{found['who']} raised {failure.error.rstrip('.')}{at}."
+        traceback = traceback_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err")
+        first = traceback.first if traceback is not None else failure.error
+        after = f" It came of {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
+        what = f"{found['who']} raised {failure.error.rstrip('.')}{at}.{after}"
         mend = f"Mend {found['at']}:" if found["at"] else ""
         return Cause("exception", what, quotes, mend, AGAIN.format_map(_Blank(found)), failure)
     what = f"{found['who']} failed: {failure.error.rstrip('.')}."

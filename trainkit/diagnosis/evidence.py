@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.diagnosis.stderr import crash_of, last_error, tail_of, text_of, traceback_of, words_of
 from trainkit.records import reading
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
@@ -19,7 +20,8 @@ _STEP_ENDED = re.compile(
 )
 # What ended a task from outside. The others have words of their own in their logs.
 _HARD = re.compile(r"Killed|Out Of Memory")
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts it before every line of a traceback
+# What compiled code did to a task: a traceback that its log holds is of something that it survived.
+_CRASHED = re.compile(r"Segmentation fault|Bus error|Illegal instruction|Floating point exception")
 # What a rank says when another has gone: of gloo, NCCL, TCPStore and the kernel.
 _LOST_CONNECTION = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|remote process exited|NCCL.*(timeout|aborted)"
@@ -29,8 +31,6 @@ _LOST_CONNECTION = re.compile(
 )
 # Errors of the same classes that no other rank's end explains.
 _OWN_FAULT = re.compile(r"EADDRINUSE|already in use|Duplicate GPU|version mismatch|socket interface", re.IGNORECASE)
-_TAIL = 40
-"""Lines at the end of a rank's stderr that may say why it was ended."""
 
 
 def is_lost_connection(error: str) -> bool:
@@ -71,8 +71,8 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     ranks = {path: path.stem.removeprefix("rank-") for path in logs.glob("rank-*.err") if path.is_file()}
     ranks = {path: name for path, name in ranks.items() if name.isascii() and name.isdecimal()}
     for _, path in sorted((path.stat().st_mtime, path) for path in ranks):
-        if lines := _traceback(path):
-            written.append(Failure(attempt, int(ranks[path]), lines[-1], lines))
+        if traceback := traceback_of(path):
+            written.append(Failure(attempt, int(ranks[path]), traceback.error, traceback.lines))
     found = [*hard, *said, *exited, *written]
     causes = [failure for failure in found if not is_lost_connection(failure.error)]
     # A task that SLURM ended with the step is no cause; but where all others only miss one, it is the one to look at.
@@ -93,7 +93,11 @@ def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure],
         if _HARD.match(words):
             with_the_step = ended is not None and match.start() > ended.start()
             (late if with_the_step else hard).append(Failure(attempt, rank, error, (), host))
-        elif ended is None or match.start() < ended.start():
+        elif ended is not None and match.start() > ended.start():
+            continue
+        elif _CRASHED.match(words):
+            exited.append(Failure(attempt, rank, error, crash_of(own), host))
+        else:
             exited.append(Failure(attempt, rank, last_error(own) or error, words_of(own), host))
     return hard, exited, late
 
@@ -139,48 +143,6 @@ def last_lines(run: RunDir, failure: Failure) -> tuple[str, ...]:
     return tuple(text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"))
 
 
-def last_error(stderr: Path) -> str:
-    """What a rank said last: its traceback's own line, or the first of our three lines; empty if neither is there."""
-    lines = words_of(stderr)
-    return lines[-1] if lines and lines[0].startswith("Traceback") else lines[0] if lines else ""
-
-
-def words_of(stderr: Path) -> tuple[str, ...]:
-    """A rank's last traceback, or the three lines of our last error; empty if neither is there."""
-    if lines := _traceback(stderr):
-        return lines
-    lines = _lines(stderr)
-    whys = [index for index, line in enumerate(lines) if line.startswith("  why: ")]
-    return lines[whys[-1] - 1 : whys[-1] + 2] if whys and whys[-1] > 0 else ()
-
-
-def tail_of(stderr: Path) -> list[tuple[int, str]]:
-    """The last lines of a rank's stderr, each with its number, counted from 1."""
-    return list(enumerate(_lines(stderr), start=1))[-_TAIL:]
-
-
-def _lines(path: Path) -> tuple[str, ...]:
-    try:
-        text = reading.read_text(path)
-    except OSError:
-        return ()
-    return tuple(_RANK_PREFIX.sub("", line) for line in text.splitlines())
-
-
-def _traceback(path: Path) -> tuple[str, ...]:
-    """The last traceback in a rank's stderr; empty if there is none."""
-    lines = _lines(path)
-    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    if not starts:
-        return ()
-    found = []
-    for line in lines[starts[-1] :]:
-        found.append(line)
-        if len(found) > 1 and line and not line[0].isspace():  # the exception's own line ends it
-            break
-    return tuple(found)
-
-
 _ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+)")
 _WAITED = re.compile(
     r"collective operation timeout|Timed out waiting \d+ms|wait timeout after|NCCL operations have failed"
@@ -197,7 +159,7 @@ def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
         int(name) for path in run.attempt_logs(attempt).glob("rank-*.out") if (name := path.stem[5:]).isdecimal()
     )
     for rank in ranks:
-        text = "\n".join(_lines(run.attempt_logs(attempt) / f"rank-{rank}.err"))
+        text = text_of(run.attempt_logs(attempt) / f"rank-{rank}.err")
         if _WAITED.search(text):
             waited.add(rank)
         if counts := _ENQUEUED.findall(text):

@@ -31,7 +31,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     seconds = plan.get("time_limit_seconds")
     ranks = max(int(life.started.get("world_size") or plan.get("world_size") or 1), 1)
     micro = config.get("micro_batch_size") or max(int(config.get("global_batch_size") or 64) // ranks, 1)
-    behind = lagging_ranks(run, attempt)
+    behind, at = lagging_ranks(run, attempt), _place(failure)
     return {
         "run": shlex.quote(str(run.path)),
         "runs": shlex.quote(str(run.path.parent)),
@@ -50,7 +50,10 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
         "rank": str(failure.rank) if failure is not None else "0",
         "error": failure.error.rstrip(".") if failure is not None else "",
         "attempt": str(attempt),
-        "at": _place(failure),
+        "at": at,
+        "crashed_at": f", at {at}" if at else "",
+        "there": f"srun -N1 -n1 -w {host} " if state.executor == "slurm" and host else "",
+        "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
         "behind": _ranks(behind) if behind else "another rank",
         "lagging": str(behind[0]) if behind else "0",
         "more_memory": " --mem 0" if state.executor == "slurm" else "",
@@ -107,7 +110,11 @@ def _place(failure: Failure | None) -> str:
     lines = list(failure.traceback)
     places = [(match["file"], match["line"]) for text in lines if (match := _AT.match(text))]
     own = [place for place in places if not any(part in place[0] for part in _OURS)]
-    return f"{Path((own or places)[-1][0]).name}:{(own or places)[-1][1]}" if places else ""
+    if not places:
+        return ""
+    newest = 0 if any("most recent call first" in text for text in lines) else -1  # as faulthandler has it
+    file, line = (own or places)[newest]
+    return f"{Path(file).name}:{line}"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

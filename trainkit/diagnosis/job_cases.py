@@ -27,7 +27,7 @@ HARDWARE: tuple[Case, ...] = (
         "job batch rank", "host-out-of-memory",
         r"OUT_OF_MEMORY|OutOfMemory\b(?!Error)|oom[-_ ]?kill|OOM Killed|: Out Of Memory"
         r"|exceeded (step|job) memory limit|exceeded memory limit .* being killed"
-        r"|DataLoader worker \(pid \d+\) is killed by signal: Killed"
+        r"|DataLoader worker \(pid\S* [\d, ]+\) (is killed by signal: Killed|exited unexpectedly with exit code -9\b)"
         r"|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|^MemoryError|Cannot allocate memory",
         "{who} used more memory than the job has on its node, or the node itself.",
         RESUME + "{more_memory}", "More memory for each node, or fewer data.workers:",
@@ -61,6 +61,22 @@ ENDINGS: tuple[Case, ...] = (
     case(
         "job", "waits-for-job", r"^PENDING Dependency\b", "It waits for another job, as its --dependency says.",
         "scontrol show job {job}",
+    ),
+    case(
+        "batch", "step-refused",
+        r"Unable to create step for job \d+: (?!Unable to contact|Socket timed out)(?P<words>.*)"
+        r"|error: Only allocated \d+ nodes.*|srun: fatal: (?P<more>.*mutually exclusive.*)"
+        r"|Unable to satisfy cpu bind request",
+        "srun got no room for the ranks inside the job: it asks for more than the job has.",
+        RESUME + " --dry-run", "Look which of --cpus-per-task, --mem and --srun options contradict each other:",
+    ),
+    case(
+        "batch", "authentication",
+        r"Task launch for \S+ failed on node (?P<failed>[^\s:]+): .*credential|[Mm]unge (en|de)code failed"
+        r"|Protocol authentication error|has authentication error|Invalid job credential"
+        r"|(Invalid|Expired|Rewound) (authentication )?credential|credential (has )?expired|Security violation",
+        "The nodes did not trust one another's messages: {failed} has no munge, another key or a wrong clock.",
+        RESUME + " --exclude {failed_hosts}", "Tell the site's staff; then:",
     ),
     case(
         "job batch", "launch-failure",
@@ -141,7 +157,7 @@ ENDINGS: tuple[Case, ...] = (
     case(
         "batch", "scheduler-silent",
         r"Unable to contact slurm controller|Socket timed out on send/recv|Zero Bytes were transmitted"
-        r"|Protocol authentication error|Connection refused.*slurm|slurm_load_jobs error",
+        r"|Connection refused.*slurm|slurm_load_jobs error|Unable to confirm allocation",
         "SLURM's controller did not answer the job.", RESUME, "When `scontrol ping` answers again:",
     ),
     case(
@@ -154,7 +170,7 @@ ENDINGS: tuple[Case, ...] = (
         r"(?P<program>/\S*/(bin/)?python[\d.]*): (No such file or directory|not found|bad interpreter)"
         r"|execve\(\): (?P<other>/\S+): No such file",
         "{on_node} does not see {program}: the virtual environment is not on a file system that all nodes share.",
-        "srun -N1 -n1 -w {host} ls -l {program}",
+        "{there}ls -l {program}",
         "Make the environment in a folder that all nodes see, and submit from it; this shows what the node sees:",
     ),
     case(
@@ -163,11 +179,5 @@ ENDINGS: tuple[Case, ...] = (
         r"|module\(s\) are unknown|(module|conda|micromamba): command not found",
         "The set-up lines of the site's profile failed in the job: a module or conda is not there.",
         "module avail", "Correct `setup` in the cluster profile:",
-    ),
-    case(
-        "batch", "step-refused", r"Unable to create step for job \d+: (?P<words>.*)|error: Only allocated \d+ nodes.*"
-        r"|srun: fatal: (?P<more>.*mutually exclusive.*)|Unable to satisfy cpu bind request",
-        "srun got no room for the ranks inside the job: it asks for more than the job has.",
-        RESUME + " --dry-run", "Look which of --cpus-per-task, --mem and --srun options contradict each other:",
     ),
 )  # fmt: skip

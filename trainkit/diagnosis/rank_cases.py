@@ -27,7 +27,20 @@ RANKS: tuple[Case, ...] = (
         "The result stays the same with a smaller micro batch:",
     ),
     case(
-        "rank", "cuda-sees-none", r"GPUs are granted, and CUDA sees none|No CUDA GPUs are available",
+        "rank", "cuda-sees-none", r"CUDA sees none[\s\S]*is built without CUDA",
+        "{who} was given GPUs, and CUDA sees none: torch is built without CUDA.",
+        "python -m pip install --force-reinstall torch", "Install a torch with CUDA, then resume:",
+    ),
+    case(
+        "rank", "cuda-sees-none", r"CUDA sees none[\s\S]*CUDA_VISIBLE_DEVICES='(?P<mask>|-1|NoDevFiles)'",
+        "{who} was given GPUs, and CUDA sees none: CUDA_VISIBLE_DEVICES hides them.",
+        "env -u CUDA_VISIBLE_DEVICES " + RESUME,
+        "Do not set it yourself, nor in `setup` of the cluster profile:",
+    ),
+    case(
+        "rank", "cuda-sees-none",
+        r"GPUs are granted, and CUDA sees none|No CUDA GPUs are available|no CUDA-capable device is detected"
+        r"|CUDA error: invalid device ordinal|No HIP GPUs are available|no ROCm-capable device is detected",
         "{who} was given GPUs, and CUDA sees none.",
         WITHOUT, "If it is the node; else its driver, torch's build or the mask, as its words say:",
     ),
@@ -82,22 +95,32 @@ RANKS: tuple[Case, ...] = (
         "All nodes must use one environment; this shows what each has:",
     ),
     case(
-        "rank", "name-not-resolved",
-        r"Name or service not known|Temporary failure in name resolution(?!.*https?)"
-        r"|No address associated with hostname|Could not resolve hostname|gai error",
-        "{on_node} cannot find the address of a host by its name.",
-        "srun -N1 -n1 -w {host} getent hosts {hosts}", "If it is a host of the internet, the node has none; see:",
+        "rank", "wandb-login",
+        r"api_key not configured|wandb.*(AuthenticationError|[Pp]ermission denied|API key|401|403)"
+        r"|CommError.*([Pp]ermission denied|not logged in|401|403|entity \S+ not found)",
+        "wandb does not know who you are on {on_node}, or may not write to that project: {error}.",
+        "wandb login", "On the login node, then resume (WANDB_MODE=offline does without):",
     ),
     case(
         "rank", "no-internet",
         r"Network is unreachable|HTTPSConnectionPool|Max retries exceeded|urlopen error|LocalEntryNotFoundError"
-        r"|couldn't connect to 'https|We couldn't connect|outgoing traffic has been disabled|ConnectTimeout",
+        r"|couldn't connect to 'https|We couldn't connect|outgoing traffic has been disabled|ConnectTimeout"
+        r"|https?://\S+.*(Could not resolve|Temporary failure|Connection timed out)|httpx?\.Connect(Error|Timeout)"
+        r"|wandb.*(Error communicating|Network error|[Uu]nable to connect|timed out)|Could not resolve host: ",
         "{who} wanted something from the internet, and {on_node} does not reach it.",
         "python -m jobs.prepare --help",
         "Fetch data and weights on the login node first (WANDB_MODE=offline for wandb):",
     ),
     case(
-        "rank", "ranks-missing", r"ranks did not join within|did not reach rank 0 at|monitoredBarrier",
+        "rank", "name-not-resolved",
+        r"Name or service not known|Temporary failure in name resolution(?!.*https?)"
+        r"|No address associated with hostname|Could not resolve hostname|gai error",
+        "{on_node} cannot find the address of a host by its name.",
+        "{there}getent hosts {hosts}", "If it is a host of the internet, the node has none; see:",
+    ),
+    case(
+        "rank", "ranks-missing", r"ranks did not join within|did not reach rank 0 at|monitoredBarrier"
+        r"|store based barrier on rank|Timed out initializing process group|\d+/\d+ clients joined",
         "Not all ranks met: {error}", "python -m jobs.logs {run} --attempt {attempt} --rank {lagging} --err",
         "The log of the one that is missing:",
     ),
@@ -112,9 +135,14 @@ RANKS: tuple[Case, ...] = (
     case(
         "rank", "nccl-network",
         r"no socket interface found|NCCL WARN NET/|ncclSystemError|ncclRemoteError|unhandled system error"
-        r"|ibv_\w+ failed|ncclInternalError|unhandled cuda error, NCCL",
-        "NCCL could not talk over the network of {on_node}.",
+        r"|ibv_\w+ failed|ncclInternalError|Gloo connectFullMesh failed|Connect timeout \[",
+        "{which} could not talk over the network of {on_node}.",
         "NCCL_DEBUG=INFO " + RESUME + " --exclude {host}", "Without that node, and with NCCL's own words:",
+    ),
+    case(
+        "rank", "nccl-cuda", r"ncclUnhandledCudaError|unhandled cuda error",
+        "NCCL met an error of CUDA on {who}: {error}.",
+        "NCCL_DEBUG=WARN " + WITHOUT, "Without that node, and with the reason in NCCL's own words:",
     ),
     case(
         "rank", "shared-memory-full",
@@ -139,7 +167,7 @@ RANKS: tuple[Case, ...] = (
     ),
     case(
         "rank", "file-missing", r"FileNotFoundError: .*?(?P<path>/[^'\"\n]*)",
-        "{on_node} does not see {path}.", "srun -N1 -n1 -w {host} ls -ld {path}",
+        "{on_node} does not see {path}.", "{there}ls -ld {path}",
         "Data must lie where all nodes see it (data.root=FOLDER); this shows what the node sees:",
     ),
     case(
@@ -167,8 +195,9 @@ RANKS: tuple[Case, ...] = (
         "On nodes with a newer system, or in an environment made on such a node:",
     ),
     case(
-        "rank", "library-missing", r"ImportError: (?P<library>lib\S+?): cannot open shared object file"
-        r"|OSError: (?P<other>lib\S+?): cannot open",
+        "rank", "library-missing",
+        r"(ImportError|OSError|Error): (?P<library>lib\S+?): cannot open"
+        r"|(Could not|Unable to) load (any of )?(library )?\{?(?P<other>lib[\w.-]+)",
         "{on_node} does not have the library {library}.", RESUME,
         "Load its module in `setup` of the cluster profile, or install the package that brings it:",
     ),
@@ -181,25 +210,53 @@ RANKS: tuple[Case, ...] = (
         "{who} could not import what {at} asks for: {words}.", AGAIN, "Mend {at}:",
     ),
     case(
-        "rank", "nonfinite", r"not finite|NonFinite|is nan\b",
+        "rank", "weights-mismatch",
+        r"Error\(s\) in loading state_dict|size mismatch for|Missing key\(s\) in state_dict",
+        "The weights do not fit the model: {error}.", AGAIN,
+        "Choose the model that they were made for (model.name and its options), or weights of this one; then:",
+    ),
+    case(
+        "rank", "broken-file",
+        r"BadZipFile|BadGzipFile|not a gzip file|Error while deserializing header|failed finding central directory"
+        r"|PytorchStreamReader failed|UnpicklingError|end-of-stream marker|unexpected end of (data|file)"
+        r"|tarfile.ReadError|[Dd]ataset (not found or|is) corrupted|image file is truncated|cannot identify image file"
+        r"|zlib\.error"
+        r"|invalid hash value|(MD5|SHA\S*|checksum)\S* (mismatch|does not match)|[Cc]hecksum mismatch|BadZipfile",
+        "{who} read a file that is damaged or was not fetched to its end: {error}.",
+        RESUME, "Remove it (the traceback leads to it), fetch it again, then:",
+    ),
+    case(
+        "rank", "unused-parameters",
+        r"parameters that were not used in producing loss|Expected to have finished reduction",
+        "Some parameters of the model take no part in its loss, and DDP waits for their gradients.",
+        AGAIN + " strategy.find_unused_parameters=true", "Take them out of the model, or let DDP look for them:",
+    ),
+    case(
+        "rank", "nonfinite",
+        r"not finite|[Nn]on-?[Ff]inite|\bis nan\b|infinite or NaN|[Ll]oss is (nan|inf)|returned nan values",
         "The training diverged: {error}", AGAIN + " optim.lr={half_the_lr} train.grad_clip_norm=1.0",
         "With a smaller learning rate:",
     ),
     case(
-        "rank", "illegal-instruction", r"Illegal instruction|killed by SIGILL",
+        "end", "illegal-instruction", r"Illegal instruction|killed by SIGILL",
         "A package was built for another CPU than that of {on_node}.", WITHOUT,
     ),
     case(
-        "rank", "segfault", r"Segmentation fault|killed by SIG(SEGV|BUS|FPE)|Bus error",
-        "{who} crashed in compiled code.", LOG, "Its last words (PYTHONFAULTHANDLER=1 shows where):",
+        "end", "bus-error", r"Bus error|killed by SIGBUS",
+        "{who} lost a file that it had mapped into memory: /dev/shm is full, or the file was cut short under it.",
+        "{there}df -h /dev/shm", "With fewer data.workers, or more memory; this shows how full it is:",
     ),
     case(
-        "rank", "killed", r"^(Killed|killed by SIGKILL)|exit code (137|-9)\b",
+        "end", "segfault", r"Segmentation fault|killed by SIG(SEGV|FPE)|Floating point exception",
+        "{who} crashed in compiled code{crashed_at}.", LOG, "Its last words (PYTHONFAULTHANDLER=1 shows where):",
+    ),
+    case(
+        "end", "killed", r"^(Killed|killed by SIGKILL)|exit code (137|-9)\b",
         "{who} was killed (SIGKILL) without a word of its own, as the kernel does when memory runs out.",
         RESUME + "{more_memory}",
     ),
     case(
-        "rank", "signalled", r"^killed by (?P<signal>SIG\w+)|^(?P<other>Terminated|Aborted|Hangup)",
+        "end", "signalled", r"^killed by (?P<signal>SIG\w+)|^(?P<other>Terminated|Aborted|Hangup)",
         "{who} was ended by a signal: {error}.", LOG, "Its last words:",
     ),
 )  # fmt: skip

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from trainkit.diagnosis.evidence import is_lost_connection, last_error
+from trainkit.diagnosis.evidence import is_lost_connection
+from trainkit.diagnosis.stderr import last_error
 from trainkit.launch import preflight
 from trainkit.ranks.heartbeat import is_hang
 from trainkit.records.attempts import Attempt
