@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.soak import Soak
+from tests.soak import cluster as soaked
+from tests.soak.training import Soak
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
@@ -16,7 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_a_run_that_is_interrupted_at_random_ends_as_if_nothing_had_happened(devcluster: Cluster) -> None:
-    soak = Soak(devcluster.home, devcluster.env, random.Random(3), kinds=("silent", "kill"), nodes=1)
+    cluster = soaked.Cluster(devcluster.home, devcluster.env, (), ())
+    soak = Soak(cluster, random.Random(3), kinds=("kill", "usr2"), nodes=1)
     said: list[str] = []
     assert soak.soak(2, said.append) == [], f"{said}{devcluster.logs()}"
-    assert (len(said), soak.resumed) == (2, 0)
+    assert (len(said), soak.resumed) == (2, [])

@@ -66,7 +66,8 @@ def write(
     may_write()
     final = path_of(folder, step)
     partial = folder / f".{final.name}.partial"
-    _remove(partial)  # left by a process that was killed while saving
+    for left in folder.glob(".step-*.partial"):  # by processes that were killed while saving, this step or another
+        _remove(left)
     partial.mkdir(parents=True)
     try:
         record = _fill(partial, step, tensors, state)
