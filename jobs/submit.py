@@ -57,10 +57,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         flags["launch.max_parallel"] = (yaml.parse_value(args.max_parallel), "--max-parallel")
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
     if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
-        here = {key: value for key, value in flags.items() if key != "launch.cluster"}
-        config = loading.load(args.preset, variants[0], flags=here).config
-        own = (config.model.name, config.data.name, config.strategy.name)
-        return elsewhere.submit(argv, args, own, config.data.root, env)
+        return _submit_there(argv, args, parser, variants, env)
     loadeds = [loading.load(args.preset, overrides, flags=flags, env=env) for overrides in variants]
     for loaded in loadeds:
         require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
@@ -70,6 +67,25 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
     command = ["python", "-m", "jobs.submit", *argv]
     return _submit(loadeds, variants, folder, args, command, env)
+
+
+def _submit_there(
+    argv: Sequence[str], args: argparse.Namespace, parser: argparse.ArgumentParser, variants: Sequence[Sequence[str]],
+    env: Mapping[str, str],
+) -> int:  # fmt: skip
+    from jobs import sending
+    from trainkit.config import loading, presets
+
+    flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
+    try:
+        presets.find_preset(args.preset)
+    except UserError:
+        if "/" not in args.preset or args.preset.endswith((".yaml", ".yml")):
+            raise
+        loadeds = []  # a run folder there
+    else:
+        loadeds = [loading.load(args.preset, overrides, flags=flags) for overrides in variants]
+    return sending.submit(argv, parser, loadeds, env)
 
 
 def _estimate(args: argparse.Namespace, overrides: Sequence[str], loaded: Loaded, env: Mapping[str, str]) -> int:

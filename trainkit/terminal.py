@@ -41,9 +41,19 @@ def _plain(text: str) -> str:
     return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", _CONTROL.sub(" ", text))
 
 
+HOST = ""
+"""The login node, as ``--host`` takes it, if whoever reads this sits at another machine (`trainkit.cluster.remote`)."""
+_OVER_SSH = re.compile(r"python -m jobs\.(?:submit|status|logs|cancel|resume|report|why)(?= )")
+
+
 def command(verb: str, *words: object) -> str:
     """A command of ours as it can be typed: ``python -m jobs.VERB WORDS``, each word quoted where a shell needs it."""
-    return " ".join([f"python -m jobs.{verb}", *(shlex.quote(str(word)) for word in words)])
+    return for_reader(" ".join([f"python -m jobs.{verb}", *(shlex.quote(str(word)) for word in words)]))
+
+
+def for_reader(command: str) -> str:
+    """A command as it does the same where it is read: on a laptop with ``--host``."""
+    return f"{command} --host {shlex.quote(HOST)}" if HOST and _OVER_SSH.match(command) else command
 
 
 def table(

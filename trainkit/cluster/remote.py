@@ -6,179 +6,164 @@ user's. One connection is shared by the commands of ten minutes, unless the user
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shlex
+import stat
 import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
-from trainkit.errors import SchedulerError, UserError
+from trainkit import terminal as printable
+from trainkit.cluster.far_side import BEGIN, Host
+from trainkit.errors import SchedulerError
 
 SSH = "TRAINKIT_SSH"
 """The environment variable with another ssh command, or with options for it: ``ssh -F FILE``."""
-FOLDER = "trainkit"
-"""Below the home folder there, where none is given: what README's first lines have cloned and installed."""
-SENT = ".trainkit/sent"
-"""Below that folder: snapshots of code that were sent, by their hashes, and a link to the latest."""
 _PERSIST = "10m"
+_ALIVE_SECONDS = 20
+"""A connection that does not answer three times is lost."""
 _LONGEST_SOCKET = 100
 _FAILED = 255
 """ssh's own exit code; every other one is the command's."""
 
-# The packages of the snapshot come before those that lie in the current folder there. What is missing is said in the
-# kit's own way, and not by a traceback.
-_START = (
-    "import importlib.util as u, runpy, sys; code, module = sys.argv[1:3]; sys.path[0] = code or sys.path[0]; "
-    "gone = [m for m in ('pydantic', 'yaml', 'submitit', 'torch', module) if u.find_spec(m.split('.')[0]) is None]; "
-    "gone and sys.exit(f'{sys.executable} there has no {gone[0]}.\\n  why: Python packages are installed there once, "
-    "and used by every job.\\n  fix: Log in, and install trainkit into .venv in that folder, as its README begins.'); "
-    "sys.argv[1:3] = []; runpy.run_module(module, run_name='__main__', alter_sys=True)"
-)
 
+def run_there(
+    host: Host, line: str, env: Mapping[str, str], hear: Callable[[bytes], None], *, content: bytes = b"",
+    terminal: bool = False,
+) -> int:  # fmt: skip
+    """Run lines of shell on the login node; their exit code.
 
-@dataclass(frozen=True)
-class Word:
-    """A word of a command with a path below the folder there, which only the machine there knows in full."""
-
-    below: str
-    before: str = ""
-    """What stands before the path: ``data.root=``."""
-
-    def __str__(self) -> str:
-        return f'{shlex.quote(self.before) if self.before else ""}"$root"/{shlex.quote(self.below)}'
-
-
-@dataclass(frozen=True)
-class Host:
-    """``user@login``, or ``user@login:FOLDER``."""
-
-    name: str
-    folder: str = FOLDER
-
-    @classmethod
-    def parse(cls, text: str) -> Host:
-        """Raises UserError for what ssh would take for something else."""
-        name, _, folder = text.partition(":")
-        if not re.fullmatch(r"[\w][\w.@%+-]*", name) or any(ord(char) < 32 for char in folder):
-            raise UserError(
-                f"--host {text!r} is not a machine.",
-                why="It is what ssh takes: a name of ~/.ssh/config, or user@login; with :FOLDER if that is not "
-                f"~/{FOLDER}.",
-                fix="For example --host me@login.example.org, or --host me@login.example.org:work/trainkit.",
-            )
-        return cls(name, folder or FOLDER)
-
-    def __str__(self) -> str:
-        return self.name if self.folder == FOLDER else f"{self.name}:{self.folder}"
-
-
-def script(host: Host, module: str, words: Sequence[str | Word], *, snapshot: str | None = None) -> str:
-    """The shell line that runs a module of the kit there.
+    A login shell runs them: sites put SLURM's path and users their account there. What it prints itself, before that,
+    goes to stderr.
 
     Args:
-        snapshot: hash of the code that comes over stdin, unless it is there already; the module runs in its folder.
-            None: the latest that was sent, else what lies in the host's folder; the module runs in that one.
-    """
-    folder = shlex.quote(host.folder)
-    lines = [
-        f"cd {folder} 2>/dev/null || {{ {_no_folder(host)} >&2; exit 2; }}",
-        "root=$PWD",
-        'python=$root/.venv/bin/python; [ -x "$python" ] || python=python3',
-        'export TRAINKIT_RUNS="${TRAINKIT_RUNS:-$root/runs}"',
-    ]
-    if snapshot is None:
-        lines += [f"code=$root/{SENT}/latest", '[ -d "$code" ] || code=']
-    else:
-        lines += [
-            f"sent=$root/{SENT}; code=$sent/{snapshot}",
-            "umask 077",
-            'mkdir -p "$sent"',
-            # Complete or absent: two submissions at once unpack it twice, and one of them is left aside.
-            'if [ -d "$code" ]; then cat >/dev/null; '
-            'else new=$(mktemp -d "$sent/new.XXXXXX") && tar xzf - -C "$new" && '
-            'ln -s "$root/.venv" "$new/.venv" && { mv -T "$new" "$code" 2>/dev/null || rm -rf "$new"; }; fi || exit 1',
-            'ln -sfn "$code" "$sent/latest"',
-            'cd "$code"',
-        ]
-    given = " ".join(str(word) if isinstance(word, Word) else shlex.quote(word) for word in words)
-    lines.append(f'"$python" -u -c {shlex.quote(_START)} "$code" {module} {given} </dev/null')
-    return "; ".join(lines)
+        hear: told of what they print, as it comes.
+        content: what they read from stdin first; after it stdin stays open until they or this process end.
+        terminal: they talk to this terminal instead, so that Ctrl-C reaches them.
 
-
-@contextmanager
-def connected(
-    host: Host, line: str, env: Mapping[str, str], *, content: bytes = b"", terminal: bool = False
-) -> Iterator[subprocess.Popen[bytes]]:
-    """The running ssh with a shell line for the login node, and its output to read; ``content`` is its input.
-
-    A login shell runs the line: sites put SLURM's path and users their account there.
-
-    Raises SchedulerError if there was no connection; what ssh says itself has reached stderr.
+    Raises SchedulerError if there was no connection, or is none any more; what ssh says itself has reached stderr.
     """
     ssh = shlex.split(env.get(SSH) or "ssh")
+    # In base64 it is the same for every login shell: csh takes no line breaks in quotes, fish knows other escapes.
+    packed = base64.b64encode(line.encode()).decode()
     options = ["-t"] if terminal else ["-T"]
-    if socket := _shared_socket(ssh, host, env):
-        options += ["-o", "ControlMaster=auto", "-o", f"ControlPath={socket}", "-o", f"ControlPersist={_PERSIST}"]
-    command = [*ssh, *options, "--", host.name, f"exec bash -lc {shlex.quote(line)}"]
-    with tempfile.TemporaryFile() as source:
-        source.write(content)
-        source.seek(0)
-        try:
-            process = subprocess.Popen(
-                command, env=dict(env), stdin=None if terminal else source, stdout=subprocess.PIPE
-            )
-        except OSError as error:
-            raise SchedulerError(
-                "There is no ssh here.",
-                why=f"{ssh[0]}: {error.strerror}.",
-                fix=f"Install OpenSSH, or name another command in {SSH}.",
-            ) from None
+    command = [*ssh, *options, *_lasting(ssh, host, env), "--", host.name]
+    command.append(f"exec bash -lc 'eval \"$(echo {packed} | base64 -d)\"'")
+    try:
+        process = subprocess.Popen(
+            command, env=dict(env), stdin=None if terminal else subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    except OSError as error:
+        raise SchedulerError(
+            "There is no ssh here.",
+            why=f"{ssh[0]}: {error.strerror}.",
+            fix=f"Install OpenSSH, or name another command in {SSH}.",
+        ) from None
+    begun = False
     with process:
         try:
-            yield process
+            if process.stdin is not None:
+                threading.Thread(target=_feed, args=(process.stdin, content), daemon=True).start()
+            begun = _listen(process, hear)
+            code = process.wait()
         except BaseException:
             process.terminate()
             raise
-    if process.returncode == _FAILED:
+        finally:
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+    if (code == _FAILED or code < 0) and begun:
+        raise SchedulerError(
+            f"The connection to {host.name} was lost.",
+            why="What had begun there may have come to its end, or not.",
+            fix=f"Look: `python -m jobs.status --host {shlex.quote(str(host))}`.",
+        )
+    if code == _FAILED or code < 0:
         raise SchedulerError(
             f"No connection to {host.name}.",
             why="ssh has said above what is wrong.",
             fix=f"Try `{shlex.join([*ssh, host.name])}`.",
         )
+    return code
 
 
-def _no_folder(host: Host) -> str:
-    """The shell words that say so, a line each."""
-    error = UserError(
-        f"{host.name} has no folder {host.folder}.",
-        why="It is where trainkit was installed there, and where its runs go.",
-        fix=f"Log in, clone and install trainkit there, or give another folder: --host {host.name}:FOLDER.",
-    )
-    return shlex.join(["printf", "%s\\n", *str(error).splitlines()])
+def _feed(stdin: IO[bytes], content: bytes) -> None:
+    with suppress(OSError, ValueError):  # they have ended without it, which they say themselves
+        stdin.write(content)
+        stdin.flush()
 
 
-def _shared_socket(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> str | None:
-    """Where the shared connection's socket may be; None where the user's configuration says so itself."""
+def _listen(process: subprocess.Popen[bytes], hear: Callable[[bytes], None]) -> bool:
+    """Pass on what comes after the first line of ours; whether that came."""
+    assert process.stdout is not None
+    before, begun = b"", False
+    while chunk := os.read(process.stdout.fileno(), 65536):
+        if not begun:
+            before += chunk
+            noise, mark, after = before.partition(BEGIN.encode())
+            if not mark or b"\n" not in after:
+                continue
+            begun, chunk = True, after.partition(b"\n")[2]
+            before = noise
+            _complain(noise)
+        if chunk:
+            hear(chunk)
+    if not begun:
+        _complain(before)
+    return begun
+
+
+def _complain(noise: bytes) -> None:
+    if noise.strip():
+        sys.stderr.write(printable.lines(noise.decode(errors="replace")).rstrip() + "\n")
+        sys.stderr.flush()
+
+
+def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str]:
+    """Options with which the connection is shared, and its loss is noticed; none where the user's configuration says
+    so itself."""
     try:
         done = subprocess.run(
             [*ssh, "-G", "--", host.name], env=dict(env), capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.SubprocessError):
-        return None
+        return []
+    if done.returncode:
+        return []
     said = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
-    if done.returncode or said.get("controlmaster", "false") not in ("false", "no") or "controlpath" in said:
-        return None
+    options = []
+    if said.get("serveraliveinterval", "0") == "0":
+        options += ["-o", f"ServerAliveInterval={_ALIVE_SECONDS}"]
+    if said.get("controlmaster", "false") in ("false", "no") and "controlpath" not in said:
+        folder = next((item for item in _socket_folders(env) if _is_private(item)), None)
+        if folder is not None:
+            options += ["-o", "ControlMaster=auto", "-o", f"ControlPath={folder}/%C"]
+            options += ["-o", f"ControlPersist={_PERSIST}"]
+    return options
+
+
+def _socket_folders(env: Mapping[str, str]) -> Iterator[Path]:
+    """Where the shared connection's socket may be. Its path must be short, which that of a home folder need not be."""
     state = Path(env.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "trainkit" / "ssh"
-    if len(str(state)) + 1 + 40 + 17 > _LONGEST_SOCKET:  # a hash, and what ssh adds while it makes the socket
-        return None
+    folders = [state, *(Path(run) / "trainkit" for run in [env.get("XDG_RUNTIME_DIR")] if run)]
+    for folder in [*folders, Path(f"/tmp/trainkit-{os.getuid()}")]:
+        # A hash, and what ssh adds while it makes the socket. In its configuration % and ${} mean something.
+        if len(os.fsencode(folder)) + 1 + 40 + 17 <= _LONGEST_SOCKET and not re.search(r"[%\s\"'${]", str(folder)):
+            yield folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is a folder of this user that nobody else enters: who has the socket has the connection."""
     try:
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if state.stat().st_uid != os.getuid() or state.stat().st_mode & 0o077:
-            return None
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
     except OSError:
-        return None
-    return f"{state}/%C"
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

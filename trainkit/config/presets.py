@@ -62,6 +62,19 @@ def file_layer(path: Path, seen: tuple[Path, ...] = ()) -> Layer:
     return merge(base, own)
 
 
+def files_of(path: Path) -> list[Path]:
+    """A preset's file, and those that it extends, nearest first."""
+    found = [path]
+    while True:
+        values, lines = yaml.read(found[-1])
+        if values.get("extends") is None:
+            return found
+        parent = _parent(found[-1], values["extends"], lines["extends"])
+        if parent.resolve() in [item.resolve() for item in found]:
+            return found  # which `file_layer` says
+        found.append(parent)
+
+
 def _parent(path: Path, parent: Any, line: int) -> Path:
     """The file that ``path`` extends: beside it first, then as `find_preset` knows it.
 

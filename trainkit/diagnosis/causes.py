@@ -60,7 +60,7 @@ class Cause:
     @property
     def advice(self) -> str:
         """Words and command in one line."""
-        return f"{self.fix} `{self.command}`".strip()
+        return f"{self.fix} `{terminal.for_reader(self.command)}`".strip()
 
     def __str__(self) -> str:
         """Three lines as of an error: what, why, how to fix it; the evidence may take more."""

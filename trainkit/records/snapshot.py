@@ -73,18 +73,13 @@ def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
     """
     here = Path.cwd()
     modules = [file for file in _user_modules(here) if (here / file).is_file()]  # a link may lead nowhere
-    withheld = {file: found for file in modules if (found := _secret_in(here / file, str(file)))}
+    withheld = {file: found for file in modules if (found := withheld_in(here / file, str(file)))}
     needed = {Path(*name.partition(":")[0].split(".")) for name in own if ":" in name}
     needed = {file for module in needed for file in (module.with_suffix(".py"), module / "__init__.py")}
     essential = [found for file, found in withheld.items() if file in needed]
-    essential += [found for file in _changed_own_files() if (found := _secret_in(INSTALLED / file, file))]
+    essential += [found for file in _changed_own_files() if (found := withheld_in(INSTALLED / file, file))]
     if essential:
-        raise RefusedError(
-            f"The run needs {essential[0]}.",
-            why="Every run keeps a copy of its code, and a secret must not lie in it.",
-            fix="Read the secret from an environment variable. If it is none, end the line with "
-            "`# pragma: allowlist secret`.",
-        )
+        raise refusal(essential[0])
     # The snapshot of a wheel is laid out as that of a checkout, where configs and slurm lie beside trainkit.
     unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", "*.ipynb", "configs", "slurm")
     for name in _OWN:
@@ -96,6 +91,16 @@ def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(here / file, target)
     return list(withheld.values())
+
+
+def refusal(essential: Withheld) -> RefusedError:
+    """Of a file that would have to be left out, and that the run cannot do without."""
+    return RefusedError(
+        f"The run needs {essential}.",
+        why="Every run keeps a copy of its code, and a secret must not lie in it.",
+        fix="Read the secret from an environment variable. If it is none, end the line with "
+        "`# pragma: allowlist secret`.",
+    )
 
 
 def code_files() -> list[tuple[str, Path]]:
@@ -164,7 +169,7 @@ def _say_once(line: str) -> None:
 
 
 @cache  # the runs of a sweep are written by one process, within seconds
-def _secret_in(file: Path, name: str) -> Withheld | None:
+def withheld_in(file: Path, name: str) -> Withheld | None:
     """The first line of a file that looks like a credential."""
     try:
         found = secrets.find(file.read_text(encoding="utf-8", errors="replace"), python=file.suffix == ".py")

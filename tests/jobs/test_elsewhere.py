@@ -1,0 +1,178 @@
+"""Verbs with ``--host``: the ssh here runs its command in another home folder of this machine, as sshd would."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.loading import load, to_yaml
+from trainkit.records.events import append_event
+from trainkit.records.process_id import ProcessId
+from trainkit.records.rundir import RunDir
+
+Command = Callable[..., Any]
+PROJECT = Path(__file__).parents[2]
+HOST = ("--host", "me@login")
+SECRET = "api_key: sk-ant-REDACTED"  # pragma: allowlist secret
+
+
+@pytest.fixture
+def there(tmp_path: Path, no_slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder ``~/trainkit`` of a login node, whose shell greets whoever comes."""
+    home = tmp_path / "there"
+    (home / "trainkit").mkdir(parents=True)
+    (home / "trainkit" / ".venv").symlink_to(sys.prefix)
+    (home / ".bash_profile").write_text("echo Welcome\n")
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\n"
+        'case " $* " in *" -G "*) exit 1 ;; esac\n'
+        'while [ "$1" != -- ]; do shift; done\n'
+        f"cd {shlex.quote(str(home))} && shift 2 && unset TRAINKIT_RUNS PYTHONPATH\n"
+        f'PATH=/usr/bin:/bin HOME=$PWD XDG_STATE_HOME=$PWD/.state exec sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("TRAINKIT_SSH", str(ssh))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    return home / "trainkit"
+
+
+def sent(there: Path) -> Path:
+    return there / ".trainkit" / "sent" / "latest"
+
+
+def run_there(there: Path, name: str = "ddp-0001") -> RunDir:
+    """A run of the login node, which another of its processes trains."""
+    run = RunDir.create(there / "runs" / name, to_yaml(load("ddp").config))
+    me = ProcessId.of(os.getpid())
+    append_event(run, "submitted", executor="local", job_id="1", host=me.host, pid=me.pid, process_started=me.started)
+    run.attempt_logs(0).mkdir()
+    (run.attempt_logs(0) / "rank-0.out").write_text("words of rank 0\n")
+    return run
+
+
+@pytest.fixture
+def command(there: Path, tmp_path: Path) -> Command:
+    """``command("status", ...)`` is ``python -m jobs.status ... --host me@login`` in the test's folder."""
+
+    def call(verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", f"jobs.{verb}", *arguments, *HOST]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+
+    return call
+
+
+def test_a_preset_stands_alone_there_wherever_the_files_are_that_it_extends(
+    command: Command, there: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "base.yaml").write_text("extends: single\noptim: {lr: 0.5}\nlaunch: {sbatch: {comment: thesis}}\n")
+    mine = tmp_path / "mine" / "mine.yaml"
+    mine.parent.mkdir()
+    mine.write_text("extends: ../base.yaml\nseed: 7\n")
+    # The same word stands for something else too.
+    words = ("mine/mine.yaml", "train.epochs=2", "--dry-run")
+    said = command("submit", "--run-dir", "mine/mine.yaml", *words)
+    assert said.returncode == 0, said.stderr
+    config = load(str(sent(there) / "configs" / "mine.yaml")).config
+    assert (config.seed, config.optim.lr, config.launch.sbatch) == (7, 0.5, {"comment": "thesis"})
+    assert f"run folder {there}/mine/mine.yaml\n" in said.stdout
+    assert ["data.root", f"{there}/data"] in [line.split()[:2] for line in said.stderr.splitlines()]
+
+
+def test_presets_with_secrets_and_what_is_no_preset_are_not_sent(command: Command, there: Path, tmp_path: Path) -> None:
+    (tmp_path / "configs" / "clusters").mkdir(parents=True)
+    (tmp_path / "configs" / "clusters" / "site.yaml").write_text("launch: {partition: main}\n")
+    (tmp_path / "configs" / "mine.yaml").write_text("extends: single\nseed: 3\n")
+    (tmp_path / "configs" / "other.yaml").write_text(f"extends: single\n# {SECRET}\n")
+    (tmp_path / "configs" / "notes.txt").write_text("mine\n")
+    said = command("submit", "mine", "--cluster", "site", "--dry-run")
+    assert said.returncode == 0, said.stderr
+    assert (sent(there) / "configs" / "clusters" / "site.yaml").is_file()
+    assert "Not sent: configs/other.yaml (line 2" in said.stderr
+    assert load(str(sent(there) / "configs" / "mine.yaml")).config.seed == 3
+    assert not (sent(there) / "configs" / "other.yaml").exists()
+    assert not (sent(there) / "configs" / "notes.txt").exists()
+
+
+def test_what_is_needed_and_has_a_secret_is_refused_here(command: Command, there: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "site.yaml"
+    profile.write_text(f"launch: {{partition: main}}\n# {SECRET}\n")
+    refused = command("submit", "single", "--cluster", str(profile))
+    assert refused.returncode == 3
+    assert "The run needs configs/clusters/site.yaml (line 2" in refused.stderr
+    secret = command("submit", "single", f"launch.setup=['export {SECRET}']")
+    assert (secret.returncode, "Welcome" in secret.stderr) == (3, False), "it is on no command line there"
+
+
+def test_answers_are_clean_and_commands_in_them_are_for_the_reader(command: Command, there: Path) -> None:
+    run = run_there(there, "it's $HOME*")
+    said = command("status", "--json")
+    assert (said.returncode, said.stdout[:2], said.stderr) == (0, "[\n", "Welcome\n")
+    refused = command("resume", run.name)
+    assert refused.returncode == 2, "its own exit code"
+    assert f"`python -m jobs.cancel {shlex.quote(str(run.path))} --host me@login` first." in refused.stderr
+
+
+def test_a_run_of_the_login_node_is_repeated_from_here(command: Command, there: Path) -> None:
+    run_there(there)
+    said = command("submit", "runs/ddp-0001", "train.epochs=3", "--dry-run")
+    assert f"{there}/runs/ddp-0002" in said.stdout, said.stderr
+
+
+def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path) -> None:
+    run_there(there)
+    line = [sys.executable, "-m", "jobs.logs", "ddp-0001", "-f", *HOST]
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    with subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"words of rank 0\n"
+        (far,) = _children(process.pid, "jobs.logs\0ddp-0001")
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{far}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{far}").exists()
+
+
+def _children(pid: int, word: str) -> list[int]:
+    """Processes below one, with this on their command line."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(child): int(parent) for child, parent in (line.split() for line in listed.splitlines())}
+    below = {pid}
+    while more := {child for child, parent in parents.items() if parent in below} - below:
+        below |= more
+    found = []
+    for child in below - {pid}:
+        try:
+            if word in Path(f"/proc/{child}/cmdline").read_text():
+                found.append(child)
+        except OSError:
+            continue
+    return found
+
+
+def test_ctrl_c_leaves_what_was_submitted_and_says_so(there: Path, tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text(
+        "#!/bin/sh\ncase $* in *-G*) exit 1;; esac; echo '--- trainkit speaks ---'; echo Submitted; exec sleep 60\n"
+    )
+    line = [sys.executable, "-m", "jobs.submit", "single", "--wait", *HOST]
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    with subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "Submitted\n"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=30)[0]
+    assert process.returncode == 130
+    assert said.splitlines()[1:] == [
+        "Detached; what was submitted goes on.",
+        "  state   python -m jobs.status --host me@login",
+    ]
