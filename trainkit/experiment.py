@@ -131,7 +131,10 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
     if restored:
         parts.precision.load_state_dict(restored.state["precision"])
     hosts = dist.gather_json(socket.gethostname())
+    resized = parts.differs_from(restored.state) if restored else ""
     if dist.is_main:
+        if resized:
+            print(f"Note: {resized}.", flush=True)
         writer.attempt.started(
             step=progress.step,
             total_steps=parts.total_steps,
@@ -142,6 +145,7 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
             precision=parts.precision.name,
             params=parts.num_parameters,
             **({"input": asdict(parts.splits.expected)} if parts.splits.expected else {}),
+            **({"resized": resized} if resized else {}),
         )
     loggers = open_loggers(
         config,

@@ -78,6 +78,26 @@ def test_batchnorm_trains_alike_where_the_micro_batches_are_equal(
     assert losses(folder) == pytest.approx(batchnorm_reference, rel=1e-5)
 
 
+# What dropout draws is keyed by the micro batch's place in the global batch, and not by the rank that has it.
+DROPOUT = (*SETTINGS, "model.dropout=0.3", "train.micro_batch_size=16")
+
+
+@pytest.fixture(scope="module")
+def dropout_reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("dropout") / "single"
+    run_ranks(1, train_run, folder, "single", DROPOUT)
+    return losses(folder)
+
+
+@pytest.mark.parametrize(("preset", "world_size"), [("ddp", 2), ("fsdp", 4)])
+def test_dropout_drops_alike_on_any_number_of_ranks_where_the_micro_batches_are_equal(
+    tmp_path: Path, dropout_reference: list[float], preset: str, world_size: int
+) -> None:
+    folder = tmp_path / "run"
+    run_ranks(world_size, train_run, folder, preset, DROPOUT)
+    assert losses(folder) == pytest.approx(dropout_reference, rel=1e-5)
+
+
 def test_batchnorm_trains_otherwise_where_they_are_not(tmp_path: Path, batchnorm_reference: list[float]) -> None:
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "single", (*BATCHNORM, "train.micro_batch_size=64"))

@@ -74,8 +74,8 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
     with loader as batches:
         for position in range(progress.position, end):
             lr = parts.lr_at(progress.step)
-            # Dropout and the like: a function of position and rank, so that resuming needs no random state.
-            made = update(batches, lr=lr, seed=derive_seed(config.seed, position, dist.rank))
+            # Dropout and the like: a function of the position, so that resuming needs no random state.
+            made = update(batches, lr=lr, seed=derive_seed(config.seed, position))
             progress.position = position + 1
             progress.images += config.train.global_batch_size
             clock.steps += 1

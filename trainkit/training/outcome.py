@@ -136,6 +136,7 @@ class Keeper:
                 "progress": asdict(progress),
                 "precision": parts.precision.state_dict(),
                 "world_size": parts.dist.world_size,
+                "micro_batch_size": parts.micro_batch_size,
                 **more,
             },
             best_step=progress.best_step,

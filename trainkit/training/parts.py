@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,6 +55,23 @@ class Parts:
     def num_parameters(self) -> int:
         """Trainable ones, of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def differs_from(self, saved: Mapping[str, Any]) -> str:
+        """What a run that is continued on another number of ranks has in common with before, and what not; empty if
+        all is as it was.
+
+        Args:
+            saved: state of the checkpoint that it goes on from.
+        """
+        before, ranks = saved.get("world_size"), self.dist.world_size
+        if before == ranks or not isinstance(before, int):
+            return ""
+        words = f"{ranks} ranks go on where {before} have saved, with the same data in the same order"
+        size, now = saved.get("micro_batch_size"), self.micro_batch_size
+        if size == now:
+            return f"{words} and micro batch; sums may differ in their last bits"
+        was = f"{size}" if isinstance(size, int) else "another size"
+        return f"{words}; micro batches are of {now} instead of {was}, so dropout and BatchNorm draw upon others"
 
     def lr_at(self, step: int) -> float:
         """Learning rate of update ``step``, from 0."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainkit.data.base import normalize
+from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
 from trainkit.training.meter import Meter
 from trainkit.training.optim import set_lr
@@ -40,18 +41,19 @@ class Updater:
 
         Args:
             batches: gives ``grad_accum_steps`` micro batches.
-            seed: of dropout and the like on this rank.
+            seed: of dropout and the like, which is keyed by the micro batch's place among all of the update: so the
+                same micro batch draws the same numbers, whichever rank it falls to.
         """
         p, train = self._parts, self._parts.config.train
         device, passes = p.dist.device, p.grad_accum_steps
         total: Tensor | None = None
         self._beat()
         set_lr(p.optimizer, lr)
-        seed_random(seed, device)
         for micro_step in range(passes):
             is_last = micro_step == passes - 1  # gradients are exchanged once per update
             images, labels = next(batches)
             self._beat()
+            seed_random(derive_seed(seed, micro_step * p.dist.world_size + p.dist.rank), device)
             images = normalize(images.to(device, non_blocking=True), p.splits.info)
             labels = labels.to(device, non_blocking=True)
             with p.strategy.grad_sync(p.model, enabled=is_last):
