@@ -22,6 +22,7 @@ from trainkit.data import check_data
 from trainkit.errors import UserError
 from trainkit.launch import submission
 from trainkit.launch.plan import make_plan
+from trainkit.launch.restarts import excluded_nodes
 from trainkit.launch.validation import validate
 from trainkit.records import reading
 from trainkit.records.history import Life, life_of
@@ -59,6 +60,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             require_no_job(run, force=args.force)
         loaded = loading.load(str(run.config), flags=_flags(run, args))
         require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
+        if left_out := excluded_nodes(run):
+            nodes = ", ".join(f"{node} ({why})" for node, why in left_out.items())
+            print(f"The run did without {terminal.one_line(nodes, 1000)}; now it may start there again, unless given")
+            print(f"  --exclude {terminal.one_line(','.join(left_out), 1000)}", flush=True)
         if (
             ":" not in loaded.config.data.name
         ):  # the user's own modules are in the run's snapshot, wherever this is called

@@ -298,6 +298,94 @@ def test_a_node_whose_ranks_hang_twice_is_excluded(run: RunDir, requeues: Path) 
     assert requeues.read_text().splitlines() == [*["requeue 7"] * 3, "update job=7 ExcNodeList=gpu03"]
 
 
+def shown(node: str, *, slurmd: str = "2020-01-01T00:00:00") -> str:
+    """As SLURM 22.05 and 24.05 write it, with fewer fields."""
+    return f"NodeName={node} Arch=x86_64 State=IDLE BootTime=2020-01-01T00:00:00 SlurmdStartTime={slurmd} OS=Linux 6.1"
+
+
+def restarted(run: RunDir, nodes: str) -> None:
+    """SLURM has started the job again, after an attempt of which nobody could say a word."""
+    begun(run)
+    batch_job.begin(job(run, SLURM_JOB_NODELIST=nodes, SLURM_JOB_NUM_NODES="2", SLURM_RESTART_COUNT="1"))
+
+
+@pytest.fixture
+def came_back(fake_command: FakeCommand) -> Path:
+    """gpu04 has crashed while an attempt ran there, and is back by now."""
+    fake_command("squeue", "echo 'RUNNING||'")
+    fake_command("sinfo", "printf 'gpu0%s idle gpu:a100:4 ib\\n' 1 2 3 4 5")
+    lines = (shown("gpu03"), shown("gpu04", slurmd="2099-01-01T00:00:00"))
+    return fake_command("scontrol", f"[ $1 != show ] || printf '%s\\n' {shlex.join(lines)}")
+
+
+def test_a_node_that_crashed_and_came_back_is_not_taken_again_by_the_job_that_slurm_requeued(
+    run: RunDir, came_back: Path
+) -> None:
+    with pytest.raises(RunFailedError, match="queued again, for other nodes"):
+        restarted(run, "gpu[03-04]")
+    assert came_back.read_text().splitlines()[-2:] == ["requeue 7", "update job=7 ExcNodeList=gpu04"]
+    (event,) = read_events(run, "excluded")
+    assert (event["node"], event["attempt"]) == ("gpu04", 0)
+    assert "slurmd was started at 2099" in event["why"]
+    assert run.attempts() == [0]
+
+
+def test_a_job_that_slurm_starts_elsewhere_goes_on_and_the_crashed_node_is_written_down(
+    run: RunDir, came_back: Path
+) -> None:
+    restarted(run, "gpu[02-03]")
+    assert "requeue" not in came_back.read_text()
+    assert [event["node"] for event in read_events(run, "excluded")] == ["gpu04"]
+    assert run.attempts() == [0, 1]
+
+
+def test_a_job_is_sent_back_for_other_nodes_once_and_no_more(run: RunDir, came_back: Path) -> None:
+    with pytest.raises(RunFailedError):
+        restarted(run, "gpu[03-04]")
+    batch_job.begin(job(run, SLURM_JOB_NODELIST="gpu[03-04]", SLURM_RESTART_COUNT="2"))
+    assert came_back.read_text().count("requeue") == 1
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "squeue", "words"),
+    [
+        ("gpu03 alloc gpu:a100:4\\ngpu04 down* gpu:a100:4\\n", "RUNNING|gpu05|", "too few nodes would be left"),
+        ("cpu01 idle (null)\\ngpu03 alloc gpu:4\\ngpu04 down* gpu:4\\n", "RUNNING|gpu05|", "too few nodes"),
+        ("gpu02 idle\\ngpu03 idle\\ngpu04 down*\\n", "RUNNING|gpu05|gpu[03-04]", "they are in --nodelist"),
+    ],
+    ids=["none is left", "others are of another kind", "asked for"],
+)
+def test_a_job_that_could_not_start_without_a_bad_node_goes_on_with_it_and_says_so(
+    run: RunDir, requeues: Path, fake_command: FakeCommand, capsys: pytest.CaptureFixture[str],
+    sinfo: str, squeue: str, words: str,
+) -> None:  # fmt: skip
+    fake_command("sinfo", f"printf '{sinfo}'")
+    fake_command("squeue", f"echo '{squeue}'")
+    failed(begun(run) | {"SLURM_JOB_NUM_NODES": "2"}, LOST)
+    assert requeues.read_text() == "requeue 7\n", "what the user has excluded stays so"
+    assert not read_events(run, "excluded")
+    assert f"gpu04 should be left out, but {words}" in capsys.readouterr().err
+
+
+def test_a_bad_node_is_taken_back_where_too_few_others_are_left_by_now(
+    run: RunDir, requeues: Path, fake_command: FakeCommand
+) -> None:
+    Attempt(run, 0).excluded("gpu01", "its ranks were behind in 2 hangs")
+    fake_command("sinfo", "printf 'gpu01 idle\\ngpu03 alloc\\ngpu04 down*\\n'")
+    fake_command("squeue", "echo 'RUNNING|gpu01,gpu09|'")
+    failed(begun(run) | {"SLURM_JOB_NUM_NODES": "2"}, LOST)
+    assert requeues.read_text().splitlines() == ["requeue 7", "update job=7 ExcNodeList=gpu04,gpu09"]
+
+
+def test_a_resumed_run_takes_its_excluded_nodes_back(run: RunDir, requeues: Path) -> None:
+    submitted(run, "slurm", "6")
+    saved(begun(run), 1)
+    Attempt(run, 0).excluded("gpu01", "SLURM says that it is down*")
+    submitted(run, "slurm", "7")
+    failed(begun(run), LOST)
+    assert requeues.read_text() == "requeue 7\n"
+
+
 @pytest.mark.parametrize("how", ["requeue", "chain"])
 def test_where_requeueing_is_forbidden_a_further_job_goes_on(
     run: RunDir, fake_command: FakeCommand, how: Literal["requeue", "chain"]

@@ -117,6 +117,51 @@ def test_a_rank_that_is_killed_is_named(local_run: MakeRun, rank_function: MakeF
     assert "killed by SIGKILL" in failed["error"]
 
 
+def test_a_rank_that_is_killed_starts_the_run_again(local_run: MakeRun, rank_function: MakeFunction) -> None:
+    run, plan = local_run(nodes=2)
+    first = "if os.environ['TRAINKIT_ATTEMPT'] == '0':\n"
+    start(run, plan, rank_function(f"{first}  if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n  time.sleep(60)"))
+    assert finish(run) == "COMPLETED"
+    assert [event["event"] for event in read_events(run)] == ["submitted", "failed", "requeued", "ended"]
+
+
+def test_a_rank_that_is_killed_each_time_ends_the_run_after_the_third(
+    local_run: MakeRun, rank_function: MakeFunction
+) -> None:
+    run, plan = local_run()
+    save = "from trainkit.records.attempts import Attempt\nattempt = Attempt.named_in(os.environ)\n"
+    save += "attempt.saved(attempt.number)"  # progress does not count for failures
+    start(run, plan, rank_function(f"{save}\nos.kill(os.getpid(), signal.SIGKILL)"))
+    assert finish(run) == "FAILED"
+    assert run.attempts() == [0, 1, 2]
+    assert (last_event(run, "ended") or {})["why"] == "3 attempts have failed"
+
+
+def test_a_rank_that_is_told_to_stop_each_time_before_it_has_saved_anything_new_ends_the_run(
+    local_run: MakeRun, rank_function: MakeFunction
+) -> None:
+    run, plan = local_run()
+    again = "from trainkit.records.attempts import Attempt\nAttempt.named_in(os.environ)"
+    start(run, plan, rank_function(f"{again}.handed_back(node_rank=0, step=0, signals=[])"))
+    assert finish(run) == "FAILED"
+    assert run.attempts() == [0, 1, 2]
+    assert "2 restarts have not come to a new checkpoint" in (last_event(run, "failed") or {})["error"]
+
+
+def test_an_error_of_the_program_is_not_tried_again(local_run: MakeRun, rank_function: MakeFunction) -> None:
+    run, plan = local_run()
+    start(run, plan, rank_function("raise ValueError('bad label')"))
+    assert finish(run) == "FAILED"
+    assert run.attempts() == [0]
+
+
+def test_without_requeue_a_killed_rank_ends_the_run(local_run: MakeRun, rank_function: MakeFunction) -> None:
+    run, plan = local_run(requeue=False)
+    start(run, plan, rank_function("os.kill(os.getpid(), signal.SIGKILL)"))
+    assert finish(run) == "FAILED"
+    assert run.attempts() == [0]
+
+
 STOPS_ONCE = """
 from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir

@@ -22,7 +22,15 @@ from trainkit import terminal
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.launch import scheduler
 from trainkit.launch.preflight import pronounce
-from trainkit.launch.restarts import budget_spent, culprits, is_broken, passing_failure
+from trainkit.launch.restarts import (
+    budget_spent,
+    culprits,
+    excluded_nodes,
+    first_attempt,
+    is_broken,
+    passing_failure,
+    spared,
+)
 from trainkit.ranks.hostlist import expand
 from trainkit.ranks.rendezvous import free_port, start_for
 from trainkit.ranks.secret import Secret
@@ -33,6 +41,8 @@ from trainkit.records.rundir import RunDir
 
 END_SECONDS = 300
 """How long SLURM may take to end a script whose job it has requeued."""
+NODES = "nodes"
+"""A file among the attempt's logs, as old as the attempt: where it runs."""
 MARKER = "requeue"
 """A file among the attempt's logs: asks the batch script, where this runs in a container without scontrol."""
 
@@ -50,10 +60,12 @@ def begin(env: Mapping[str, str]) -> str:
         attempt = Attempt(run, run.attempts()[-1])
         attempt.ended("FAILED", job_id=job_of(env), why=why)
         raise RunFailedError(f"{run.name} is not started again: {why}.", why=_LOOK, fix=_resume(run))
+    if (before := run.attempts()) and (lost := _lost_nodes(Attempt(run, before[-1]), env)):
+        _without_lost_nodes(Attempt(run, before[-1]), lost, env)
     attempt = Attempt.begin(run)
     scheduler.claim_pickle(run, env)
-    _note_lost_nodes(attempt, env)
     nodes = env["SLURM_JOB_NODELIST"]
+    attempt.logs.joinpath(NODES).write_text(f"{nodes}\n", encoding="utf-8")
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
         "MASTER_ADDR": expand(nodes)[0],
@@ -63,15 +75,48 @@ def begin(env: Mapping[str, str]) -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
 
 
-def _note_lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> None:
-    """Write down which nodes have ended the attempt before without a word: a power cut leaves nobody to do so then."""
-    before = [event for event in read_events(attempt.run) if event.get("attempt") == attempt.number - 1]
-    if {"handed_back", "requeued", "ended"} & {event["event"] for event in before}:
+def _lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> dict[str, str]:
+    """Nodes that have ended this earlier attempt, without a word: a power cut leaves nobody to speak. And why so."""
+    kinds = {event["event"] for event in read_events(attempt.run) if event.get("attempt") == attempt.number}
+    if attempt.number < first_attempt(attempt.run):  # of an earlier submission
+        return {}
+    if {"handed_back", "requeued", "ended", "excluded"} & kinds:
+        return {}
+    file = attempt.logs / NODES
+    try:
+        nodes, began = scheduler.names(file.read_text(encoding="utf-8").strip()), file.stat().st_mtime
+    except OSError:
+        return {}
+    states = {name: node.state for name, node in scheduler.nodes_in(env.get("SLURM_JOB_PARTITION", "")).items()}
+    found = culprits(attempt, nodes, states)
+    return found or {
+        node: f"{when}, while attempt {attempt.number} ran there"
+        for node, when in scheduler.restarted(nodes, began).items()
+    }
+
+
+def _without_lost_nodes(attempt: Attempt, lost: Mapping[str, str], env: Mapping[str, str]) -> None:
+    """Write them down. Has this job been given one of them again, it is queued once more, for others; no more often
+    than that, because nobody writes down a node twice."""
+    job_id = job_of(env)
+    job = scheduler.own_job(job_id)
+    out = _to_exclude(attempt, job, lost, env)
+    again = sorted(set(lost) & out & set(scheduler.nodes_of(env)))
+    if not again:
         return
-    hosts = [str(host).partition(".")[0] for event in before for host in event.get("hosts", ())]
-    if hosts and attempt.number:
-        for node, why in culprits(attempt, hosts, scheduler.node_states(env.get("SLURM_JOB_PARTITION", ""))).items():
-            attempt.excluded(node, why)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        scheduler.requeue(job_id)
+        scheduler.exclude(job_id, sorted(out))
+    except scheduler.NotDone as refusal:
+        print(f"{', '.join(again)} cannot be excluded: {refusal}", file=sys.stderr, flush=True)
+        if scheduler.own_job(job_id).state in ("RUNNING", ""):
+            return
+    attempt.requeued(job_id)
+    if _wait_for_the_end():
+        return
+    words = f"{', '.join(again)} has ended attempt {attempt.number}: {lost[again[0]]}."
+    raise RunFailedError("The job is queued again, for other nodes.", why=words, fix="None is needed.")
 
 
 _LOOK = "SLURM, a node or the program ends it each time; `python -m jobs.why` looks for the cause."
@@ -111,14 +156,14 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
         print(f"{what}; requeue is off. {_resume(attempt.run)}", flush=True)
         attempt.ended("FAILED" if failure else "PREEMPTED", job_id=job_id, exit_codes=[code])
         return code or 1
-    state, excluded = scheduler.own_job(job_id)
-    if state not in ("RUNNING", ""):  # cancelled, or on its way back already
-        print(f"{what}. The job is {state}, so it is not queued again.", flush=True)
-        _do_without(attempt, job_id, excluded, env, failed=bool(code))
+    job = scheduler.own_job(job_id)
+    if job.state not in ("RUNNING", ""):  # cancelled, or on its way back already
+        print(f"{what}. The job is {job.state}, so it is not queued again.", flush=True)
+        _do_without(attempt, job_id, job, env, failed=bool(code))
         return code or 1
     if failure and failure not in [item.error for item in life.failures if item.attempt == attempt.number]:
         attempt.failed(failure, rank=None)
-    words = budget_spent(attempt.run) or _queue_again(attempt, how, excluded, env, failed=bool(failure))
+    words = budget_spent(attempt.run) or _queue_again(attempt, how, job, env, failed=bool(failure))
     if not words:
         return code or 1
     print(f"{what}, and not queued again: {words}. {_resume(attempt.run)}", flush=True)
@@ -127,7 +172,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     return code or 1
 
 
-def _queue_again(attempt: Attempt, how: How, excluded: Sequence[str], env: Mapping[str, str], *, failed: bool) -> str:
+def _queue_again(attempt: Attempt, how: How, job: scheduler.OwnJob, env: Mapping[str, str], *, failed: bool) -> str:
     """Empty once it is done; else why not."""
     job_id, words = job_of(env), ""
     if how == "requeue":
@@ -139,16 +184,14 @@ def _queue_again(attempt: Attempt, how: How, excluded: Sequence[str], env: Mappi
             scheduler.requeue(job_id)
         except scheduler.NotDone as refusal:
             words = f"requeue refused: {refusal}"
-            state, _ = scheduler.own_job(job_id)
-            if state not in ("RUNNING", ""):  # it was taken, and only the answer was lost
+            if scheduler.own_job(job_id).state not in ("RUNNING", ""):  # it was taken, and only the answer was lost
                 words = ""
         if not words:
             attempt.requeued(job_id)
-            _do_without(attempt, job_id, excluded, env, failed=failed)
+            _do_without(attempt, job_id, job, env, failed=failed)
             return _wait_for_the_end()
     try:
-        without = sorted({*excluded, *_bad_nodes(attempt, env, failed=failed)})
-        link = scheduler.queue_next_link(attempt.run, without, env)
+        link = scheduler.queue_next_link(attempt.run, sorted(_bad_nodes(attempt, job, env, failed=failed)), env)
     except (scheduler.NotDone, OSError) as refusal:
         return words if how == "requeue" else f"no further job: {refusal}"
     print(f"Job {link} goes on when this one has ended.", flush=True)
@@ -156,37 +199,51 @@ def _queue_again(attempt: Attempt, how: How, excluded: Sequence[str], env: Mappi
     return ""
 
 
-def _do_without(
-    attempt: Attempt, job_id: str, excluded: Sequence[str], env: Mapping[str, str], *, failed: bool
-) -> None:
+def _do_without(attempt: Attempt, job_id: str, job: scheduler.OwnJob, env: Mapping[str, str], *, failed: bool) -> None:
     """Exclude bad nodes from a job that is on its way back into the queue."""
-    bad = _bad_nodes(attempt, env, failed=failed)
-    if not set(bad) - set(excluded):
+    out = _bad_nodes(attempt, job, env, failed=failed)
+    if out == set(job.excluded):
         return
     try:
-        scheduler.exclude(job_id, sorted({*excluded, *bad}))
-        print(f"Without {', '.join(sorted(bad))} from now on.", flush=True)
+        scheduler.exclude(job_id, sorted(out))
+        print(f"Without {', '.join(sorted(out)) or 'no node'} from now on.", flush=True)
     except scheduler.NotDone as refusal:
-        print(f"{', '.join(sorted(bad))} cannot be excluded: {refusal}", flush=True)
+        print(f"{', '.join(sorted(out))} cannot be excluded: {refusal}", flush=True)
 
 
-def _bad_nodes(attempt: Attempt, env: Mapping[str, str], *, failed: bool) -> set[str]:
-    """Nodes that this run should do without: those recorded before, and those that have ended this attempt; as long as
-    enough are left for it."""
-    bad = {node for event in read_events(attempt.run, "excluded") if isinstance(node := event.get("node"), str)}
-    if not failed and not bad:
-        return set()
-    states = scheduler.node_states(env.get("SLURM_JOB_PARTITION", ""))
-    found = culprits(attempt, scheduler.nodes_of(env), states) if failed else {}
-    needed = int(env.get("SLURM_JOB_NUM_NODES", "1"))
-    usable = {node for node, state in states.items() if not is_broken(state)}
-    if len(usable - bad - set(found)) < needed:
-        print("Too few nodes would be left to do without the bad ones.", flush=True)
-        return set()
-    for node, why in found.items():
-        if node not in bad:
-            attempt.excluded(node, why)
-    return bad | set(found)
+def _bad_nodes(attempt: Attempt, job: scheduler.OwnJob, env: Mapping[str, str], *, failed: bool) -> set[str]:
+    """Nodes that the next start should do without: as the job does now, and those that have ended this attempt."""
+    if not failed and not excluded_nodes(attempt.run):
+        return set(job.excluded)
+    return _to_exclude(attempt, job, {} if not failed else None, env)
+
+
+def _to_exclude(
+    attempt: Attempt, job: scheduler.OwnJob, found: Mapping[str, str] | None, env: Mapping[str, str]
+) -> set[str]:
+    """The user's own exclusions, and bad nodes as long as enough are left for the job: it would wait for ever.
+
+    Args:
+        found: nodes that have ended the attempt, and why; None: those that can be told. They are written down.
+    """
+    nodes = scheduler.nodes_in(env.get("SLURM_JOB_PARTITION", ""))
+    mine = scheduler.nodes_of(env)
+    if found is None:
+        found = culprits(attempt, mine, {name: node.state for name, node in nodes.items()})
+    known = excluded_nodes(attempt.run)
+    asked = set(job.excluded) - set(known)
+    kinds = {nodes[name].kind for name in mine if name in nodes}
+    usable = {name for name, node in nodes.items() if not is_broken(node.state) and node.kind in kinds} - asked
+    bad = [node for node in {**known, **found} if node not in job.required]
+    out = spared(bad, usable, int(env.get("SLURM_JOB_NUM_NODES", "1")))
+    if kept := [node for node in {**known, **found} if node not in out]:
+        why = "they are in --nodelist" if set(kept) <= set(job.required) else "too few nodes would be left"
+        words = f"{', '.join(kept)} should be left out, but {why}: the run goes on with them."
+        print(words, file=sys.stderr, flush=True)  # what `begin` says on stdout is for the shell
+    for node in out:
+        if node not in known:
+            attempt.excluded(node, found[node])
+    return asked | set(out)
 
 
 def _wait_for_the_end() -> str:

@@ -1,7 +1,8 @@
 """What SLURM does for a job, done by one process for a local one: ``python -m trainkit.launch.controller FOLDER CWD``.
 
 FOLDER is a run, or a sweep whose runs are its folders 0, 1, 2, ... For each run the controller supervises an attempt,
-and starts the next one when the ranks have saved and handed back.
+and starts the next one when the ranks have saved and handed back, or failed of what another start may mend: within the
+same budgets as on SLURM, and as `launch.requeue` says.
 
 Signals: USR2 is a preemption, ranks save and the run goes on with the next attempt. INT cancels the run, its ranks may
 save before they end; TERM cancels the runs that come after it in a sweep as well.
@@ -22,6 +23,7 @@ from trainkit.launch.batch_script import TASK
 from trainkit.launch.environment import gpu_mask, python_path, scrubbed
 from trainkit.launch.plan import Plan
 from trainkit.launch.processes import Rank, caught_signals
+from trainkit.launch.restarts import budget_spent, passing_failure
 from trainkit.launch.supervise import SIGNALS, Limits, Requests, supervise
 from trainkit.ranks.rendezvous import free_port
 from trainkit.ranks.secret import Secret
@@ -48,11 +50,20 @@ def run_to_its_end(run: RunDir, plan: Plan, job: Job, requests: Requests) -> str
     while True:
         attempt = Attempt.begin(run)
         ending = supervise(attempt, ranks_of(attempt, plan, job, os.environ), limits, requests, cwd=job.cwd)
-        if ending.state == "PREEMPTED" and plan.requeue and not requests.cancel:
-            attempt.requeued(job.id)
-            continue
         state = "CANCELLED" if requests.cancel else ending.state
-        attempt.ended(state, job_id=job.id, exit_codes=list(ending.codes))
+        failure = passing_failure(attempt, 1) if state == "FAILED" else ""
+        spent = ""
+        if plan.requeue and (failure or state == "PREEMPTED"):
+            spent = budget_spent(run)
+            if not spent:
+                attempt.requeued(job.id)
+                print(f"Attempt {attempt.number}: {failure or 'saved'}; it goes on with the next.", flush=True)
+                continue
+            state = "FAILED"
+            if not failure:
+                attempt.failed(f"not queued again: {spent}", rank=None)
+            print(f"{run.path.name} is not started again: {spent}.", flush=True)
+        attempt.ended(state, job_id=job.id, exit_codes=list(ending.codes), **({"why": spent} if spent else {}))
         return state
 
 

@@ -47,7 +47,15 @@ class Death:
         if self.code >= 0:
             return f"exit code {self.code}"
         out_of_memory = " (which the kernel does when memory runs out)" if self.code == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-self.code).name}{out_of_memory}"
+        return f"{_KILLED}{signal.Signals(-self.code).name}{out_of_memory}"
+
+
+_KILLED = "killed by "
+
+
+def is_killed(error: str) -> bool:
+    """Whether an error is what a `Death` by a signal says."""
+    return error.startswith(_KILLED)
 
 
 class RankGroup:

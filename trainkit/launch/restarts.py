@@ -8,11 +8,12 @@ budget; an error of the program is not, for it would come again. `jobs.resume` g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from trainkit.diagnosis.evidence import is_lost_connection
 from trainkit.diagnosis.stderr import last_error
 from trainkit.launch import preflight
+from trainkit.launch.processes import is_killed
 from trainkit.ranks.heartbeat import is_hang
 from trainkit.records.attempts import Attempt
 from trainkit.records.events import read_events
@@ -30,8 +31,7 @@ HANGS_OF_A_BAD_NODE = 2
 def budget_spent(run: RunDir) -> str:
     """Why the run is not started once more; empty while it may be."""
     events = read_events(run)
-    opened = [event for event in events if event["event"] == "submitted" and not event.get("continues")]
-    first = opened[-1].get("attempts_before") or 0 if opened else 0
+    first = first_attempt(run)
     attempts = [number for number in run.attempts() if number >= first]
     failed = {event.get("attempt") for event in events if event["event"] == "failed"}
     failures = [number for number in attempts if number in failed]
@@ -49,6 +49,37 @@ def budget_spent(run: RunDir) -> str:
     return ""
 
 
+def first_attempt(run: RunDir) -> int:
+    """Of the newest submission that somebody has asked for: a further link of a chain is none."""
+    opened = [event for event in read_events(run, "submitted") if not event.get("continues")]
+    return opened[-1].get("attempts_before") or 0 if opened else 0
+
+
+def excluded_nodes(run: RunDir) -> dict[str, str]:
+    """Nodes that the run does without, oldest first, and why; `jobs.resume` takes all of them back."""
+    first, found = first_attempt(run), {}
+    for event in read_events(run, "excluded"):
+        node, attempt = event.get("node"), event.get("attempt")
+        if isinstance(node, str) and type(attempt) is int and attempt >= first:
+            found[node] = str(event.get("why", ""))
+    return found
+
+
+def spared(bad: Sequence[str], usable: Iterable[str], needed: int) -> list[str]:
+    """Those of the bad nodes, oldest first, that a job can do without and still start; the newest go first.
+
+    Args:
+        usable: nodes where it can start, bad ones included.
+        needed: as many nodes it takes.
+    """
+    left, out = set(usable), []
+    for node in reversed(bad):
+        if len(left - {node}) >= needed:
+            left.discard(node)
+            out.append(node)
+    return sorted(out)
+
+
 def passing_failure(attempt: Attempt, code: int) -> str:
     """What ended the attempt, if another start may mend it; empty for an error of the program, which would come again.
 
@@ -62,8 +93,10 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     if before_it_began := [error for error in said if preflight.is_preflight(error)]:
         return before_it_began[0]
     said += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := last_error(log))]
-    if any(not is_lost_connection(error) for error in said):
+    if any(not is_lost_connection(error) and not is_killed(error) for error in said):
         return ""
+    if killed := [error for error in said if is_killed(error)]:
+        return killed[0]
     if code > 128:
         return f"a rank was killed by signal {code - 128}"
     return f"the ranks have lost one another: {said[0]}" if said else ""

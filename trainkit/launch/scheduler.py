@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.sweeps import PART
@@ -52,22 +54,59 @@ def ask(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = 
     raise NotDone(words)
 
 
-def own_job(job_id: str) -> tuple[str, tuple[str, ...]]:
-    """The job's state and the nodes it excludes; empty if SLURM does not answer, which is no reason to lose a run."""
+class OwnJob(NamedTuple):
+    """What the queue says of a job."""
+
+    state: str = ""
+    """Empty if SLURM does not answer, which is no reason to lose a run."""
+    excluded: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    """Nodes asked for by --nodelist."""
+
+
+class Node(NamedTuple):
+    """What sinfo says of a node."""
+
+    state: str
+    """``idle``, ``down*``, ..."""
+    kind: str = ""
+    """GPUs and features: a job that runs on one node can run on another of its kind."""
+
+
+def own_job(job_id: str) -> OwnJob:
+    """This script's own job."""
     try:
-        state, _, excluded = ask("squeue", "-h", "-j", job_id, "-o", "%T|%x").partition("|")
+        state, excluded, required, *_ = (ask("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n") + "||").split("|")
     except NotDone:
-        return "", ()
-    return state, _names(excluded)
+        return OwnJob()
+    return OwnJob(state, names(excluded), names(required))
 
 
-def node_states(partition: str) -> dict[str, str]:
-    """State by node of a partition, as sinfo writes it: ``idle``, ``down*``; empty if SLURM does not answer."""
+def nodes_in(partition: str) -> dict[str, Node]:
+    """The nodes of a partition by name; empty if SLURM does not answer."""
+    where = ["-p", partition] if partition else []
     try:
-        lines = ask("sinfo", "-h", "-N", *(["-p", partition] if partition else []), "-o", "%N %t").splitlines()
+        lines = ask("sinfo", "-h", "-N", *where, "-o", "%N %t %G %f").splitlines()
     except NotDone:
         return {}
-    return dict(words for line in lines if len(words := line.split()) == 2)
+    return {words[0]: Node(words[1], "".join(words[2:])) for line in lines if len(words := line.split(None, 2)) > 1}
+
+
+def restarted(nodes: Sequence[str], since: float) -> dict[str, str]:
+    """Which of the nodes were booted, or had their slurmd started, after a time in seconds since 1970, and when; empty
+    if SLURM does not answer."""
+    try:
+        lines = ask("scontrol", "show", "node", "-o", ",".join(nodes)).splitlines() if nodes else []
+    except NotDone:
+        return {}
+    found = {}
+    for line in lines:
+        fields = dict(word.partition("=")[::2] for word in line.split())
+        for key, what in (("SlurmdStartTime", "its slurmd was started"), ("BootTime", "it was booted")):
+            with contextlib.suppress(ValueError):  # "None", of a node that has not answered yet
+                if datetime.fromisoformat(fields.get(key, "")).timestamp() > since:
+                    found[fields.get("NodeName", "")] = f"{what} at {fields[key]}"
+    return found
 
 
 def requeue(job_id: str) -> None:
@@ -146,7 +185,8 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     return new
 
 
-def _names(nodelist: str) -> tuple[str, ...]:
+def names(nodelist: str) -> tuple[str, ...]:
+    """The nodes of a list as SLURM writes it; none for what is no list."""
     try:
         return tuple(expand(nodelist)) if nodelist not in ("", "(null)", "N/A") else ()
     except ValueError:
@@ -155,4 +195,4 @@ def _names(nodelist: str) -> tuple[str, ...]:
 
 def nodes_of(env: Mapping[str, str]) -> tuple[str, ...]:
     """The nodes of this job."""
-    return _names(env.get("SLURM_JOB_NODELIST", ""))
+    return names(env.get("SLURM_JOB_NODELIST", ""))
