@@ -24,6 +24,8 @@ from trainkit.records.rundir import RunDir
 
 _TOLD = re.compile(r"^(srun: error|slurmstepd\S* error|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
 """Lines of a batch script's log that are worth showing."""
+_ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
+"""Lines of a rank that left no traceback which may say why."""
 _SHOWN = 6
 """Lines of evidence."""
 
@@ -207,7 +209,10 @@ def _otherwise(
     if failure is None:
         if state.alive == "yes" or not state.job_id or state.state == "UNKNOWN":
             return None
-        what = f"The job ended ({_words(state)}) before a rank of it said anything."
+        batch = next((source.text for source in sources if source.place == "batch"), "")
+        told = _TOLD.search(until_ended(batch))
+        said = f": {told[0].strip()}" if told is not None else "."
+        what = f"The job ended ({_words(state)}) before a rank of it said anything{said}"
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
     if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
@@ -225,7 +230,10 @@ def _otherwise(
         what = f"{found['who']} raised {failure.error.rstrip('.')}{at}.{after}"
         mend = f"Mend {found['at']}:" if found["at"] else ""
         return Cause("exception", what, quotes, mend, AGAIN.format_map(_Blank(found)), failure)
-    what = f"{found['who']} failed: {failure.error.rstrip('.')}."
+    tail = "\n".join(text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"))
+    words = [match[0] for match in _ERROR.finditer(tail)]
+    error = words[-1] if words and failure.error.startswith("Exited") else failure.error
+    what = f"{found['who']} failed: {error.rstrip('.')}."
     return Cause("failed", what, quotes, "Its last words:", LOG.format_map(_Blank(found)), failure)
 
 

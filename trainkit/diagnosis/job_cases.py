@@ -19,7 +19,9 @@ HARDWARE: tuple[Case, ...] = (
         RESUME + " --exclude {failed_hosts}",
     ),
     case(
-        "job", "boot-failure", r"BOOT_FAIL|PrologFailed|Prolog\b|launch_prolog_fail",
+        "job batch", "boot-failure",
+        r"BOOT_FAIL|PrologFailed|\bProlog$|launch_prolog_fail|[Pp]rolog (failure|failed|hung)"
+        r"|container_[gp]_\w+[: ].*failed",
         "{nodes} could not be prepared for the job: its boot or the site's prolog failed.",
         RESUME + " --exclude {hosts}", "Tell the site's staff, and do without it:",
     ),
@@ -28,7 +30,8 @@ HARDWARE: tuple[Case, ...] = (
         r"OUT_OF_MEMORY|OutOfMemory\b(?!Error)|oom[-_ ]?kill|OOM Killed|: Out Of Memory"
         r"|exceeded (step|job) memory limit|exceeded memory limit .* being killed"
         r"|DataLoader worker \(pid\S* [\d, ]+\) (is killed by signal: Killed|exited unexpectedly with exit code -9\b)"
-        r"|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|^MemoryError|Cannot allocate memory",
+        r"|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|\b_?(Array)?MemoryError\b"
+        r"|Unable to allocate [\d.]+ \wiB|Cannot allocate memory(?!.*</torch_)",
         "{who} used more memory than the job has on its node, or the node itself.",
         RESUME + "{more_memory}", "More memory for each node, or fewer data.workers:",
     ),
@@ -66,7 +69,7 @@ ENDINGS: tuple[Case, ...] = (
         "batch", "step-refused",
         r"Unable to create step for job \d+: (?!Unable to contact|Socket timed out)(?P<words>.*)"
         r"|error: Only allocated \d+ nodes.*|srun: fatal: (?P<more>.*mutually exclusive.*)"
-        r"|Unable to satisfy cpu bind request",
+        r"|Unable to satisfy cpu bind request|Unable to layout tasks|failed to distribute tasks",
         "srun got no room for the ranks inside the job: it asks for more than the job has.",
         RESUME + " --dry-run", "Look which of --cpus-per-task, --mem and --srun options contradict each other:",
     ),
@@ -126,7 +129,8 @@ ENDINGS: tuple[Case, ...] = (
     case(
         "job batch", "bad-constraints",
         r"BadConstraints|Requested node configuration is not available|Invalid feature specification"
-        r"|Invalid generic resource|Memory specification can not be satisfied|Invalid node name",
+        r"|Invalid generic resource|GRES option unsupported"
+        r"|Memory specification can not be satisfied|Invalid node name",
         "No node of the partition has what the job asks for: CPUs, memory, GPUs, features or names of nodes.",
         LIMITS + " ; sinfo -o '%n %f'", "Submit it again with what is there:",
     ),
@@ -149,6 +153,10 @@ ENDINGS: tuple[Case, ...] = (
         "job batch", "preempted", r"^PREEMPTED|DUE TO PREEMPTION",
         "The job was preempted by one of higher priority, and was not queued again.", RESUME,
     ),
+    case(
+        "batch", "requeued", r"DUE TO JOB REQUEUE",
+        "Somebody put the job back into the queue, and it did not go on.", RESUME,
+    ),
     case("job", "cancelled", r"^CANCELLED|^REVOKED", "Somebody cancelled the job.", RESUME),
     case(
         "job", "controller-gone", r"gone without a word",
@@ -161,8 +169,8 @@ ENDINGS: tuple[Case, ...] = (
         "SLURM's controller did not answer the job.", RESUME, "When `scontrol ping` answers again:",
     ),
     case(
-        "batch rank", "no-environment", r"execve\(\): (?P<program>bash|env|python3?): No such file or directory",
-        "The tasks were started without an environment, so without a PATH (--export=NONE).",
+        "batch rank", "no-environment", r"execve\(\): (?P<program>[\w.-]+): No such file or directory",
+        "The tasks found no {program}: they were started without an environment, so without a PATH (--export=NONE).",
         RESUME + " --sbatch export=ALL",
     ),
     case(
@@ -176,7 +184,9 @@ ENDINGS: tuple[Case, ...] = (
     case(
         "batch", "module-load",
         r"Lmod has detected the following error|ModuleCmd_Load|Unable to locate a modulefile"
-        r"|module\(s\) are unknown|(module|conda|micromamba): command not found",
+        r"|module\(s\) are unknown|(module|conda|mamba|micromamba|uv): command not found"
+        r"|not been properly configured to use '(conda|mamba)|Run 'conda init' before|Could not find conda environment"
+        r"|EnvironmentNameNotFound|/activate: No such file",
         "The set-up lines of the site's profile failed in the job: a module or conda is not there.",
         "module avail", "Correct `setup` in the cluster profile:",
     ),

@@ -81,6 +81,13 @@ RANKS: tuple[Case, ...] = (
         WITHOUT, "If it comes again on another node, it is the kernel (CUDA_LAUNCH_BLOCKING=1 names it):",
     ),
     case(
+        "rank", "cuda-error",
+        r"(CUDA|HIP|cuDNN|cublas runtime|cuda runtime) error\b.*?: (?P<words>[^\n]*)"
+        r"|(?P<other>(CUBLAS|CUDNN|CUSOLVER)_STATUS_\w+)",
+        "{who} met an error of CUDA: {words}.",
+        WITHOUT, "If it comes again on another node, it is the code or torch (CUDA_LAUNCH_BLOCKING=1 names the line):",
+    ),
+    case(
         "rank", "port-in-use", r"EADDRINUSE|[Aa]ddress already in use|server socket has failed to listen"
         r"|Rank 0 cannot open",
         "The port where the ranks meet is in use on {on_node}.", RESUME, "A new attempt takes a new port:",
@@ -88,7 +95,7 @@ RANKS: tuple[Case, ...] = (
     case(
         "rank", "versions-differ",
         r"NCCL version mismatch|Mismatched NCCL version|Duplicate registration|undefined symbol"
-        r"|torchvision::nms does not exist|same version of trainkit"
+        r"|compiled using NumPy 1|numpy\.\w+ size changed|torchvision::nms does not exist|same version of trainkit"
         r"|PyTorch and torchvision were compiled with different CUDA",
         "Versions differ: of torch, of NCCL, or of what belongs to them, on {on_node} or between nodes.",
         "srun --nodelist {hosts} python -c 'import torch; print(torch.__version__, torch.version.cuda)'",
@@ -104,7 +111,8 @@ RANKS: tuple[Case, ...] = (
     case(
         "rank", "no-internet",
         r"Network is unreachable|HTTPSConnectionPool|Max retries exceeded|urlopen error|LocalEntryNotFoundError"
-        r"|couldn't connect to 'https|We couldn't connect|outgoing traffic has been disabled|ConnectTimeout"
+        r"|couldn't connect to 'https|We couldn't connect"
+        r"|outgoing traffic has been disabled|ConnectTimeout|[Oo]ffline ?mode is ?enabled"
         r"|https?://\S+.*(Could not resolve|Temporary failure|Connection timed out)|httpx?\.Connect(Error|Timeout)"
         r"|wandb.*(Error communicating|Network error|[Uu]nable to connect|timed out)|Could not resolve host: ",
         "{who} wanted something from the internet, and {on_node} does not reach it.",
@@ -120,7 +128,7 @@ RANKS: tuple[Case, ...] = (
     ),
     case(
         "rank", "ranks-missing", r"ranks did not join within|did not reach rank 0 at|monitoredBarrier"
-        r"|store based barrier on rank|Timed out initializing process group|\d+/\d+ clients joined",
+        r"|store based barrier on rank|Timed out initializing process group|\d+/\d+ (clients|workers) joined",
         "Not all ranks met: {error}", "python -m jobs.logs {run} --attempt {attempt} --rank {lagging} --err",
         "The log of the one that is missing:",
     ),
@@ -146,7 +154,8 @@ RANKS: tuple[Case, ...] = (
     ),
     case(
         "rank", "shared-memory-full",
-        r"out of shared memory|unable to (write|open|mmap|resize).*</?torch_|/dev/shm|is killed by signal: Bus error",
+        r"out of shared memory|unable to (write|open|mmap|resize).*</?(torch_|psm_)|/dev/shm"
+        r"|is killed by signal: Bus error",
         "{on_node} has too little shared memory (/dev/shm) for the loader's workers.",
         AGAIN + " data.workers=0",
     ),
@@ -190,7 +199,7 @@ RANKS: tuple[Case, ...] = (
         "Or correct the import, or start from the folder that holds it; then submit again:",
     ),
     case(
-        "rank", "library-too-old", r"version [`'](?P<version>GLIBC\w*_[\d.]+)' not found",
+        "rank", "library-too-old", r"version [`'](?P<version>(GLIBC\w*|CXXABI)_[\d.]+)' not found",
         "The system of {on_node} is older than a package needs ({version}).", WITHOUT,
         "On nodes with a newer system, or in an environment made on such a node:",
     ),
@@ -254,6 +263,15 @@ RANKS: tuple[Case, ...] = (
         "end", "killed", r"^(Killed|killed by SIGKILL)|exit code (137|-9)\b",
         "{who} was killed (SIGKILL) without a word of its own, as the kernel does when memory runs out.",
         RESUME + "{more_memory}",
+    ),
+    case(
+        "rank batch", "killed", r"exitcode *: -9\b|Signal 9 \(SIGKILL\)|: line \d+: +\d+ Killed\b",
+        "{who} was killed (SIGKILL) without a word of its own, as the kernel does when memory runs out.",
+        RESUME + "{more_memory}",
+    ),
+    case(
+        "rank batch", "segfault", r"exitcode *: -11\b|Signal 11 \(SIGSEGV\)|: line \d+: +\d+ Segmentation fault\b",
+        "{who} crashed in compiled code.", LOG, "Its last words (PYTHONFAULTHANDLER=1 shows where):",
     ),
     case(
         "end", "signalled", r"^killed by (?P<signal>SIG\w+)|^(?P<other>Terminated|Aborted|Hangup)",
