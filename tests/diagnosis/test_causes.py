@@ -184,3 +184,9 @@ def test_paths_in_a_command_are_quoted(tmp_path: Path, config: str) -> None:
     cause = cause_of(run, JobState("NODE_FAIL", "4711", "slurm", "NodeDown", "n2"))
     assert cause is not None
     assert cause.command == f"python -m jobs.resume '{run.path}' --exclude n2"
+
+
+def test_words_of_a_log_stay_one_word_of_a_command(run: RunDir) -> None:
+    cause = diagnose(run, rank="ModuleNotFoundError: No module named 'x; touch y'")
+    assert cause is not None
+    assert cause.command == "python -m pip install 'x; touch y'"

@@ -27,6 +27,12 @@ class Case:
     """What to do before the command; empty if the command is enough."""
 
 
+RESUME = "python -m jobs.resume {run}"
+AGAIN = "python -m jobs.submit {run}"
+LOG = "python -m jobs.logs {run} --attempt {attempt} --rank {rank} --err"
+WITHOUT = RESUME + " --exclude {host}"
+
+
 def case(places: str, name: str, pattern: str, what: str, command: str, fix: str = "") -> Case:
     """A row as it is written in the tables; ``places`` with a space between them."""
     where: tuple[Place, ...] = tuple(place for place in ("job", "batch", "rank", "end") if place in places.split())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainkit import terminal
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.diagnosis.case import Case, Place
+from trainkit.diagnosis.case import AGAIN, LOG, RESUME, Case, Place
 from trainkit.diagnosis.evidence import (
     Failure,
     batch_text,
@@ -15,9 +15,9 @@ from trainkit.diagnosis.evidence import (
     is_lost_connection,
     until_ended,
 )
-from trainkit.diagnosis.fields import fields, host_of_task, hosts_of
+from trainkit.diagnosis.fields import fields, for_a_shell, host_of_task, hosts_of
 from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
-from trainkit.diagnosis.rank_cases import AGAIN, LOG, RANKS, RESUME
+from trainkit.diagnosis.rank_cases import RANKS
 from trainkit.diagnosis.stderr import tail_of, traceback_of
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
@@ -192,10 +192,10 @@ def _cause(
     quotes = [*([source.quote(match.start())] if source.where else []), *_around(run, failure, sources)]
     return Cause(
         row.name,
-        row.what.format_map(_Blank(found)),
+        row.what.format_map(found),
         tuple(dict.fromkeys(quotes))[:_SHOWN],
-        row.fix.format_map(_Blank(found)),
-        re.sub(r" --exclude(?= *$)", "", row.command.format_map(_Blank(found))).rstrip(),  # no node is known
+        row.fix.format_map(found),
+        re.sub(r" --exclude(?= *$)", "", row.command.format_map(for_a_shell(found))).rstrip(),  # no node is known
         failure,
     )
 
@@ -218,10 +218,10 @@ def _otherwise(
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
         what = f"{failure.error} {failure.traceback[1][7:]}".strip()
         again = AGAIN if "submit again" in fix else RESUME
-        return Cause("said-by-the-kit", what, quotes, fix, again.format_map(_Blank(found)), failure)
+        return Cause("said-by-the-kit", what, quotes, fix, again.format_map(found), failure)
     if is_lost_connection(failure.error):
         what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
-        return Cause("lost-connection", what, quotes, "", RESUME.format_map(_Blank(found)), failure)
+        return Cause("lost-connection", what, quotes, "", RESUME.format_map(found), failure)
     if failure.traceback:
         at = f", at {found['at']}" if found["at"] else ""
         traceback = traceback_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err")
@@ -229,12 +229,12 @@ def _otherwise(
         after = f" It came of {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
         what = f"{found['who']} raised {failure.error.rstrip('.')}{at}.{after}"
         mend = f"Mend {found['at']}:" if found["at"] else ""
-        return Cause("exception", what, quotes, mend, AGAIN.format_map(_Blank(found)), failure)
+        return Cause("exception", what, quotes, mend, AGAIN.format_map(found), failure)
     tail = "\n".join(text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"))
     words = [match[0] for match in _ERROR.finditer(tail)]
     error = words[-1] if words and failure.error.startswith("Exited") else failure.error
     what = f"{found['who']} failed: {error.rstrip('.')}."
-    return Cause("failed", what, quotes, "Its last words:", LOG.format_map(_Blank(found)), failure)
+    return Cause("failed", what, quotes, "Its last words:", LOG.format_map(found), failure)
 
 
 def _around(run: RunDir, failure: Failure | None, sources: list[_Source]) -> list[Quote]:
@@ -251,10 +251,3 @@ def _around(run: RunDir, failure: Failure | None, sources: list[_Source]) -> lis
         tail = [line for line in tail_of(run.attempt_logs(failure.attempt) / err) if line[1].strip()]
         found += [Quote(f"logs/{failure.attempt}/{err}:{number}", text.strip()) for number, text in tail[-1:]]
     return found
-
-
-class _Blank(dict[str, str]):
-    """Fields of a sentence; one that is not known leaves it readable."""
-
-    def __missing__(self, key: str) -> str:
-        return "?"

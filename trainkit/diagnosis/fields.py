@@ -20,8 +20,24 @@ _AT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<frozen", "/lib/python")
 
 
-def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) -> dict[str, str]:
-    """What the sentences of the tables may name; paths are quoted for a shell."""
+_FOR_A_SHELL = frozenset({"run", "runs", "logs", "there", "more_memory"})
+"""Fields that are quoted already."""
+
+
+class Fields(dict[str, str]):
+    """Fields of a sentence; one that is not known leaves it readable."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+def for_a_shell(found: Fields) -> Fields:
+    """The fields as words of a command: what a log or a stranger's folder has put into them stays one word."""
+    return Fields({key: text if key in _FOR_A_SHELL or not text else shlex.quote(text) for key, text in found.items()})
+
+
+def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) -> Fields:
+    """What the sentences of the tables may name; paths of the run are quoted for a shell."""
     life = life_of(run)
     plan, config = reading.read_object(run.plan), _settings(run)
     hosts = hosts_of(state.nodes) or ",".join(map(str, life.started.get("hosts") or ()))
@@ -32,35 +48,37 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     ranks = max(int(life.started.get("world_size") or plan.get("world_size") or 1), 1)
     micro = config.get("micro_batch_size") or max(int(config.get("global_batch_size") or 64) // ranks, 1)
     behind, at = lagging_ranks(run, attempt), _place(failure)
-    return {
-        "run": shlex.quote(str(run.path)),
-        "runs": shlex.quote(str(run.path.parent)),
-        "logs": shlex.quote(str(run.logs)),
-        "job": state.job_id,
-        "state": state.state,
-        "reason": state.reason,
-        "nodes": state.nodes or "The node",
-        "hosts": hosts,
-        "unseeing": hosts.partition(",")[0] or "the node",
-        "host": host,
-        "on_node": host or "the node",
-        "failed": f"One of {state.nodes}" if "," in hosts else state.nodes or "A node",
-        "failed_hosts": "" if "," in hosts else hosts,
-        "who": f"{rank} on {host}" if host else rank,
-        "rank": str(failure.rank) if failure is not None else "0",
-        "error": failure.error.rstrip(".") if failure is not None else "",
-        "attempt": str(attempt),
-        "at": at,
-        "crashed_at": f", at {at}" if at else "",
-        "there": f"srun -N1 -n1 -w {host} " if state.executor == "slurm" and host else "",
-        "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
-        "behind": _ranks(behind) if behind else "another rank",
-        "lagging": str(behind[0]) if behind else "0",
-        "more_memory": " --mem 0" if state.executor == "slurm" else "",
-        "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
-        "half_the_batch": str(max(int(micro) // 2, 1)),
-        "half_the_lr": f"{float(config.get('lr') or 1e-3) / 2:g}",
-    }
+    return Fields(
+        {
+            "run": shlex.quote(str(run.path)),
+            "runs": shlex.quote(str(run.path.parent)),
+            "logs": shlex.quote(str(run.logs)),
+            "job": state.job_id,
+            "state": state.state,
+            "reason": state.reason,
+            "nodes": state.nodes or "The node",
+            "hosts": hosts,
+            "unseeing": hosts.partition(",")[0] or "the node",
+            "host": host,
+            "on_node": host or "the node",
+            "failed": f"One of {state.nodes}" if "," in hosts else state.nodes or "A node",
+            "failed_hosts": "" if "," in hosts else hosts,
+            "who": f"{rank} on {host}" if host else rank,
+            "rank": str(failure.rank) if failure is not None else "0",
+            "error": failure.error.rstrip(".") if failure is not None else "",
+            "attempt": str(attempt),
+            "at": at,
+            "crashed_at": f", at {at}" if at else "",
+            "there": f"srun -N1 -n1 -w {shlex.quote(host)} " if state.executor == "slurm" and host else "",
+            "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
+            "behind": _ranks(behind) if behind else "another rank",
+            "lagging": str(behind[0]) if behind else "0",
+            "more_memory": " --mem 0" if state.executor == "slurm" else "",
+            "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
+            "half_the_batch": str(max(int(micro) // 2, 1)),
+            "half_the_lr": f"{float(config.get('lr') or 1e-3) / 2:g}",
+        }
+    )
 
 
 def _settings(run: RunDir) -> dict[str, float]:

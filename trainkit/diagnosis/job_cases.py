@@ -6,9 +6,8 @@ tests/diagnosis/recorded.yaml keeps their texts.
 
 from __future__ import annotations
 
-from trainkit.diagnosis.case import Case, case
+from trainkit.diagnosis.case import RESUME, Case, case
 
-RESUME = "python -m jobs.resume {run}"
 LIMITS = 'sinfo -o "%P %l %D %c %m %G"'
 
 HARDWARE: tuple[Case, ...] = (
@@ -180,6 +179,13 @@ ENDINGS: tuple[Case, ...] = (
         "{on_node} does not see {program}: the virtual environment is not on a file system that all nodes share.",
         "{there}ls -l {program}",
         "Make the environment in a folder that all nodes see, and submit from it; this shows what the node sees:",
+    ),
+    case(
+        "batch", "container",
+        r"pyxis: +(?P<words>(?!printing|import)\S.*)|^FATAL: +(?P<other>.*)|^(?P<third>.*\.singularity\.d/.*not found)"
+        r"|docker: (?P<more>Error.*)|Unable to find image.*",
+        "The container did not start on {on_node}: {words}.",
+        RESUME + " --dry-run", "Correct the image or launch.container_mounts, as this shows them:",
     ),
     case(
         "batch", "module-load",

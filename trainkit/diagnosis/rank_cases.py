@@ -5,87 +5,15 @@ The texts are those of Python, torch, CUDA, NCCL, gloo and the kernel; tests/dia
 
 from __future__ import annotations
 
-from trainkit.diagnosis.case import Case, case
-
-RESUME = "python -m jobs.resume {run}"
-AGAIN = "python -m jobs.submit {run}"
-LOG = "python -m jobs.logs {run} --attempt {attempt} --rank {rank} --err"
-WITHOUT = RESUME + " --exclude {host}"
+from trainkit.diagnosis.case import AGAIN, LOG, RESUME, WITHOUT, Case, case
+from trainkit.diagnosis.gpu_cases import GPUS
 
 RANKS: tuple[Case, ...] = (
+    *GPUS,
     case(
         "rank", "hang", r"no progress for (?P<seconds>\d+) s",
         "{who} made no progress for {seconds} s and kept the others waiting: a hang.",
         RESUME, "If the same rank hangs again, exclude its node (--exclude); else look at what it does:",
-    ),
-    case(
-        "rank", "gpu-out-of-memory",
-        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUDNN_STATUS_ALLOC_FAILED"
-        r"|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory",
-        "{who} ran out of GPU memory.",
-        AGAIN + " train.micro_batch_size={half_the_batch}",
-        "The result stays the same with a smaller micro batch:",
-    ),
-    case(
-        "rank", "cuda-sees-none", r"CUDA sees none[\s\S]*is built without CUDA",
-        "{who} was given GPUs, and CUDA sees none: torch is built without CUDA.",
-        "python -m pip install --force-reinstall torch", "Install a torch with CUDA, then resume:",
-    ),
-    case(
-        "rank", "cuda-sees-none", r"CUDA sees none[\s\S]*CUDA_VISIBLE_DEVICES='(?P<mask>|-1|NoDevFiles)'",
-        "{who} was given GPUs, and CUDA sees none: CUDA_VISIBLE_DEVICES hides them.",
-        "env -u CUDA_VISIBLE_DEVICES " + RESUME,
-        "Do not set it yourself, nor in `setup` of the cluster profile:",
-    ),
-    case(
-        "rank", "cuda-sees-none",
-        r"GPUs are granted, and CUDA sees none|No CUDA GPUs are available|no CUDA-capable device is detected"
-        r"|CUDA error: invalid device ordinal|No HIP GPUs are available|no ROCm-capable device is detected",
-        "{who} was given GPUs, and CUDA sees none.",
-        WITHOUT, "If it is the node; else its driver, torch's build or the mask, as its words say:",
-    ),
-    case(
-        "rank", "driver-too-old", r"NVIDIA driver on your system is too old|CUDA driver version is insufficient",
-        "The driver of {on_node} is older than torch's build of CUDA needs.",
-        "pip install torch --index-url https://download.pytorch.org/whl/cu118",
-        "Install a torch that is built for it, then submit again:",
-    ),
-    case(
-        "rank", "wrong-torch-build",
-        r"no kernel image is available|Torch not compiled with CUDA enabled|not compatible with the current PyTorch",
-        "torch was not built for the GPU of {on_node}.",
-        'python -c "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_arch_list())"',
-        "Install a torch whose list names its architecture, then submit again:",
-    ),
-    case(
-        "rank", "bad-gpu",
-        r"uncorrectable ECC|GPU is lost|fallen off the bus|Driver/library version mismatch|CUDA unknown error"
-        r"|hardware error|Xid|unspecified launch failure|NVML: Unknown Error|ERROR_SYSTEM_NOT_READY"
-        r"|system not yet initialized",
-        "A GPU of {on_node}, or its driver, is broken.", WITHOUT, "Tell the site's staff, and do without the node:",
-    ),
-    case(
-        "rank", "gpu-busy", r"busy or unavailable|Duplicate GPU detected",
-        "The GPU of {who} is used by another process, or by two ranks.",
-        WITHOUT, "If it is not two ranks on one GPU (--gpus-per-task and --gpus-per-node together):",
-    ),
-    case(
-        "rank", "label-out-of-range", r"device-side assert triggered|Target \d+ is out of bounds|IndexError: Target",
-        "{who} met a label that is no class of the data, or an index outside of a table.",
-        "python -m jobs.submit {run} --executor debug --gpus-per-node 0",
-        "On the CPU the message names the value:",
-    ),
-    case(
-        "rank", "illegal-access", r"illegal memory access|misaligned address",
-        "A GPU kernel of {who} wrote where it must not: a bug in a kernel, or a bad GPU.",
-        WITHOUT, "If it comes again on another node, it is the kernel (CUDA_LAUNCH_BLOCKING=1 names it):",
-    ),
-    case(
-        "rank", "cuda-error",
-        r"(CUDA|HIP|cuDNN|cublas runtime|cuda runtime) error\b.*?: (?P<words>[^\n]*)"
-        r"|(?P<other>(CUBLAS|CUDNN|CUSOLVER)_STATUS_\w+)",
-        "{who} met an error of CUDA: {words}.",
-        WITHOUT, "If it comes again on another node, it is the code or torch (CUDA_LAUNCH_BLOCKING=1 names the line):",
     ),
     case(
         "rank", "port-in-use", r"EADDRINUSE|[Aa]ddress already in use|server socket has failed to listen"
@@ -100,6 +28,19 @@ RANKS: tuple[Case, ...] = (
         "Versions differ: of torch, of NCCL, or of what belongs to them, on {on_node} or between nodes.",
         "srun --nodelist {hosts} python -c 'import torch; print(torch.__version__, torch.version.cuda)'",
         "All nodes must use one environment; this shows what each has:",
+    ),
+    case(
+        "rank", "nccl-network",
+        r"no socket interface found|NCCL WARN NET/|ncclSystemError|ncclRemoteError|unhandled system error"
+        r"|ibv_\w+ failed|ncclInternalError|Gloo connectFullMesh failed|Connect timeout \[",
+        "{which} could not talk over the network of {on_node}.",
+        "NCCL_DEBUG=INFO " + RESUME + " --exclude {host}", "Without that node, and with NCCL's own words:",
+    ),
+    case(
+        "rank", "nccl-cuda",
+        r"ncclUnhandledCudaError|unhandled cuda error|NCCL error in: .*invalid (argument|usage)",
+        "NCCL met an error of CUDA on {who}: {error}.",
+        "NCCL_DEBUG=WARN " + WITHOUT, "Without that node, and with the reason in NCCL's own words:",
     ),
     case(
         "rank", "wandb-login",
@@ -141,18 +82,6 @@ RANKS: tuple[Case, ...] = (
         "The log of the one that was waited for:",
     ),
     case(
-        "rank", "nccl-network",
-        r"no socket interface found|NCCL WARN NET/|ncclSystemError|ncclRemoteError|unhandled system error"
-        r"|ibv_\w+ failed|ncclInternalError|Gloo connectFullMesh failed|Connect timeout \[",
-        "{which} could not talk over the network of {on_node}.",
-        "NCCL_DEBUG=INFO " + RESUME + " --exclude {host}", "Without that node, and with NCCL's own words:",
-    ),
-    case(
-        "rank", "nccl-cuda", r"ncclUnhandledCudaError|unhandled cuda error",
-        "NCCL met an error of CUDA on {who}: {error}.",
-        "NCCL_DEBUG=WARN " + WITHOUT, "Without that node, and with the reason in NCCL's own words:",
-    ),
-    case(
         "rank", "shared-memory-full",
         r"out of shared memory|unable to (write|open|mmap|resize).*</?(torch_|psm_)|/dev/shm"
         r"|is killed by signal: Bus error",
@@ -175,7 +104,8 @@ RANKS: tuple[Case, ...] = (
         "The file system of {on_node} failed while {who} used it.", WITHOUT, "Do without the node:",
     ),
     case(
-        "rank", "file-missing", r"FileNotFoundError: .*?(?P<path>/[^'\"\n]*)",
+        "rank", "file-missing",
+        r"FileNotFoundError: .*?(?P<path>[^\s'\"]*/[^'\"\n]*?)\.?['\"]?$|Found 0 files in subfolders of: (?P<other>.*)",
         "{on_node} does not see {path}.", "{there}ls -ld {path}",
         "Data must lie where all nodes see it (data.root=FOLDER); this shows what the node sees:",
     ),
