@@ -114,7 +114,10 @@ class Soak:
         saved, newest = self._furthest(), len(self.run.attempts()) - 1
         fire()
         begun = len(self.run.attempts())
-        wait_until(lambda: len(self.run.attempts()) > begun or self._goes_on(saved) or not self._state(), 60)
+        may_outlive = strike.kind != "limit"  # which SLURM looks at every 30 s
+        wait_until(
+            lambda: len(self.run.attempts()) > begun or not self._state() or (may_outlive and self._goes_on(saved)), 75
+        )
         self.saves_hit += strike.moment == "saving" and bool(left & half_written(self.run.checkpoints))
         if strike.kind == "limit":
             self._striker.restore(job)
