@@ -26,6 +26,8 @@ _GONE_SECONDS = 30
 
 def faults(run: RunDir, whole: RunDir, steps: int) -> Iterator[str]:
     """Where a run that has ended differs from ``whole``, which nobody has interrupted."""
+    if len(whole.attempts()) > 1:
+        yield f"the other run was interrupted itself: {len(whole.attempts())} attempts"
     for file in ("model.safetensors", "optimizer.safetensors"):
         if _latest(run, file) != _latest(whole, file):
             yield f"{file} is not that of an uninterrupted run"

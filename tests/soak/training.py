@@ -15,7 +15,7 @@ from tests.soak.strikes import LIMIT_MINUTES, Strike, Striker, bag, half_written
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 
-STEPS_EACH = 60
+STEPS_EACH = 30
 """Updates that a training has for each interruption: more than it makes between two, or it would be over too early."""
 PACE = "0.4"
 """Seconds that an update waits while there are interruptions to come."""
@@ -35,6 +35,8 @@ class Soak:
         self.done: list[Strike] = []
         self.resumed: list[str] = []
         """Why the run was over, each time that it had to be resumed."""
+        self.released = 0
+        """How often SLURM has held the job, because a controller that was killed had started it twice."""
         self.saves_hit = 0
         """Interruptions that have left half a checkpoint."""
         self.faults: list[str] = []
@@ -43,6 +45,7 @@ class Soak:
         """All of it; what is wrong in the end."""
         steps = checks.EVERY_STEPS + STEPS_EACH * interruptions
         self._submit("whole", steps)
+        wait_until(self.whole.summary.exists, PATIENCE_SECONDS + steps)
         self._submit("soak", steps)
         self.run.path.joinpath("pace").write_text(PACE)
         while len(self.done) < interruptions:
@@ -60,7 +63,7 @@ class Soak:
         while not self._is_finished():
             self._go_on()
             time.sleep(1)
-        wait_until(lambda: not self._state() and RunDir(self.whole.path).summary.exists(), PATIENCE_SECONDS)
+        wait_until(lambda: not self._state(), PATIENCE_SECONDS)
         self.faults += checks.faults(self.run, self.whole, steps)
         self.faults += checks.left_behind(self.run, self.cluster)
         if (state := self._state_in_accounting()) != "COMPLETED":
@@ -74,6 +77,7 @@ class Soak:
         lines = [", ".join(f"{number} {name}" for name, number in count.most_common()) for count in (kinds, moments)]
         lines += [", ".join(f"{number} with a scheduler that {name}" for name, number in schedulers.most_common())]
         lines += [f"{self.saves_hit} have left half a checkpoint; {len(self.run.attempts())} attempts"]
+        lines += [f"released by hand {self.released} times"] if self.released else []
         lines += [f"resumed by hand {len(self.resumed)} times:"] if self.resumed else []
         return "\n".join(lines + [f"  {number} x {why}" for why, number in Counter(self.resumed).most_common()])
 
@@ -135,6 +139,8 @@ class Soak:
             state = self._state()
             if state == "RUNNING":
                 return
+            if state == "PENDING" and "held" in self._reason():
+                self._release()
             if not state:
                 time.sleep(2)
                 if not self._is_finished() and not self._state():
@@ -143,6 +149,15 @@ class Soak:
                 queue = self.cluster.call("squeue") + self.cluster.call("sinfo")
                 raise SystemExit(f"The job is {state} for {PATIENCE_SECONDS} s:\n{queue}")
             time.sleep(0.5)
+
+    def _release(self) -> None:
+        """What `jobs.why` tells the user to do, once an administrator has looked at the node."""
+        said = self.cluster.call(sys.executable, "-m", "jobs.why", str(self.run.path))
+        if f"scontrol release {self._job()}" not in said:
+            self.faults.append(f"the job is held, and `jobs.why` does not know how to go on: {said}")
+        self.cluster.call("scontrol", "update", f"nodename={','.join(self.cluster.nodes)}", "state=resume")
+        self.cluster.call("scontrol", "release", self._job())
+        self.released += 1
 
     def _resume(self) -> None:
         ended = [event for event in read_events(self.run, "ended") if event.get("job_id") == self._job()]
@@ -169,6 +184,9 @@ class Soak:
         """Of a job that has not ended; empty if it has."""
         living = "PD,R,CG,S,CF,RQ,RH,SE"
         return self.cluster.call("squeue", "-h", "-j", self._job(), "-t", living, "-o", "%T").strip()
+
+    def _reason(self) -> str:
+        return self.cluster.call("squeue", "-h", "-j", self._job(), "-o", "%r").strip()
 
     def _state_in_accounting(self) -> str:
         words = self.cluster.call("sacct", "-X", "-n", "-P", "-j", self._job(), "-o", "State").split()
