@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_a_run_that_is_interrupted_at_random_ends_as_if_nothing_had_happened(devcluster: Cluster) -> None:
-    cluster = soaked.Cluster(devcluster.home, devcluster.env, (), ())
+    cluster = soaked.Cluster(devcluster.home, devcluster.env, (), ("n1", "n2", "n3", "n4"))
     soak = Soak(cluster, random.Random(3), kinds=("kill", "usr2"), nodes=1)
     said: list[str] = []
     assert soak.soak(2, said.append) == [], f"{said}{devcluster.logs()}"

@@ -43,11 +43,17 @@ def faults(run: RunDir, whole: RunDir, steps: int) -> Iterator[str]:
     yield from broken_checkpoints(run)
 
 
-def _of_metrics(run: RunDir, whole: RunDir, steps: int) -> Iterator[str]:
+def gaps(run: RunDir, steps: int | None = None) -> Iterator[str]:
+    """Steps without a record for a reader, or with two, up to ``steps`` or the furthest."""
     told = [record["step"] for record in read_metrics(run, "train")]
-    if told != list(range(1, steps + 1)):
-        missing = sorted(set(range(1, steps + 1)) - set(told))
-        yield f"for a reader there are {len(told)} steps of {steps}; missing: {missing[:20]}"
+    wanted = range(1, (steps or max(told, default=0)) + 1)
+    if told != list(wanted):
+        missing = sorted(set(wanted) - set(told))
+        yield f"for a reader there are {len(told)} steps of {len(wanted)}; missing: {missing[:20]}"
+
+
+def _of_metrics(run: RunDir, whole: RunDir, steps: int) -> Iterator[str]:
+    yield from gaps(run, steps)
     for split in ("train", "val", "test"):
         mine, other = ([_computed(record) for record in read_metrics(each, split)] for each in (run, whole))
         if mine != other:

@@ -170,6 +170,7 @@ class Soak:
 
     def _faults_now(self) -> Iterator[str]:
         yield from checks.broken_checkpoints(self.run)
+        yield from checks.gaps(self.run)
         newest = max((event["attempt"] for event in read_events(self.run, "started")), default=0)
         for process in self.cluster.processes():
             attempt = process.env.get("TRAINKIT_ATTEMPT", "")
