@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.slurm import light_experiment
+
 PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
 NODES = 4
@@ -168,6 +170,12 @@ def devcluster(slurm_env: dict[str, str], tmp_path_factory: pytest.TempPathFacto
     mine = [line.split()[0] for line in ids if line.endswith(str(home))]
     if mine:
         cluster.run("scancel", *mine, check=False)
+
+
+@pytest.fixture(scope="module")
+def light(devcluster: Cluster) -> dict[str, str]:
+    """An environment to submit in where training is not the point: the ranks are real, and import no torch."""
+    return {"PYTHONPATH": light_experiment.hook(devcluster.home / "light")}
 
 
 def _place(owner: int) -> dict[str, str]:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.slurm.test_submit import ONE_RANK, TINY
-
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = pytest.mark.slurm
 
+TINY = ("model.name=slow_model:build", "monitor.loggers=[jsonl]")
+ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0")
 COMMANDS = ("sbatch", "scontrol", "squeue", "sacct", "sinfo", "sacctmgr", "scancel")
 
 
@@ -36,10 +36,10 @@ def jobs_of(cluster: Cluster, run: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def silent(devcluster: Cluster) -> dict[str, str]:
-    """An environment in which nobody can be asked for jobs."""
+def silent(devcluster: Cluster, light: dict[str, str]) -> dict[str, str]:
+    """An environment in which nobody can be asked for jobs, whose ranks are light."""
     words = "echo 'Unable to contact slurm controller' >&2; exit 1"
-    return first_in_path(devcluster, "silent", squeue=words, sacct=words)
+    return {**light, **first_in_path(devcluster, "silent", squeue=words, sacct=words)}
 
 
 def test_submit_status_and_cancel_ask_little(devcluster: Cluster) -> None:
@@ -70,11 +70,13 @@ def test_cancel_ends_every_job_of_a_run_though_nobody_can_tell_which_live(
     assert [devcluster.wait(job_id) for job_id in ids] == ["CANCELLED"] * 2
 
 
-def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(devcluster: Cluster, silent: dict[str, str]) -> None:
+def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(
+    devcluster: Cluster, silent: dict[str, str], light: dict[str, str]
+) -> None:
     run = devcluster.home / "runs" / "adopted"
     killed = first_in_path(devcluster, "killed", sbatch='$real "$@" > /dev/null; kill -9 $PPID; sleep 1')
-    slow = (*TINY, "--again", "model.seconds=1", "--run-dir", str(run), *ONE_RANK)
-    assert devcluster.job("submit", "ddp", *slow, env=killed, check=False).returncode == -9
+    slow = (*TINY, "--again", "model.seconds=1", "train.max_steps=600", "--run-dir", str(run), *ONE_RANK)
+    assert devcluster.job("submit", "ddp", *slow, env={**light, **killed}, check=False).returncode == -9
     assert jobs_of(devcluster, run) == []
     assert "adopted=true" in devcluster.job("status", "adopted").stdout
     (job_id,) = jobs_of(devcluster, run)
@@ -88,7 +90,8 @@ def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(devcluster: Clus
 
 def test_a_follower_goes_on_while_nobody_answers_and_says_so(devcluster: Cluster, silent: dict[str, str]) -> None:
     begun = ("submit", "ddp", *TINY, "--again", "--run-dir", "runs/followed", *ONE_RANK, "--follow")
-    done = devcluster.job(*begun, env=silent, check=False)
+    soon = ("--sbatch", "begin=now+5")  # a follower asks for a job that has not started, and after one that has
+    done = devcluster.job(*begun, *soon, env=silent, check=False)
     assert "Nobody can tell what job" in done.stderr
     assert "Unable to contact slurm controller" in done.stderr
     assert "val acc1" in done.stdout, "what it came to, by its own record"

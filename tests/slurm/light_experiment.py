@@ -1,0 +1,164 @@
+"""A training without torch, for jobs whose training is not the point: ranks find it as trainkit.experiment.
+
+All around it is real: the commands, the batch script, each rank's place, secret and signals, the lease and the record.
+The ranks meet where they were told to, over a plain socket. What is trained is a number, to which each update adds
+itself in a way that notices an update that is missing, done twice or out of order: `trained`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from trainkit.config.schema import Config
+from trainkit.distributed.stop import StopFlag, hand_back
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import NO_SECRET, Secret
+from trainkit.records import jsonl
+from trainkit.records.attempts import Attempt
+from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
+
+STEPS = 8
+"""Updates of a run without train.max_steps."""
+STATE = "light.json"
+HOOK = """\
+import sys
+from importlib.util import spec_from_file_location
+
+
+class Light:
+    def find_spec(self, name, path=None, target=None):
+        return spec_from_file_location(name, {file!r}) if name == "trainkit.experiment" else None
+
+
+sys.meta_path.insert(0, Light())
+"""
+
+
+def hook(folder: Path) -> str:
+    """What PYTHONPATH must be where a job is submitted whose ranks are to train this way."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HOOK.format(file=__file__), encoding="utf-8")
+    return str(folder)
+
+
+def trained(steps: int) -> str:
+    """What a run of so many updates has come to."""
+    state = ""
+    for step in range(1, steps + 1):
+        state = _updated(state, step)
+    return state
+
+
+def _updated(state: str, step: int) -> str:
+    return sha256(f"{state} {step}".encode()).hexdigest()
+
+
+def run(
+    config: Config,
+    env: RankEnv,
+    stop: StopFlag,
+    *,
+    open_run: Callable[[], Writer],
+    node: Attempt | None = None,
+    secret: Secret = NO_SECRET,
+    beat: Callable[[], None] = lambda: None,
+) -> tuple[str, RunDir]:
+    """As `trainkit.experiment.run`. `model.seconds` is how long an update of the first attempt takes."""
+    me, word = {**asdict(env), "host": socket.gethostname()}, sha256(secret.text.encode()).hexdigest()
+    print(f"rank {env.rank} of {env.world_size}: {me['host']}, local rank {env.local_rank}", flush=True)
+    if not env.is_main:
+        with socket.create_connection((env.master_addr, env.master_port), timeout=60) as line:
+            line.sendall(json.dumps([word, me]).encode() + b"\n")
+            line.settimeout(600)
+            outcome, run_dir = json.loads(line.makefile().readline() or "null") or _lost()
+        if outcome == "preempted":
+            hand_back(node, env, stop.signals, step=None)
+        return outcome, RunDir(Path(run_dir))
+    with _met(env, me, word) as (ranks, tell):
+        writer = open_run()
+        outcome = _train(config, env, stop, writer, ranks, beat)
+        tell(outcome, str(writer.run.path))
+    return outcome, writer.run
+
+
+def _lost() -> Any:
+    raise ConnectionError("rank 0 is gone")
+
+
+@contextmanager
+def _met(
+    env: RankEnv, me: dict[str, Any], word: str
+) -> Iterator[tuple[list[dict[str, Any]], Callable[[str, str], None]]]:
+    """What each rank says of itself, and a way to tell the others how it ended."""
+    ranks, lines = [me], []
+    door: Any = socket.create_server(("", env.master_port), backlog=env.world_size) if env.world_size > 1 else None
+    with door or nullcontext():
+        for _ in range(env.world_size - 1):
+            line, _ = door.accept()
+            lines.append(line)
+            said, rank = json.loads(line.makefile().readline())
+            if said != word:
+                raise PermissionError(f"rank {rank['rank']} does not know the secret of this run")
+            ranks.append(rank)
+
+        def tell(outcome: str, run: str) -> None:
+            for line in lines:
+                line.sendall(json.dumps([outcome, run]).encode() + b"\n")
+
+        try:
+            yield sorted(ranks, key=lambda rank: int(rank["rank"])), tell
+        finally:
+            for line in lines:
+                line.close()
+
+
+def _train(
+    config: Config,
+    env: RankEnv,
+    stop: StopFlag,
+    writer: Writer,
+    ranks: list[dict[str, Any]],
+    beat: Callable[[], None],
+) -> str:
+    run, steps = writer.run, config.train.max_steps or STEPS
+    seconds = float(config.model.options.get("seconds", 0)) if os.environ["TRAINKIT_ATTEMPT"] == "0" else 0.0
+    file = run.path / STATE
+    step, state = json.loads(file.read_text(encoding="utf-8")) if file.exists() else (0, "")
+    (run.path / "ranks.json").write_text(json.dumps(ranks), encoding="utf-8")
+    writer.attempt.started(
+        step=step, total_steps=steps, steps_per_epoch=steps, world_size=env.world_size,
+        hosts=list(dict.fromkeys(rank["host"] for rank in ranks)), device="cpu", precision="fp32", params=1,
+    )  # fmt: skip
+    while step < steps:
+        time.sleep(seconds)
+        step, state = step + 1, _updated(state, step + 1)
+        beat()
+        writer.check()
+        record = {"step": step, "epoch": step / steps, "split": "train", "loss": 1 / step, "lr": 0.1}
+        jsonl.append(run.metrics, {"time": time.time(), **record})
+        if step < steps and stop.requested:
+            file.write_text(json.dumps([step, state]), encoding="utf-8")
+            writer.attempt.saved(step)
+            hand_back(writer.attempt, env, stop.signals, step=step)
+            return "preempted"
+    file.write_text(json.dumps([step, state]), encoding="utf-8")
+    val = {"loss": 1 / steps, "acc1": 50.0}
+    jsonl.append(run.metrics, {"time": time.time(), "step": step, "epoch": 1.0, "split": "val", **val})
+    summary = {
+        "outcome": "finished", "steps": step, "epochs": 1.0, "best": {"val/acc1": 50.0}, "best_step": step, "val": val,
+        "test": None, "train_seconds": 1.0, "images_per_sec": 1.0, "world_size": env.world_size, "device": "cpu",
+        "precision": "fp32", "params": 1,
+    }  # fmt: skip
+    run.summary.write_text(json.dumps(summary), encoding="utf-8")
+    writer.attempt.ended("COMPLETED", step=step)
+    return "finished"
