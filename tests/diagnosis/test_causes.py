@@ -190,3 +190,74 @@ def test_words_of_a_log_stay_one_word_of_a_command(run: RunDir) -> None:
     cause = diagnose(run, rank="ModuleNotFoundError: No module named 'x; touch y'")
     assert cause is not None
     assert cause.command == "python -m pip install 'x; touch y'"
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/lab/train.py", line 9, in <module>\n    main()\n{}\n'
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        "UserWarning: CUDA initialization: The NVIDIA driver on your system is too old\n" + TRACEBACK,
+        TRACEBACK + "[W socket.cpp:464] [c10d] The server socket has failed to bind: Address already in use",
+        TRACEBACK.format("torch.OutOfMemoryError: CUDA out of memory") + "going on with less\n" * 50 + TRACEBACK,
+        TRACEBACK.format("FileNotFoundError: No such file or directory: '/data/x'")
+        + "\nDuring handling of the above exception, another exception occurred:\n\n"
+        + TRACEBACK,
+    ],
+    ids=["a warning before it", "others after it", "one that was dealt with", "one that was being handled"],
+)
+def test_the_error_that_ended_a_rank_is_the_cause_and_not(run: RunDir, rank: str) -> None:
+    cause = diagnose(run, rank=rank.replace("{}", "ValueError: mine"))
+    assert cause is not None
+    assert (cause.name, "raised ValueError: mine, at train.py:9" in cause.what) == ("exception", True), cause.what
+
+
+def test_what_a_healthy_run_prints_is_no_cause(run: RunDir) -> None:
+    cause = diagnose(run, rank="CUDA out of memory at first, going on with less\nKilled 3 zombies\nall good")
+    assert cause is not None
+    assert cause.what == "Rank 1 on n2 failed: Exited with exit code 1 (on n2); its last words: all good."
+
+
+def test_a_crash_goes_before_a_traceback_that_the_rank_survived(run: RunDir) -> None:
+    at = 'Current thread 0x7f (most recent call first):\n  File "/home/me/lab/model.py", line 77 in forward\n'
+    cause = diagnose(
+        run,
+        batch="srun: error: n2: task 1: Segmentation fault (core dumped)",
+        rank=TRACEBACK.format("KeyError: 'dealt with'") + f"Fatal Python error: Segmentation fault\n\n{at}",
+    )
+    assert cause is not None
+    assert cause.what == "Rank 1 on n2 crashed in compiled code, at model.py:77."
+
+
+def test_of_many_ranks_the_one_that_did_not_miss_another_is_the_cause(run: RunDir) -> None:
+    for rank in range(64):
+        words = "ValueError: mine" if rank == 37 else "RuntimeError: [n1]:4711: Connection reset by peer"
+        (run.attempt_logs(0) / f"rank-{rank}.err").write_text(TRACEBACK.format(words))
+    told = [f"srun: error: n{rank // 32 + 1}: task {rank}: Exited with exit code 1" for rank in range(64)]
+    cause = diagnose(run, batch="\n".join(told))
+    assert cause is not None
+    assert cause.what.startswith("Rank 37 on n2 raised ValueError: mine")
+
+
+def test_the_node_of_a_rank_is_known_without_its_word(run: RunDir) -> None:
+    (run.attempt_logs(0) / "rank-1.err").write_text(TRACEBACK.format("ValueError: mine"))
+    cause = cause_of(run, JobState("FAILED", "4711", "slurm", "", "n[1-2]"))
+    assert cause is not None
+    assert cause.what.startswith("Rank 1 on n2 raised")
+
+
+@pytest.mark.parametrize(("asked", "given"), [("16G", " --mem 32G"), ("0", ""), (None, " --mem 0")])
+def test_more_memory_is_twice_what_was_asked_for(run: RunDir, asked: str | None, given: str) -> None:
+    directives = [{"name": "mem", "value": asked}] if asked is not None else []
+    run.plan.write_text(json.dumps({"directives": directives}))
+    cause = diagnose(run, batch="srun: error: n2: task 1: Out Of Memory")
+    assert cause is not None
+    assert cause.command == f"python -m jobs.resume {run.path}{given}"
+
+
+def test_a_smaller_micro_batch_divides_the_ranks_share(run: RunDir) -> None:
+    run.config.write_text("train:\n  global_batch_size: 50\n")  # 25 on each of two ranks
+    cause = diagnose(run, rank=TRACEBACK.format("torch.OutOfMemoryError: CUDA out of memory."))
+    assert cause is not None
+    assert cause.command.endswith("train.micro_batch_size=5")

@@ -26,6 +26,12 @@ _TOLD = re.compile(r"^(srun: error|slurmstepd\S* error|srun: fatal|bash:|.*No su
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
+_LOUD = re.compile(
+    r"error|exception|fail|fatal|warn|assert|abort|detected|cannot|could not|unable|not found|denied|exceeded"
+    r"|timeout|exhausted|no such|unavailable|invalid|\[[EW][ \d]|Xid|what\(\)|^slurmstepd|^  (why|fix): |oom",
+    re.IGNORECASE,
+)
+"""Lines that speak of something bad; what a healthy run prints may hold the names of causes as well."""
 _SHOWN = 6
 """Lines of evidence."""
 
@@ -152,22 +158,24 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
     stderr = run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"
     tail = tail_of(stderr)
     ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
-    found = [_Source("end" if ended else "rank", "" if ended else "events.jsonl", failure.error)]
-    stepd = [(number, text) for number, text in tail if text.startswith("slurmstepd")]
-    if failure.error.startswith(("Killed", "killed by SIGKILL")):
-        tail = []  # it had no last word: only its node's can be of its end
+    told = failure.error in (item.error for item in life_of(run).failures if item.attempt == failure.attempt)
+    found = [_Source("end" if ended else "rank", "events.jsonl" if told and not ended else "", failure.error)]
+    if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it
+        tail = [(number, text if text.startswith("slurmstepd") else "") for number, text in tail]
     traceback = traceback_of(stderr) if failure.traceback else None
     if traceback is not None:
-        first = next((number for number, text in tail if traceback.message.startswith(text) and text), 0)
+        first = next((number for number, text in tail if text and traceback.message.startswith(text)), 0)
         same = failure.error in traceback.message or traceback.error in failure.error
         found.append(_Source("rank", where, traceback.message, first, aside=not same))
-        found.append(_Source("rank", where, "\n".join(traceback.lines), aside=True))
+        found.append(_Source("rank", where, traceback.causes, aside=True))
     elif failure.traceback:
         found.append(_Source("rank", where, "\n".join(failure.traceback)))
-    told = bool(failure.traceback) and not is_lost_connection(failure.error)
-    for lines, aside in ((stepd, False), (tail, told)):
-        if lines:
-            found.append(_Source("rank", where, "\n".join(text for _, text in lines), lines[0][0], aside))
+    if traceback is not None and not is_lost_connection(failure.error):
+        tail = [(number, text if text.startswith("slurmstepd") else "") for number, text in tail]
+    elif traceback is None:
+        tail = [(number, text if _LOUD.search(text) else "") for number, text in tail]
+    if any(text for _, text in tail):
+        found.append(_Source("rank", where, "\n".join(text for _, text in tail), tail[0][0]))
     return found
 
 
@@ -193,7 +201,7 @@ def _cause(
     return Cause(
         row.name,
         row.what.format_map(found),
-        tuple(dict.fromkeys(quotes))[:_SHOWN],
+        _once(quotes),
         row.fix.format_map(found),
         re.sub(r" --exclude(?= *$)", "", row.command.format_map(for_a_shell(found))).rstrip(),  # no node is known
         failure,
@@ -205,7 +213,7 @@ def _otherwise(
 ) -> Cause | None:
     """What no row knows: our own three lines, an exception of the user's code, a lost connection, or silence."""
     found = fields(run, state, attempt, failure)
-    quotes = tuple(dict.fromkeys(_around(run, failure, sources)))[:_SHOWN]
+    quotes = _once(_around(run, failure, sources))
     if failure is None:
         if state.alive == "yes" or not state.job_id or state.state == "UNKNOWN":
             return None
@@ -226,15 +234,25 @@ def _otherwise(
         at = f", at {found['at']}" if found["at"] else ""
         traceback = traceback_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err")
         first = traceback.first if traceback is not None else failure.error
-        after = f" It came of {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
+        after = f" It began with {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
         what = f"{found['who']} raised {failure.error.rstrip('.')}{at}.{after}"
         mend = f"Mend {found['at']}:" if found["at"] else ""
         return Cause("exception", what, quotes, mend, AGAIN.format_map(found), failure)
-    tail = "\n".join(text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"))
-    words = [match[0] for match in _ERROR.finditer(tail)]
-    error = words[-1] if words and failure.error.startswith("Exited") else failure.error
-    what = f"{found['who']} failed: {error.rstrip('.')}."
+    tail = [text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err") if text.strip()]
+    words = [text for text in tail if _ERROR.search(text)][-1:] or tail[-1:]
+    last = f"; its last words: {words[0].strip()}" if words and failure.error.startswith("Exited") else ""
+    what = f"{found['who']} failed: {failure.error.rstrip('.')}{last.rstrip('.')}."
     return Cause("failed", what, quotes, "Its last words:", LOG.format_map(found), failure)
+
+
+def _once(quotes: list[Quote]) -> tuple[Quote, ...]:
+    """Each line once, from the place that says where it stands."""
+    best: dict[str, Quote] = {}
+    for quote in quotes:
+        known = best.get(quote.text)
+        if known is None or (":" in quote.where and ":" not in known.where):
+            best[quote.text] = quote
+    return tuple(best.values())[:_SHOWN]
 
 
 def _around(run: RunDir, failure: Failure | None, sources: list[_Source]) -> list[Quote]:
@@ -244,10 +262,11 @@ def _around(run: RunDir, failure: Failure | None, sources: list[_Source]) -> lis
         if source.place == "batch":
             found += [source.quote(match.start()) for match in list(_TOLD.finditer(until_ended(source.text)))[:2]]
         elif source.place == "rank" and source.where and failure is not None and failure.error in source.text:
-            found.append(source.quote(source.text.rindex(failure.error)))
+            found += [] if source.aside else [source.quote(source.text.rindex(failure.error))]
     found += [Quote(source.where, source.text.strip()) for source in sources if source.place == "job"]
     if failure is not None and not failure.traceback:  # its last words, whatever they are worth
         err = f"rank-{failure.rank}.err"
         tail = [line for line in tail_of(run.attempt_logs(failure.attempt) / err) if line[1].strip()]
-        found += [Quote(f"logs/{failure.attempt}/{err}:{number}", text.strip()) for number, text in tail[-1:]]
+        numbered = f"logs/{failure.attempt}/{err}" + (f":{tail[-1][0]}" if tail and tail[-1][0] else "")
+        found += [Quote(numbered, text.strip()) for _, text in tail[-1:]]
     return found

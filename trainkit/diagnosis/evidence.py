@@ -38,6 +38,10 @@ def is_lost_connection(error: str) -> bool:
     return _LOST_CONNECTION.search(error) is not None and _OWN_FAULT.search(error) is None
 
 
+_LONGEST = 1 << 20
+"""Bytes at the end of a batch script's log that are looked at."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """What is known of a failed attempt. ``traceback`` may be empty: a rank that was killed leaves none."""
@@ -124,7 +128,7 @@ def _batch_log(run: RunDir) -> str:
     for path in (batch_log(run), beside):
         if path is not None:
             with contextlib.suppress(OSError):
-                return reading.read_text(path)
+                return reading.read_text(path, _LONGEST)
     return ""
 
 

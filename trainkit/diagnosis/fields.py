@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.evidence import Failure, lagging_ranks
@@ -42,11 +43,15 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     plan, config = reading.read_object(run.plan), _settings(run)
     hosts = hosts_of(state.nodes) or ",".join(map(str, life.started.get("hosts") or ()))
     host = failure.host if failure is not None and failure.host else ""
-    host = host or (_host_of_rank(run, attempt, failure.rank) if failure is not None else "") or hosts.partition(",")[0]
+    if failure is not None and not host:
+        host = _host_of_rank(run, attempt, failure.rank) or host_of_task(run, hosts, failure.rank)
+    host = host or hosts.partition(",")[0]
     rank = f"Rank {failure.rank}" if failure is not None else "A rank"
     seconds = plan.get("time_limit_seconds")
     ranks = max(int(life.started.get("world_size") or plan.get("world_size") or 1), 1)
-    micro = config.get("micro_batch_size") or max(int(config.get("global_batch_size") or 64) // ranks, 1)
+    share = max(int(config.get("global_batch_size") or 64) // ranks, 1)
+    micro = int(config.get("micro_batch_size") or share)
+    memory = _more_memory(plan) if state.executor == "slurm" else ""
     behind, at = lagging_ranks(run, attempt), _place(failure)
     return Fields(
         {
@@ -73,12 +78,27 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
             "behind": _ranks(behind) if behind else "another rank",
             "lagging": str(behind[0]) if behind else "0",
-            "more_memory": " --mem 0" if state.executor == "slurm" else "",
+            "more_memory": memory,
+            "all_of_it": " (0: all that it has)" if memory == " --mem 0" else "",
             "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
-            "half_the_batch": str(max(int(micro) // 2, 1)),
+            "half_the_batch": str(max((size for size in range(1, micro // 2 + 1) if share % size == 0), default=1)),
             "half_the_lr": f"{float(config.get('lr') or 1e-3) / 2:g}",
         }
     )
+
+
+def _more_memory(plan: Mapping[str, Any]) -> str:
+    """Twice what each node was asked for; all that it has where that is not known; nothing if that was not enough."""
+    given = plan.get("directives")
+    asked = (
+        [item.get("value") for item in given if isinstance(item, dict) and item.get("name") == "mem"]
+        if isinstance(given, list)
+        else []
+    )
+    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", str(asked[0])) if asked else None
+    if size is None:
+        return " --mem 0"
+    return f" --mem {2 * int(size[1])}{size[2]}" if int(size[1]) else ""
 
 
 def _settings(run: RunDir) -> dict[str, float]:

@@ -32,7 +32,7 @@ HARDWARE: tuple[Case, ...] = (
         r"|DefaultCPUAllocator: can't allocate memory|std::bad_alloc|\b_?(Array)?MemoryError\b"
         r"|Unable to allocate [\d.]+ \wiB|Cannot allocate memory(?!.*</torch_)",
         "{who} used more memory than the job has on its node, or the node itself.",
-        RESUME + "{more_memory}", "More memory for each node, or fewer data.workers:",
+        RESUME + "{more_memory}", "More memory for each node{all_of_it}, or fewer data.workers:",
     ),
 )  # fmt: skip
 """Facts of the machine, which no word of a rank outranks."""

@@ -16,6 +16,8 @@ _LONGEST = 1 << 20
 """Bytes at the end of a log that are looked at. A traceback is not followed by more."""
 _CHAIN = 1 << 16
 """Bytes before a traceback in which those may stand that led to it."""
+_LONG = 4000
+"""Characters of a line, at its end."""
 _TAIL = 40
 """Lines at the end that may say why a rank was ended."""
 _RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # of torch.distributed, and of torchrun's --tee
@@ -23,9 +25,11 @@ _RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # of torch.distribute
 _GLUED = re.compile(r"^(?! *\|).*(?:[|%\])…]|\.\.\.) *(?=Traceback \(most recent call last\))")
 _GROUP = re.compile(r"^[ |+]*\| ?")  # the frame that Python draws around the errors of an ExceptionGroup
 _START = re.compile(r"^(?:Original |  \+ Exception Group )?Traceback \(most recent call last\)")
-_JOINS = (
-    "The above exception was the direct cause of the following exception:",
-    "During handling of the above exception, another exception occurred:",
+_CAUSE = "The above exception was the direct cause of the following exception:"
+_HANDLED = "During handling of the above exception, another exception occurred:"
+# What others say while the process ends: torch's C++ log, warnings, srun, wandb, threads.
+_OTHERS = re.compile(
+    r"\[[WEI][\d ]|\S+: \w*Warning: |(srun|slurmstepd\S*|wandb|WARNING|INFO|ERROR)\b.*:|Exception ignored"
 )
 _CRASH = re.compile(r"^Fatal Python error: (.+)|^ *what\(\): +(.+)")  # of faulthandler, and of C++
 
@@ -41,7 +45,9 @@ class Traceback:
     message: str
     """The exception's own lines: some say their reason below."""
     first: str
-    """The error that the others came of; ``error`` itself where there is only one."""
+    """The error before all others of the chain; ``error`` itself where there is only one."""
+    causes: str
+    """The text from the first error on that this one was raised ``from``; what was only being handled is none."""
 
 
 def text_of(path: Path) -> str:
@@ -91,7 +97,7 @@ def tail_of(stderr: Path) -> list[tuple[int, str]]:
 
 def _plain(line: str) -> str:
     """A line as a terminal would have left it standing, without what was put before it."""
-    line = line.rstrip("\r").rpartition("\r")[2]
+    line = line.rstrip("\r").rpartition("\r")[2][-_LONG:]
     if not (line.isascii() and line.isprintable()):
         line = terminal.lines(line)
     return _GLUED.sub("", _RANK_PREFIX.sub("", line))
@@ -121,7 +127,13 @@ def _read(lines: list[str], at: int) -> Traceback | None:
     while (before := _before(lines, starts[0])) is not None:
         starts.insert(0, before)
     error, message = _said(lines, end)
-    return Traceback((*lines[starts[0] : end], error), error, message, _error_at(lines, starts[0]) or error)
+    causing = at
+    for before, after in zip(reversed(starts[:-1]), reversed(starts[1:]), strict=True):
+        if any(line.strip() == _HANDLED for line in lines[max(after - 3, 0) : after]):
+            break
+        causing = before
+    first = _error_at(lines, starts[0]) or error
+    return Traceback((*lines[starts[0] : end], error), error, message, first, "\n".join([*lines[causing:end], error]))
 
 
 def _error_at(lines: list[str], at: int) -> str:
@@ -157,7 +169,7 @@ def _before(lines: list[str], at: int) -> int | None:
         index -= 1
     if index < 0:
         return None
-    if not lines[at].startswith("Original") and lines[index].strip() not in _JOINS:
+    if not lines[at].startswith("Original") and lines[index].strip() not in (_CAUSE, _HANDLED):
         return None  # torch's DataLoader quotes a worker's traceback in its own error
     return next((above for above in range(index - 1, -1, -1) if _START.match(lines[above])), None)
 
@@ -167,14 +179,14 @@ def _said(lines: list[str], end: int) -> tuple[str, str]:
     below = lines[end + 1 : end + 20]
     own = [lines[end]]
     for line in below:
-        if not line.strip() and own[-1].strip()[-1:] != ":":
+        if (not line.strip() and own[-1].strip()[-1:] != ":") or _OTHERS.match(line):
             break
         own.append(line)
     rest = next((line.strip() for line in below if line.strip()), "")
     error = lines[end].rstrip()
     if error.endswith(":") and rest:
         error = f"{error} {rest}"
-    return error, "\n".join([error, *own])
+    return error, "\n".join(own if error == own[0].rstrip() else [error, *own])
 
 
 def _three(text: str) -> tuple[str, ...]:
