@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 from jobs import cli, elsewhere
 from jobs.starting import by_names, dry_run, follow, start
@@ -17,7 +16,7 @@ from trainkit.cluster.queue import job_state, job_states, require_no_job
 from trainkit.cluster.site import discover, largest_array
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config import loading
-from trainkit.config.presets import profile_layer
+from trainkit.config.loading import Loaded
 from trainkit.data import check_data
 from trainkit.errors import UserError
 from trainkit.launch import submission
@@ -58,16 +57,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     ):
         if life_of(run).submission != before:
             require_no_job(run, force=args.force)
-        loaded = loading.load(str(run.config), flags=_flags(run, args))
+        loaded = _load(run, args)
         require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
         if left_out := excluded_nodes(run):
             nodes = ", ".join(f"{node} ({why})" for node, why in left_out.items())
             print(f"The run did without {terminal.one_line(nodes, 1000)}; now it may start there again, unless given")
             print(f"  --exclude {terminal.one_line(','.join(left_out), 1000)}", flush=True)
-        if (
-            ":" not in loaded.config.data.name
-        ):  # the user's own modules are in the run's snapshot, wherever this is called
-            check_data(loaded.config.data)
+        _check_data(loaded)
         site, cwd = discover(env), _first_folder(run)
         plan = by_names(make_plan(loaded, site, run.path), env)
         validate(loaded, plan, site, run.path, cwd)
@@ -98,13 +94,16 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
             why="Only what has failed, or was stopped, needs that.",
             fix=f"`{terminal.command('status', runs[0].path.parent)}` shows them.",
         )
-    loadeds = [loading.load(str(run.config), flags=_flags(run, args)) for run in lost]
+    loadeds = [_load(run, args) for run in lost]
     for run, loaded in zip(lost, loadeds, strict=True):
         require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
     site = discover(env)
     largest = largest_array() if site.slurm else len(lost)
     further = Further(runs[0].path.parent, loadeds[0], site, _first_folder(lost[0]), env)
     folder, plan, script = further.plan(lost[:largest])
+    for loaded in loadeds:
+        _check_data(loaded)
+    validate(loadeds[0], plan, site, folder, _first_folder(lost[0]))
     if args.dry_run:
         return dry_run(plan, loadeds[0], folder, script)
     with ExitStack() as held:
@@ -120,12 +119,20 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
     return follow(lost, plan, args)
 
 
-def _flags(run: RunDir, args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
-    """What is asked for now. The environment's SBATCH_* were part of the first submission, and stay as they were."""
-    flags = {**_moved(run, args.cluster), **cli.launch_flags(args)} if args.cluster else cli.launch_flags(args)
+def _load(run: RunDir, args: argparse.Namespace) -> Loaded:
+    """With what is asked for now. The environment's SBATCH_* were part of the first submission, and stay as they were.
+
+    The configuration that a run keeps is complete, so that its own site's profile is not asked again.
+    """
+    flags = cli.launch_flags(args)
     # It waited for another job once; that is over.
     flags.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
-    return flags
+    return loading.load(str(run.config), flags=flags, moved_to=args.cluster)
+
+
+def _check_data(loaded: Loaded) -> None:
+    if ":" not in loaded.config.data.name:  # the user's own modules are in the run's snapshot, wherever this is called
+        check_data(loaded.config.data)
 
 
 def _require_unfinished(run: RunDir) -> None:
@@ -141,23 +148,6 @@ def _of_ended_job(life: Life, state: JobState) -> Callable[[Holder], bool]:
     """Whether the writer is of a job that the scheduler knows to have ended, however that left its lease."""
     ended = {item.job_id for item in life.submissions if item.job_id} if state.alive == "no" else set()
     return lambda other: other.job_id in ended
-
-
-def _moved(run: RunDir, cluster: str) -> dict[str, tuple[Any, str]]:
-    """What the profile of another site says, in the place of what the one before it has said.
-
-    The configuration that a run keeps is complete, so that its own site's profile is not asked again.
-    """
-    launch = loading.load(str(run.config)).config.launch
-    before, flag = launch.model_dump(mode="json"), f"--cluster {cluster}"
-    there: dict[str, tuple[Any, str]] = {}
-    if launch.cluster is not None:
-        with suppress(UserError):  # that profile may be gone: then nobody knows what it has said
-            for key, (value, _) in profile_layer(launch.cluster).items():
-                name = key.removeprefix("launch.")
-                if name in before and str(before[name]) == str(value):
-                    there[key] = (type(launch).model_fields[name].get_default(call_default_factory=True), flag)
-    return there | {key: (value, flag) for key, (value, _) in profile_layer(cluster).items()}
 
 
 def _first_folder(run: RunDir) -> Path:

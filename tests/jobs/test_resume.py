@@ -22,6 +22,36 @@ Command = Callable[..., Any]
 MakeRun = Callable[..., tuple[RunDir, Plan]]
 
 
+OLDER = """launch:
+  executor: auto
+  cluster: {profile}
+  nodes: 2
+  gpus_per_node: 0
+  ntasks_per_node: null
+  cpus_per_task: null
+  mem: null
+  time: '30:00'
+  partition: null
+  account: null
+  qos: null
+  constraint: null
+  nodelist: null
+  exclude: null
+  reservation: null
+  gres: null
+  job_name: null
+  dependency: null
+  mail_user: null
+  mail_type: null
+  requeue: true
+  signal_seconds: null
+  setup: []
+  sbatch: {{}}
+  srun: {{}}
+"""
+"""As the first version wrote it."""
+
+
 @pytest.fixture
 def stopped(local_run: MakeRun) -> RunDir:
     """A run that waited for another job, ran as job 17, and was cancelled."""
@@ -53,18 +83,44 @@ def test_another_sites_profile_takes_the_place_of_the_one_before(
     command: Command, fake_slurm: Path, local_run: MakeRun, tmp_path: Path
 ) -> None:
     here, there = tmp_path / "here.yaml", tmp_path / "there.yaml"
-    here.write_text("launch: {partition: main, qos: long, time: '8:00:00'}\n")
-    there.write_text("launch: {account: proj42, time: '4:00:00', setup: [module load python]}\n")
+    here.write_text(
+        "launch: {partition: main, qos: long, time: '8:00:00', modules: [cuda/12.4], environment: 'conda:old',\n"
+        "  sbatch: {comment: here, licenses: here}, srun: {mpi: pmi2}}\n"
+    )
+    there.write_text(
+        "launch: {account: proj42, time: '4:00:00', setup: [module load python], sbatch: {licenses: there}}\n"
+    )
     run, _ = local_run("ddp-0001", mem="2G")
     text = run.config.read_text().replace("time: 1:00:00", "time: '8:00:00'").replace("qos: null", "qos: long")
+    text = text.replace("modules: []", "modules: [cuda/12.4]").replace("environment: null", "environment: conda:old")
+    text = text.replace("sbatch: {}", "sbatch: {comment: here, licenses: here, hold: ''}")
+    text = text.replace("srun: {}", "srun: {mpi: pmi2}")
     run.config.write_text(text.replace("cluster: null", f"cluster: {here}").replace("partition: null", "partition: p"))
     append_event(run, "submitted", executor="slurm", job_id="17")
     done = command("resume", "ddp-0001", "--cluster", str(there), "--partition", "main")
     assert done.code == 0, done.err
     launch = load(str(run.config)).config.launch
     assert (launch.account, launch.time, launch.setup) == ("proj42", "4:00:00", ("module load python",)), "as there"
-    assert launch.qos is None, "which only the other site knows"
+    assert (launch.qos, launch.modules, launch.environment) == (None, (), None), "which only the other site knows"
+    assert (launch.sbatch, launch.srun) == ({"licenses": "there", "hold": ""}, {}), "and of mappings each entry"
     assert (launch.partition, launch.mem) == ("main", "2G"), "as the user says, and said"
+
+
+def test_a_run_of_an_older_version_does_not_ask_its_profile_again(
+    command: Command, fake_slurm: Path, stopped: RunDir, tmp_path: Path
+) -> None:
+    """Its configuration has no keys that came later. The profile has changed since, and says things it did not say."""
+    profile = tmp_path / "site.yaml"
+    profile.write_text("launch: {account: other, hang_seconds: 60, modules: [cuda/99]}\n")
+    text = stopped.config.read_text()
+    begin, end = text.index("launch:\n"), text.index("collaborative:\n")
+    stopped.config.write_text(text[:begin] + OLDER.format(profile=profile) + text[end:])
+    assert command("resume", "ddp-0001").code == 0
+    launch = load(str(stopped.config)).config.launch
+    assert (launch.account, launch.hang_seconds, launch.modules) == (None, 600, ())
+    profile.unlink()
+    (fake_slurm / "squeue").write_text("#!/bin/bash\n")
+    assert command("resume", "ddp-0001").code == 0, "nor does it need it"
 
 
 def test_it_no_longer_waits_for_the_job_it_waited_for(command: Command, fake_slurm: Path, stopped: RunDir) -> None:

@@ -131,6 +131,20 @@ def test_what_has_failed_of_a_sweep_is_queued_again_as_one_array(
     assert command("status", "ddp-0001").out.count("ddp-0001/") == 3, "the links are no runs of their own"
 
 
+def test_what_a_site_refuses_of_a_sweep_is_refused_before_anything_is_queued(
+    command: Command, small_arrays: Path, tmp_path: Path
+) -> None:
+    assert command("submit", "ddp", "--sweep", "seed=0..1").code == 0
+    (small_arrays / "squeue").write_text("#!/bin/bash\n")
+    scontrol = small_arrays / "scontrol"
+    scontrol.write_text(scontrol.read_text().replace("PartitionName=main", "PartitionName=main AllowAccounts=proj42"))
+    before = (tmp_path / "runs" / "ddp-0001" / "0" / "config.yaml").read_text()
+    done = command("resume", "ddp-0001", "--account", "proj41")
+    assert (done.code, "It lets in: proj42" in done.err) == (3, True), done.err
+    assert (tmp_path / "runs" / "ddp-0001" / "0" / "config.yaml").read_text() == before
+    assert not (small_arrays / "4712").exists()
+
+
 def test_a_sweep_that_runs_or_is_done_has_nothing_to_queue(command: Command, small_arrays: Path) -> None:
     assert command("submit", "ddp", "--sweep", "seed=0..1").code == 0
     (small_arrays / "squeue").write_text('#!/bin/bash\nfor i in 0 1; do echo "4711_$i|RUNNING|None|0:10|n1"; done\n')

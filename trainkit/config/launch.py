@@ -12,6 +12,14 @@ from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validat
 from trainkit.config.section import ImpossibleError, Section
 from trainkit.config.times import time_minutes
 
+ALWAYS_WRITTEN = (
+    *("executor", "cluster", "nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task", "mem", "time", "partition"),
+    *("account", "qos", "constraint", "nodelist", "exclude", "reservation", "gres", "job_name", "dependency"),
+    *("mail_user", "mail_type", "requeue", "signal_seconds", "setup", "sbatch", "srun"),
+)
+"""What every version has written into the configuration that a run keeps, and nobody writes by hand. Keys that came
+later an older run does not have."""
+
 
 class LaunchConfig(Section):
     """Resources. The names are those of sbatch's flags, with underscores."""

@@ -92,3 +92,18 @@ def merge(low: Layer, high: Layer) -> Layer:
             value = {**low[key][0], **value}
         merged[key] = (value, source)
     return merged
+
+
+def moved(layer: Layer, before: Layer, there: Layer) -> Layer:
+    """``layer`` at another site: what the profile of the one ``before`` has said gives way to what is said ``there``.
+
+    What differs from that profile, its user has said, of a mapping each entry. It stays.
+    """
+    kept: Layer = {}
+    for key, (value, source) in layer.items():
+        said = before[key][0] if key in before else None
+        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(said, dict):
+            kept[key] = ({name: item for name, item in value.items() if str(said.get(name)) != str(item)}, source)
+        elif key not in before or str(said) != str(value):
+            kept[key] = (value, source)
+    return merge(kept, there)

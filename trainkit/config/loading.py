@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from trainkit.config import yaml
-from trainkit.config.launch import LaunchConfig, is_one_line
-from trainkit.config.layers import DEFAULT, Layer, Source, merge, override_layer
+from trainkit.config.launch import ALWAYS_WRITTEN, is_one_line
+from trainkit.config.layers import DEFAULT, Layer, Source, merge, moved, override_layer
 from trainkit.config.presets import file_layer, find_preset, profile_layer
 from trainkit.config.schema import SECTIONS, Config
 from trainkit.errors import TrainkitError, UserError
@@ -58,6 +58,7 @@ def load(
     *,
     flags: Mapping[str, tuple[Any, str]] | None = None,
     env: Mapping[str, str] | None = None,
+    moved_to: str | None = None,
 ) -> Loaded:
     """The configuration of ``preset`` with everything that outranks it.
 
@@ -68,12 +69,15 @@ def load(
         overrides: ``section.key=value``.
         flags: dotted key -> (value, the flag as it was written).
         env: the environment; only the variables in `ENVIRONMENT` count.
+        moved_to: the profile of another site than that for which a run's configuration was made.
 
     Raises:
         UserError: unknown preset or key, wrong type, impossible combination; names the key and where it was written.
     """
     path = find_preset(preset)
     from_file = file_layer(path, ())
+    if moved_to is not None:
+        from_file = _moved(from_file, moved_to)
     given = env or {}
     from_env: Layer = {
         key: (given[name], Source("environment", name)) for name, key in ENVIRONMENT.items() if given.get(name)
@@ -84,7 +88,7 @@ def load(
     cluster, written = merged.get("launch.cluster", (None, DEFAULT))
     # The configuration that a run keeps is complete: what its site's profile says by now, or whether it is still there,
     # must not matter.
-    complete = all(f"launch.{name}" in from_file for name in LaunchConfig.model_fields) and written.kind == "file"
+    complete = all(f"launch.{name}" in from_file for name in ALWAYS_WRITTEN) and written.kind == "file"
     if cluster is not None and not complete:
         merged = merge(profile_layer(str(cluster)), merged)
     name = path.parent.name.rsplit("-", 1)[0] if path.name == "config.yaml" else path.stem
@@ -95,6 +99,16 @@ def load(
             fix="Rename the file or the folder.",
         )
     return Loaded(_validate(merged), name, {key: source for key, (_, source) in merged.items()})
+
+
+def _moved(layer: Layer, cluster: str) -> Layer:
+    before, _ = layer.get("launch.cluster", (None, DEFAULT))
+    said: Layer = {}
+    if before is not None:
+        with suppress(UserError):  # that profile may be gone: then nobody knows what it has said
+            said = profile_layer(str(before))
+    there = merge(profile_layer(cluster), {"launch.cluster": (cluster, Source("flag", "--cluster"))})
+    return moved(layer, said, there)
 
 
 def to_yaml(config: Config) -> str:
