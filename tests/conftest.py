@@ -80,5 +80,5 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionfinish() -> None:
     """Runs that were started from within this process have ended; without this they would be zombies."""
     if executors := sys.modules.get("trainkit.launch.executors"):
-        for controller in executors._CONTROLLERS:
+        for controller in executors.CONTROLLERS:
             controller.poll()

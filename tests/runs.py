@@ -15,9 +15,16 @@ from trainkit.cluster.site import Site
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.submission import stored_config, write_run
+from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 
 HERE = Site(slurm=False, gpus=0, cpus=2)
+
+
+def last_event(run: RunDir, kind: str) -> dict[str, Any] | None:
+    """The newest event of a kind."""
+    events = read_events(run, kind)
+    return events[-1] if events else None
 
 
 @pytest.fixture

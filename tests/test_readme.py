@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import readme
-from trainkit.records.events import last_event
+from tests.runs import last_event
 from trainkit.records.rundir import RunDir
 
 QUICK_FIRST_RUN = ("train.epochs=1", "monitor.loggers=[jsonl]")

@@ -39,7 +39,6 @@ from trainkit.strategies import build_strategy
 from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.evaluate import evaluate
 from trainkit.training.loop import train
-from trainkit.training.optim import build_optimizer
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Precision, choose_precision
@@ -104,15 +103,12 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     model = strategy.parallelize(plain.to(dist.device))
-    optimizer = build_optimizer(model, config.optim)
-    lifetime.settled()
     return Parts(
         config=config,
         dist=dist,
         splits=splits,
         model=model,
         strategy=strategy,
-        optimizer=optimizer,
         precision=precision,
         workers=resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env)),
     )
@@ -127,6 +123,7 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
     config, dist, run_dir = parts.config, parts.dist, writer.run
     checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist, may_write=writer.check)
     restored = checkpoints.restore(parts.model, parts.optimizer, accept=lambda found: Progress.of(found.state))
+    lifetime.settled()
     progress = Progress.of(restored.state) if restored else Progress()
     if restored:
         parts.precision.load_state_dict(restored.state["precision"])
@@ -256,6 +253,7 @@ def evaluate_checkpoint(config: Config, run_dir: RunDir, which: str, split: str)
         parts = build(alone(config), dist, splits)
         checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
         step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"))
+        lifetime.settled()
         samples = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
         result = evaluate(parts, samples, batch_size=min(config.train.global_batch_size, 256))
     assert result is not None

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.runs import last_event
 from trainkit.cluster.queue import job_state, job_states
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
-from trainkit.records.events import append_event, last_event, read_events
+from trainkit.records.events import append_event, read_events
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir

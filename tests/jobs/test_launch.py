@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests import containers
+from tests.runs import last_event
 from trainkit.ranks.rendezvous import free_port
-from trainkit.records.events import last_event, read_events
+from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 
 Command = Callable[..., Any]

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from jobs.sweeps import sweep_points
+from tests.runs import last_event
 from trainkit.errors import UserError
-from trainkit.records.events import append_event, last_event
+from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir, next_path
 
 PROJECT = Path(__file__).parents[2]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from jobs.sweeps import sweep_points
+from tests.runs import last_event
 from trainkit.errors import UserError
 from trainkit.records import jsonl
-from trainkit.records.events import append_event, last_event
+from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 from trainkit.report.tables import NONE
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.runs import last_event
 from trainkit.cluster.queue import job_state
 from trainkit.errors import SchedulerError
 from trainkit.launch import executors
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
-from trainkit.records.events import last_event, read_events
+from trainkit.records.events import read_events
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.records.events import append_event, last_event, read_events
+from trainkit.records.events import append_event, read_events
 from trainkit.records.rundir import RunDir
 
 
@@ -31,16 +31,3 @@ def test_one_kind_can_be_read_alone(run: RunDir) -> None:
     append_event(run, "started")
     append_event(run, "saved")
     assert [event["event"] for event in read_events(run, "saved")] == ["saved"]
-
-
-def test_the_last_event_of_a_kind_is_the_newest(run: RunDir) -> None:
-    append_event(run, "saved", step=1)
-    append_event(run, "saved", step=2)
-    append_event(run, "requeued")
-    event = last_event(run, "saved")
-    assert event is not None
-    assert event["step"] == 2
-
-
-def test_what_never_happened_has_no_last_event(run: RunDir) -> None:
-    assert last_event(run, "ended") is None

@@ -37,6 +37,12 @@ def test_each_sample_counts_once_whatever_pads_the_last_batch(batch_size: int) -
     assert evaluate(parts, parts.splits.val, batch_size=batch_size) == pytest.approx(by_hand(parts), rel=1e-5)
 
 
+def test_evaluation_makes_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", None)
+    parts = parts_of()
+    assert evaluate(parts, parts.splits.val) is not None
+
+
 def _evaluated(env: RankEnv) -> dict[str, float] | None:
     with distributed(env, use_gpu=False) as dist:
         parts = parts_of("train.global_batch_size=12", "train.micro_batch_size=2", dist=dist)

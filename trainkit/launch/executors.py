@@ -28,8 +28,9 @@ from trainkit.records.rundir import RunDir
 # sbatch's words for an account or a QOS that this user or the partition does not have.
 _ACCESS = re.compile(r"invalid (account|qos)|account/partition|association|qos .*not permitted", re.IGNORECASE)
 
-# Kept, or Python would warn that they still run when this process forgets them; they are meant to.
-_CONTROLLERS: list[subprocess.Popen[bytes]] = []
+CONTROLLERS: list[subprocess.Popen[bytes]] = []
+"""Of the local runs that this process has started. Kept, or Python would warn that they still run when it forgets them;
+they are meant to."""
 
 
 class NoJobIdError(SchedulerError):
@@ -81,7 +82,7 @@ def submit_locally(
     """
     executor = _Local(folder / ".submitit", runs[0], cwd, tasks, env)
     jobs = executor.submit_each(function, runs)
-    return [job.job_id for job in jobs], ProcessId.of(_CONTROLLERS[-1].pid)
+    return [job.job_id for job in jobs], ProcessId.of(CONTROLLERS[-1].pid)
 
 
 class _PickleEach:
@@ -164,7 +165,7 @@ class _Local(_PickleEach, LocalExecutor):
                 cwd=self._first.code,  # the snapshot, so that edits cannot reach the attempts to come
                 env=scrubbed(self._env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
-        _CONTROLLERS.append(controller)
+        CONTROLLERS.append(controller)
         return LocalJob(
             folder=self.folder, job_id=str(controller.pid), process=controller, tasks=list(range(self._tasks))
         )

@@ -66,9 +66,3 @@ _COUNTS = frozenset(
 )
 _TEXTS = frozenset(("event", "executor", "host", "state", "error", "device", "precision", "process_started"))
 _LISTS = {"hosts": str, "signals": str, "exit_codes": int}
-
-
-def last_event(run_dir: RunDir, kind: str) -> dict[str, Any] | None:
-    """The newest event of a kind."""
-    events = read_events(run_dir, kind)
-    return events[-1] if events else None

@@ -15,6 +15,7 @@ from trainkit.data.base import Splits
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies.base import Strategy
+from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import Precision
 from trainkit.training.schedule import lr_at
 
@@ -29,10 +30,14 @@ class Parts:
     model: nn.Module
     """As made by the strategy: the one to call."""
     strategy: Strategy
-    optimizer: torch.optim.Optimizer
     precision: Precision
     workers: int
     """Loader processes of this rank."""
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Made when it is first asked for: who evaluates has none, nor the seconds that torch takes to import it."""
+        return build_optimizer(self.model, self.config.optim)
 
     @cached_property
     def steps_per_epoch(self) -> int:
