@@ -219,9 +219,13 @@ def _watched(
     place = Place(parts.dist.rank, hosts, node.logs)
     passes = parts.grad_accum_steps + 2  # of `Updater`
     with watchdog(node, place, hang_seconds=parts.config.launch.hang_seconds, beats_per_step=passes) as own:
+        made = 0
 
         def both() -> None:
-            beat()
+            nonlocal made
+            made += 1
+            if made >= passes:  # until its first update is made, which may compile the model, it still starts
+                beat()
             own()
 
         yield both

@@ -6,13 +6,17 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.rank_functions import _CONTEXT, rank_env
+from trainkit.data.loader import Batches
 from trainkit.distributed import watchdog as module
 from trainkit.distributed.process_group import distributed
 from trainkit.distributed.watchdog import Place, Stand, verdict, watchdog
@@ -131,9 +135,81 @@ def test_short_updates_have_all_of_hang_seconds(clock: list[float]) -> None:
     assert pulse.patience() == 60
 
 
+@pytest.mark.parametrize("beats", [0, 1, 2])  # its data are there, and the model may be compiled
 @pytest.mark.parametrize(("hang_seconds", "patience"), [(60, 600), (900, 900)])
-def test_the_first_update_has_ten_minutes(hang_seconds: float, patience: float) -> None:
-    assert module._Pulse(hang_seconds, 3).patience() == patience
+def test_the_first_update_has_ten_minutes(hang_seconds: float, patience: float, beats: int) -> None:
+    pulse = module._Pulse(hang_seconds, 3)
+    for _ in range(beats):
+        pulse.beat()
+    assert pulse.patience() == patience
+
+
+def test_ranks_that_were_all_stopped_for_longer_than_a_hang_and_go_on_do_not_hang(tmp_path: Path) -> None:
+    """As SLURM does with jobs that it suspends."""
+    run, port = RunDir.create(tmp_path / "run", "seed: 0\n"), free_port()
+    attempt = Attempt.begin(run)
+    (attempt.logs / "begun").mkdir()
+    ranks = [_CONTEXT.Process(target=_keep_on, args=(rank_env(rank, 2, port), run)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while len(list((attempt.logs / "begun").iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for number, pause in ((signal.SIGSTOP, 8.0), (signal.SIGCONT, 0.0)):
+            for process in ranks:
+                os.kill(process.pid, number)
+            time.sleep(pause)
+        for process in ranks:
+            process.join(30)
+        assert [process.exitcode for process in ranks] == [0, 0]
+        assert not life_of(run).failures
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _keep_on(env: RankEnv, run: RunDir) -> None:
+    attempt = Attempt(run, 0)
+    module.LATE_SECONDS = 1.0
+    place = Place(env.rank, HOSTS, attempt.logs)
+    with (
+        distributed(env, use_gpu=False) as dist,
+        watchdog(attempt, place, hang_seconds=3, beats_per_step=1) as beat,
+    ):
+        for index in range(40):
+            beat()
+            dist.barrier()
+            time.sleep(0.1)
+            if index == 10:
+                (attempt.logs / "begun" / str(env.rank)).touch()
+
+
+def test_a_rank_that_waits_for_its_data_loader_is_at_work_and_says_so() -> None:
+    batches: Batches[bool] = Batches(_Stuck())
+    frames: list[Stand] = []
+
+    def look() -> None:
+        frames.append(Stand.of(1, sys._current_frames()[threading.main_thread().ident or 0]))
+        _Stuck.go_on.set()
+
+    _Stuck.go_on.clear()
+    threading.Timer(0.2, look).start()
+    next(batches)
+    (stand,) = frames
+    assert not stand.waits
+    assert "in __next__, for its data loader" in stand.where
+
+
+class _Stuck:
+    """An iterator as torch's: it waits in Python's own library."""
+
+    go_on = threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(partial(self.go_on.wait, 30), False)
 
 
 AT_WORK, WAITS = Stand(7, False, "model.py:3 in forward"), Stand(7, True, "loop.py:9 in train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import signal
 import threading
 import warnings
@@ -102,6 +103,7 @@ def init_worker(worker: int) -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    faulthandler.register(signal.SIGUSR1)  # a rank that hangs asks for this
 
 
 @contextmanager

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
 import os
+import signal
 import statistics
 import sys
+import sysconfig
 import threading
 import time
 from collections import deque
@@ -35,6 +38,10 @@ FACTOR = 5
 _STEPS = 64
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parent) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_LOADER = str(Path(__file__).parents[1] / "data" / "workers.py")
+LATE_SECONDS = 5.0
+"""A thread that is waked so much later than it asked for belongs to a process that was stopped, or starved."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,20 @@ class Stand:
     def of(cls, beats: int, frame: FrameType | None) -> Stand:
         """Of the main thread's innermost frame."""
         inside = []
-        while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        while frame is not None and _is_library(frame.f_code.co_filename):
             inside.append(frame.f_code.co_filename)
             frame = frame.f_back
         waits = any(name.startswith((_TORCH + "distributed", _TORCH + "autograd", _OURS)) for name in inside)
         if frame is None:
             return cls(beats, waits, "")
-        return cls(beats, waits, f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        return cls(beats, waits, where + ", for its data loader" * (frame.f_code.co_filename == _LOADER))
+
+
+def _is_library(file: str) -> bool:
+    """Code that waits for others in the name of whoever has called it: torch's, Python's own, and this package's."""
+    own = file.startswith(_PYTHON) and "-packages" + os.sep not in file
+    return own or file.startswith((_TORCH, _OURS, "<frozen "))
 
 
 @dataclass(frozen=True)
@@ -88,12 +102,16 @@ def watchdog(
 
     def look() -> None:
         pause = min(1.0, hang_seconds / 10)
-        armed = 0.0
+        armed, before = 0.0, time.monotonic()
         while not over.wait(pause):
-            if time.monotonic() - armed > 10 * pause:
-                # For a main thread that holds Python's lock, so that this one cannot look: a timer in C.
-                armed = time.monotonic()
-                faulthandler.dump_traceback_later(pulse.patience() + 2 * GATHER_SECONDS, exit=True)
+            now = time.monotonic()
+            pulse.excuse(now - before - pause)
+            before = now
+            if now - armed > 10 * pause:
+                # For a main thread that holds Python's lock, so that this one cannot look: a timer in C. It cannot be
+                # excused: so it has more patience, for jobs that SLURM suspends and lets go on.
+                armed = now
+                faulthandler.dump_traceback_later(2 * (pulse.patience() + GATHER_SECONDS), exit=True)
             if pulse.is_over():
                 stand = Stand.of(pulse.beats, sys._current_frames().get(main))
                 if _ends(attempt, place, stand, pulse, over):
@@ -125,11 +143,16 @@ class _Pulse:
 
     def patience(self) -> float:
         """Seconds without a beat after which the rank hangs."""
-        if not self.beats:
+        if self.beats < self._per_step:  # the first update may compile the model
             return max(self._hang, STARTING_SECONDS)
         starts = list(self._times)[:: self._per_step]
         steps = [after - before for before, after in pairwise(starts)]
         return max(self._hang, FACTOR * statistics.median(steps) if steps else 0.0)
+
+    def excuse(self, seconds: float) -> None:
+        """Not count what the process has not had: SLURM suspends jobs by SIGSTOP, and a machine may be overloaded."""
+        if seconds > LATE_SECONDS:
+            self._last += seconds
 
     def is_over(self) -> bool:
         return time.monotonic() - self._last > self.patience()
@@ -159,6 +182,10 @@ def _ends(attempt: Attempt, place: Place, stand: Stand, pulse: _Pulse, over: thr
             attempt.failed(hang(pulse.patience(), words), rank=rank, host="" if rank is None else place.hosts[rank])
     else:
         time.sleep(1)  # or the end of this one would end the first before it has written it down
+    for worker in multiprocessing.active_children():  # of the data loader: their stacks too
+        with suppress(OSError):
+            os.kill(worker.pid or 0, signal.SIGUSR1)
+    time.sleep(0.2)
     return True
 
 

@@ -23,6 +23,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 OWN_WATCHDOG_SECONDS = 15.0
 """Ranks that hang name the one that is behind themselves, if they can; only when so long has passed they cannot."""
 _LOOK_SECONDS = 1.0
+_LATE_SECONDS = 10.0
+"""Who has not looked for so long was stopped itself, so that it knows nothing of the time in between."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class _Watch:
             self.timed_out = True
             self._group.end()
         elif now - self._looked >= _LOOK_SECONDS:
+            if now - self._looked > _LATE_SECONDS:
+                self._moved = now
             self._looked = now
             self._look_for_a_hang(now)
 
