@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli, elsewhere
+from jobs.forecasting import GOING_ON, forecast_of, words
 from trainkit import terminal
 from trainkit.cluster.queue import job_states
 from trainkit.cluster.slurm_jobs import JobState
@@ -18,6 +19,7 @@ from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records import index, space
 from trainkit.records.events import read_events
+from trainkit.records.forecast import Forecast
 from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
 from trainkit.records.standing import Standing, standing_of
@@ -42,14 +44,12 @@ class Shown:
     life: Life = Life()  # noqa: RUF009  frozen
     standing: Standing = Standing()  # noqa: RUF009
     problems: tuple[str, ...] = ()
+    forecast: Forecast | None = None
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the training's end, from now, if it goes on as it does; None while it does not run."""
-        if self.state.state != "RUNNING":
-            return None
-        left = self.standing.seconds_to(self.life.started.get("total_steps"))
-        return None if left is None else max(left - (time.time() - self.standing.last.get("time", time.time())), 0.0)
+        """Until the training's end, from now, further attempts included; None where that is not known."""
+        return self.forecast.seconds if self.forecast is not None else None
 
     @property
     def notes(self) -> list[str]:
@@ -130,15 +130,16 @@ def look(runs: Sequence[RunDir], root: Path, states: Mapping[Path, JobState] | N
             state = JobState("UNKNOWN", reason=problems.get(run.path, ""))
             shown.append(Shown(run, name, state))
             continue
-        life, found, standing = lives[run.path], [], Standing()
+        life, found, standing, expected = lives[run.path], [], Standing(), None
         try:
-            running = states[run.path].state == "RUNNING"
-            standing = standing_of(run, pace_since=life.started.get("time", 0.0) if running else None)
+            goes_on = states[run.path].state in GOING_ON
+            standing = standing_of(run, pace_since=life.started.get("time", 0.0) if goes_on else None)
+            expected = forecast_of(run, states[run.path], life, standing)
         except TrainkitError as error:
             found.append(_words(error))
         if not os.path.isfile(run.config):
             found.append("config.yaml is no file")
-        shown.append(Shown(run, name, states[run.path], life, standing, tuple(found)))
+        shown.append(Shown(run, name, states[run.path], life, standing, tuple(found), expected))
     return shown
 
 
@@ -226,10 +227,9 @@ def _print_detail(item: Shown) -> None:
         print(f"nodes   {terminal.one_line(item.state.nodes)}")
     if cause := _cause(item):
         print(f"cause   {terminal.one_line(cause.what, 5000)}\nfix     {terminal.one_line(cause.advice, 5000)}")
-    left = item.seconds_left
-    if left is not None:
-        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
-        print(f"ends    about {end}, if it goes on as it does and never waits in the queue")
+    if item.forecast is not None:
+        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + item.forecast.seconds))
+        print(f"ends    about {end}, {words(item.forecast)}")
     try:
         events = read_events(item.run)
     except TrainkitError:  # which its row has said

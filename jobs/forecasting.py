@@ -1,0 +1,49 @@
+"""When a run will have ended, over all the attempts that it takes."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from trainkit.cluster.slurm_jobs import JobState
+from trainkit.errors import TrainkitError
+from trainkit.launch.plan import Plan
+from trainkit.records.events import read_events
+from trainkit.records.forecast import KINDS, Forecast, forecast
+from trainkit.records.history import Life
+from trainkit.records.rundir import RunDir
+from trainkit.records.standing import Standing
+
+GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
+
+
+def forecast_of(run: RunDir, state: JobState, life: Life, standing: Standing) -> Forecast | None:
+    """If it goes on as it does, and waits between attempts as it has; None where too little is known."""
+    left = standing.seconds_to(life.started.get("total_steps"))
+    if left is None or life.finished or state.state not in GOING_ON:
+        return None
+    now, runs = time.time(), state.state == "RUNNING"
+    if runs:
+        left = max(left - (now - standing.last.get("time", now)), 0.0)
+    limit = _attempt_seconds(run, life)
+    return forecast(read_events(run, KINDS), left, now=now, attempt_seconds=limit, runs=runs)
+
+
+def words(found: Forecast) -> str:
+    """How it comes to that, for people."""
+    if not found.restarts:
+        return "if it goes on as it does"
+    many = f"{found.restarts} further start{'s' * (found.restarts > 1)}"
+    if found.restart_seconds is None:
+        return f"with {many}, and without waiting in the queue for them"
+    return f"with {many}, if each takes {found.restart_seconds:.0f} s as before, the wait in the queue included"
+
+
+def _attempt_seconds(run: RunDir, life: Life) -> float:
+    if life.submission is None or life.submission.executor == "launch":
+        return math.inf
+    try:
+        plan = Plan.from_json(run.plan.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TrainkitError):  # of a template
+        return math.inf
+    return max(float(plan.time_limit_seconds - plan.lead_seconds), 1.0)

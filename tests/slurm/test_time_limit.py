@@ -1,0 +1,144 @@
+"""A training that is longer than its job's time limit, carried through by as many jobs as it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
+
+STEPS = 57
+SECONDS = 3.0
+"""Of a step: all of them together take longer than three of the attempts, which have a minute each at most."""
+SETTINGS = (
+    *("train.epochs=3", "train.precision=fp32", "monitor.loggers=[jsonl]", "monitor.log_every=1"),
+    *("model.name=paced_model:build", "--nodes", "1", "--gpus-per-node", "0", "--again"),
+)
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A run, its first job, and what `status --json` said of it once its third attempt had come some way."""
+
+    run: Path
+    job_id: str
+    status: dict[str, Any]
+    asked: float
+
+
+@pytest.fixture(scope="module")
+def limited(devcluster: Cluster) -> dict[str, Limited]:
+    """Two of the same training, by requeue and by a chain of jobs, side by side and finished."""
+    shutil.copy(Path(__file__).with_name("paced_model.py"), devcluster.home)
+    jobs: dict[str, str] = {}
+    for name, how in (("requeued", "true"), ("chained", "chain")):
+        more = ("--run-dir", f"runs/{name}", "--time", "2", "launch.signal_seconds=60", f"launch.requeue={how}")
+        said = devcluster.job("submit", "ddp", *SETTINGS, *more).stdout
+        (devcluster.home / "runs" / name / "pace").write_text(str(SECONDS))
+        match = re.search(r"Submitted job (\d+)", said)
+        assert match, said
+        jobs[name] = match[1]
+    found: dict[str, Limited] = {}
+    for name, job_id in jobs.items():
+        run = devcluster.home / "runs" / name
+
+        def is_on_its_third(run: Path = run) -> bool:
+            steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+            begun = devcluster.events(run, "started")
+            return len(begun) >= 3 and steps[-1] >= begun[2]["step"] + 3
+
+        devcluster.wait_for(f"the third attempt of {name}", is_on_its_third, timeout=400)
+        (status,) = json.loads(devcluster.job("status", name, "--json").stdout)
+        found[name] = Limited(run, job_id, status, time.time())
+    for name, one in found.items():
+
+        def has_ended(run: Path = one.run) -> bool:
+            return bool(devcluster.events(run, "ended"))
+
+        devcluster.wait_for(f"the end of {name}", has_ended, timeout=600)
+    return found
+
+
+BOTH = pytest.mark.parametrize("name", ["requeued", "chained"])
+
+
+@BOTH
+def test_it_takes_four_attempts_or_more_and_none_does_a_step_again(
+    devcluster: Cluster, limited: dict[str, Limited], name: str
+) -> None:
+    run = limited[name].run
+    assert devcluster.events(run, "ended")[-1]["state"] == "COMPLETED", devcluster.logs()
+    begun = [event["step"] for event in devcluster.events(run, "started")]
+    assert len(begun) >= 4
+    assert begun == sorted(set(begun)), "each has come further than the one before"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["split"] == "train"] == list(range(1, STEPS + 1))
+
+
+def test_both_end_with_the_same_weights(devcluster: Cluster, limited: dict[str, Limited]) -> None:
+    requeued, chained = (devcluster.final_weights(limited[name].run) for name in ("requeued", "chained"))
+    assert requeued == chained
+
+
+def test_a_chain_has_a_job_for_each_attempt_and_a_requeued_run_has_one(
+    devcluster: Cluster, limited: dict[str, Limited]
+) -> None:
+    jobs = {
+        name: {event["job_id"] for event in devcluster.events(one.run, "submitted")} for name, one in limited.items()
+    }
+    assert jobs["requeued"] == {limited["requeued"].job_id}
+    assert len(jobs["chained"]) == len(devcluster.events(limited["chained"].run, "started"))
+
+
+@BOTH
+def test_status_shows_one_run_with_its_attempts_and_an_estimate_that_counts_the_starts_to_come(
+    devcluster: Cluster, limited: dict[str, Limited], name: str
+) -> None:
+    one = limited[name]
+    assert (one.status["state"], one.status["attempts"], one.status["total_steps"]) == ("RUNNING", 3, STEPS)
+    took = devcluster.events(one.run, "ended")[-1]["time"] - one.asked
+    training = (STEPS - one.status["step"]) * SECONDS
+    estimate = one.status["estimated_end"] - one.asked
+    # On a busy machine, where a start takes as long as an attempt, no two starts are alike.
+    assert took / 2 < estimate < took * 2, (estimate, took, training)
+    listed = devcluster.job("status").stdout.splitlines()
+    assert len([line for line in listed if line.startswith(name)]) == 1
+
+
+@BOTH
+def test_the_report_counts_the_attempts(devcluster: Cluster, limited: dict[str, Limited], name: str) -> None:
+    attempts = len(devcluster.events(limited[name].run, "started"))
+    devcluster.job("report", name, "--out", f"report-{name}")
+    book = (devcluster.home / f"report-{name}" / "logbook.md").read_text()
+    assert f"{attempts} ({attempts - 1} requeued)" in book
+
+
+def test_a_chain_that_is_cancelled_between_its_jobs_ends(devcluster: Cluster, limited: dict[str, Limited]) -> None:
+    more = ("--run-dir", "runs/broken", "--time", "20", "launch.requeue=chain")
+    devcluster.job("submit", "ddp", *SETTINGS, *more)
+    run = devcluster.home / "runs" / "broken"
+    (run / "pace").write_text(str(SECONDS))
+    devcluster.wait_for("its start", lambda: bool(devcluster.events(run, "started")), timeout=200)
+    first = devcluster.events(run, "submitted")[0]["job_id"]
+    devcluster.run("scancel", "--signal=USR2", first)
+    devcluster.wait_for("the next link", lambda: len(devcluster.events(run, "submitted")) == 2, timeout=90)
+    devcluster.job("cancel", "broken")
+    second = devcluster.events(run, "submitted")[-1]["job_id"]
+    assert devcluster.wait(second) == "CANCELLED"
+    why = devcluster.job("why", "broken").stdout
+    assert "CANCELLED" in why
+    (run / "pace").unlink()
+    devcluster.job("resume", "broken")
+    third = devcluster.events(run, "submitted")[-1]["job_id"]
+    assert third not in (first, second)
+    assert devcluster.wait(third, timeout=200) == "COMPLETED", devcluster.logs()
