@@ -22,6 +22,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.ranks.rendezvous import check_head
 from trainkit.ranks.secret import Secret
 from trainkit.records.ownership import require_own_code
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir, next_path, runs_root
 
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
@@ -118,7 +119,8 @@ def _in_container(run: RunDir, node: Node, env: Mapping[str, str]) -> NoReturn:
     """Become the container's command: its signals, its output and its exit code are this command's."""
     words = _container_command(run.path, node, env)
     print(f"Node {node.node_rank}: {shlex.join(words)}", flush=True)
-    inside = scrubbed(env) | {"TRAINKIT_SECRET": node.secret}
+    me = ProcessId.of(os.getpid())  # and it stays what is here
+    inside = scrubbed(env) | {"TRAINKIT_SECRET": node.secret, containers.CLIENT: me.word()}
     try:
         os.execvpe(words[0], words, inside)
     except OSError as error:

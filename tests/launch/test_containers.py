@@ -182,7 +182,7 @@ def test_docker_is_given_names_of_variables_and_never_their_values() -> None:
     )
     line = " ".join(words)
     assert "docker run --rm --gpus all --net=host --ipc=host --pid=host " in line
-    for variable in ("WANDB_API_KEY", "NCCL_DEBUG", "TRAINKIT_SECRET"):
+    for variable in ("WANDB_API_KEY", "NCCL_DEBUG", "TRAINKIT_SECRET", "TRAINKIT_CLIENT"):
         assert f"--env {variable} " in line
     assert "k-123" not in line
     assert "HF_HOME" not in line

@@ -20,6 +20,9 @@ from trainkit.launch.environment import leaked
 
 Runtime = Literal["pyxis", "apptainer", "docker"]
 
+CLIENT = "TRAINKIT_CLIENT"
+"""Variable that names docker's client to the ranks' supervisor inside. Were it killed, docker would let them go on."""
+
 # What enroot's hook for PyTorch images sets by itself: a rank would take itself for one of torchrun's.
 _NOT_OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # A new container of docker's knows nothing of the environment around it. What names a place on this machine stays out.
@@ -99,14 +102,17 @@ def node_command(
     """All words before Python's arguments for one node's ranks where there is no scheduler.
 
     docker: on the machine's own network (the ranks of other machines must reach it), shared memory (data loaders' and
-    NCCL's) and process ids (by which the run's record names who looks after it), as the user, so that the files are
-    theirs. Variables are given by name: their values, the run's secret among them, would stand in ``ps`` for everybody.
+    NCCL's) and process ids (by which the run's record names who looks after it, and the container sees its client), as
+    the user, so that the files are theirs. Variables are given by name: their values, the run's secret among them,
+    would stand in ``ps`` for everybody.
     """
     path = f"PYTHONPATH={code}"
     if container.runtime != "docker":
         return [*command(container, folders, cwd, gpus=gpus), *inside(), path, container.python]
     hidden = leaked(env)
-    names = sorted({"TRAINKIT_SECRET", *(name for name in env if _PASSED.fullmatch(name) and name not in hidden)})
+    names = sorted(
+        {"TRAINKIT_SECRET", CLIENT, *(name for name in env if _PASSED.fullmatch(name) and name not in hidden)}
+    )
     user = f"{os.getuid()}:{os.getgid()}"
     words = ["docker", "run", "--rm", *(["--gpus", "all"] if gpus else []), "--net=host", "--ipc=host", "--pid=host"]
     words += ["--user", user, "--workdir", str(cwd)]

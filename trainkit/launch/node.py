@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.cluster.site import local_cpus
+from trainkit.launch.containers import CLIENT
 from trainkit.launch.environment import python_path, scrubbed
 from trainkit.launch.plan import Plan
 from trainkit.launch.processes import Rank, caught_signals
@@ -51,7 +52,8 @@ class Node:
 def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     """Train this node's share to its end. Node 0 also shows what rank 0 prints.
 
-    The first INT, TERM or USR2 asks the ranks to save and end; another one ends them.
+    The first INT, TERM or USR2 asks the ranks to save and end; another one ends them. A client that is gone asks them
+    too.
     """
     me, plan = ProcessId.of(os.getpid()), node.plan
     submitted(run, "launch", str(me.pid), me)
@@ -74,8 +76,14 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     shown = _Shown(*((ranks[0].stdout, ranks[0].stderr) if node.node_rank == 0 else (None, None)))
     limits = Limits(time=math.inf, lead=0.0, hang=plan.hang_seconds, cancel=plan.lead_seconds)
     requests = Requests()
+    client = ProcessId.seen_from_here(env.get(CLIENT, ""))
+
+    def tick() -> None:
+        shown.update()
+        requests.cancel |= client is not None and not client.is_alive()
+
     with caught_signals(SIGNALS, requests.note):
-        ending = supervise(attempt, ranks, limits, requests, first_rank=node.first_rank, tick=shown.update)
+        ending = supervise(attempt, ranks, limits, requests, first_rank=node.first_rank, tick=tick)
     shown.update()
     attempt.ended(ending.state, job_id=str(me.pid), exit_codes=list(ending.codes))
     return ending

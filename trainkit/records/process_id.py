@@ -44,6 +44,17 @@ class ProcessId:
             "process_space": self.space,
         }
 
+    @classmethod
+    def seen_from_here(cls, word: str) -> ProcessId | None:
+        """That of a `word`; None if no such process is seen here, as from within a container or on another machine."""
+        number, _, started = word.partition(":")
+        seen = cls(socket.gethostname(), int(number) if number.isdigit() else 0, started, _space())
+        return seen if seen.is_alive() else None
+
+    def word(self) -> str:
+        """The process for others who share its numbers of processes, in one word."""
+        return f"{self.pid}:{self.started}"
+
     def is_here(self) -> bool:
         """Whether it counts among the processes that this one can see."""
         return self.host == socket.gethostname() and self.space in ("", _space())
