@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from jobs import cli, elsewhere
 from jobs.forecasting import GOING_ON, forecast_of, words
 from trainkit import terminal
+from trainkit.cluster import recent
 from trainkit.cluster.queue import job_states
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
@@ -55,6 +56,7 @@ class Shown:
     def notes(self) -> list[str]:
         """Whatever a person should know besides."""
         notes = [self.state.reason, *self.problems]
+        notes += [f"to start about {self.state.start.replace('T', ' ')[:16]}"] if self.state.start else []
         notes += [f"job {job.job_id or '?'} is {job.state} too" for job in self.state.also]
         if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
             last = max((item.attempt or 0 for item in self.life.failures), default=0)
@@ -82,13 +84,17 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return 0
     if args.watch:
         return _watch(runs, root)
-    shown = look(runs, root)
+    ages: list[float] = []
+    shown = look(runs, root, aged=ages.append)
+    asked = time.time() - max(ages, default=0.0)
     if args.json:
-        print(json.dumps([as_object(item) for item in shown], indent=2, allow_nan=False))
+        print(json.dumps([as_object(item, asked) for item in shown], indent=2, allow_nan=False))
         return 0
     print("\n".join(_table(shown)))
     if args.runs and len(shown) == 1:
         _print_detail(shown[0])
+    if ages:
+        print(f"SLURM said so {age(max(ages))} ago; it is asked again after {recent.KEPT_SECONDS:.0f} s.")
     if hidden:
         print(f"{hidden} older runs are not shown; --all shows them.")
     return 0
@@ -106,11 +112,15 @@ def _chosen(
     return runs[hidden:], hidden
 
 
-def look(runs: Sequence[RunDir], root: Path, states: Mapping[Path, JobState] | None = None) -> list[Shown]:
+def look(
+    runs: Sequence[RunDir], root: Path, states: Mapping[Path, JobState] | None = None,
+    aged: Callable[[float], None] | None = None,
+) -> list[Shown]:  # fmt: skip
     """All that is known of the runs, with one question to their scheduler. One that cannot be read hides no other.
 
     Args:
-        states: what the scheduler has said a moment ago.
+        states: what the scheduler has said to this process a moment ago.
+        aged: see `job_states`.
     """
     lives: dict[Path, Life] = {}
     problems: dict[Path, str] = {}
@@ -121,7 +131,7 @@ def look(runs: Sequence[RunDir], root: Path, states: Mapping[Path, JobState] | N
             problems[run.path] = _words(error)
     if states is None:
         readable = [run for run in runs if run.path in lives]
-        asked = job_states(readable, [lives[run.path] for run in readable])
+        asked = job_states(readable, [lives[run.path] for run in readable], aged=aged)
         states = {run.path: state for run, state in zip(readable, asked, strict=True)}
     shown = []
     for run in runs:
@@ -197,8 +207,12 @@ def _row(item: Shown) -> tuple[str, ...]:
     return tuple(terminal.one_line(cell) for cell in cells)
 
 
-def as_object(item: Shown) -> dict[str, Any]:
-    """What a program may rely on. Times are seconds since 1970; what is not known is null."""
+def as_object(item: Shown, asked: float) -> dict[str, Any]:
+    """What a program may rely on. Times are seconds since 1970; what is not known is null.
+
+    Args:
+        asked: when the scheduler was.
+    """
     last, left = item.standing.last, item.seconds_left
     return {
         "run": item.name,
@@ -209,6 +223,7 @@ def as_object(item: Shown) -> dict[str, Any]:
         "job_id": item.state.job_id or None,
         "living_jobs": [job.job_id for job in item.state.living() if job.job_id],
         "nodes": item.state.nodes or None,
+        "asked": round(asked, 1),
         "attempts": len(item.run.attempts()),
         "finished": item.life.finished,
         "step": last.get("step"),

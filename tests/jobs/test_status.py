@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jobs.status import ASK_SECONDS, LOOK_SECONDS, age
+from trainkit.cluster import recent
 from trainkit.config.loading import load, to_yaml
 from trainkit.records import jsonl
 from trainkit.records.events import append_event
@@ -191,6 +192,59 @@ def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, 
     append_event(run, "submitted", executor="slurm", job_id="4711")
     (fake_slurm / "squeue").write_text('#!/bin/bash\nfor i in 4710 4711; do echo "$i|RUNNING|None|0:39|n1"; done\n')
     assert "job 4710 is RUNNING too" in command("status").out
+
+
+@pytest.fixture
+def asked(fake_slurm: Path) -> Callable[[], int]:
+    """How often SLURM was asked, of which job 4711 is PENDING and 4712 forgotten, by squeue and sacct."""
+    for name, says in (("squeue", "echo '4711|PENDING|Resources|0:00||2035-11-21T22:04:10'"), ("sacct", "exit 1")):
+        (fake_slurm / name).write_text(f"#!/bin/bash\necho x >> {fake_slurm}/calls\n{says}\n")
+    return lambda: len((fake_slurm / "calls").read_text().split())
+
+
+def test_who_asks_again_within_seconds_hears_what_slurm_said_and_when(
+    command: Command, asked: Callable[[], int], tmp_path: Path
+) -> None:
+    make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
+    make(tmp_path / "runs" / "ddp-0002", executor="slurm", job_id="4712")
+    first = command("status").out.splitlines()
+    assert asked() == 2
+    again = command("status").out.splitlines()
+    assert again[:-1] == first
+    assert again[-1].startswith("SLURM said so 0 s ago")
+    (one, _) = json.loads(command("status", "--json").out)
+    assert one["asked"] < time.time()
+    assert asked() == 2
+
+
+def test_slurm_is_asked_anew_of_what_has_happened_since_and_after_a_while(
+    command: Command, asked: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
+    command("status")
+    append_event(run, "saved", attempt=0, step=7)
+    command("status")
+    assert asked() == 1
+    append_event(run, "cancelled", job_id="4711")
+    command("status")
+    assert asked() == 2
+    monkeypatch.setattr(recent, "KEPT_SECONDS", 0.0)
+    command("status")
+    assert asked() == 3
+
+
+def test_what_slurm_did_not_say_is_asked_again(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
+    squeue = (fake_slurm / "squeue").read_text()
+    (fake_slurm / "squeue").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    assert "UNKNOWN" in command("status").out
+    (fake_slurm / "squeue").write_text(squeue)
+    assert "PENDING" in command("status").out
+
+
+def test_when_a_job_is_to_start_stands_in_its_row(command: Command, asked: Callable[[], int], tmp_path: Path) -> None:
+    make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
+    assert "Resources; to start about 2035-11-21 22:04" in command("status").out
 
 
 def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from trainkit import terminal
 from trainkit.cluster.adoption import Search, adopt
+from trainkit.cluster.recent import ask_seldom, mark
 from trainkit.cluster.slurm_jobs import Answer, JobState, ask
 from trainkit.errors import UserError
 from trainkit.records.history import Life, Submission, life_of
@@ -25,22 +26,30 @@ def job_states(
     lives: Sequence[Life] | None = None,
     *,
     heard: Callable[[str], None] = lambda command: None,
+    aged: Callable[[float], None] | None = None,
 ) -> list[JobState]:
     """What each run does, with at most two calls to SLURM; two more where a submission was cut short.
 
     Args:
         lives: those of the runs, where they have been read already.
         heard: told of each call.
+        aged: what SLURM has said to this user a moment ago will do, and this is told how many seconds ago that was.
+            None: ask anew.
     """
     known = [life_of(run) for run in runs] if lives is None else list(lives)
     search = adopt([(run, life) for run, life in zip(runs, known, strict=True) if life.cut_short], heard=heard)
     known = [life_of(run) if run.path in search.adopted else life for run, life in zip(runs, known, strict=True)]
-    newest, earlier = set(), set()
+    newest: dict[str, str] = {}
+    earlier: dict[str, str] = {}
     for life in known:
-        on_slurm = [item.job_id for item in life.submissions if item.executor == "slurm"]
+        on_slurm = dict.fromkeys((item.job_id for item in life.submissions if item.executor == "slurm"), mark(life))
         earlier.update(on_slurm)
-        newest.update(on_slurm[-1:])
-    answer = ask(newest, only_if_queued=earlier - newest, heard=heard)
+        newest.update(list(on_slurm.items())[-1:])
+    others = {job: said for job, said in earlier.items() if job not in newest}
+    if aged is None:
+        answer = ask(newest, only_if_queued=others, heard=heard)
+    else:
+        answer = ask_seldom(newest, others, heard=heard, aged=aged)
     return [_state(run, life, answer, search) for run, life in zip(runs, known, strict=True)]
 
 

@@ -19,7 +19,7 @@ ENDED = frozenset(
 )
 PATIENCE_SECONDS = 30
 """For one answer."""
-_SQUEUE_FORMAT = "%i|%T|%r|%M|%N"
+_SQUEUE_FORMAT = "%i|%T|%r|%M|%N|%S"
 _ALIVE: Sequence[Alive] = ("no", "unknown", "yes")
 
 
@@ -35,6 +35,8 @@ class JobState:
     executor: str = ""
     reason: str = ""
     nodes: str = ""
+    start: str = ""
+    """When SLURM means to start a job that waits, by its clock: 2026-11-21T22:04:10. Empty while it has no idea."""
     is_gone: bool = False
     """The queue has answered and does not have it: it is over, however it ended."""
     also: tuple[JobState, ...] = ()
@@ -119,13 +121,14 @@ def _doubted(state: JobState) -> JobState:
 
 
 def read_squeue(text: str) -> dict[str, JobState]:
-    """Jobs by id from ``squeue -h -r -o "%i|%T|%r|%M|%N"``."""
+    """Jobs by id from ``squeue -h -r -o "%i|%T|%r|%M|%N|%S"``."""
     found = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
-        if len(fields) == 5:
-            job_id, state, reason, _, nodes = fields
-            found[job_id] = JobState(state, job_id, "slurm", "" if reason == "None" else reason, nodes)
+        if len(fields) in (5, 6):
+            job_id, state, reason, _, nodes, start = [*fields, ""][:6]
+            start = start if state == "PENDING" and re.fullmatch(r"[\dT:-]{16,}", start) else ""
+            found[job_id] = JobState(state, job_id, "slurm", "" if reason == "None" else reason, nodes, start)
     return found
 
 

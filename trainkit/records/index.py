@@ -11,24 +11,25 @@ from pathlib import Path
 from trainkit.records import reading
 
 
-def _file(name: str = "runs") -> Path:
+def state_file(name: str = "runs") -> Path:
+    """A file of this user's, on whatever machine shares their home."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "trainkit" / name
 
 
 def remember(path: Path) -> None:
     """Add a run folder. A home that cannot be written costs only the convenience, so it is no error."""
-    _append(_file(), str(path))
+    _append(state_file(), str(path))
 
 
 def mark(path: Path, fingerprint: str) -> None:
     """Note what a run is made of, so that another of the same is found without a look into every folder."""
-    _append(_file("fingerprints"), f"{fingerprint} {path}")
+    _append(state_file("fingerprints"), f"{fingerprint} {path}")
 
 
 def marked() -> list[tuple[str, Path]]:
     """Fingerprint and folder of every run that was marked, oldest first; the folder may be gone."""
-    pairs = (line.partition(" ") for line in _lines(_file("fingerprints")))
+    pairs = (line.partition(" ") for line in _lines(state_file("fingerprints")))
     return [(mark, Path(path)) for mark, _, path in pairs if path.startswith("/")]
 
 
@@ -47,7 +48,7 @@ def has(path: Path) -> bool:
 
 
 def _remembered() -> list[Path]:
-    return [Path(line) for line in _lines(_file()) if line.startswith("/")]
+    return [Path(line) for line in _lines(state_file()) if line.startswith("/")]
 
 
 def _append(file: Path, line: str) -> None:
