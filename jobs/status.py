@@ -24,6 +24,7 @@ from trainkit.records.forecast import Forecast
 from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
 from trainkit.records.standing import Standing, standing_of
+from trainkit.terminal import age
 
 HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age")
 DISPENSABLE = ("epoch", "age", "attempts", "job", "val", "ends in")
@@ -273,14 +274,6 @@ def _cause(item: Shown) -> Cause | None:
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def age(seconds: float) -> str:
-    """Seconds in the largest unit that fits: ``40 s``, ``12 min``, ``5 h``, ``3 d``."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{max(int(seconds), 0)} s"
 
 
 if __name__ == "__main__":

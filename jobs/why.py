@@ -9,6 +9,7 @@ from trainkit import terminal
 from trainkit.cluster.queue import job_state
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import cause_of
+from trainkit.diagnosis.running import course_of
 from trainkit.errors import UserError
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir, find_run
@@ -53,7 +54,7 @@ def _nothing(run: RunDir, state: JobState) -> str:
     if state.state == "COMPLETED":
         return "It came to its end; nothing failed."
     if state.state == "RUNNING":
-        return "It runs."
+        return str(course_of(run))
     if state.state == "UNKNOWN":
         return f"Nobody can tell what became of it: {state.reason}."
     return "Nothing that it has left speaks of a failure." + (f" {state.reason}." if state.reason else "")

@@ -91,3 +91,10 @@ def test_a_narrow_terminal_does_without_columns_and_never_cuts_a_name(monkeypatc
         "    the disk is",
         "    full",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0 s"), (59, "59 s"), (60, "1 min"), (3 * 3600 + 5, "3 h"), (90000, "1 d")]
+)
+def test_ages_are_given_in_the_largest_unit_that_fits(seconds: float, text: str) -> None:
+    assert terminal.age(seconds) == text

@@ -85,6 +85,14 @@ def table(
     return text
 
 
+def age(seconds: float) -> str:
+    """Seconds in the largest unit that fits: ``40 s``, ``12 min``, ``5 h``, ``3 d``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(int(seconds), 0)} s"
+
+
 def lines(text: str) -> str:
     """Text of several lines, of an error or a traceback, without anything that a terminal would obey."""
     return _INVISIBLE.sub("", _CONTROL.sub("", _SEQUENCE.sub("", text)).replace("\r", ""))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs.status import ASK_SECONDS, LOOK_SECONDS, age
+from jobs.status import ASK_SECONDS, LOOK_SECONDS
 from trainkit.cluster import recent
 from trainkit.config.loading import load, to_yaml
 from trainkit.records import jsonl
@@ -119,13 +119,6 @@ def test_only_the_newest_runs_are_listed_unless_asked(
     assert "ddp-0021" in done.out
     assert "ddp-0000" not in done.out
     assert "ddp-0000" in command("status", "--all").out
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(-1, "0 s"), (59, "59 s"), (60, "1 min"), (3 * 3600 + 5, "3 h"), (90000, "1 d")]
-)
-def test_ages_are_given_in_the_largest_unit_that_fits(seconds: float, text: str) -> None:
-    assert age(seconds) == text
 
 
 def running(folder: Path, steps: int = 20) -> RunDir:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.loading import load, to_yaml
+from trainkit.records import jsonl
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 
@@ -96,3 +98,20 @@ def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(
     assert any(line.startswith("Attempt 0 failed and was queued again. Rank 1 on n2 was killed") for line in lines)
     append_event(run, "handed_back", attempt=0, node_rank=0, step=1, signals=["SIGUSR2"])
     assert command("why", "ddp-0001").out.endswith("\nAttempt 0 was told to stop: it saved, and goes on.\n")
+
+
+def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    (fake_slurm / "squeue").write_text("#!/bin/bash\necho '4711|RUNNING|None|10:00|n1|2026-11-21T12:00:00'\n")
+    run.attempt_logs(0).mkdir()
+    now = time.time()
+    jsonl.append(run.events, {"time": now - 900, "event": "started", "attempt": 0, "total_steps": 380})
+    for step in (10, 20):
+        jsonl.append(run.metrics, {"time": now - 700 + step, "split": "train", "step": step, "epoch": step / 19})
+    lines = command("why", "ddp-0001").out.splitlines()
+    assert lines[0].startswith("ddp-0001: RUNNING (job 4711). It trains: step 20 of 380 (epoch 1.1), attempt 0, 1 s a")
+    assert lines[1] == "  why: metrics.jsonl  nothing for 11 min; of late 10 s passed between two records at most"
+    assert "smells  metrics.jsonl  nothing for 11 min" in command("status", "ddp-0001").out

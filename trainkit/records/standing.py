@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ class Standing:
     val: Mapping[str, Any] = field(default_factory=dict)
     seconds_per_step: float | None = None
     """Of late, validation and saving included; None where too little is known."""
+    longest_pause: float | None = None
+    """Seconds between two records of late; None where too little is known."""
 
     @property
     def step(self) -> int | None:
@@ -53,12 +56,12 @@ def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 last = _newest(content, b"\n")
                 val = last if last.get("split") == "val" else _newest(content, b'"split": "val"')
-                pace = _pace(content, pace_since) if pace_since is not None else None
+                pace, pause = _pace(content, pace_since) if pace_since is not None else (None, None)
     except FileNotFoundError:
         return Standing()
     except (OSError, ValueError) as error:
         raise reading.unreadable(run.metrics, error if isinstance(error, OSError) else OSError(str(error))) from None
-    return Standing(last, val if val.get("split") == "val" else {}, pace)
+    return Standing(last, val if val.get("split") == "val" else {}, pace, pause)
 
 
 def _newest(content: mmap.mmap, holding: bytes) -> dict[str, Any]:
@@ -79,11 +82,13 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return typed(raw) if raw is not None else None
 
 
-def _pace(content: mmap.mmap, since: float) -> float | None:
+def _pace(content: mmap.mmap, since: float) -> tuple[float | None, float | None]:
+    """Seconds per step, and the longest time between two records, of the last of them."""
     lines = content[max(len(content) - TAIL_BYTES, 0) :].split(b"\n")
     records = [record for line in lines if (record := _record(line)) is not None]
     timed = [(record["time"], record["step"]) for record in records if record.get("time", -1.0) >= since]
     if len(timed) < 2:
-        return None
+        return None, None
     (first, begun), (last, done) = timed[0], timed[-1]
-    return (last - first) / (done - begun) if done > begun and last > first else None
+    pause = max(later - earlier for (earlier, _), (later, _) in itertools.pairwise(timed))
+    return (last - first) / (done - begun) if done > begun and last > first else None, pause

@@ -1,0 +1,126 @@
+"""What a running job does, and whether something about it smells: from its own records, which cost a scheduler nothing.
+
+Whether data loading is what a training waits for, nothing records; a GPU that is idle is as near as one gets to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit import terminal
+from trainkit.diagnosis.causes import Quote
+from trainkit.records import reading
+from trainkit.records.history import Life, life_of
+from trainkit.records.rundir import RunDir
+from trainkit.records.standing import Standing, standing_of
+
+QUIET_SECONDS = 60.0
+"""Nothing less than this without a record is worth a word."""
+STARTING_SECONDS = 600.0
+"""Code and data may take so long to load before the first step."""
+SILENT_SECONDS = 180.0
+"""A node samples its hardware every few seconds; clocks differ, and shared folders show what is new a little later."""
+IDLE_PERCENT, IDLE_SAMPLES = 5.0, 6
+_TAIL_BYTES = 32768
+
+
+@dataclass(frozen=True)
+class Course:
+    """Of a running job: what it does in a sentence, and what smells."""
+
+    does: str
+    smells: tuple[Quote, ...]
+    command: str
+    """That shows more of it."""
+
+    def __str__(self) -> str:
+        if not self.smells:
+            return self.does
+        width = max(len(quote.where) for quote in self.smells)
+        shown = "\n       ".join(f"{quote.where:{width}}  {quote.text}" for quote in self.smells)
+        return f"{self.does}\n  why: {shown}\n  fix: See what its ranks do: `{self.command}`"
+
+
+def course_of(run: RunDir, now: float | None = None) -> Course:
+    """Of the newest attempt, at a time in seconds since 1970 (the present one)."""
+    now = time.time() if now is None else now
+    life, attempts = life_of(run), run.attempts()
+    began = (
+        reading.is_time(when := life.started.get("time")) and life.started.get("attempt", 0) == (attempts or [0])[-1]
+    )
+    since = float(when) if began and when is not None else None
+    standing = standing_of(run, pace_since=since)
+    command = terminal.command("logs", run.path, "--rank", "all")
+    if since is None:
+        return Course("Its ranks start, and have not met yet.", (), command)
+    last = standing.last.get("time", 0.0)
+    smells = [*_quiet(standing, last if last >= since else None, since, now), *_hardware(run, life, since, now)]
+    return Course(_does(standing, life, last if last >= since else None, since, now), tuple(smells), command)
+
+
+def _does(standing: Standing, life: Life, last: float | None, since: float, now: float) -> str:
+    attempt, total = life.started.get("attempt", 0), life.started.get("total_steps")
+    if last is None:
+        return f"Attempt {attempt} began {terminal.age(now - since)} ago; no step of it is recorded yet."
+    of = f" of {total}" if reading.is_whole(total) else ""
+    epoch = f" (epoch {standing.last['epoch']:.1f})" if "epoch" in standing.last else ""
+    step = "?" if standing.step is None else standing.step
+    words = f"It trains: step {step}{of}{epoch}, attempt {attempt}"
+    if standing.seconds_per_step is not None:
+        words += f", {standing.seconds_per_step:.3g} s a step"
+    words += f", the last record {terminal.age(now - last)} ago."
+    left = standing.seconds_to(total)
+    if left is None:
+        return words
+    end = time.localtime(now + max(left - (now - last), 0.0))
+    return f"{words} It ends about {time.strftime('%Y-%m-%d %H:%M', end)}, if it goes on like this."
+
+
+def _quiet(standing: Standing, last: float | None, since: float, now: float) -> Iterator[Quote]:
+    if last is None:
+        if now - since > STARTING_SECONDS:
+            yield Quote("metrics.jsonl", f"no step in the {terminal.age(now - since)} since the attempt began")
+        return
+    pause, silence = standing.longest_pause, now - last
+    if silence > (STARTING_SECONDS if pause is None else max(5 * pause, QUIET_SECONDS)):
+        before = "" if pause is None else f"; of late {pause:.3g} s passed between two records at most"
+        yield Quote("metrics.jsonl", f"nothing for {terminal.age(silence)}{before}")
+
+
+def _hardware(run: RunDir, life: Life, since: float, now: float) -> Iterator[Quote]:
+    """Nodes that say nothing any more, and GPUs that do nothing, of those that do."""
+    for host in life.started.get("hosts") or ():
+        file = run.hardware(terminal.one_line(host).replace("/", "_"))
+        samples = [item for item in _samples(run, file.name) if item["time"] >= since]
+        if not samples:
+            continue  # it is not sampled, or has just begun
+        age = now - samples[-1]["time"]
+        if age > SILENT_SECONDS:
+            yield Quote(file.name, f"nothing from {host} for {terminal.age(age)}: the node or its file system hangs")
+            continue
+        seen: dict[int, list[float]] = {}
+        for sample in samples[-IDLE_SAMPLES:]:
+            for gpu in sample.get("gpus") or ():
+                if isinstance(gpu, dict) and reading.is_whole(gpu.get("index")):
+                    seen.setdefault(gpu["index"], []).append(gpu.get("util_percent", 100.0))
+        idle = [
+            str(index)
+            for index, used in sorted(seen.items())
+            if len(used) == IDLE_SAMPLES and all(reading.is_number(item) and item < IDLE_PERCENT for item in used)
+        ]
+        if idle:
+            seconds = samples[-1]["time"] - samples[-IDLE_SAMPLES]["time"]
+            which = f"GPU{'s' * (len(idle) > 1)} {', '.join(idle)} of {host}"
+            yield Quote(file.name, f"{which} idle for {terminal.age(seconds)}: the ranks wait, for data or for others")
+
+
+def _samples(run: RunDir, name: str) -> list[dict[str, Any]]:
+    try:
+        text = reading.read_text(run.path / name, _TAIL_BYTES)
+    except OSError:
+        return []
+    found = [reading.parse_object(line) for line in text.splitlines()]
+    return [item for item in found if item is not None and reading.is_time(item.get("time"))]
