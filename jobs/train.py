@@ -31,6 +31,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--run-dir", type=cli.new_folder, help="run folder to make, or to go on with if it is there")
+    parser.add_argument("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
@@ -39,6 +40,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         given = Path(args.run).expanduser()
         require_own_code(given, loaded, allow_code=args.allow_code)
         check(loaded)
+        if args.show_lr:
+            print("\n".join(_rates(loaded.config)))
+            return 0
         attempt = Attempt.named_in(env)
         path = given if (given / "config.yaml").is_file() else args.run_dir
         if path is None:
@@ -59,6 +63,33 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
             print("\n".join(summary_lines(done)), flush=True)
     return 0
+
+
+def _rates(config: Config) -> list[str]:
+    """The learning rate at the start of each epoch, where it is highest, and of the last update."""
+    from trainkit.data import build_data
+    from trainkit.data.order import steps_per_epoch
+    from trainkit.training.schedule import lr_at
+
+    if strategy_traits(config.strategy.name).loop == "collaborative":
+        raise UserError(
+            "A collaborative run has no fixed number of updates.",
+            why="Time decides how many a round has, and its rate goes by rounds.",
+            fix="Look at the rate of single, ddp or fsdp.",
+        )
+    per_epoch = steps_per_epoch(len(build_data(config.data).train), config.train.global_batch_size)
+    total = config.train.max_steps or config.train.epochs * per_epoch
+    rates = [
+        lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
+        for step in range(total)
+    ]
+    highest = max(range(total), key=rates.__getitem__)
+    shown = sorted({*range(0, total, per_epoch), highest, total - 1})
+    width = 40 / rates[highest]
+    rows = [
+        (f"{step / per_epoch:.2f}", str(step), f"{rates[step]:.3e}", "#" * round(rates[step] * width)) for step in shown
+    ]
+    return terminal.table(("epoch", "update", "lr", ""), rows)
 
 
 def run_rank(run: str) -> str:

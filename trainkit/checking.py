@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trainkit import plugins
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
 from trainkit.config.traits import strategy_traits
 from trainkit.data import check_data
+from trainkit.errors import UserError
 from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.records.secrets import refuse_settings
 
@@ -21,12 +24,24 @@ def check(loaded: Loaded) -> None:
         _check_own_code(config)
         check_data(config.data)
         check_model(config.model)
+        _check_weights(config)
         strategy = config.strategy
         plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
         strategy_traits(strategy.name)
         for logger in config.monitor.loggers:
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
     refuse_settings(loaded)  # last: its detectors take longer than all the rest
+
+
+def _check_weights(config: Config) -> None:
+    file = config.model.checkpoint
+    if file is not None and not Path(file).expanduser().is_file():
+        raise UserError(
+            f"There is no file {file}.",
+            why="Training is to start from the weights in it.",
+            fix="Give a .safetensors or .pth file, such as runs/RUN/checkpoints/best/model.safetensors.",
+            key="model.checkpoint",
+        )
 
 
 def _check_own_code(config: Config) -> None:

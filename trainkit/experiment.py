@@ -16,6 +16,7 @@ from torch import nn
 from trainkit import lifetime
 from trainkit.checkpoint import files
 from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.starting import start_from
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -27,6 +28,7 @@ from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.distributed.watchdog import Place, watchdog
 from trainkit.errors import TrainkitError, UserError
 from trainkit.models import build_model, expected_input
+from trainkit.models.freezing import freeze
 from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
@@ -102,6 +104,7 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     precision = Precision(choose_precision(config.train.precision, dist.device), dist)
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
+    freeze(plain, config.model.freeze)
     model = strategy.parallelize(plain.to(dist.device))
     return Parts(
         config=config,
@@ -125,8 +128,11 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
     restored = checkpoints.restore(parts.model, parts.optimizer, accept=lambda found: Progress.of(found.state))
     lifetime.settled()
     progress = Progress.of(restored.state) if restored else Progress()
+    anew: tuple[str, ...] = ()
     if restored:
         parts.precision.load_state_dict(restored.state["precision"])
+    elif config.model.checkpoint is not None:
+        anew = start_from(Path(config.model.checkpoint).expanduser(), parts.model, dist)
     hosts = dist.gather_json(socket.gethostname())
     resized = parts.differs_from(restored.state) if restored else ""
     if dist.is_main:
@@ -141,6 +147,7 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
             device=device_name(dist.device),
             precision=parts.precision.name,
             params=parts.num_parameters,
+            **({"trained_anew": anew} if anew else {}),
             **({"input": asdict(parts.splits.expected)} if parts.splits.expected else {}),
             **({"resized": resized} if resized else {}),
         )

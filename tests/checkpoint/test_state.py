@@ -14,9 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from tests.rank_functions import run_ranks
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.checkpoint.state import gather_state_dict
+from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
+from trainkit.training.optim import build_optimizer
 
 
 class Odd(nn.Module):
@@ -135,3 +137,29 @@ def test_what_compiling_and_wrapping_put_into_names_is_left_out() -> None:
     inner._orig_mod = model  # as torch.compile wraps a module
     weights, _ = gather_state_dict(inner, None, Distributed(RankEnv.single(), torch.device("cpu")))
     assert set(weights) == {"0.weight", "0.bias"}
+
+
+def test_what_an_optimizer_counts_for_a_whole_group_is_kept(tmp_path: Path) -> None:
+    config = OptimConfig(name="lamb", lr=0.1)
+
+    def trained(updates: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        for _ in range(updates):
+            torch.manual_seed(updates)
+            model(torch.randn(4, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        checkpoints = Checkpoints(tmp_path, keep=3, dist=dist)
+        torch.manual_seed(1)
+        model: nn.Module = Odd()
+        optimizer = build_optimizer(model, config)
+        checkpoints.save(trained(3, model, optimizer), optimizer, step=3, state={}, best_step=None)
+        other: nn.Module = Odd()
+        resumed = build_optimizer(other, config)
+        checkpoints.restore(other, resumed)
+        assert [group["step"] for group in resumed.param_groups] == [3, 3]
+        trained(2, model, optimizer)
+        trained(2, other, resumed)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())

@@ -405,7 +405,7 @@ def test_a_mistake_is_answered_with_what_is_right(override: str, what: str, fix:
         ("launch.gpus_per_node=few", "a whole number of at least 0, or auto."),
         ("optim.betas=[0.9]", "2 numbers of at least 0 and below 1, as in [0.9, 0.99]."),
         ("optim.betas=[0.9, 2]", "2 numbers of at least 0 and below 1, as in [0.9, 0.99]."),
-        ("optim.name=x", "adamw or sgd."),
+        ("optim.name=x", "adamw, sgd, lamb or muon."),
         ("optim.nesterov=maybe", "true or false."),
         ("monitor.loggers=3", "a list of texts: [a, b]."),
         ("launch.sbatch=3", "a mapping, as in {name: value}."),

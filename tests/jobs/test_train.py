@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.rank_functions import run_command, run_ranks, train_run
 from trainkit.config.loading import load, to_yaml
@@ -39,6 +42,39 @@ def test_alone_it_makes_a_run_folder_and_says_how_it_went(tmp_path: Path) -> Non
     assert summary["test"]["samples"] > 200
     manifest = json.loads((tmp_path / "here/manifest.json").read_text())
     assert manifest["command"][:4] == ["python", "-m", "jobs.train", "single"]
+
+
+def test_the_rate_is_shown_epoch_by_epoch_and_nothing_is_trained(tmp_path: Path) -> None:
+    done = train("ddp", "--show-lr", "train.epochs=2", "schedule.name=constant", "optim.lr=0.5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[0] == ["epoch", "update", "lr"]
+    assert [row[1] for row in rows[1:]] == ["0", "18", "19", "37"]  # each epoch, where it is highest, and the last
+    assert [float(row[2]) for row in rows[2:]] == [0.5, 0.5, 0.5]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fine_tuning_starts_from_a_file_trains_what_is_not_frozen_and_goes_on_without_the_file(tmp_path: Path) -> None:
+    settings = ("train.max_steps=2", "optim.lr=0.1", "schedule.name=constant")
+    run_ranks(1, train_run, tmp_path / "first", "single", settings)
+    file = tmp_path / "weights.safetensors"
+    shutil.copy(tmp_path / "first/checkpoints/latest/model.safetensors", file)
+    tuned = ("train.max_steps=3", "schedule.name=constant", f"model.checkpoint={file}", 'model.freeze=["?.*", "10.*"]')
+    run_ranks(1, train_run, tmp_path / "tuned", "single", tuned, 2)
+    file.unlink()
+    run_ranks(1, train_run, tmp_path / "tuned", "single", tuned)
+    before = load_file(tmp_path / "first/checkpoints/latest/model.safetensors")
+    after = load_file(tmp_path / "tuned/checkpoints/latest/model.safetensors")
+    same = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert same == {name for name in before if len(name.partition(".")[0]) == 1 or name.startswith("10.")}
+    assert same != set(before)
+
+
+def test_weights_that_are_not_there_are_missed_before_anything_starts(tmp_path: Path) -> None:
+    done = train("single", "model.checkpoint=nowhere.pth", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "There is no file nowhere.pth" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_settings_do_not_go_on_with_a_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.rank_functions import run_ranks
 from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import distributed
+from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.strategies import ddp
 from trainkit.training.optim import build_optimizer, set_lr
@@ -88,6 +89,66 @@ def test_frozen_parameters_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     assert not_decayed(model, build_optimizer(model, ADAMW)) == {"1.bias"}
+
+
+LAMB = OptimConfig(name="lamb", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9))
+MUON = OptimConfig(name="muon", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9), momentum=0.7, nesterov=True)
+
+
+def test_the_settings_reach_lamb_which_leaves_clipping_to_others() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), LAMB)
+    assert type(optimizer).__name__ == "Lamb"
+    assert [(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.25, (0.8, 0.9), 0.5),
+        (0.25, (0.8, 0.9), 0.0),
+    ]
+    assert optimizer.defaults["max_grad_norm"] is None
+
+
+def test_lambs_step_of_a_matrix_is_as_long_as_the_matrix_times_the_rate() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = build_optimizer(model, LAMB)
+    before = model.weight.detach().clone()
+    model.weight.grad, model.bias.grad = torch.randn(8, 8), torch.randn(8)
+    optimizer.step()
+    assert (model.weight - before).norm().item() == pytest.approx(0.25 * before.norm().item(), rel=1e-4)
+
+
+def test_muons_step_of_a_matrix_has_equal_singular_values_and_biases_have_adamws() -> None:
+    model = nn.Linear(16, 16)
+    optimizer = build_optimizer(model, MUON.model_copy(update={"weight_decay": 0.0, "nesterov": False}))
+    before, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    model.weight.grad, model.bias.grad = torch.randn(16, 16), torch.full((16,), 7.0)
+    optimizer.step()
+    values = torch.linalg.svdvals((model.weight - before).detach())
+    assert values.max() / values.min() < 2
+    assert torch.allclose((model.bias - bias).abs(), torch.tensor(0.25), rtol=1e-3)
+
+
+@pytest.mark.parametrize("config", [ADAMW, SGD, LAMB, MUON], ids=lambda config: config.name)
+def test_layers_nearer_to_the_image_learn_slower(config: OptimConfig) -> None:
+    model = small_vit()
+    optimizer = build_optimizer(model, config.model_copy(update={"layer_decay": 0.5}))
+    set_lr(optimizer, 0.125)
+    rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    rates = {name: rate[id(parameter)] for name, parameter in model.named_parameters()}
+    assert rates["head.weight"] == 0.125
+    assert rates["blocks.0.attn.qkv.weight"] < rates["head.weight"]
+    assert rates["patch_embed.proj.weight"] == rates["blocks.0.attn.qkv.weight"] / 2
+    assert not_decayed(model, optimizer) >= {"cls_token", "pos_embed", "head.bias"}
+
+
+def test_layers_are_the_same_below_ddps_wrapper() -> None:
+    config = ADAMW.model_copy(update={"layer_decay": 0.5})
+    plain, wrapped = (build_optimizer(model, config) for model in (small_vit(), nn.DataParallel(small_vit(), [])))
+    assert [(g["lr_scale"], g["weight_decay"], len(g["params"])) for g in plain.param_groups] == [
+        (g["lr_scale"], g["weight_decay"], len(g["params"])) for g in wrapped.param_groups
+    ]
+
+
+def test_a_model_that_names_no_layers_is_refused() -> None:
+    with pytest.raises(UserError, match="needs to know the model's layers"):
+        build_optimizer(nn.Linear(2, 2), ADAMW.model_copy(update={"layer_decay": 0.5}))
 
 
 def test_a_model_without_biases_has_one_group() -> None:

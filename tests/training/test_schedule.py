@@ -45,7 +45,34 @@ def test_constant_stays_after_its_warm_up() -> None:
     assert set(rates[5:]) == {1.0}
 
 
-@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant"])
+def test_step_is_torchs_step_after_its_warm_up() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    expected = []
+    for _ in range(TOTAL // PER_EPOCH):
+        expected += [theirs.get_last_lr()[0]] * PER_EPOCH
+        optimizer.step()
+        theirs.step()
+    rates = lrs(name="step", warmup_epochs=1, step_epochs=3, gamma=0.5)
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10:] == pytest.approx(expected[10:])
+
+
+def test_wsd_warms_up_stays_and_falls_at_the_end() -> None:
+    rates = lrs(name="wsd", warmup_epochs=1, decay_ratio=0.4, final_lr_ratio=0.1)
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert set(rates[10:61]) == {1.0}
+    assert rates[70] == pytest.approx(0.1 + 0.9 * 0.5)  # a quarter of the way: 1 - sqrt(1/4)
+    assert 0.1 < rates[-1] < 0.13
+
+
+def test_wsd_in_a_short_run_falls_from_where_its_warm_up_ends() -> None:
+    rates = lrs(name="wsd", warmup_epochs=5, decay_ratio=1.0, total=6)
+    assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
+    assert rates[3] > rates[4] > rates[5] > 0
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant", "step", "wsd"])
 def test_no_warm_up_is_possible(name: str) -> None:
     rates = lrs(name=name, warmup_epochs=0)
     assert rates[0] == pytest.approx(1.0, rel=1e-2)

@@ -39,6 +39,11 @@ def gather_state_dict(
                 full = _full(value, dist) if isinstance(value, Tensor) else None
                 if full is not None:
                     moments[f"state.{name}.{kind}"] = full
+        for index, group in enumerate(optimizer.param_groups):  # where some count their updates
+            for kind, value in sorted(group.items()):
+                full = _full(value, dist) if isinstance(value, Tensor) else None
+                if full is not None:
+                    moments[f"group.{index}.{kind}"] = full
     return weights, moments
 
 
@@ -69,15 +74,22 @@ def scatter_optimizer_state(
     _tensors_of(model)  # a sharded model shows its parameters as the optimizer knows them from then on
     own = _parameters_of(model)
     there = _announced(moments, dist)
-    shapes = {}
+    shapes: dict[str, tuple[int, ...] | None] = {}
     for name, (_, shape) in there.items():
+        if name.startswith("group."):
+            shapes[name] = () if int(name.split(".")[1]) < len(optimizer.param_groups) else None
+            continue
         parameter, _, kind = name.removeprefix("state.").rpartition(".")
         # A count of updates and the like is a single number; everything else is one number per weight.
         fits = parameter in own and shape in ((), tuple(own[parameter].shape))
         shapes[name] = shape if fits and name == f"state.{parameter}.{kind}" else None
     dist.raise_together(_misfit(shapes, there))
     loaded: dict[nn.Parameter, dict[str, Tensor]] = {}
+    counts: dict[str, Tensor] = {}
     for name, (dtype, shape) in there.items():
+        if name.startswith("group."):
+            counts[name] = _received(moments.get(name), dtype, shape, dist).cpu()
+            continue
         parameter, _, kind = name.removeprefix("state.").rpartition(".")
         target = own[parameter]
         with torch.no_grad():
@@ -92,6 +104,9 @@ def scatter_optimizer_state(
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: loaded[parameter] for index, parameter in enumerate(order) if parameter in loaded}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for name, count in counts.items():
+        _, index, kind = name.split(".")
+        optimizer.param_groups[int(index)][kind] = count
 
 
 def plain_name(name: str) -> str:

@@ -31,6 +31,11 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 class ModelConfig(PluginSection):
     name: str = "fashion_cnn"
     """fashion_cnn, any timm or torchvision name, or package.module:function of your own."""
+    checkpoint: str | None = None
+    """A file of weights to start from (.safetensors, .pth, .pt): fine-tuning. A head for other classes starts anew."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by name: ["patch_embed.*", "blocks.[0-5].*"]; norms in them keep their
+    statistics."""
 
 
 class DataConfig(PluginSection):
@@ -65,25 +70,36 @@ class TrainConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
+    """lamb: for very large batches; muon: for matrices and filters, AdamW for the rest."""
     lr: PositiveFloat = 2.0e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.05
     """Applied to matrices and filters only, not to biases and norms."""
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Layers nearer to the image learn slower: each at so much of the next one's rate. 0.65 to 0.8 is usual for
+    fine-tuning vision transformers; 1: all alike."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """AdamW only."""
+    """All but SGD."""
     momentum: Fraction = 0.9
-    """SGD only."""
+    """SGD and Muon, for which 0.95 is usual."""
     nesterov: bool = False
-    """SGD only."""
+    """SGD and Muon."""
 
 
 class ScheduleConfig(Section):
-    name: Literal["onecycle", "cosine", "constant"] = "onecycle"
+    name: Literal["onecycle", "cosine", "constant", "step", "wsd"] = "onecycle"
+    """wsd: warm up, stay, decay at the end."""
     warmup_epochs: NonNegativeFloat = 1.0
     """Epochs from a small rate up to optim.lr, counted per update; at most half of the run."""
     final_lr_ratio: Fraction = 0.0
-    """The last learning rate as a fraction of optim.lr (cosine and onecycle)."""
+    """The last learning rate as a fraction of optim.lr (cosine, onecycle and wsd)."""
+    step_epochs: PositiveFloat = 30.0
+    """Epochs between two falls (step only)."""
+    gamma: Fraction = 0.1
+    """What is left of the rate at each fall (step only)."""
+    decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """The part of the run in which the rate falls (wsd only); at most what the warm-up leaves."""
 
 
 class StrategyConfig(PluginSection):

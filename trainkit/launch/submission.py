@@ -26,10 +26,16 @@ Function = Callable[[str], str]
 
 
 def stored_config(loaded: Loaded, cwd: Path) -> Config:
-    """The configuration as the run keeps it: the data's folder is absolute, so that it can be repeated anywhere."""
-    data = loaded.config.data
-    root = str((cwd / Path(data.root).expanduser()).absolute())
-    return loaded.config.model_copy(update={"data": data.model_copy(update={"root": root})})
+    """The configuration as the run keeps it: paths are absolute, so that it can be repeated anywhere."""
+    data, model = loaded.config.data, loaded.config.model
+    data = data.model_copy(update={"root": _absolute(data.root, cwd)})
+    if model.checkpoint is not None:
+        model = model.model_copy(update={"checkpoint": _absolute(model.checkpoint, cwd)})
+    return loaded.config.model_copy(update={"data": data, "model": model})
+
+
+def _absolute(path: str, cwd: Path) -> str:
+    return str((cwd / Path(path).expanduser()).absolute())
 
 
 def script_text(plan: Plan, folder: Path, cwd: Path, points: int = 1) -> str:

@@ -18,6 +18,9 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     arXiv 1708.07120, with the annealing of `torch.optim.lr_scheduler.OneCycleLR`; momentum is left as it is).
     cosine: linear warm-up, then half a cosine (Loshchilov and Hutter, arXiv 1608.03983).
     Both end at ``final_lr_ratio`` of lr if that is higher. constant: linear warm-up, then lr.
+    step: linear warm-up, then lr times ``gamma`` after every ``step_epochs`` from the start on.
+    wsd: linear warm-up, lr, and in the last ``decay_ratio`` of the run down to ``final_lr_ratio`` of lr by 1 - sqrt (Hu
+    et al., arXiv 2404.06395; the shape is that of Haegele et al., arXiv 2405.18392).
     """
     peak = optim.lr
     # At most half of the run, so that a preset made for many epochs can be tried for one.
@@ -35,6 +38,12 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
         return peak * (step + 1) / math.ceil(warmup)
     if schedule.name == "constant":
         return peak
+    if schedule.name == "step":
+        return peak * schedule.gamma ** math.floor(step / (schedule.step_epochs * steps_per_epoch))
+    if schedule.name == "wsd":
+        decay = min(schedule.decay_ratio * total_steps, total_steps - warmup)
+        fallen = max(step - (total_steps - decay), 0.0) / decay
+        return floor + (peak - floor) * (1 - math.sqrt(fallen))
     return _cosine(peak, floor, (step - warmup) / (total_steps - warmup))
 
 
