@@ -1,14 +1,16 @@
 """A training without torch, for jobs whose training is not the point: ranks find it as trainkit.experiment.
 
 All around it is real: the commands, the batch script, each rank's place, secret and signals, the lease and the record.
-The ranks meet where they were told to, over a plain socket. What is trained is a number, to which each update adds
-itself in a way that notices an update that is missing, done twice or out of order: `trained`.
+The ranks meet where they were told to, over a plain socket. A model of the user's is built and called once an update;
+it must not import torch either (light_model.py). What is trained is a word, in which an update that is missing, done
+twice or out of order is noticed: `trained`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +49,7 @@ sys.meta_path.insert(0, Light())
 def hook(folder: Path) -> str:
     """What PYTHONPATH must be where a job is submitted whose ranks are to train this way."""
     folder.mkdir()
+    shutil.copy(Path(__file__).with_name("light_model.py"), folder.parent)
     (folder / "sitecustomize.py").write_text(HOOK.format(file=__file__), encoding="utf-8")
     return str(folder)
 
@@ -73,7 +76,7 @@ def run(
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[str, RunDir]:
-    """As `trainkit.experiment.run`. `model.seconds` is how long an update of the first attempt takes."""
+    """As `trainkit.experiment.run`."""
     me, word = {**asdict(env), "host": socket.gethostname()}, sha256(secret.text.encode()).hexdigest()
     print(f"rank {env.rank} of {env.world_size}: {me['host']}, local rank {env.local_rank}", flush=True)
     if not env.is_main:
@@ -122,6 +125,12 @@ def _met(
                 line.close()
 
 
+def _model(config: Config) -> Callable[[], Any]:
+    module, _, name = config.model.name.partition(":")
+    build = getattr(importlib.import_module(module), name) if name else lambda info, **options: lambda: None
+    return build(None, **config.model.options)
+
+
 def _train(
     config: Config,
     env: RankEnv,
@@ -130,8 +139,7 @@ def _train(
     ranks: list[dict[str, Any]],
     beat: Callable[[], None],
 ) -> str:
-    run, steps = writer.run, config.train.max_steps or STEPS
-    seconds = float(config.model.options.get("seconds", 0)) if os.environ["TRAINKIT_ATTEMPT"] == "0" else 0.0
+    run, steps, model = writer.run, config.train.max_steps or STEPS, _model(config)
     file = run.path / STATE
     step, state = json.loads(file.read_text(encoding="utf-8")) if file.exists() else (0, "")
     (run.path / "ranks.json").write_text(json.dumps(ranks), encoding="utf-8")
@@ -140,7 +148,7 @@ def _train(
         hosts=list(dict.fromkeys(rank["host"] for rank in ranks)), device="cpu", precision="fp32", params=1,
     )  # fmt: skip
     while step < steps:
-        time.sleep(seconds)
+        model()
         step, state = step + 1, _updated(state, step + 1)
         beat()
         writer.check()

@@ -29,17 +29,17 @@ if "trainkit.distributed.health" in " ".join(sys.orig_argv):
 """
 
 
-def _on(cluster: Cluster, node: str, command: str) -> str:
+def on_node(cluster: Cluster, node: str, command: str) -> str:
     return cluster.run(str(DEVCLUSTER), "exec", node, *command.split()).stdout
 
 
 @contextlib.contextmanager
-def _mounted(cluster: Cluster, node: str, place: Path, what: str) -> Iterator[None]:
-    _on(cluster, node, f"mount {what} {place}")
+def mounted(cluster: Cluster, node: str, place: Path, what: str) -> Iterator[None]:
+    on_node(cluster, node, f"mount {what} {place}")
     try:
         yield
     finally:
-        _on(cluster, node, f"umount --lazy {place}")
+        on_node(cluster, node, f"umount --lazy {place}")
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ def checked(devcluster: Cluster) -> dict[str, Any]:
         (home / name).mkdir()
     (home / "bad" / "sitecustomize.py").write_text(FAULTS)
     with contextlib.ExitStack() as held:
-        held.enter_context(_mounted(devcluster, "n4", home / "site", f"--bind {home / 'bad'}"))
-        held.enter_context(_mounted(devcluster, "n4", home / "scratch", "-t tmpfs -o size=2m tmpfs"))
-        _on(devcluster, "n3", "tc qdisc add dev eth0 root tbf rate 20mbit burst 32k latency 400ms")
-        held.callback(_on, devcluster, "n3", "tc qdisc del dev eth0 root")
+        held.enter_context(mounted(devcluster, "n4", home / "site", f"--bind {home / 'bad'}"))
+        held.enter_context(mounted(devcluster, "n4", home / "scratch", "-t tmpfs -o size=2m tmpfs"))
+        on_node(devcluster, "n3", "tc qdisc add dev eth0 root tbf rate 20mbit burst 32k latency 400ms")
+        held.callback(on_node, devcluster, "n3", "tc qdisc del dev eth0 root")
         env = {"PYTHONPATH": str(home / "site"), "TMPDIR": str(home / "scratch")}
         command = ("check", "--nodes", "3", "--nodelist", "n2,n3,n4", *QUICK, "--json")
         done = devcluster.job("cluster", *command, check=False, env=env)
@@ -90,20 +90,6 @@ def test_a_full_disk_is_named_by_its_path(checked: dict[str, Any]) -> None:
     assert re.fullmatch(r"\S+/scratch: \d MB free", words)
 
 
-def test_a_job_goes_on_without_the_node_that_fails_its_preflight(devcluster: Cluster) -> None:
-    full = devcluster.home / "full"
-    full.mkdir()
-    arguments = ("single", "--preflight", "--cluster", "devcluster", "--exclude", "n3,n4", "--run-dir", "preflight")
-    with _mounted(devcluster, "n1", full, "-t tmpfs -o size=2m tmpfs"):
-        submitted = devcluster.job("submit", *arguments, "train.max_steps=1", env={"TMPDIR": str(full)}).stdout
-        job_id = submitted.split("Submitted job ")[1].split(":")[0]
-        assert devcluster.wait(job_id) == "COMPLETED"
-    run = devcluster.home / "preflight"
-    words = f"failed preflight: disk: {full}: 2 MB free"
-    assert [(event["node"], event["why"]) for event in devcluster.events(run, "excluded")] == [("n1", words)]
-    assert [event["hosts"] for event in devcluster.events(run, "started")] == [["n2"]]
-
-
 @pytest.fixture
 def odd_networks(devcluster: Cluster) -> Iterator[None]:
     """n1 is loopback to itself, as Debian does; n2 knows itself by a network that n1 is not in; fast0 links the two."""
@@ -113,17 +99,17 @@ def odd_networks(devcluster: Cluster) -> Iterator[None]:
         for node, address in (("n1", "127.0.1.1"), ("n2", "192.0.2.2")):
             own = devcluster.home / f"hosts-{node}"
             own.write_text(re.sub(rf"^\S+ {node}$", f"{address} {node}", hosts, flags=re.MULTILINE))
-            held.enter_context(_mounted(devcluster, node, Path("/etc/hosts"), f"--bind {own}"))
-        _on(devcluster, "n2", "ip link add mgmt0 type veth peer name mgmt1")
-        held.callback(_on, devcluster, "n2", "ip link del mgmt0")
-        _on(devcluster, "n2", "ip addr add 192.0.2.2/24 dev mgmt0")
-        _on(devcluster, "n2", "ip link set mgmt0 up")
+            held.enter_context(mounted(devcluster, node, Path("/etc/hosts"), f"--bind {own}"))
+        on_node(devcluster, "n2", "ip link add mgmt0 type veth peer name mgmt1")
+        held.callback(on_node, devcluster, "n2", "ip link del mgmt0")
+        on_node(devcluster, "n2", "ip addr add 192.0.2.2/24 dev mgmt0")
+        on_node(devcluster, "n2", "ip link set mgmt0 up")
         link = f"ip link add fast0 netns {pids[0]} type veth peer name fast0 netns {pids[1]}"
         devcluster.run(*link.split())
-        held.callback(_on, devcluster, "n1", "ip link del fast0")
+        held.callback(on_node, devcluster, "n1", "ip link del fast0")
         for number, node in enumerate(("n1", "n2"), start=1):
-            _on(devcluster, node, f"ip addr add 198.51.100.{number}/24 dev fast0")
-            _on(devcluster, node, "ip link set fast0 up")
+            on_node(devcluster, node, f"ip addr add 198.51.100.{number}/24 dev fast0")
+            on_node(devcluster, node, "ip link set fast0 up")
         yield
 
 
@@ -133,7 +119,7 @@ def _pid(cluster: Cluster, node: str) -> str:
 
 def _received(cluster: Cluster, node: str, interface: str) -> int:
     """Bytes."""
-    lines = _on(cluster, node, "cat /proc/net/dev").splitlines()
+    lines = on_node(cluster, node, "cat /proc/net/dev").splitlines()
     return next(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith(f"{interface}:"))
 
 

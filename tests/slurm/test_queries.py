@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slurm
 
-TINY = ("model.name=slow_model:build", "monitor.loggers=[jsonl]")
+TINY = ("model.name=light_model:build", "monitor.loggers=[jsonl]")
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0")
 COMMANDS = ("sbatch", "scontrol", "squeue", "sacct", "sinfo", "sacctmgr", "scancel")
 
@@ -42,10 +42,10 @@ def silent(devcluster: Cluster, light: dict[str, str]) -> dict[str, str]:
     return {**light, **first_in_path(devcluster, "silent", squeue=words, sacct=words)}
 
 
-def test_submit_status_and_cancel_ask_little(devcluster: Cluster) -> None:
+def test_submit_status_and_cancel_ask_little(devcluster: Cluster, light: dict[str, str]) -> None:
     calls = devcluster.home / "calls"
     counted = {command: f'echo "{command} $*" >> {calls}; exec $real "$@"' for command in COMMANDS}
-    env = first_in_path(devcluster, "counted", **counted)
+    env = {**light, **first_in_path(devcluster, "counted", **counted)}
     later = ("--sbatch", "begin=now+1hour")
     devcluster.job("submit", "ddp", *TINY, "--again", "--run-dir", "runs/later", *ONE_RANK, *later, env=env)
     assert len(said := calls.read_text().splitlines()) <= 4, said

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slurm
 
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0", "--time", "20")
-SLOW = (*ONE_RANK, "model.name=slow_model:build", "model.seconds=0.3", "monitor.loggers=[jsonl]")
+SLOW = (*ONE_RANK, "model.name=light_model:build", "model.seconds=0.3", "monitor.loggers=[jsonl]")
 
 FAILING = """#!/bin/bash
 # A scheduler that fails in a job: each command of it so often, and a requeue always if that is forbidden.

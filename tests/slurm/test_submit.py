@@ -22,6 +22,7 @@ TINY = ("train.epochs=2", "train.precision=fp32", "monitor.loggers=[jsonl]", "mo
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2")
 TWO_NODES = ("--nodes", "2", "--gpus-per-node", "1")  # test_train_sbatch.py interrupts four ranks
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0")
+LIGHT = ("model.name=light_model:build",)
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Submitted:
     said: str
 
 
-def submit(cluster: Cluster, name: str, *arguments: str) -> Submitted:
+def submit(cluster: Cluster, name: str, *arguments: str, env: dict[str, str] | None = None) -> Submitted:
     """`jobs.submit ddp` into the run folder ``name``."""
-    said = cluster.job("submit", "ddp", *TINY, "--run-dir", f"runs/{name}", *arguments).stdout
+    said = cluster.job("submit", "ddp", *TINY, "--run-dir", f"runs/{name}", *arguments, env=env).stdout
     match = re.search(r"Submitted job (\d+)", said)
     assert match, said
     return Submitted(match[1], cluster.home / "runs" / name, said)
@@ -86,15 +87,6 @@ def test_the_submitted_script_is_the_one_in_the_run_folder(devcluster: Cluster, 
     assert stored.strip() == (uninterrupted.run / "submit.sbatch").read_text().strip()
 
 
-def test_a_sweep_is_one_array_with_a_run_for_each_value(devcluster: Cluster) -> None:
-    sweep = submit(devcluster, "sweep", *ONE_RANK, "--again", "--sweep", "optim.lr=1e-3,2e-3")
-    assert devcluster.wait(sweep.job_id) == "COMPLETED", devcluster.logs()
-    assert devcluster.states(sweep.job_id) == ["COMPLETED"] * 2
-    for point, lr in (("0", "0.001"), ("1", "0.002")):
-        assert (sweep.run / point / "summary.json").is_file()
-        assert f"lr: {lr}" in (sweep.run / point / "config.yaml").read_text()
-
-
 def test_of_two_ranks_on_each_of_two_nodes_one_that_raises_fails_the_job_within_15_s_and_logs_shows_why(
     devcluster: Cluster,
 ) -> None:
@@ -126,9 +118,9 @@ def test_a_preempted_run_ends_with_the_weights_of_an_uninterrupted_one(
 
 
 def test_status_and_cancel_reach_a_run_on_slurm_from_any_folder(
-    devcluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+    devcluster: Cluster, light: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    job = submit(devcluster, "cancelled", *ONE_RANK, "model.seconds=3")
+    job = submit(devcluster, "cancelled", *ONE_RANK, *LIGHT, "model.seconds=3", env=light)
     wait_for_start(devcluster, job)
     elsewhere = {"PYTHONPATH": str(devcluster.home)}
     folder = shlex.quote(str(tmp_path_factory.mktemp("elsewhere")))
@@ -140,11 +132,11 @@ def test_status_and_cancel_reach_a_run_on_slurm_from_any_folder(
     assert "CANCELLED" in devcluster.job("status", "cancelled").stdout
 
 
-def test_a_run_can_be_submitted_from_inside_a_job(devcluster: Cluster) -> None:
-    words = [sys.executable, "-m", "jobs.submit", "ddp", *TINY, "--run-dir", "runs/nested", "--again", *ONE_RANK]
+def test_a_run_can_be_submitted_from_inside_a_job(devcluster: Cluster, light: dict[str, str]) -> None:
+    words = [sys.executable, "-m", "jobs.submit", "ddp", *LIGHT, "--run-dir", "runs/nested", "--again", *ONE_RANK]
     # Inside a task, which has a rank's variables, of a job with other resources than the new one's.
     outer = ["srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=3", "--mem=100", *words]
-    said = devcluster.run(*outer, timeout=120).stdout
+    said = devcluster.run(*outer, timeout=120, env=light).stdout
     match = re.search(r"Submitted job (\d+)", said)
     assert match, said
     assert devcluster.wait(match[1]) == "COMPLETED", devcluster.logs()

@@ -14,18 +14,10 @@ from trainkit.records.rundir import RunDir
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = pytest.mark.slurm
 
-TINY = ("train.max_steps=2", "monitor.loggers=[jsonl]", "data.name=synthetic", "data.train_size=64", "data.val_size=16")
+TINY = ("train.max_steps=2", "monitor.loggers=[jsonl]")
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0", "--time", "5")
-UNLUCKY = """\
-import os
-from trainkit.models.fashion_cnn import build as ours
-def build(info, *, luck: int = 0):
-    if luck > 0 and os.environ["TRAINKIT_ATTEMPT"] == "0":
-        raise RuntimeError("no luck")
-    return ours(info, width=8)
-"""
 
 
 def job_ids(sweep: Path) -> list[str]:
@@ -33,18 +25,19 @@ def job_ids(sweep: Path) -> list[str]:
     return [life.submission.job_id if life.submission is not None else "" for life in lives]
 
 
-def test_a_sweep_over_the_limit_of_arrays_trains_and_what_failed_of_it_is_queued_again(devcluster: Cluster) -> None:
+def test_a_sweep_over_the_limit_of_arrays_trains_and_what_failed_of_it_is_queued_again(
+    devcluster: Cluster, light: dict[str, str]
+) -> None:
     home, tools = devcluster.home, devcluster.home / "small"
     tools.mkdir()
-    (home / "unlucky.py").write_text(UNLUCKY)
     real = devcluster.run("bash", "-c", "command -v scontrol").stdout.strip()
     limit = '[ "$2" = config ] && exec echo "MaxArraySize = 2"'
     (tools / "scontrol").write_text(f'#!/bin/bash\n{limit}\nexec {real} "$@"\n')
     (tools / "scontrol").chmod(0o755)
-    env = {"PATH": f"{tools}:{devcluster.env['PATH']}"}
+    env = {**light, "PATH": f"{tools}:{devcluster.env['PATH']}"}
 
     points = ("--sweep", "model.luck=0..2", "--max-parallel", "2")
-    words = ("ddp", *TINY, *ONE_RANK, "model.name=unlucky:build", "--run-dir", "runs/sweep")
+    words = ("ddp", *TINY, *ONE_RANK, "model.name=light_model:build", "--run-dir", "runs/sweep")
     said = devcluster.job("submit", *words, *points, env=env).stdout
     sweep = home / "runs" / "sweep"
     array, single = re.findall(r"job +(\d+)", said)
@@ -53,6 +46,8 @@ def test_a_sweep_over_the_limit_of_arrays_trains_and_what_failed_of_it_is_queued
     assert f"Dependency=afterany:{array}" in devcluster.run("scontrol", "show", "job", single).stdout
     assert devcluster.wait(single) == "FAILED", devcluster.logs()
     assert devcluster.states(array) == ["COMPLETED", "FAILED"]
+    for index in range(3):
+        assert f"luck: {index}}}" in (sweep / str(index) / "config.yaml").read_text()
 
     again = devcluster.job("resume", "runs/sweep", env=env).stdout
     found = re.search(r"Submitted job (\d+) for 2 of 3 runs: 1, 2", again)

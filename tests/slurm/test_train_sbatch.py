@@ -93,9 +93,10 @@ def test_a_rank_that_raises_fails_the_job_under_torchrun(devcluster: Cluster) ->
     assert "RuntimeError: rank 1 fails" in (run_of(devcluster, job) / "logs" / "0" / "rank-1.err").read_text()
 
 
-def test_a_cancelled_job_does_not_come_back(devcluster: Cluster) -> None:
+def test_a_cancelled_job_does_not_come_back(devcluster: Cluster, light: dict[str, str]) -> None:
     small = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1")
-    job = devcluster.sbatch(*small, edited(devcluster, "train.sbatch"), "ddp", *TINY, "model.seconds=1")
+    slow = ("model.name=light_model:build", "model.seconds=3")
+    job = devcluster.sbatch(*small, edited(devcluster, "train.sbatch"), "ddp", *TINY, *slow, env=light)
     wait_for_start(devcluster, job)
     devcluster.run("scancel", job)
     assert devcluster.wait(job) == "CANCELLED"
