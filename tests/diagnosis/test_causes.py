@@ -19,7 +19,7 @@ from trainkit.records.rundir import RunDir
 
 RECORDED: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
 IN_THE_WILD: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("in_the_wild.yaml").read_text())
-WITHOUT_TEXT = {"exception", "said-by-the-kit", "lost-connection"}
+WITHOUT_TEXT = {"exception", "said-by-the-kit", "lost-connection", "no-words"}
 Diagnose = Callable[..., Cause | None]
 
 

@@ -159,7 +159,7 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
     tail = tail_of(stderr)
     ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
     told = failure.error in (item.error for item in life_of(run).failures if item.attempt == failure.attempt)
-    found = [_Source("end" if ended else "rank", "events.jsonl" if told and not ended else "", failure.error)]
+    found = [_Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error)]
     if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it
         tail = [(number, text if text.startswith("slurmstepd") else "") for number, text in tail]
     traceback = traceback_of(stderr) if failure.traceback else None
@@ -240,7 +240,8 @@ def _otherwise(
         return Cause("exception", what, quotes, mend, AGAIN.format_map(found), failure)
     tail = [text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err") if text.strip()]
     words = [text for text in tail if _ERROR.search(text)][-1:] or tail[-1:]
-    last = f"; its last words: {words[0].strip()}" if words and failure.error.startswith("Exited") else ""
+    mute = failure.error.lower().startswith(("exited", "exit code"))
+    last = f"; its last words: {words[0].strip()}" if words and mute else ""
     what = f"{found['who']} failed: {failure.error.rstrip('.')}{last.rstrip('.')}."
     return Cause("failed", what, quotes, "Its last words:", LOG.format_map(found), failure)
 

@@ -152,10 +152,6 @@ ENDINGS: tuple[Case, ...] = (
         "job batch", "preempted", r"^PREEMPTED|DUE TO PREEMPTION",
         "The job was preempted by one of higher priority, and was not queued again.", RESUME,
     ),
-    case(
-        "batch", "requeued", r"DUE TO JOB REQUEUE",
-        "Somebody put the job back into the queue, and it did not go on.", RESUME,
-    ),
     case("job", "cancelled", r"^CANCELLED|^REVOKED", "Somebody cancelled the job.", RESUME),
     case(
         "job", "controller-gone", r"gone without a word",

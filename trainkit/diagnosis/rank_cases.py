@@ -70,7 +70,7 @@ RANKS: tuple[Case, ...] = (
     case(
         "rank", "ranks-missing", r"ranks did not join within|did not reach rank 0 at|monitoredBarrier"
         r"|store based barrier on rank|Timed out initializing process group|\d+/\d+ (clients|workers) joined",
-        "Not all ranks met: {error}", "python -m jobs.logs {run} --attempt {attempt} --rank {lagging} --err",
+        "Not all ranks met: {error}.", "python -m jobs.logs {run} --attempt {attempt} --rank {lagging} --err",
         "The log of the one that is missing:",
     ),
     case(
@@ -111,7 +111,7 @@ RANKS: tuple[Case, ...] = (
     ),
     case(
         "rank batch", "permission", r"PermissionError|Permission denied",
-        "{who} may not read or write a file: {error}", "ls -ld {run} {runs}", "Correct its permissions, then resume:",
+        "{who} may not read or write a file: {error}.", "ls -ld {run} {runs}", "Correct its permissions, then resume:",
     ),
     case(
         "rank", "too-many-files", r"Too many open files|received 0 items of ancdata|Errno 24\b",
@@ -173,7 +173,7 @@ RANKS: tuple[Case, ...] = (
     case(
         "rank", "nonfinite",
         r"not finite|[Nn]on-?[Ff]inite|\bis nan\b|infinite or NaN|[Ll]oss is (nan|inf)|returned nan values",
-        "The training diverged: {error}", AGAIN + " optim.lr={half_the_lr} train.grad_clip_norm=1.0",
+        "The training diverged: {error}.", AGAIN + " optim.lr={half_the_lr} train.grad_clip_norm=1.0",
         "With a smaller learning rate:",
     ),
     case(
