@@ -17,6 +17,7 @@ from trainkit.cluster import recent
 from trainkit.cluster.queue import job_states
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
+from trainkit.diagnosis.running import course_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records import index, space
 from trainkit.records.events import read_events
@@ -247,6 +248,8 @@ def _print_detail(item: Shown) -> None:
         end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + item.forecast.seconds))
         print(f"ends    about {end}, {words(item.forecast)}")
     try:
+        for smell in course_of(item.run).smells if item.state.state == "RUNNING" else ():
+            print(f"smells  {smell.where}  {smell.text}")
         events = read_events(item.run)
     except TrainkitError:  # which its row has said
         return

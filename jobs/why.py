@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
+from jobs.forecasting import forecast_of, words
 from trainkit import terminal
 from trainkit.cluster.queue import job_state
 from trainkit.cluster.slurm_jobs import JobState
@@ -13,6 +15,7 @@ from trainkit.diagnosis.running import course_of
 from trainkit.errors import UserError
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir, find_run
+from trainkit.records.standing import standing_of
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -54,10 +57,19 @@ def _nothing(run: RunDir, state: JobState) -> str:
     if state.state == "COMPLETED":
         return "It came to its end; nothing failed."
     if state.state == "RUNNING":
-        return str(course_of(run))
+        return str(course_of(run, ends=_end(run, state)))
     if state.state == "UNKNOWN":
         return f"Nobody can tell what became of it: {state.reason}."
     return "Nothing that it has left speaks of a failure." + (f" {state.reason}." if state.reason else "")
+
+
+def _end(run: RunDir, state: JobState) -> str:
+    life = life_of(run)
+    found = forecast_of(run, state, life, standing_of(run, pace_since=life.started.get("time", 0.0)))
+    if found is None:
+        return ""
+    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + found.seconds))
+    return f"It ends about {end}, {words(found)}."
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -188,8 +189,9 @@ def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, 
 
 
 @pytest.fixture
-def asked(fake_slurm: Path) -> Callable[[], int]:
+def asked(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often SLURM was asked, of which job 4711 is PENDING and 4712 forgotten, by squeue and sacct."""
+    monkeypatch.setattr(recent, "KEPT_SECONDS", 600.0)  # a busy machine may be slow
     for name, says in (("squeue", "echo '4711|PENDING|Resources|0:00||2035-11-21T22:04:10'"), ("sacct", "exit 1")):
         (fake_slurm / name).write_text(f"#!/bin/bash\necho x >> {fake_slurm}/calls\n{says}\n")
     return lambda: len((fake_slurm / "calls").read_text().split())
@@ -200,13 +202,14 @@ def test_who_asks_again_within_seconds_hears_what_slurm_said_and_when(
 ) -> None:
     make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
     make(tmp_path / "runs" / "ddp-0002", executor="slurm", job_id="4712")
+    began = time.time()
     first = command("status").out.splitlines()
     assert asked() == 2
-    again = command("status").out.splitlines()
-    assert again[:-1] == first
-    assert again[-1].startswith("SLURM said so 0 s ago")
+    *again, said = command("status").out.splitlines()
+    assert [line.split()[:3] for line in again] == [line.split()[:3] for line in first]
+    assert re.match(r"SLURM said so \d+ s ago", said)
     (one, _) = json.loads(command("status", "--json").out)
-    assert one["asked"] < time.time()
+    assert began - 1 < one["asked"] < time.time() + 1
     assert asked() == 2
 
 

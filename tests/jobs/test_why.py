@@ -113,5 +113,6 @@ def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(
         jsonl.append(run.metrics, {"time": now - 700 + step, "split": "train", "step": step, "epoch": step / 19})
     lines = command("why", "ddp-0001").out.splitlines()
     assert lines[0].startswith("ddp-0001: RUNNING (job 4711). It trains: step 20 of 380 (epoch 1.1), attempt 0, 1 s a")
+    assert "ago. It ends about 20" in lines[0]
     assert lines[1] == "  why: metrics.jsonl  nothing for 11 min; of late 10 s passed between two records at most"
     assert "smells  metrics.jsonl  nothing for 11 min" in command("status", "ddp-0001").out

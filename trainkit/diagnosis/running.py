@@ -44,8 +44,12 @@ class Course:
         return f"{self.does}\n  why: {shown}\n  fix: See what its ranks do: `{self.command}`"
 
 
-def course_of(run: RunDir, now: float | None = None) -> Course:
-    """Of the newest attempt, at a time in seconds since 1970 (the present one)."""
+def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Course:
+    """Of the newest attempt, at a time in seconds since 1970 (the present one).
+
+    Args:
+        ends: a sentence on when it will have ended.
+    """
     now = time.time() if now is None else now
     life, attempts = life_of(run), run.attempts()
     began = (
@@ -58,7 +62,8 @@ def course_of(run: RunDir, now: float | None = None) -> Course:
         return Course("Its ranks start, and have not met yet.", (), command)
     last = standing.last.get("time", 0.0)
     smells = [*_quiet(standing, last if last >= since else None, since, now), *_hardware(run, life, since, now)]
-    return Course(_does(standing, life, last if last >= since else None, since, now), tuple(smells), command)
+    does = _does(standing, life, last if last >= since else None, since, now)
+    return Course(f"{does} {ends}".strip(), tuple(smells), command)
 
 
 def _does(standing: Standing, life: Life, last: float | None, since: float, now: float) -> str:
@@ -71,12 +76,7 @@ def _does(standing: Standing, life: Life, last: float | None, since: float, now:
     words = f"It trains: step {step}{of}{epoch}, attempt {attempt}"
     if standing.seconds_per_step is not None:
         words += f", {standing.seconds_per_step:.3g} s a step"
-    words += f", the last record {terminal.age(now - last)} ago."
-    left = standing.seconds_to(total)
-    if left is None:
-        return words
-    end = time.localtime(now + max(left - (now - last), 0.0))
-    return f"{words} It ends about {time.strftime('%Y-%m-%d %H:%M', end)}, if it goes on like this."
+    return f"{words}, the last record {terminal.age(now - last)} ago."
 
 
 def _quiet(standing: Standing, last: float | None, since: float, now: float) -> Iterator[Quote]:
