@@ -95,9 +95,12 @@ def test_a_queue_that_does_not_answer_loses_no_training(run: RunDir, fake_comman
     assert calls.read_text() == "requeue 7\n", "and the requeue is tried anyway"
 
 
+@pytest.mark.parametrize("is_submitted", [True, False], ids=["submitted", "template"])
 def test_a_refused_requeue_is_tried_again_then_written_down_and_never_ends_with_0(
-    run: RunDir, fake_command: FakeCommand, capsys: pytest.CaptureFixture[str]
+    run: RunDir, fake_command: FakeCommand, capsys: pytest.CaptureFixture[str], is_submitted: bool
 ) -> None:
+    if is_submitted:
+        run.plan.write_text("{}")
     fake_command("squeue", "echo RUNNING")
     calls = fake_command("scontrol", "echo 'Requeue is disabled for this partition' >&2; exit 1")
     env = begun(run)
@@ -106,7 +109,8 @@ def test_a_refused_requeue_is_tried_again_then_written_down_and_never_ends_with_
     assert len(calls.read_text().splitlines()) == 3
     assert "Requeue is disabled for this partition" in life_of(run).failures[0].error
     assert life_of(run).outcome == "FAILED"
-    assert "jobs.resume" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ("jobs.resume" in said, "TRAINKIT_CONTINUE=" in said) == (is_submitted, not is_submitted)
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING"])
@@ -406,6 +410,28 @@ def test_where_requeueing_is_forbidden_a_further_job_goes_on(
     submission = life_of(run).submission
     assert submission is not None
     assert (submission.job_id, submission.attempts_before) == ("11", 1)
+
+
+def test_where_requeueing_is_forbidden_a_template_is_queued_again_with_its_arguments_and_what_it_was_granted(
+    run: RunDir, fake_command: FakeCommand, tmp_path: Path
+) -> None:
+    template = tmp_path / "train.sbatch"
+    template.write_text("#!/bin/bash\n")
+    granted = f"thesis|gpu|(null)|1-00:00:00|2|(null)|{template} ddp optim.lr=1e-3"
+    fake_command("squeue", f"case \"$*\" in *%o*) echo '{granted}';; *) echo 'RUNNING|n9|';; esac")
+    fake_command("scontrol", "echo 'Requeue is disabled' >&2; exit 1")
+    calls = fake_command(
+        "sbatch", f'[ "$TRAINKIT_CONTINUE" = \'{run.path}\' ] && [ -z "${{SLURM_JOB_ID:-}}" ] && echo 11'
+    )
+    env = begun(run) | {"SLURM_GPUS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "8000"}
+    hand_back(env)
+    assert batch_job.end(0, env, how="requeue") == 1
+    granted_words = "--account=thesis --partition=gpu --time=1-00:00:00 --nodes=2 --gpus-per-node=4 --mem=8000"
+    told = f"--no-requeue --export=ALL --job-name={run.path.name} --dependency=afterany:7,singleton {granted_words}"
+    assert calls.read_text() == f"--parsable {told} --exclude=n9 {template} ddp optim.lr=1e-3\n"
+    submission = life_of(run).submission
+    assert submission is not None
+    assert submission.job_id == "11"
 
 
 def test_where_there_is_no_scontrol_a_file_asks_for_the_requeue(run: RunDir, fake_command: FakeCommand) -> None:

@@ -34,7 +34,8 @@ USR2, TERM = "SIGUSR2", "SIGTERM"
         (attempts((0, 80, USR2), (100, None, "")), 160, 110, 100, True, Forecast(200, 2, 20)),
         (attempts((0, 80, USR2), (100, None, "")), 70, 110, 100, True, Forecast(70, 0, 20)),
         # Of a template nobody knows the limit but by what has been.
-        (attempts((0, 80, USR2), (100, None, "")), 160, 110, math.inf, True, Forecast(200, 2, 20)),
+        (attempts((0, 80, USR2), (100, 180, USR2), (200, None, "")), 160, 210, math.inf, True, Forecast(200, 2, 20)),
+        (attempts((0, 80, USR2), (100, None, "")), 160, 110, math.inf, True, Forecast(160, 0, 20)),
         # A preemption says nothing of the time limit, whichever its signal.
         (attempts((0, 5, TERM), (15, None, "")), 150, 15, 100, True, Forecast(160, 1, 10)),
         (attempts((0, 5, USR2), (15, None, "")), 150, 15, 100, True, Forecast(160, 1, 10)),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.slurm.light_experiment import STATE, STEPS, trained
+from tests.slurm.test_train_sbatch import edited, run_of
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
@@ -36,8 +37,8 @@ PATH=${PATH#*:} exec "$name" "$@"
 class Runs:
     """Runs that were submitted at once, by name: their jobs wait for one another no longer than they must."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, env: dict[str, str]) -> None:
+        self.cluster, self.env = cluster, env
         self.jobs: dict[str, str] = {}
 
     def submit(self, name: str, env: dict[str, str]) -> None:
@@ -72,7 +73,7 @@ def runs(devcluster: Cluster, light: dict[str, str]) -> Runs:
         (commands / name).write_text(FAILING)
         (commands / name).chmod(0o755)
     broken = {**light, "PATH": f"{commands}:{devcluster.env['PATH']}", "FAILURES": str(failures)}
-    all_runs = Runs(devcluster)
+    all_runs = Runs(devcluster, broken)
     all_runs.submit("silent", broken)
     all_runs.submit("forbidden", {**broken, "FORBIDDEN": "yes"})
     after = ("--wrap", "date +%s > after-silent", "-o", "/dev/null", "-d", f"afterok:{all_runs.jobs['silent']}")
@@ -105,3 +106,24 @@ def test_where_requeueing_is_forbidden_a_chain_of_jobs_trains_the_run(devcluster
     assert devcluster.wait(first["job_id"]) == "FAILED", "what waits for a finished training must not start"
     assert len(devcluster.events(runs.path("forbidden"), "started")) == 2
     assert runs.trained("forbidden") == trained(STEPS)
+
+
+@pytest.mark.long
+def test_where_requeueing_is_forbidden_a_template_goes_on_in_the_same_folder_by_a_chain_too(
+    devcluster: Cluster, runs: Runs
+) -> None:
+    runs.wait("silent")
+    flags = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--time=20")
+    words = (edited(devcluster, "train.sbatch"), "ddp", "model.name=slow_model:build", "model.seconds=0.5")
+    job = devcluster.sbatch(*flags, *words, env={**runs.env, "FORBIDDEN": "yes"})
+    run = run_of(devcluster, job)
+    devcluster.wait_for("its start", lambda: bool(devcluster.events(run, "started")), timeout=150)
+    devcluster.run("scancel", "--signal=USR2", job)
+    devcluster.wait_for("the next link", lambda: len(devcluster.events(run, "submitted")) == 2, timeout=90)
+    second = devcluster.events(run, "submitted")[1]["job_id"]
+    assert devcluster.wait(second, timeout=240) == "COMPLETED", devcluster.logs()
+    assert devcluster.wait(job) == "FAILED", "what waits for a finished training must not start"
+    (shown,) = [line for line in devcluster.job("status").stdout.splitlines() if line.startswith(run.name)]
+    assert second in shown
+    assert len(devcluster.events(run, "started")) == 2
+    assert str(json.loads((run / STATE).read_text())[1]) == trained(STEPS)

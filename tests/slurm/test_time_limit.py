@@ -26,6 +26,12 @@ SETTINGS = (
 )
 
 
+def newest_step(run: Path) -> int:
+    """Of its records."""
+    step: int = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    return step
+
+
 @dataclass(frozen=True)
 class Limited:
     """A run, its first job, and what `status --json` said of it once its third attempt had come some way."""
@@ -53,9 +59,8 @@ def limited(devcluster: Cluster) -> dict[str, Limited]:
         run = devcluster.home / "runs" / name
 
         def is_on_its_third(run: Path = run) -> bool:
-            steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
             begun = devcluster.events(run, "started")
-            return len(begun) >= 3 and steps[-1] >= begun[2]["step"] + 3
+            return len(begun) >= 3 and newest_step(run) >= begun[2]["step"] + 3
 
         devcluster.wait_for(f"the third attempt of {name}", is_on_its_third, timeout=400)
         (status,) = json.loads(devcluster.job("status", name, "--json").stdout)

@@ -123,6 +123,9 @@ _LOOK = "SLURM, a node or the program ends it each time; `python -m jobs.why` lo
 
 
 def _resume(run: RunDir) -> str:
+    if not run.plan.is_file():  # of a template
+        words = f"{scheduler.CONTINUE}={shlex.quote(str(run.path))} sbatch"
+        return f"`{words}`, with the same arguments as before, goes on from the newest checkpoint."
     return f"`{terminal.command('resume', run.path)}` goes on from the newest checkpoint."
 
 

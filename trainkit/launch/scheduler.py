@@ -161,7 +161,7 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     """Queue a job that goes on where this one has stopped, once it has ended; its id.
 
     Raises:
-        NotDone: sbatch will not, or the run was not submitted by `jobs.submit`.
+        NotDone: sbatch will not.
     """
     index = env.get("SLURM_ARRAY_TASK_ID")
     old = job_of(env)
@@ -169,7 +169,7 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     folder = known[0] if known else run.path
     script = folder / "submit.sbatch"
     if not script.is_file():
-        raise NotDone(f"there is no {script}")
+        return _queue_template(run, excluded, env)
     name = run.path.name if index is None else f"{run.path.parent.name}-{run.path.name}"
     more = [f"--exclude={','.join(excluded)}"] if excluded else []
     more += [] if index is None else [f"--array={index}"]
@@ -181,6 +181,32 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     new = answer.splitlines()[-1].partition(";")[0] + ("" if index is None else f"_{index}")
     pickle = folder / ".submitit" / f"{old}_submitted.pkl"
     shutil.copy2(pickle, pickle.with_name(f"{new}_submitted.pkl"))  # before this job ends, so before that one starts
+    submitted(run, "slurm", new, continues=old)
+    return new
+
+
+CONTINUE = "TRAINKIT_CONTINUE"
+"""Environment variable of the templates: the run folder that a job goes on with, instead of making its own."""
+
+
+def _queue_template(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
+    """The same for a template: the script that sbatch was given, with its arguments and what SLURM has granted."""
+    old = job_of(env)
+    *granted, command = ask("squeue", "-h", "-j", old, "-o", "%a|%P|%q|%l|%D|%f|%o").split("|", 6)
+    words = command.split()
+    if not words or not os.path.isfile(words[0]):
+        raise NotDone(f"there is no {command or 'script'} to be queued again")
+    flags = dict(zip(("account", "partition", "qos", "time", "nodes", "constraint"), granted, strict=True))
+    for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem-per-node"):
+        flags[name.replace("mem-per-node", "mem")] = env.get("SLURM_" + name.upper().replace("-", "_"), "")
+    flags["exclude"] = ",".join(excluded)
+    given = [f"--{name}={text}" for name, text in flags.items() if text not in ("", "(null)", "N/A")]
+    answer = ask(
+        "sbatch", "--parsable", "--no-requeue", "--export=ALL", f"--job-name={run.path.name}",
+        f"--dependency=afterany:{old},singleton", *given, *words,
+        env={**scrubbed(env), CONTINUE: str(run.path)}, cwd=Path(env.get("SLURM_SUBMIT_DIR", ".")),
+    )  # fmt: skip
+    new = answer.splitlines()[-1].partition(";")[0]
     submitted(run, "slurm", new, continues=old)
     return new
 

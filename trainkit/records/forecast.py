@@ -50,8 +50,8 @@ def forecast(
             if "SIGUSR2" in event.get("signals", ()):  # told so by the time limit, and by few preemptions
                 lasted.append(ended - begun)
     # SLURM tells it early, up to a minute; what ended in half of the time was something else.
-    if lasted and (math.isinf(limited) or max(lasted) >= limited / 2):
-        whole = [seconds for seconds in lasted if seconds >= max(lasted) / 2]
+    whole = [seconds for seconds in lasted if seconds >= max(lasted) / 2]
+    if len(whole) > 1 if math.isinf(limited) else whole and max(whole) >= limited / 2:
         limited = sum(whole) / len(whole)
     gap = sum(gaps) / len(gaps) if gaps else None
     used = now - begun if runs and begun is not None else 0.0
