@@ -118,6 +118,33 @@ def test_of_sruns_errors_the_first_is_believed(run: RunDir) -> None:
     assert (cause.failure.rank, cause.failure.host) == (1, "n2")
 
 
+def test_a_rank_that_exited_and_left_no_log_here_is_on_a_node_that_does_not_see_the_folder(run: RunDir) -> None:
+    """SLURM since 23.02 makes the folder there; 22.05 says "launch failed"."""
+    (run.attempt_logs(0) / "rank-1.out").unlink()
+    cause = diagnose(run, batch="srun: error: n2: task 1: Exited with exit code 1")
+    assert cause is not None
+    assert (cause.name, cause.command) == ("launch-failure", f"srun -N1 -n1 -w n2 ls -ld {run.logs}")
+    other = diagnose(
+        run,
+        batch="slurmstepd-n2: error: execve(): bash: No such file or directory\n"
+        "srun: error: n2: task 1: Exited with exit code 2",
+    )
+    assert other is not None
+    assert other.name == "no-environment", "what SLURM says goes before what is not there"
+
+
+def test_a_failed_job_without_any_log_ran_on_a_node_that_does_not_see_the_folder(run: RunDir) -> None:
+    for log in run.attempt_logs(0).iterdir():
+        log.unlink()
+    run.attempt_logs(0).rmdir()
+    cause = cause_of(run, JobState("FAILED", "4711", "slurm", "NonZeroExitCode", "n2"))
+    assert cause is not None
+    assert cause.what.startswith(f"n2 could not start its part of the job: it does not see {run.logs}")
+    on_no_node = cause_of(run, JobState("FAILED", "4711", "slurm", "NonZeroExitCode"))
+    assert on_no_node is not None
+    assert on_no_node.name == "no-words"
+
+
 def test_the_words_of_another_attempt_are_not_those_of_this(run: RunDir) -> None:
     run.attempt_logs(1).mkdir()
     (run.logs / "batch.out").write_text(

@@ -36,7 +36,8 @@ def earliest_start(script: str, partition: str, env: Mapping[str, str]) -> Start
 
 def read_start(text: str) -> Start:
     """From what ``sbatch --test-only`` prints, on stderr, whether it takes the job or not."""
-    match = re.search(r"to start at (\S+) using \d+ processors on (?:nodes )?(\S+)", text)
+    # 25.05 and 25.11 say "to start at TIME a using"; where there are several clusters, "TIME on cluster NAME a using".
+    match = re.search(r"to start at (\S+)(?: on cluster \S+)?(?: a)? using \d+ processors on (?:nodes )?(\S+)", text)
     if match is None:
         lines = [re.sub(r"^(sbatch|allocation failure): (error: )?", "", line) for line in text.splitlines()]
         return Start(refusal=" ".join(lines[-1].split()) if lines else "sbatch said nothing")

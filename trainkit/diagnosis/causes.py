@@ -9,10 +9,12 @@ from trainkit import terminal
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.case import AGAIN, LOG, RESUME, Case, Place
 from trainkit.diagnosis.evidence import (
+    STEPD,
     Failure,
     batch_text,
     failure_of,
     is_lost_connection,
+    last_words,
     until_ended,
 )
 from trainkit.diagnosis.fields import fields, for_a_shell, host_of_task, hosts_of
@@ -22,7 +24,7 @@ from trainkit.diagnosis.stderr import tail_of, traceback_of
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
-_TOLD = re.compile(r"^(srun: error|slurmstepd\S* error|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
+_TOLD = re.compile(rf"^(srun: error|{STEPD}|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
@@ -93,7 +95,7 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     failure = None if waits else failure_of(run, number)
     sources = [*_of_the_job(run, state, number)] if newest else []
     if not waits:
-        sources += [*_of_the_batch(run, number), *_of_the_rank(run, failure)]
+        sources += [*_of_the_batch(run, number), *_of_logs_elsewhere(run, state, failure), *_of_the_rank(run, failure)]
     rows = (*HARDWARE, *ENDINGS, *RANKS)
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started
         rows, sources = tuple(row for row in rows if row.name == "launch-failure"), _of_the_batch(run, number)
@@ -150,6 +152,19 @@ def _of_the_batch(run: RunDir, attempt: int) -> list[_Source]:
     return [_Source("batch", "logs/batch.out", text)] if text else []
 
 
+def _of_logs_elsewhere(run: RunDir, state: JobState, failure: Failure | None) -> list[_Source]:
+    """A node that does not see the logs' folder makes one of its own (SLURM since 23.02); what is said stays there."""
+    if failure is not None and failure.error.startswith("Exited"):
+        logs = run.attempt_logs(failure.attempt)
+        if not any(logs.glob(f"rank-{failure.rank}.*")):
+            words = f"no log of task {failure.rank} on {failure.host} is here"
+            return [_Source("batch", f"logs/{failure.attempt}", words, aside=True)]
+    has_run = state.executor == "slurm" and state.state == "FAILED" and state.nodes
+    if has_run and not run.attempts() and not last_words(run):
+        return [_Source("batch", "logs", "no log of the job is here", aside=True)]
+    return []
+
+
 def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
     """How it ended and its own last error; where it has left none that is a cause, the end of its log."""
     if failure is None:
@@ -161,7 +176,7 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
     told = failure.error in (item.error for item in life_of(run).failures if item.attempt == failure.attempt)
     found = [_Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error)]
     if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it
-        tail = [(number, text if text.startswith("slurmstepd") else "") for number, text in tail]
+        tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
     traceback = traceback_of(stderr) if failure.traceback else None
     if traceback is not None:
         first = next((number for number, text in tail if text and traceback.message.startswith(text)), 0)
@@ -171,7 +186,7 @@ def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
     elif failure.traceback:
         found.append(_Source("rank", where, "\n".join(failure.traceback)))
     if traceback is not None and not is_lost_connection(failure.error):
-        tail = [(number, text if text.startswith("slurmstepd") else "") for number, text in tail]
+        tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
     elif traceback is None:
         tail = [(number, text if _LOUD.search(text) else "") for number, text in tail]
     if any(text for _, text in tail):

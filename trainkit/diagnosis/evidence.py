@@ -14,9 +14,11 @@ from trainkit.records.rundir import RunDir
 
 # srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "tasks 0-1: Killed".
 _SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)[^:\n]*: (?!Terminated)(.+)", re.MULTILINE)
+STEPD = r"(?:slurmstepd\S*|\[[^]\n]*\]) error: "
+"""How slurmstepd's lines begin in a job's output: ``slurmstepd-n1: error:``; in 25.11 it says when, and no name."""
 # From here on SLURM ends the ranks that were left, and srun reports that in the same words.
 _STEP_ENDED = re.compile(
-    r"^(?:slurmstepd\S*: error: \*\*\* (?:STEP|JOB) .* CANCELLED AT|srun: .*Terminating (?:StepId|job step))", re.M
+    rf"^(?:{STEPD}\*\*\* (?:STEP|JOB) .* CANCELLED AT|srun: .*Terminating (?:StepId|job step))", re.M
 )
 # What ended a task from outside. The others have words of their own in their logs.
 _HARD = re.compile(r"Killed|Out Of Memory")

@@ -82,7 +82,7 @@ ENDINGS: tuple[Case, ...] = (
     ),
     case(
         "job batch", "launch-failure",
-        r"task (?P<task>\d+) launch failed|"
+        r"task (?P<task>\d+) launch failed|no log of task \d+ on (?P<unseeing>\S+) is here|no log of the job is here|"
         r"JobLaunchFailure|launch[ _]failed|exit code 0:53|[Cc]ould not open std(out|err|in)|IO setup failed"
         r"|error: open \S+: No such file",
         "{unseeing} could not start its part of the job: it does not see {logs}, or may not write there.",
@@ -91,13 +91,14 @@ ENDINGS: tuple[Case, ...] = (
     ),
     case(
         "job batch", "invalid-account",
-        r"InvalidAccount|AccountNotAllowed|Invalid account(?!ing)|Invalid account or account/partition combination",
+        r"InvalidAccount|AccountNotAllowed|Invalid account(?!ing)|Invalid account or account/partition combination"
+        r"|account not permitted to use this partition",
         "The account may not be charged: it is not known, not yours, or not allowed in this partition.",
         "sacctmgr -n show assoc user=$USER format=account,partition,qos",
         "Give one of these with --account:",
     ),
     case(
-        "job batch", "invalid-qos", r"InvalidQOS|Invalid qos specification|QOSNotAllowed",
+        "job batch", "invalid-qos", r"InvalidQOS|Invalid qos specification|QOSNotAllowed|QOS not permitted to use",
         "The QOS is not known, or not allowed for this account or partition.",
         "sacctmgr -n show assoc user=$USER format=account,partition,qos", "Give one of these with --qos:",
     ),
@@ -139,7 +140,8 @@ ENDINGS: tuple[Case, ...] = (
         "The nodes that it asks for are down, drained or reserved ({reason}).", "sinfo -R",
     ),
     case(
-        "job", "waits", r"^(PENDING|CONFIGURING)( (Resources|Priority|BeginTime|None|waits.*))?$",
+        "job", "waits",
+        r"^(PENDING|CONFIGURING)( (Resources|Priority|BeginTime|JobArrayTaskLimit|Licenses|None|waits.*))?$",
         "Nothing is wrong: it waits for its turn ({state} {reason}).", "squeue -j {job} --start",
     ),
     case(

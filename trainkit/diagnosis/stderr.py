@@ -30,6 +30,7 @@ _HANDLED = "During handling of the above exception, another exception occurred:"
 # What others say while the process ends: torch's C++ log, warnings, srun, wandb, threads.
 _OTHERS = re.compile(
     r"\[[WEI][\d ]|\S+: \w*Warning: |(srun|slurmstepd\S*|wandb|WARNING|INFO|ERROR)\b.*:|Exception ignored"
+    r"|\[[^]]*\] error: "  # of slurmstepd in SLURM 25.11
 )
 _CRASH = re.compile(r"^Fatal Python error: (.+)|^ *what\(\): +(.+)")  # of faulthandler, and of C++
 
