@@ -200,6 +200,50 @@ def test_an_error_of_the_program_is_not(run: RunDir, requeues: Path, errors: tup
     assert life_of(run).outcome == "FAILED"
 
 
+def srun_said(run: RunDir, env: dict[str, str], words: str) -> None:
+    (run.logs / "batch.out").write_text(
+        f"Attempt {env['TRAINKIT_ATTEMPT']} on gpu[03-04]: the ranks' output\n{words}\n"
+    )
+
+
+UNCONFIRMED = """\
+srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller (connect failure)
+srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 7"""
+UNLAUNCHED = """\
+srun: error: Task launch for StepId=7.0 failed on node gpu04: Communication connection failure
+srun: error: Application launch failed: Communication connection failure"""
+UNLAUNCHED_20 = """\
+srun: error: Task launch for 7.0 failed on node gpu04: Socket timed out on send/recv operation
+srun: error: Application launch failed: Socket timed out on send/recv operation"""
+
+
+@pytest.mark.parametrize(("words", "code"), [(UNCONFIRMED, 1), (UNLAUNCHED, 233), (UNLAUNCHED_20, 1)])
+def test_an_srun_whose_controller_or_node_does_not_answer_is_tried_again(
+    run: RunDir, requeues: Path, words: str, code: int
+) -> None:
+    env = begun(run)
+    srun_said(run, env, words)
+    assert failed(env, code=code) == code
+    assert requeues.read_text() == "requeue 7\n"
+    said = words.splitlines()[0].removeprefix("srun: error: ")
+    assert [item.error for item in life_of(run).failures] == [f"srun could not start the ranks: {said}"]
+
+
+def test_an_srun_that_asks_for_what_there_is_not_would_do_so_again(run: RunDir, requeues: Path) -> None:
+    env = begun(run)
+    srun_said(run, env, "srun: error: Unable to create step for job 7: More processors requested than permitted")
+    failed(env, code=1)
+    assert not requeues.exists()
+
+
+def test_a_controller_that_is_gone_while_ranks_train_excuses_no_failure(run: RunDir, requeues: Path) -> None:
+    env = begun(run)
+    srun_said(run, env, "srun: error: Unable to confirm step completion: Unable to contact slurm controller")
+    Attempt(run, 0).started(step=0)
+    failed(env, code=1)
+    assert not requeues.exists()
+
+
 def test_the_third_failure_ends_the_run_and_says_so(
     run: RunDir, requeues: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,10 +7,11 @@ budget; an error of the program is not, for it would come again. `jobs.resume` g
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from trainkit.diagnosis.evidence import is_lost_connection
+from trainkit.diagnosis.evidence import batch_text, is_lost_connection
 from trainkit.diagnosis.stderr import last_error
 from trainkit.launch import preflight
 from trainkit.launch.processes import is_killed
@@ -26,6 +27,15 @@ MOST_IN_VAIN = 2
 """Restarts in a row, of one submission, without a new checkpoint."""
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
+
+# Of an srun that the controller, or the slurmd of a node, has not answered when it was to start the ranks. What else
+# these lines say (an invalid account, more CPUs than there are) would be said again.
+_UNANSWERED = re.compile(
+    r"^srun: error: (.*(?:Unable to contact slurm controller|Communication connection failure|Connection refused"
+    r"|Connection timed out|Socket timed out on send/recv|Zero Bytes were transmitted).*)",
+    re.MULTILINE,
+)
+_MOST_SIGNALS = 64
 
 
 def budget_spent(run: RunDir) -> str:
@@ -95,9 +105,12 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     said += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := last_error(log))]
     if any(not is_lost_connection(error) and not is_killed(error) for error in said):
         return ""
+    trained = any(event.get("attempt") == attempt.number for event in read_events(attempt.run, "started"))
+    if not trained and (unanswered := _UNANSWERED.search(batch_text(attempt.run, attempt.number))):
+        return f"srun could not start the ranks: {unanswered[1].strip()}"
     if killed := [error for error in said if is_killed(error)]:
         return killed[0]
-    if code > 128:
+    if 0 < code - 128 <= _MOST_SIGNALS:
         return f"a rank was killed by signal {code - 128}"
     return f"the ranks have lost one another: {said[0]}" if said else ""
 
