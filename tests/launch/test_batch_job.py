@@ -24,6 +24,7 @@ FakeCommand = Callable[[str, str], Path]
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(scheduler, "PATIENCE", (0.0, 0.0))
     # SLURM ends the script of a job that it requeues; tests/slurm has that.
     monkeypatch.setattr(batch_job, "_wait_for_the_end", lambda: "")
     monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)
@@ -111,6 +112,19 @@ def test_a_refused_requeue_is_tried_again_then_written_down_and_never_ends_with_
     assert life_of(run).outcome == "FAILED"
     said = capsys.readouterr().out
     assert ("jobs.resume" in said, "TRAINKIT_CONTINUE=" in said) == (is_submitted, not is_submitted)
+
+
+def test_a_controller_that_is_gone_for_minutes_is_asked_until_it_is_back(
+    run: RunDir, fake_command: FakeCommand
+) -> None:
+    silent = "slurm_requeue error: Unable to contact slurm controller (connect failure)"
+    fake_command("squeue", "echo RUNNING")
+    calls = fake_command("scontrol", f'[ "$(wc -l <scontrol.calls)" -ge 5 ] || {{ echo "{silent}" >&2; exit 1; }}')
+    env = begun(run)
+    hand_back(env)
+    batch_job.end(0, env, how="requeue")
+    assert len(calls.read_text().splitlines()) == 5
+    assert life_of(run).requeued == {0}
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING"])

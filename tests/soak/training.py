@@ -58,7 +58,10 @@ class Soak:
             words = self._interrupt(strike)
             self.done.append(strike)
             say(f"{len(self.done)}: {strike} ({words}, {time.monotonic() - began:.0f} s)")
-            self.faults += [f"after {strike}: {fault}" for fault in self._faults_now()]
+            found = [f"after {strike}: {fault}" for fault in self._faults_now()]
+            self.faults += found
+            for fault in found:
+                say(fault)
         self.run.path.joinpath("pace").unlink()
         while not self._is_finished():
             self._go_on()

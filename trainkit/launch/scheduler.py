@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -25,20 +26,33 @@ ASK_SECONDS = 15.0
 """A scheduler that has not answered by then is asked again."""
 PAUSES = (0.0, 2.0, 5.0)
 """Before each of the attempts to ask it something, in seconds."""
+PATIENCE = (15.0, 30.0, 60.0, 60.0, 60.0)
+"""And before those after them, to do what a run is lost without. The controller may be gone: a backup takes over after
+two minutes (SlurmctldTimeout), an upgrade takes as long. One that answers, and refuses, is not asked so long."""
+_GONE = re.compile(
+    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Connection (refused|timed out)"
+    r"|backup controller|standby mode|timed out after",
+    re.IGNORECASE,
+)
 
 
 class NotDone(Exception):
     """The scheduler has not done it; with its words."""
 
 
-def ask(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+def ask(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, patiently: bool = False) -> str:
     """What it answers.
+
+    Args:
+        patiently: a run is lost without it: a controller that is gone is asked for minutes.
 
     Raises:
         NotDone: not even when it was asked for the last time.
     """
     words = ""
-    for pause in PAUSES:
+    for number, pause in enumerate((*PAUSES, *PATIENCE) if patiently else PAUSES):
+        if number >= len(PAUSES) and not _GONE.search(words):
+            break
         time.sleep(pause)
         try:
             done = subprocess.run(
@@ -115,7 +129,7 @@ def requeue(job_id: str) -> None:
     Raises:
         NotDone: it will not.
     """
-    ask("scontrol", "requeue", job_id)
+    ask("scontrol", "requeue", job_id, patiently=True)
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
