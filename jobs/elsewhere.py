@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import secrets
 import sys
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,18 +30,27 @@ def forward(verb: str, argv: Sequence[str], host: str, env: Mapping[str, str]) -
 
 
 def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) -> list[Path]:
-    """Make the report there, and bring it here, into ``out``; the files."""
+    """Make the report there, and bring it here, into ``out``; the files. A sweep's is its table, which is printed."""
     there = Host.parse(host)
-    made = ".trainkit/report"
-    line = script(there, "jobs.report", [*runs, "--out", Word(made)])
+    made = f".trainkit/report-{secrets.token_hex(4)}"
+    making = script(there, "jobs.report", [*runs, "--out", Word(made)])
     folder = f'"$root"/{made}'
-    line = f"{line} >/dev/null || exit $?; tar cf - -C {folder} . && rm -rf {folder}"
-    packed = bytearray()
-    code = run_there(there, line, env, packed.extend)
+    line = (
+        f'said=$(mktemp)\n{making} >"$said"; code=$?\n'
+        f"if [ -d {folder} ]; then echo files; tar cf - -C {folder} .; rm -rf {folder}\n"
+        'else echo words; cat "$said"; fi; rm -f "$said"; exit "$code"'
+    )
+    answer = bytearray()
+    code = run_there(there, line, env, answer.extend)
+    kind, _, content = bytes(answer).partition(b"\n")
+    if code or kind == b"words":
+        show(content)
     if code:
         sys.exit(code)  # it has said why
+    if kind == b"words":
+        return []
     try:
-        return list(_unpacked(bytes(packed), out))
+        return list(_unpacked(content, out))
     except (tarfile.TarError, EOFError) as error:
         raise RunFailedError(
             "The report did not arrive whole.", why=f"{error}.", fix="Try again: it is made anew each time."

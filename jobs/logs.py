@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ POLL_SECONDS = 0.5
 class Wanted:
     """Which logs to print."""
 
-    rank: int | None
+    ranks: tuple[int, ...] | None
     """None: all."""
     ending: str
     pattern: re.Pattern[str] | None
 
     def of(self, logs: Path) -> list[RankLog]:
         """Those in an attempt's folder; of all ranks, as far as they are there."""
-        ranks = ranks_of(logs) if self.rank is None else [self.rank]
+        ranks = ranks_of(logs) if self.ranks is None else self.ranks
         return logs_of(logs, ranks, ending=self.ending, pattern=self.pattern)
 
 
@@ -45,7 +45,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("logs", "Print the log of a run's rank; of a failed run, the failing rank's traceback first.")
     parser.add_argument("run", help="a run's name or folder")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, across requeues")
-    parser.add_argument("--rank", metavar="N", help="which rank (default: 0), or all: each line says whose it is")
+    parser.add_argument(
+        "--rank", metavar="N", help="which ranks (default: 0): 0,4-7, or all; each line says whose it is"
+    )
     parser.add_argument("--attempt", type=int, metavar="K", help="which attempt, from 0 (default: the last)")
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--err", action="store_true", help="stderr instead of stdout")
@@ -61,7 +63,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             why=_have("attempts", attempts),
             fix="Leave --attempt out for the last one.",
         )
-    wanted = Wanted(_rank(args.rank), "err" if args.err else "out", _pattern(args.grep))
+    wanted = Wanted(_ranks(args.rank), "err" if args.err else "out", _pattern(args.grep))
     if args.follow:
         return _follow(run, wanted, args.attempt)
     if not attempts:
@@ -70,34 +72,46 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.rank is None and args.grep is None and not args.err:
         _show_failure(run, attempt, job_state(run))
     logs = wanted.of(run.attempt_logs(attempt))
-    if not logs or not os.path.lexists(logs[0].path):
-        ranks = ranks_of(run.attempt_logs(attempt))
+    ranks = ranks_of(run.attempt_logs(attempt))
+    missing = [str(rank) for rank in wanted.ranks or () if rank not in ranks]
+    if missing or not logs:
         state = job_state(run)
-        if not ranks or (not wanted.rank and state.alive != "no"):  # the folder is there just before the ranks start
+        is_first = wanted.ranks in (None, (0,))
+        if not ranks or (is_first and state.alive != "no"):  # the folder is there just before the ranks start
             return _nothing_yet(run, state)
         raise UserError(
-            f"{run.name} has no rank {wanted.rank or 0} in attempt {attempt}.",
+            f"{run.name} has no rank {', '.join(missing[:8])} in attempt {attempt}.",
             why=_have("ranks", ranks),
-            fix="Give one of them with --rank, or another --attempt.",
+            fix="Give others with --rank, or another --attempt.",
         )
     for log in logs:
         _print_all(log)
     return 0
 
 
-def _rank(text: str | None) -> int | None:
+def _ranks(text: str | None) -> tuple[int, ...] | None:
+    """Of ``0,4-7``; None for all."""
     if text == "all":
         return None
-    if text is None or (text.isascii() and text.isdecimal()):
-        return int(text or 0)
-    raise UserError(f"--rank {text} is no rank.", why="It takes a number from 0, or all.", fix="Give one of them.")
+    found: list[int] = []
+    for part in (text or "0").split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
+        last = int(match[2] or match[1]) if match else -1
+        if match is None or int(match[1]) > last:
+            raise UserError(
+                f"--rank {text} names no ranks.",
+                why="It takes numbers from 0, ranges of them, or all.",
+                fix="For example --rank 3, --rank 0,4-7 or --rank all.",
+            )
+        found += range(int(match[1]), last + 1)
+    return tuple(dict.fromkeys(found))
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text is not None else None
     except re.error as error:
-        fix = f"Write it as Python does; to look for the text itself: --grep '{re.escape(text or '')}'."
+        fix = f"Write it as Python does; to look for the text itself: --grep {shlex.quote(re.escape(text or ''))}."
         raise UserError(f"--grep {text} is no regular expression.", why=f"{error}.", fix=fix) from None
 
 

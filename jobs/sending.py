@@ -6,7 +6,6 @@ import argparse
 import gzip
 import io
 import json
-import shlex
 import shutil
 import sys
 import tarfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.elsewhere import show, without_host
+from trainkit import terminal
 from trainkit.cluster.far_side import Host, Sent, Word, script
 from trainkit.cluster.remote import run_there
 from trainkit.config import yaml
@@ -64,7 +64,7 @@ def submit(
     try:
         return run_there(there, line, env, show, content=sent.content)
     except KeyboardInterrupt:
-        look = shlex.join(["python", "-m", "jobs.status", "--host", str(there)])
+        look = terminal.command("status", "--host", there)
         print(f"\nDetached; what was submitted goes on.\n  state   {look}")
         return 130
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 
 from trainkit import terminal
+
+PROJECT = Path(__file__).parents[1]
 
 
 class Screen(io.StringIO):
@@ -98,3 +102,14 @@ def test_a_narrow_terminal_does_without_columns_and_never_cuts_a_name(monkeypatc
 )
 def test_ages_are_given_in_the_largest_unit_that_fits(seconds: float, text: str) -> None:
     assert terminal.age(seconds) == text
+
+
+def test_a_command_in_a_message_is_quoted_whatever_the_names_in_it_are() -> None:
+    """By one function: a folder may be called ``my runs``. The tables of causes have fields that are quoted already."""
+    command = re.compile(r"""python -m jobs\.\w+ [^`"'\n]*\{""")
+    files = [file for room in ("jobs", "trainkit") for file in (PROJECT / room).rglob("*.py")]
+    found = {str(file.relative_to(PROJECT)) for file in files if command.search(file.read_text(encoding="utf-8"))}
+    assert {name for name in found if not name.startswith("trainkit/diagnosis/")} == set()
+    assert (
+        terminal.command("logs", "/my runs/it's", "--rank", 3) == """python -m jobs.logs '/my runs/it'"'"'s' --rank 3"""
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import shlex
 import sys
 import sysconfig
 import traceback
@@ -55,7 +56,7 @@ def check_importable(module: str, file: Path, *, key: str | None, installed: boo
                     raise UserError(
                         f"{path}:{line} imports '{wanted}', which is not there.",
                         why="No such module is installed in this environment or lies in the current folder.",
-                        fix=f"Install it: {sys.executable} -m pip install PACKAGE; or correct the name.",
+                        fix=f"Install it: {shlex.quote(sys.executable)} -m pip install PACKAGE; or correct the name.",
                         key=key,
                     )
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -126,6 +127,16 @@ def test_a_run_of_the_login_node_is_repeated_from_here(command: Command, there: 
     run_there(there)
     said = command("submit", "runs/ddp-0001", "train.epochs=3", "--dry-run")
     assert f"{there}/runs/ddp-0002" in said.stdout, said.stderr
+
+
+def test_the_results_of_a_sweep_there_are_printed_here(command: Command, there: Path) -> None:
+    for index in "01":
+        run_there(there, f"ddp-0001/{index}")
+    points = [{"run": index, "overrides": [f"seed={index}"]} for index in "01"]
+    (there / "runs" / "ddp-0001" / "sweep.json").write_text(json.dumps(points))
+    said = command("report", "ddp-0001")
+    assert (said.returncode, "| run | seed |" in said.stdout) == (0, True), said.stderr
+    assert said.stdout.splitlines()[-1] == f"{there}/runs/ddp-0001/results.md"
 
 
 def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path) -> None:

@@ -59,6 +59,13 @@ def test_the_lines_of_all_ranks_say_whose_they_are(command: Command, ended: RunD
     assert done.out == "[rank 0] words of rank 0, attempt 0\n[rank 1] words of rank 1, attempt 0\n"
 
 
+def test_some_ranks_can_be_asked_for(command: Command, ended: RunDir) -> None:
+    for rank in (2, 3, 10):
+        (ended.attempt_logs(1) / f"rank-{rank}.out").write_text(f"words of rank {rank}\n")
+    done = command("logs", "ddp-0001", "--rank", "1-3,10")
+    assert [line.split("]")[0] for line in done.out.splitlines()] == ["[rank  1", "[rank  2", "[rank  3", "[rank 10"]
+
+
 def test_lines_can_be_searched_for(command: Command, ended: RunDir) -> None:
     log = ended.attempt_logs(1) / "rank-1.out"
     log.write_text("epoch 1 loss 2.5\nepoch 2 loss nan\nepoch 3 loss nan")
@@ -78,7 +85,11 @@ def test_what_is_no_pattern_is_said(command: Command, ended: RunDir) -> None:
     [
         (("--attempt", "7"), "There are attempts 0, 1."),
         (("--rank", "9"), "There are ranks 0, 1."),
-        (("--rank", "x"), "rank"),
+        (("--rank", "0,9"), "has no rank 9 in attempt 1"),
+        (("--rank", "x"), "names no ranks"),
+        (("--rank", "3-1"), "names no ranks"),
+        (("--rank", "-1"), "names no ranks"),
+        (("--attempt", "-1"), "There are attempts 0, 1."),
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is(

@@ -83,7 +83,7 @@ def run_there(
         raise SchedulerError(
             f"The connection to {host.name} was lost.",
             why="What had begun there may have come to its end, or not.",
-            fix=f"Look: `python -m jobs.status --host {shlex.quote(str(host))}`.",
+            fix=f"Look: `{printable.command('status', '--host', host)}`.",
         )
     if code == _FAILED or code < 0:
         raise SchedulerError(

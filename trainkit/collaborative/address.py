@@ -9,6 +9,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 
+from trainkit import terminal
 from trainkit.errors import UserError
 
 EXAMPLE = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -79,4 +80,4 @@ def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list
 
 def join_command(addresses: Sequence[str]) -> str:
     """The line that others paste into their terminal."""
-    return f"python -m jobs.join {addresses[0]}"
+    return terminal.command("join", addresses[0])

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainkit import terminal
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.settings import adapted, check_own, require_collaborative, same_settings
 from trainkit.config.schema import Config
@@ -66,7 +67,7 @@ def create_swarm(
         say("Others join with one of these lines, the first that reaches this machine:")
         for item in addresses:
             say(f"  {address.join_command([item])}")
-        say(f"Look at it: python -m jobs.swarm status {run_dir.path}")
+        say(f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}")
 
     seat = Seat(name, RankEnv.single(), lambda: stop.requested, say, open_run, identity=identity, host=host, port=port)
     ending, run_dir = session.create(config, seat, announce=announce)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainkit import terminal
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -136,6 +137,6 @@ def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
     return UserError(
         f"The data set '{name}' is not in {root}.",
         why=f"{absent} does not exist.",
-        fix=fix or f"python -m jobs.prepare {name} --root {root}",
+        fix=fix or terminal.command("prepare", name, "--root", root),
         key="data.name",
     )

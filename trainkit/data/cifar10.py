@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         raise UserError(
             f"{final} is there, but not complete.",
             why=f"It has not all of: {', '.join(FILES)}.",
-            fix=f"Move it away, and give this command again: mv {final} {final}.old",
+            fix=f"Move it away, and give this command again: {shlex.join(['mv', str(final), f'{final}.old'])}",
         )
     require_names(archives, (ARCHIVE,))
     archive = verified(URL, root / ARCHIVE, MD5, archives, say)

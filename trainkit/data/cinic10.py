@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainkit import terminal
 from trainkit.data.archives import Say, complete_folder, extract, given_or_in, md5_of, opened_tar
 from trainkit.data.base import DataInfo, Splits, missing, require
 from trainkit.data.folders import class_folders, image_files, read_split, require_classes
@@ -52,7 +53,8 @@ def locate(root: Path, *, image_size: int, **others: object) -> None:
                 "cinic10",
                 root,
                 _folder(root) / split / "CLASS",
-                fix=f"Fetch {ARCHIVE} from {PAGE} into {root}, then: python -m jobs.prepare cinic10 --root {root}",
+                fix=f"Fetch {ARCHIVE} from {PAGE} into {root}, then: "
+                f"{terminal.command('prepare', 'cinic10', '--root', root)}",
             )
 
 

@@ -7,6 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+from trainkit import terminal
 from trainkit.data.archives import (
     HashingReader,
     Say,
@@ -63,7 +64,7 @@ def locate(root: Path, *, image_size: int, **others: object) -> None:
                 root,
                 _folder(root) / split / "WNID",
                 fix=f"Put the archives of image-net.org into {root} and unpack them: "
-                f"python -m jobs.prepare imagenet --root {root}",
+                + terminal.command("prepare", "imagenet", "--root", root),
             )
 
 
