@@ -113,14 +113,22 @@ def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dial
     return "constraint" if any("gpu" in node.features for node in nodes) else "gpus-per-node"
 
 
+def has_pyxis(env: Mapping[str, str] | None = None) -> bool | None:
+    """Whether srun has the options that pyxis adds, by its own help, which asks nobody; None if it does not say."""
+    try:
+        done = subprocess.run(
+            ("srun", "--help"), env=env, capture_output=True, text=True, errors="replace", timeout=SECONDS,
+            check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return None if done.returncode else "--container-image" in done.stdout + done.stderr
+
+
 def _containers(ask: _Ask) -> tuple[str, ...]:
-    """Programs that are here; pyxis adds its own options to srun, and says so in srun's help."""
+    """Programs that are here."""
     found = [name for name in _CONTAINERS if ask.where(name)]
-    if ask.where("srun"):
-        done = ask.run(("srun", "--help"))
-        if not isinstance(done, str) and "--container-image" in done.stdout + done.stderr:
-            found.insert(0, "pyxis")
-    return tuple(found)
+    return ("pyxis", *found) if has_pyxis(ask.env) else tuple(found)
 
 
 def _modules(ask: _Ask) -> tuple[str, ...]:

@@ -73,6 +73,12 @@ ENDINGS: tuple[Case, ...] = (
         RESUME + " --dry-run", "Look which of --cpus-per-task, --mem and --srun options contradict each other:",
     ),
     case(
+        "batch", "srun-option",
+        r"^srun: (?P<words>(unrecognized|invalid) option.*|option \S+ (requires|is ambiguous).*)",
+        "srun does not know an option that the job gives it: {words}.",
+        RESUME + " --dry-run", "Correct launch.srun; options with container are those of pyxis:",
+    ),
+    case(
         "batch", "authentication",
         r"Task launch for \S+ failed on node (?P<failed>[^\s:]+): .*credential|[Mm]unge (en|de)code failed"
         r"|Protocol authentication error|has authentication error|Invalid job credential"
@@ -179,8 +185,9 @@ ENDINGS: tuple[Case, ...] = (
         "Make the environment in a folder that all nodes see, and submit from it; this shows what the node sees:",
     ),
     case(
-        "batch", "container",
-        r"pyxis: +(?P<words>(?!printing|import)\S.*)|^FATAL: +(?P<other>.*)|^(?P<third>.*\.singularity\.d/.*not found)"
+        "batch rank", "container",
+        r"error: pyxis: +(?P<words>(?!printing|import|child|\[INFO)\S.*)|^FATAL: +(?P<other>.*)"
+        r"|^(?P<third>.*(\.singularity\.d/.*not found|\benv: \W\S*python\S*\W: No such file or directory))"
         r"|docker: (?P<more>Error.*)|Unable to find image.*",
         "The container did not start on {on_node}: {words}.",
         RESUME + " --dry-run", "Correct the image or launch.container_mounts, as this shows them:",

@@ -32,7 +32,7 @@ _OTHERS = re.compile(
     r"\[[WEI][\d ]|\S+: \w*Warning: |(srun|slurmstepd\S*|wandb|WARNING|INFO|ERROR)\b.*:|Exception ignored"
     r"|\[[^]]*\] error: "  # of slurmstepd in SLURM 25.11
 )
-_CRASH = re.compile(r"^Fatal Python error: (.+)|^ *what\(\): +(.+)")  # of faulthandler, and of C++
+_CRASH = re.compile(r"^(?:Fatal Python error: | *what\(\): +|FATAL: +)(.+)")  # of faulthandler, of C++, of apptainer
 
 
 @dataclass(frozen=True)
@@ -205,4 +205,4 @@ def _crash(text: str) -> tuple[str, ...]:
     if found is None:
         return ()
     index, match = found
-    return ((match[1] or match[2]).strip(), *lines[index:])[:60]
+    return (match[1].strip(), *lines[index:])[:60]

@@ -38,6 +38,7 @@ class Container:
 
     runtime: Runtime
     image: str
+    """With its whole path, if it is a file."""
     mounts: tuple[str, ...]
     """``SOURCE:TARGET``, with ``:ro`` to read only, or a path that has the same name inside."""
     python: str
@@ -64,9 +65,17 @@ def container_of(launch: LaunchConfig, data_root: str, *, on_slurm: bool) -> Con
             fix=f"Use launch.container_runtime={others}.",
             key="launch.container_runtime",
         )
+    if is_file(image):  # pyxis takes a name without a slash for one of a registry
+        image = str(Path(image).expanduser().absolute())
     data = Path(data_root).expanduser().absolute()
     mounts = (*launch.container_mounts, *([str(data)] if data.is_dir() else []))
     return Container(runtime, image, mounts, launch.container_python)
+
+
+def is_file(image: str) -> bool:
+    """Whether an image is a file or a folder, and not a name in a registry."""
+    named = image.startswith(("/", "./", "../", "~")) or image.endswith((".sif", ".sqsh", ".squashfs"))
+    return named and "://" not in image and "#" not in image
 
 
 def srun_options(container: Container, folders: Sequence[Path], cwd: Path) -> list[tuple[str, str]]:

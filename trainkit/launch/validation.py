@@ -14,6 +14,7 @@ from trainkit.cluster.validate import Request, require_access
 from trainkit.cluster.validate_folders import doubtful, require_room, require_shared
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
+from trainkit.launch.needed import require_container, require_environment
 from trainkit.launch.plan import Plan
 
 
@@ -24,7 +25,8 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) ->
         folder: of the run, or of the sweep.
         cwd: the folder of the submission, where the job runs.
 
-    Raises RefusedError: account or QOS, folders that nodes do not see, no room for a run.
+    Raises RefusedError: account or QOS, folders that nodes do not see, no room for a run, an environment or a
+    container's image that is not there.
     """
     require_room(folder)
     if plan.executor != "slurm" or not site.slurm:
@@ -32,6 +34,9 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) ->
     launch, facts = loaded.config.launch, _facts(loaded)
     request = Request(plan.nodes, plan.gpus_per_node, plan.time_limit_seconds / 60)
     require_access(loaded, request, site.partition(launch.partition), facts)
+    require_environment(loaded, cwd)
+    if plan.container is not None:
+        require_container(loaded, plan.container, facts)
     places = {"The run folder": folder, "The folder of the submission": cwd}
     data = (cwd / Path(loaded.config.data.root).expanduser()).absolute()
     if data.is_dir():
