@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
 from jobs.forecasting import forecast_of, words
 from trainkit import terminal
-from trainkit.cluster.queue import job_state
+from trainkit.cluster.queue import job_state, job_states
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.diagnosis.causes import cause_of
+from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.running import course_of
 from trainkit.errors import UserError
 from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir, find_run
+from trainkit.records.rundir import RunDir, find_runs
 from trainkit.records.standing import standing_of
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = cli.Parser("why", "Say why a run failed, or why it does not start.")
-    parser.add_argument("run", help="a run's name or folder")
+    parser = cli.Parser("why", "Say why a run failed, or why it does not start; of a sweep, each cause once.")
+    parser.add_argument("run", help="a run's or a sweep's name or folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
     elsewhere.add_host_flag(parser)
     args = parser.parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("why", argv, args.host, env)
-    run = find_run(args.run, env)
+    runs = find_runs(args.run, env)
+    if len(runs) > 1:
+        _print_sweep(runs)
+        return 0
+    run = runs[0]
     if args.attempt is not None and args.attempt not in run.attempts():
         raise UserError(
             f"{run.name} has no attempt {args.attempt}.",
@@ -35,11 +40,30 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         )
     state = job_state(run)
     cause = cause_of(run, state, args.attempt)
-    heading = f"{run.name}: {state.state}" + (f" (job {state.job_id})" if state.job_id else "")
-    print(terminal.lines(f"{heading}. {_nothing(run, state) if cause is None else cause}"))
+    print(_of_run(run, state, _nothing(run, state) if cause is None else cause))
     if args.attempt is None and state.alive == "yes":
         _print_earlier(run, state)
     return 0
+
+
+def _of_run(run: RunDir, state: JobState, words: object) -> str:
+    heading = f"{run.name}: {state.state}" + (f" (job {state.job_id})" if state.job_id else "")
+    return terminal.lines(f"{heading}. {words}")
+
+
+def _print_sweep(runs: Sequence[RunDir]) -> None:
+    """How many runs are in which state, and each cause with the runs that have it, told of the first of them."""
+    states = job_states(runs)
+    counts = Counter(state.state for state in states)
+    print(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts.most_common())}.")
+    same: dict[str, list[tuple[RunDir, JobState, Cause]]] = {}
+    for run, state in zip(runs, states, strict=True):
+        if cause := cause_of(run, state):
+            same.setdefault(cause.name, []).append((run, state, cause))
+    for (run, state, cause), *others in same.values():
+        print(_of_run(run, state, cause))
+        if others:
+            print(terminal.one_line(f"  The same: {', '.join(other.path.name for other, _, _ in others)}.", 1000))
 
 
 def _print_earlier(run: RunDir, state: JobState) -> None:
@@ -60,6 +84,8 @@ def _nothing(run: RunDir, state: JobState) -> str:
         return str(course_of(run, ends=_end(run, state)))
     if state.state == "UNKNOWN":
         return f"Nobody can tell what became of it: {state.reason}."
+    if state.state == "NOT SUBMITTED":
+        return f"It has never been queued: `{terminal.command('resume', run.path)}` queues it."
     return "Nothing that it has left speaks of a failure." + (f" {state.reason}." if state.reason else "")
 
 

@@ -116,3 +116,27 @@ def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(
     assert "ago. It ends about 20" in lines[0]
     assert lines[1] == "  why: metrics.jsonl  nothing for 11 min; of late 10 s passed between two records at most"
     assert "smells  metrics.jsonl  nothing for 11 min" in command("status", "ddp-0001").out
+
+
+def test_of_a_sweep_each_cause_is_said_once(command: Command, failed: RunDir) -> None:
+    sweep = failed.path.parent / "lrs"
+    sweep.mkdir()
+    (sweep / "sweep.json").write_text("{}")
+    for name, ended in (("0", "FAILED"), ("1", "COMPLETED"), ("2", "FAILED")):
+        run = RunDir.create(sweep / name, to_yaml(load("ddp").config))
+        append_event(run, "submitted", executor="local", job_id=name)
+        run.attempt_logs(0).mkdir()
+        if ended == "FAILED":
+            append_event(run, "failed", attempt=0, rank=0, host="n1", error="killed by SIGKILL")
+        append_event(run, "ended", attempt=0, state=ended)
+    said = command("why", "lrs").out.splitlines()
+    assert said[0] == "3 runs: 2 FAILED, 1 COMPLETED."
+    assert said[1].startswith("0: FAILED (job 0). Rank 0 on n1 was killed (SIGKILL)")
+    assert said[-1] == "The same: 2."
+    assert sum("was killed" in line for line in said) == 1
+
+
+def test_a_run_that_was_never_queued_says_so_and_how_to(command: Command, failed: RunDir) -> None:
+    run = RunDir.create(failed.path.parent / "ddp-0002", to_yaml(load("ddp").config))
+    said = command("why", "ddp-0002").out
+    assert said == f"ddp-0002: NOT SUBMITTED. It has never been queued: `python -m jobs.resume {run.path}` queues it.\n"

@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainkit import terminal
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.diagnosis.case import AGAIN, LOG, RESUME, Case, Place
+from trainkit.diagnosis.case import AGAIN, LOG, RESUME, Case
 from trainkit.diagnosis.evidence import (
     STEPD,
     Failure,
-    batch_text,
     failure_of,
     is_lost_connection,
-    last_words,
     until_ended,
 )
 from trainkit.diagnosis.fields import fields, for_a_shell, host_of_task, hosts_of
 from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
+from trainkit.diagnosis.launched import EVERYWHERE, on_every_machine
 from trainkit.diagnosis.rank_cases import RANKS
 from trainkit.diagnosis.stderr import tail_of, traceback_of
-from trainkit.records.history import life_of
+from trainkit.diagnosis.texts import (
+    Quote,
+    Source,
+    of_logs_elsewhere,
+    of_the_batch,
+    of_the_job,
+    of_the_rank,
+    words_of_state,
+)
 from trainkit.records.rundir import RunDir
 
 _TOLD = re.compile(rf"^(srun: error|{STEPD}|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
-_LOUD = re.compile(
-    r"error|exception|fail|fatal|warn|assert|abort|detected|cannot|could not|unable|not found|denied|exceeded"
-    r"|timeout|exhausted|no such|unavailable|invalid|\[[EW][ \d]|Xid|what\(\)|^slurmstepd|^  (why|fix): |oom",
-    re.IGNORECASE,
-)
-"""Lines that speak of something bad; what a healthy run prints may hold the names of causes as well."""
 _SHOWN = 6
 """Lines of evidence."""
-
-
-@dataclass(frozen=True)
-class Quote:
-    """A line of evidence, and where it stands: ``logs/0/rank-3.err:12``, ``squeue``."""
-
-    where: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -93,12 +86,12 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     waits = attempt is None and state.alive == "yes" and state.state != "COMPLETING"
     newest = attempt is None or (state.alive != "yes" and number == (attempts[-1] if attempts else 0))
     failure = None if waits else failure_of(run, number)
-    sources = [*_of_the_job(run, state, number)] if newest else []
+    sources = [*of_the_job(run, state, number)] if newest else []
     if not waits:
-        sources += [*_of_the_batch(run, number), *_of_logs_elsewhere(run, state, failure), *_of_the_rank(run, failure)]
+        sources += [*of_the_batch(run, number), *of_logs_elsewhere(run, state, failure), *of_the_rank(run, failure)]
     rows = (*HARDWARE, *ENDINGS, *RANKS)
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started
-        rows, sources = tuple(row for row in rows if row.name == "launch-failure"), _of_the_batch(run, number)
+        rows, sources = tuple(row for row in rows if row.name == "launch-failure"), of_the_batch(run, number)
     for aside in (False, True):
         looked_at = [source for source in sources if source.aside == aside]
         for row in rows:
@@ -109,94 +102,9 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     return _otherwise(run, state, number, failure, sources)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A text, where it stands, and the number of its first line; 0 where lines are not counted."""
-
-    place: Place
-    where: str
-    text: str
-    first: int = 0
-    aside: bool = False
-    """Looked at only where no other says a cause: what led to the last error may have been dealt with."""
-
-    def match(self, row: Case) -> re.Match[str] | None:
-        """Where the text shows the cause of a row."""
-        places = ("end", "rank") if self.place == "end" else (self.place,)
-        return row.pattern.search(self.text) if set(places) & set(row.places) else None
-
-    def quote(self, at: int) -> Quote:
-        """The line at a position in the text."""
-        before = self.text.count("\n", 0, at)
-        where = f"{self.where}:{self.first + before}" if self.first else self.where
-        return Quote(where, self.text.splitlines()[before].strip())
-
-
-def _of_the_job(run: RunDir, state: JobState, attempt: int) -> list[_Source]:
-    """Its state, and what whoever looked after the ranks has said of it; of no rank where they have saved."""
-    life = life_of(run)
-    said = [
-        _Source("job", "events.jsonl", item.error)
-        for item in life.failures
-        if item.attempt == attempt and item.rank is None and attempt in life.handed_back
-    ]
-    return [*said, _Source("job", "squeue, sacct" if state.executor == "slurm" else "status", _words(state))]
-
-
-def _words(state: JobState) -> str:
-    return f"{state.state} {state.reason}".strip()
-
-
-def _of_the_batch(run: RunDir, attempt: int) -> list[_Source]:
-    text = batch_text(run, attempt)
-    return [_Source("batch", "logs/batch.out", text)] if text else []
-
-
-def _of_logs_elsewhere(run: RunDir, state: JobState, failure: Failure | None) -> list[_Source]:
-    """A node that does not see the logs' folder makes one of its own (SLURM since 23.02); what is said stays there."""
-    if failure is not None and failure.error.startswith("Exited"):
-        logs = run.attempt_logs(failure.attempt)
-        if not any(logs.glob(f"rank-{failure.rank}.*")):
-            words = f"no log of task {failure.rank} on {failure.host} is here"
-            return [_Source("batch", f"logs/{failure.attempt}", words, aside=True)]
-    has_run = state.executor == "slurm" and state.state == "FAILED" and state.nodes
-    if has_run and not run.attempts() and not last_words(run):
-        return [_Source("batch", "logs", "no log of the job is here", aside=True)]
-    return []
-
-
-def _of_the_rank(run: RunDir, failure: Failure | None) -> list[_Source]:
-    """How it ended and its own last error; where it has left none that is a cause, the end of its log."""
-    if failure is None:
-        return []
-    where = f"logs/{failure.attempt}/rank-{failure.rank}.err"
-    stderr = run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"
-    tail = tail_of(stderr)
-    ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
-    told = failure.error in (item.error for item in life_of(run).failures if item.attempt == failure.attempt)
-    found = [_Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error)]
-    if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it
-        tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
-    traceback = traceback_of(stderr) if failure.traceback else None
-    if traceback is not None:
-        first = next((number for number, text in tail if text and traceback.message.startswith(text)), 0)
-        same = failure.error in traceback.message or traceback.error in failure.error
-        found.append(_Source("rank", where, traceback.message, first, aside=not same))
-        found.append(_Source("rank", where, traceback.causes, aside=True))
-    elif failure.traceback:
-        found.append(_Source("rank", where, "\n".join(failure.traceback)))
-    if traceback is not None and not is_lost_connection(failure.error):
-        tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
-    elif traceback is None:
-        tail = [(number, text if _LOUD.search(text) else "") for number, text in tail]
-    if any(text for _, text in tail):
-        found.append(_Source("rank", where, "\n".join(text for _, text in tail), tail[0][0]))
-    return found
-
-
 def _cause(
-    row: Case, match: re.Match[str], source: _Source, run: RunDir, state: JobState, attempt: int,
-    failure: Failure | None, sources: list[_Source],
+    row: Case, match: re.Match[str], source: Source, run: RunDir, state: JobState, attempt: int,
+    failure: Failure | None, sources: list[Source],
 ) -> Cause:  # fmt: skip
     found = fields(run, state, attempt, failure)
     groups = {name: value for name, value in match.groupdict().items() if value}
@@ -213,18 +121,23 @@ def _cause(
         found["failed_hosts"] = hosts_of(groups["failed"])
     # What srun said of a rank is quoted from the batch log.
     quotes = [*([source.quote(match.start())] if source.where else []), *_around(run, failure, sources)]
-    return Cause(
-        row.name,
-        row.what.format_map(found),
-        _once(quotes),
-        row.fix.format_map(found),
-        re.sub(r" --exclude(?= *$)", "", row.command.format_map(for_a_shell(found))).rstrip(),  # no node is known
-        failure,
-    )
+    command = row.command.format_map(for_a_shell(found))
+    command = re.sub(r" --exclude(?= *$)", "", command).rstrip()  # no node is known
+    return _for(run, Cause(
+        row.name, row.what.format_map(found), _once(quotes), row.fix.format_map(found), command, failure
+    ))  # fmt: skip
+
+
+def _for(run: RunDir, cause: Cause) -> Cause:
+    """The cause with the command that mends it where the run was started."""
+    command = on_every_machine(run, cause.command)
+    if command == cause.command:
+        return cause
+    return replace(cause, command=command, fix=f"{cause.fix.rstrip(':')}. {EVERYWHERE}".lstrip(". "))
 
 
 def _otherwise(
-    run: RunDir, state: JobState, attempt: int, failure: Failure | None, sources: list[_Source]
+    run: RunDir, state: JobState, attempt: int, failure: Failure | None, sources: list[Source]
 ) -> Cause | None:
     """What no row knows: our own three lines, an exception of the user's code, a lost connection, or silence."""
     found = fields(run, state, attempt, failure)
@@ -235,16 +148,16 @@ def _otherwise(
         batch = next((source.text for source in sources if source.place == "batch"), "")
         told = _TOLD.search(until_ended(batch))
         said = f": {told[0].strip()}" if told is not None else "."
-        what = f"The job ended ({_words(state)}) before a rank of it said anything{said}"
+        what = f"The job ended ({words_of_state(state)}) before a rank of it said anything{said}"
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
     if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
         what = f"{failure.error} {failure.traceback[1][7:]}".strip()
         again = AGAIN if "submit again" in fix else RESUME
-        return Cause("said-by-the-kit", what, quotes, fix, again.format_map(found), failure)
+        return _for(run, Cause("said-by-the-kit", what, quotes, fix, again.format_map(found), failure))
     if is_lost_connection(failure.error):
         what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
-        return Cause("lost-connection", what, quotes, "", RESUME.format_map(found), failure)
+        return _for(run, Cause("lost-connection", what, quotes, "", RESUME.format_map(found), failure))
     if failure.traceback:
         at = f", at {found['at']}" if found["at"] else ""
         traceback = traceback_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err")
@@ -252,13 +165,15 @@ def _otherwise(
         after = f" It began with {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
         what = f"{found['who']} raised {failure.error.rstrip('.')}{at}.{after}"
         mend = f"Mend {found['at']}:" if found["at"] else ""
-        return Cause("exception", what, quotes, mend, AGAIN.format_map(found), failure)
+        return _for(run, Cause("exception", what, quotes, mend, AGAIN.format_map(found), failure))
     tail = [text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err") if text.strip()]
     words = [text for text in tail if _ERROR.search(text)][-1:] or tail[-1:]
     mute = failure.error.lower().startswith(("exited", "exit code"))
     last = f"; its last words: {words[0].strip()}" if words and mute else ""
     what = f"{found['who']} failed: {failure.error.rstrip('.')}{last.rstrip('.')}."
-    return Cause("failed", what, quotes, "Its last words:", LOG.format_map(found), failure)
+    here = (run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err").exists()
+    fix = "Its last words:" if here else f"Its log is not here, but where it ran ({found['on_node']}); there:"
+    return _for(run, Cause("failed", what, quotes, fix, LOG.format_map(found), failure))
 
 
 def _once(quotes: list[Quote]) -> tuple[Quote, ...]:
@@ -271,7 +186,7 @@ def _once(quotes: list[Quote]) -> tuple[Quote, ...]:
     return tuple(best.values())[:_SHOWN]
 
 
-def _around(run: RunDir, failure: Failure | None, sources: list[_Source]) -> list[Quote]:
+def _around(run: RunDir, failure: Failure | None, sources: list[Source]) -> list[Quote]:
     """What srun, the job and the failing rank say, beside the line that decided."""
     found = []
     for source in sources:

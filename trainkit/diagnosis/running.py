@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit import terminal
-from trainkit.diagnosis.causes import Quote
+from trainkit.diagnosis.texts import Quote
 from trainkit.records import reading
 from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir
