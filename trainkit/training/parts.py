@@ -71,12 +71,15 @@ class Parts:
         before, ranks = saved.get("world_size"), self.dist.world_size
         if before == ranks or not isinstance(before, int):
             return ""
-        words = f"{ranks} ranks go on where {before} have saved, with the same data in the same order"
+        who = "1 rank goes" if ranks == 1 else f"{ranks} ranks go"
+        words = (
+            f"{who} on where {before} {'has' if before == 1 else 'have'} saved, with the same data in the same order"
+        )
         size, now = saved.get("micro_batch_size"), self.micro_batch_size
         if size == now:
             return f"{words} and micro batch; sums may differ in their last bits"
-        was = f"{size}" if isinstance(size, int) else "another size"
-        return f"{words}; micro batches are of {now} instead of {was}, so dropout and BatchNorm draw upon others"
+        was = str(size) if isinstance(size, int) else "another size"
+        return f"{words}; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
 
     def lr_at(self, step: int) -> float:
         """Learning rate of update ``step``, from 0."""
