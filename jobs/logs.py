@@ -119,6 +119,8 @@ def _print_all(log: RankLog) -> None:
     try:
         for text in log.new(to_the_end=True):
             sys.stdout.write(terminal.log_text(text))
+    except BrokenPipeError:  # which is no fault of the file
+        raise
     except OSError as error:
         raise reading.unreadable(log.path, error) from None
 
@@ -185,6 +187,8 @@ def _print_new(logs: Sequence[RankLog], shown: dict[Path, RankLog], *, to_the_en
         try:
             for text in log.new(to_the_end=to_the_end):
                 sys.stdout.write(terminal.log_text(text))
+        except BrokenPipeError:
+            raise
         except OSError:  # not there yet
             continue
     sys.stdout.flush()

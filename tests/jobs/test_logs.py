@@ -132,3 +132,14 @@ def test_following_goes_across_attempts_and_ends_with_the_job(
     assert lines == ["attempt 0 begins", "attempt 0 ends", "--- attempt 1", "attempt 1 begins", "attempt 1 ends"]
     assert done.returncode == 0
     assert time.monotonic() - began < 30
+
+
+def test_a_reader_who_has_read_enough_is_no_fault_of_the_logs(no_slurm: dict[str, str], ended: RunDir) -> None:
+    (ended.attempt_logs(1) / "rank-0.out").write_text("much to read\n" * 20_000)
+    command = [sys.executable, "-m", "jobs.logs", str(ended.path), "--rank", "all"]
+    with subprocess.Popen(command, env=no_slurm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        assert done.stderr is not None
+        assert done.stdout.readline() == "[rank 0] much to read\n"
+        done.stdout.close()  # as `head` does
+        assert (done.stderr.read(), done.wait(60)) == ("", 0)

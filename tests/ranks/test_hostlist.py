@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.ranks.hostlist import expand, expand_counts
+from trainkit.ranks.hostlist import expand, expand_counts, fold
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,22 @@ def test_task_counts_give_one_number_per_node(counts: str, numbers: list[int]) -
 def test_malformed_task_counts_are_refused(counts: str) -> None:
     with pytest.raises(UserError, match="tasks per node"):
         expand_counts(counts)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "folded"),
+    [
+        ([], ""),
+        (["login"], "login"),
+        (["n1", "n2"], "n1, n2"),
+        ([f"n{number:02}" for number in range(1, 33)], "n[01-32]"),
+        (["n8", "n9", "n10"], "n[8-10]"),
+        (["n098", "n099", "n100", "n7"], "n[098-100], n7"),
+        (["n1", "n02", "n3"], "n1, n02, n3"),
+        (["n3", "n2", "n1"], "n3, n2, n1"),
+        (["rack1-n03.hpc", "rack1-n04.hpc", "rack1-n05.hpc", "rack2-n05.hpc"], "rack1-n[03-05].hpc, rack2-n05.hpc"),
+    ],
+)
+def test_many_hosts_are_folded_for_people(hosts: list[str], folded: str) -> None:
+    assert fold(hosts) == folded
+    assert expand(folded.replace(", ", ",")) == hosts if hosts else not folded

@@ -148,7 +148,7 @@ def login(env: Mapping[str, str], home: Path) -> Cluster:
     """A user's view of a cluster, with the project in the folder ``home``."""
     for name in ("jobs", "trainkit", "configs"):
         (home / name).symlink_to(PROJECT / name)
-    for model in ("slow_model.py", "failing_model.py"):
+    for model in ("slow_model.py", "failing_model.py", "light_model.py"):
         shutil.copy(Path(__file__).with_name(model), home)
     return Cluster(home, {**env, "XDG_STATE_HOME": str(home / "state")})
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from trainkit.records.writer import Writer
 
 STEPS = 8
 """Updates of a run without train.max_steps."""
+PATIENCE_SECONDS = 300
 STATE = "light.json"
 HOOK = """\
 import sys
@@ -49,7 +49,6 @@ sys.meta_path.insert(0, Light())
 def hook(folder: Path) -> str:
     """What PYTHONPATH must be where a job is submitted whose ranks are to train this way."""
     folder.mkdir()
-    shutil.copy(Path(__file__).with_name("light_model.py"), folder.parent)
     (folder / "sitecustomize.py").write_text(HOOK.format(file=__file__), encoding="utf-8")
     return str(folder)
 
@@ -80,9 +79,9 @@ def run(
     me, word = {**asdict(env), "host": socket.gethostname()}, sha256(secret.text.encode()).hexdigest()
     print(f"rank {env.rank} of {env.world_size}: {me['host']}, local rank {env.local_rank}", flush=True)
     if not env.is_main:
-        with socket.create_connection((env.master_addr, env.master_port), timeout=60) as line:
+        with _line_to(env.master_addr, env.master_port) as line:
             line.sendall(json.dumps([word, me]).encode() + b"\n")
-            line.settimeout(600)
+            _model(config)
             outcome, run_dir = json.loads(line.makefile().readline() or "null") or _lost()
         if outcome == "preempted":
             hand_back(node, env, stop.signals, step=None)
@@ -92,6 +91,18 @@ def run(
         outcome = _train(config, env, stop, writer, ranks, beat)
         tell(outcome, str(writer.run.path))
     return outcome, writer.run
+
+
+def _line_to(host: str, port: int) -> socket.socket:
+    """A connection to rank 0, which may start later."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=PATIENCE_SECONDS)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def _lost() -> Any:
@@ -107,6 +118,7 @@ def _met(
     door: Any = socket.create_server(("", env.master_port), backlog=env.world_size) if env.world_size > 1 else None
     with door or nullcontext():
         for _ in range(env.world_size - 1):
+            door.settimeout(PATIENCE_SECONDS)
             line, _ = door.accept()
             lines.append(line)
             said, rank = json.loads(line.makefile().readline())

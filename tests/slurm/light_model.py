@@ -1,4 +1,4 @@
-"""A user's own model for light_experiment.py: slow, or without luck, in a run's first attempt only."""
+"""A user's own model for light_experiment.py: slow, or without luck, in a run's first attempt only; or on one rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 
 
-def build(info: object, *, seconds: float = 0.0, luck: int = 0) -> Callable[[], None]:
-    """What an update does: it takes so many seconds. Raises RuntimeError where ``luck`` is above zero."""
+def build(info: object, *, seconds: float = 0.0, luck: int = 0, bad_rank: int = -1) -> Callable[[], None]:
+    """What an update does: it takes so many seconds. Raises RuntimeError in the first attempt with luck above zero,
+    and ValueError on the bad rank."""
     is_first = os.environ["TRAINKIT_ATTEMPT"] == "0"
     if luck > 0 and is_first:
         raise RuntimeError("no luck")
+    if os.environ["SLURM_PROCID"] == str(bad_rank):
+        raise ValueError("bad labels")
     return lambda: time.sleep(seconds if is_first else 0.0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trainkit.errors import UserError
 
 _ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")  # a comma inside brackets does not end an item
+_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)  # the last one of a host name
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -33,6 +34,29 @@ def expand(nodelist: str) -> list[str]:
     if not hosts:
         raise _malformed(nodelist)
     return hosts
+
+
+def fold(hosts: Sequence[str]) -> str:
+    """``hosts`` for people, in their order: three and more in a row are ``n[01-32]``."""
+    rows: list[list[str]] = []
+    for host in hosts:
+        if rows and host == _next(rows[-1][-1]):
+            rows[-1].append(host)
+        else:
+            rows.append([host])
+    return ", ".join(_folded(row) if len(row) > 2 else ", ".join(row) for row in rows)
+
+
+def _next(host: str) -> str | None:
+    match = _NUMBER.fullmatch(host)
+    return f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}{match[3]}" if match is not None else None
+
+
+def _folded(row: list[str]) -> str:
+    first, last = (_NUMBER.fullmatch(host) for host in (row[0], row[-1]))
+    assert first is not None
+    assert last is not None
+    return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}"
 
 
 def expand_counts(counts: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from trainkit.ranks.hostlist import fold
 from trainkit.records import reading
 from trainkit.report.facts import Facts, Usage
 
@@ -185,7 +186,7 @@ def _ranks(facts: Facts) -> str:
     per_node = f"{nodes} nodes {TIMES} {world_size // nodes}" if nodes > 1 and world_size % nodes == 0 else ""
     simulated = " simulated on one machine" if nodes > 1 and len(hosts) == 1 else ""
     where = f"{per_node}{simulated}" if per_node else ""
-    return f"{world_size}" + (f" ({where})" if where else "") + (f" on {', '.join(hosts[:8])}" if hosts else "")
+    return f"{world_size}" + (f" ({where})" if where else "") + (f" on {fold(hosts)}" if hosts else "")
 
 
 def _input(expected: Any) -> str:

@@ -1,0 +1,111 @@
+"""64 ranks on 32 nodes: planned, submitted, met, told to save, gone on, looked at. They import no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.slurm import light_experiment
+from tests.slurm.conftest import cluster_up, login
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
+
+NODES = [f"n{number:02}" for number in range(1, 33)]
+ALL = ("ddp", "--nodes", "32", "--gpus-per-node", "2", "train.global_batch_size=64", "monitor.loggers=[jsonl]")
+LIGHT = ("model.name=light_model:build", "model.seconds=2")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of 32 nodes with two runs on all of them: ``whole`` is told to save, ``failed`` fails on rank 37."""
+    with cluster_up("--nodes", "32", "--gpus-per-node", "2") as env:
+        cluster = login(env, tmp_path_factory.mktemp("wide"))
+        light = {"PYTHONPATH": light_experiment.hook(cluster.home / "light")}
+        whole = _submit(cluster, "whole", light)
+        run = cluster.home / "runs" / "whole"
+        cluster.wait_for("the start", lambda: bool(cluster.events(run, "started")), timeout=180)
+        failed = _submit(cluster, "failed", light, "launch.requeue=false", "model.bad_rank=37")
+        cluster.run("scancel", "--signal=USR2", whole)
+        assert cluster.wait(whole, timeout=240) == "COMPLETED", cluster.logs()
+        assert cluster.wait(failed, timeout=240) == "FAILED", cluster.logs()
+        yield cluster
+
+
+def _submit(cluster: Cluster, name: str, light: dict[str, str], *arguments: str) -> str:
+    words = (*ALL, *LIGHT, *arguments, "--again", "--run-dir", f"runs/{name}")
+    match = re.search(r"Submitted job (\d+): 32 nodes x 2 ranks", cluster.job("submit", *words, env=light).stdout)
+    assert match
+    return match[1]
+
+
+def _run(cluster: Cluster) -> Path:
+    return cluster.home / "runs" / "whole"
+
+
+def test_a_plan_of_64_ranks_is_what_is_submitted(wide: Cluster) -> None:
+    plan = json.loads((_run(wide) / "plan.json").read_text())
+    assert (plan["nodes"], plan["ntasks_per_node"], plan["world_size"]) == (32, 2, 64)
+    script = (_run(wide) / "submit.sbatch").read_text()
+    for line in ("--nodes=32", "--ntasks-per-node=2", "--gpus-per-node=2"):
+        assert f"#SBATCH {line}\n" in script
+
+
+def test_each_of_64_ranks_knows_its_place_and_meets_the_others(wide: Cluster) -> None:
+    ranks: list[dict[str, Any]] = json.loads((_run(wide) / "ranks.json").read_text())
+    assert [(rank["rank"], rank["local_rank"], rank["node_rank"], rank["host"]) for rank in ranks] == [
+        (number, number % 2, number // 2, NODES[number // 2]) for number in range(64)
+    ]
+    for rank in ranks:
+        assert (rank["world_size"], rank["local_world_size"], rank["num_nodes"]) == (64, 2, 32)
+        assert (rank["master_addr"], rank["master_port"]) == ("n01", ranks[0]["master_port"])
+        assert rank["hosts"] == NODES
+
+
+def test_ranks_that_are_told_to_save_hand_back_once_a_node_and_go_on(wide: Cluster) -> None:
+    first, second = wide.events(_run(wide), "started")
+    assert first["hosts"] == second["hosts"] == NODES
+    assert 0 < second["step"] < first["total_steps"]
+    handed = wide.events(_run(wide), "handed_back")
+    assert [event["node_rank"] for event in sorted(handed, key=lambda event: int(event["node_rank"]))] == [*range(32)]
+    assert {event["attempt"] for event in handed} == {0}
+    trained = json.loads((_run(wide) / light_experiment.STATE).read_text())[1]
+    assert trained == light_experiment.trained(first["total_steps"])
+
+
+def test_each_of_64_ranks_has_its_own_logs_in_each_attempt(wide: Cluster) -> None:
+    names = {f"rank-{rank}.{stream}" for rank in range(64) for stream in ("out", "err")}
+    for attempt in ("0", "1"):
+        assert {file.name for file in (_run(wide) / "logs" / attempt).glob("rank-*")} == names
+
+
+def test_logs_tells_64_ranks_apart(wide: Cluster) -> None:
+    said = wide.job("logs", "whole", "--rank", "all", "--grep", "^rank ").stdout.splitlines()
+    assert said == [
+        f"[rank {rank:2}] rank {rank} of 64: {NODES[rank // 2]}, local rank {rank % 2}" for rank in range(64)
+    ]
+
+
+def test_status_is_one_line_with_both_attempts(wide: Cluster) -> None:
+    said = wide.job("status", "whole").stdout
+    assert re.search(r"^whole +COMPLETED +\d+ +2 +8/8 ", said, re.MULTILINE), said
+    assert re.search(r"^nodes +n\[01-32\]$", said, re.MULTILINE), said
+
+
+def test_why_names_the_one_rank_of_64_that_failed_and_its_node(wide: Cluster) -> None:
+    said = wide.job("why", "failed").stdout
+    assert "Rank 37 on n19 raised ValueError: bad labels" in said.splitlines()[0]
+
+
+def test_the_report_and_the_site_speak_of_32_nodes(wide: Cluster) -> None:
+    wide.job("report", "runs/whole")
+    book = (_run(wide) / "logbook.md").read_text()
+    assert re.search(r"^\| ranks +\| 64 \(32 nodes . 2\) on n\[01-32\] +\|$", book, re.MULTILINE), book
+    assert re.search(r"^ +main\* +32 x 8 CPUs, .* 2 GPUs", wide.job("cluster", "show").stdout, re.MULTILINE)
