@@ -14,14 +14,16 @@ GPUS: tuple[Case, ...] = (
         "The result stays the same with a smaller micro batch:",
     ),
     case(
-        "rank", "cuda-sees-none", r"CUDA sees none[\s\S]*is built without CUDA",
-        "{who} was given GPUs, and CUDA sees none: torch is built without CUDA.",
+        "rank", "cuda-sees-none",
+        r"CUDA sees none[\s\S]*is built (?P<built>without CUDA|for ROCm [\d.]+)"
+        r"[\s\S]*Install a torch that is built with CUDA",
+        "{who} was given GPUs, and CUDA sees none: torch is built {built}.",
         "python -m pip install --force-reinstall torch", "Install a torch with CUDA, then resume:",
     ),
     case(
-        "rank", "cuda-sees-none", r"CUDA sees none[\s\S]*CUDA_VISIBLE_DEVICES='(?P<mask>|-1|NoDevFiles)'",
-        "{who} was given GPUs, and CUDA sees none: CUDA_VISIBLE_DEVICES hides them.",
-        "env -u CUDA_VISIBLE_DEVICES " + RESUME,
+        "rank", "cuda-sees-none", r"CUDA sees none[\s\S]*Do not set (?P<mask>\w+) yourself",
+        "{who} was given GPUs, and CUDA sees none: {mask} hides them.",
+        "env -u {mask} " + RESUME,
         "Do not set it yourself, nor in `setup` of the cluster profile:",
     ),
     case(
@@ -32,10 +34,16 @@ GPUS: tuple[Case, ...] = (
         WITHOUT, "If it is the node; else its driver, torch's build or the mask, as its words say:",
     ),
     case(
+        "rank", "driver-too-old", r"NVIDIA driver on your system is too old \(found version 12",
+        "The driver of {on_node} is older than torch's build of CUDA needs.",
+        "python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
+        "Install a torch that is built for CUDA 12, then submit again:",
+    ),
+    case(
         "rank", "driver-too-old", r"NVIDIA driver on your system is too old|CUDA driver version is insufficient",
         "The driver of {on_node} is older than torch's build of CUDA needs.",
-        "pip install torch --index-url https://download.pytorch.org/whl/cu118",
-        "Install a torch that is built for it, then submit again:",
+        "python -m pip install --force-reinstall 'torch<2.8' --index-url https://download.pytorch.org/whl/cu118",
+        "Install a torch that is built for CUDA 11, then submit again:",
     ),
     case(
         "rank", "wrong-torch-build",

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +16,9 @@ from trainkit.ranks.env import RankEnv
 
 DEVICE = "TRAINKIT_DEVICE"
 """``cpu``: train on the CPU also where GPUs are granted. For clusters whose GPUs are only names (slurm/devcluster)."""
+
+
+_MASK = "CUDA_VISIBLE_DEVICES"
 
 
 def gpu_is_here() -> bool:
@@ -28,7 +32,7 @@ def gpu_is_here() -> bool:
     if torch.cuda.is_available():
         return True
     if granted := _granted_gpus(os.environ):
-        raise _unseen(granted, os.environ, _driver())
+        raise unseen_gpus(granted, os.environ, drivers(), torch.version.cuda, torch.version.hip)
     return False
 
 
@@ -41,29 +45,60 @@ def _granted_gpus(env: Mapping[str, str]) -> str:
     return f"CUDA_VISIBLE_DEVICES={mask}" if "TRAINKIT_ATTEMPT" in env and mask not in ("", "-1") else ""
 
 
-def _driver() -> str:
-    """The version of this node's NVIDIA driver; empty if none is loaded."""
+@dataclass(frozen=True)
+class Drivers:
+    """What the kernel of a node says of its GPUs; it says so to containers as well."""
+
+    nvidia: str
+    """The driver's version; empty if none is loaded."""
+    gpus: int
+    """How many the NVIDIA driver has, whatever mask a process sees them through."""
+    amd: bool
+    """The driver of AMD's GPUs is loaded."""
+
+
+def drivers(root: Path = Path("/")) -> Drivers:
+    """Of the node whose /sys and /proc lie under ``root``."""
     try:
-        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+        version = (root / "sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
-        return ""
+        version = ""
+    return Drivers(
+        version, len(list((root / "proc/driver/nvidia/gpus").glob("*"))), (root / "sys/module/amdgpu").exists()
+    )
 
 
-def _unseen(granted: str, env: Mapping[str, str], driver: str) -> RefusedError:
-    host, mask = socket.gethostname(), env.get("CUDA_VISIBLE_DEVICES")
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    if not torch.version.cuda:
-        fix = "Install a torch that is built with CUDA."
-    elif not driver:
+def unseen_gpus(granted: str, env: Mapping[str, str], node: Drivers, cuda: str | None, hip: str | None) -> RefusedError:
+    """Why CUDA may see none of the GPUs that were granted.
+
+    Args:
+        cuda: the version of CUDA that torch is built for.
+        hip: the version of ROCm's HIP that it is built for.
+    """
+    host = socket.gethostname()
+    name = next((key for key in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if hip and key in env), _MASK)
+    mask = env.get(name)
+    built = f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "without CUDA"
+    beyond = [int(item) for item in (mask or "").split(",") if item.isdigit() and int(item) >= node.gpus > 0]
+    loaded = "amdgpu" if node.amd and (hip or not node.nvidia) else node.nvidia
+    if not cuda and not (hip and node.amd):
+        fix = f"Install a torch that is built {'for ROCm' if node.amd and not node.nvidia else 'with CUDA'}."
+    elif cuda and node.amd and not node.nvidia:
+        fix = "This node's GPUs are AMD's: install a torch that is built for ROCm, or ask for other nodes."
+    elif not loaded:
         fix = f"Do without this node (--exclude {host}); in a container, start it with its GPUs (--nv, --gpus all)."
     elif mask in ("", "-1", "NoDevFiles"):
-        fix = "Do not set CUDA_VISIBLE_DEVICES yourself."
+        fix = f"Do not set {name} yourself."
+    elif beyond:
+        fix = f"Do not set {name} yourself: it names GPU {beyond[0]}, and the node has {node.gpus}."
+    elif mask is not None and mask.startswith(("GPU-", "MIG-")):
+        fix = f"Do not set {name} yourself: `nvidia-smi -L` lists what this node has."
     else:
-        fix = f"Install a torch built for a CUDA that driver {driver} has, or do without this node (--exclude {host})."
+        fix = f"Install a torch built for what driver {loaded} has, or do without this node (--exclude {host})."
     return RefusedError(
         f"GPUs are granted, and CUDA sees none on {host}.",
-        why=f"{granted}; driver {driver or 'not loaded'}; torch {torch.__version__} is built {built}; "
-        + ("CUDA_VISIBLE_DEVICES is not set." if mask is None else f"CUDA_VISIBLE_DEVICES={mask!r}."),
+        why=f"{granted}; driver {loaded or 'not loaded'}; torch {torch.__version__} is built {built}; "
+        + (f"{name} is not set." if mask is None else f"{name}={mask!r}."),
         fix=f"{fix} --gpus-per-node 0 trains on the CPU.",
     )
 
