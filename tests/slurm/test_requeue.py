@@ -114,7 +114,7 @@ def test_where_requeueing_is_forbidden_a_template_goes_on_in_the_same_folder_by_
 ) -> None:
     runs.wait("silent")
     flags = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--time=20")
-    words = (edited(devcluster, "train.sbatch"), "ddp", "model.name=slow_model:build", "model.seconds=0.5")
+    words = (edited(devcluster, "train.sbatch"), "ddp", "model.name=light_model:build", "model.seconds=0.5")
     job = devcluster.sbatch(*flags, *words, env={**runs.env, "FORBIDDEN": "yes"})
     run = run_of(devcluster, job)
     devcluster.wait_for("its start", lambda: bool(devcluster.events(run, "started")), timeout=150)
