@@ -182,11 +182,19 @@ def test_a_submission_makes_three_calls(command: Command, fake_slurm: Path, tmp_
     assert [line.split()[0] for line in calls.read_text().splitlines()] == ["scontrol", "scontrol", "sbatch"]
 
 
-def test_an_account_that_sbatch_refuses_is_answered_with_where_ones_own_are_listed(
-    command: Command, fake_slurm: Path
+@pytest.mark.parametrize(
+    "words",  # the same in 20.11, 22.05, 23.11 and 25.11
+    [
+        "Invalid account or account/partition combination specified",
+        "Invalid qos specification",
+        "Job violates accounting/QOS policy (job submit limit, user size and/or time limits)",
+    ],
+)
+def test_an_account_or_qos_that_sbatch_refuses_is_answered_with_where_ones_own_are_listed(
+    command: Command, fake_slurm: Path, words: str
 ) -> None:
-    words = "Batch job submission failed: Invalid account or account/partition combination specified"
-    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\necho 'sbatch: error: {words}' >&2\nexit 1\n")
+    said = f"sbatch: error: Batch job submission failed: {words}"
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\necho '{said}' >&2\nexit 1\n")
     done = command("submit", "ddp", "--account", "thesis")
     assert (done.code, "jobs.cluster show" in done.err) == (4, True)
     (fake_slurm / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid feature specification' >&2\nexit 1\n")

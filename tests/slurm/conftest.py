@@ -216,7 +216,7 @@ def _clean_environment() -> dict[str, str]:
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith(tuple(gone))}
     prefix = Path(sys.prefix)
-    own_slurm = os.environ.get("DEVCLUSTER_SLURM")
-    path = ":".join([f"{prefix / 'bin'}", *([f"{own_slurm}/bin"] if own_slurm else []), env["PATH"]])
+    own_slurm = [f"{Path(own).resolve()}/bin"] if (own := os.environ.get("DEVCLUSTER_SLURM")) else []
+    path = ":".join([f"{prefix / 'bin'}", *own_slurm, env["PATH"]])
     # Four nodes share this machine's cores: more than one thread per rank would only make them wait for each other.
     return {**env, "VIRTUAL_ENV": str(prefix), "PATH": path, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}

@@ -59,6 +59,13 @@ def test_a_prefix_without_a_slurm_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_the_prefix_that_a_cluster_was_started_with_is_first_in_the_path_of_its_clients(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurm").write_text("/opt/slurm-25.11\n")
+    said = devcluster(tmp_path, "env").stdout
+    assert said == f"export SLURM_CONF={tmp_path}/etc/slurm.conf PATH=/opt/slurm-25.11/bin:$PATH\n"
+
+
 @pytest.mark.slurm
 def test_a_port_that_is_taken_is_named_with_what_to_change(slurm_env: dict[str, str], tmp_path: Path) -> None:
     """By a cluster in another network with the same third number."""

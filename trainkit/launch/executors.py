@@ -25,8 +25,10 @@ from trainkit.launch.scheduler import unclaimed
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
-# sbatch's words for an account or a QOS that this user or the partition does not have.
-_ACCESS = re.compile(r"invalid (account|qos)|account/partition|association|qos .*not permitted", re.IGNORECASE)
+# sbatch's words for an account or a QOS that this user or the partition does not have, or whose limit it is.
+_ACCESS = re.compile(
+    r"invalid (account|qos)|account/partition|association|qos .*not permitted|accounting/qos policy", re.IGNORECASE
+)
 
 CONTROLLERS: list[subprocess.Popen[bytes]] = []
 """Of the local runs that this process has started. Kept, or Python would warn that they still run when it forgets them;
