@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli
-from trainkit.errors import RefusedError, UserError
+from trainkit.errors import RefusedError, SchedulerError, UserError
 
 if TYPE_CHECKING:
     from trainkit.cluster.site_facts import SiteFacts
@@ -37,7 +37,7 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "--force", action="store_true", help="renew a profile of that name: what it knows of the site, not its settings"
     )
     args = parser.parse_args(argv)
-    from trainkit.cluster.discover import ask_site
+    from trainkit.cluster.discover import NO_ANSWER, ask_site
     from trainkit.cluster.site_facts import renewed, to_profile
     from trainkit.cluster.site_text import lines
     from trainkit.config.presets import OWN
@@ -47,6 +47,12 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
     facts = _require_slurm(ask_site(env))
     path = OWN / "clusters" / f"{args.name or _plain(facts.cluster or 'site')}.yaml"
     _require_free(path, force=args.force)
+    if path.exists() and (silent := [gap for gap in facts.gaps if NO_ANSWER in gap]):
+        raise SchedulerError(
+            f"{path} stays as it is.",
+            why=f"It may know what the scheduler does not tell now: {'; '.join(silent)}.",
+            fix="Try again when `scontrol ping` and `sacctmgr -n show cluster` answer.",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     text = renewed(path.read_text(encoding="utf-8"), facts) if path.exists() else to_profile(facts)
     path.write_text(text, encoding="utf-8")
@@ -114,6 +120,14 @@ VERBS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
 def _require_slurm(facts: SiteFacts) -> SiteFacts:
     if facts.partitions or facts.version:
         return facts
+    from trainkit.cluster.discover import NO_ANSWER
+
+    if any(NO_ANSWER in gap for gap in facts.gaps):
+        raise SchedulerError(
+            "SLURM is here, and does not answer.",
+            why=f"{'; '.join(facts.gaps)}.",
+            fix="Try again when `scontrol ping` answers.",
+        )
     raise RefusedError(
         "There is no SLURM here to describe.",
         why=f"{'; '.join(facts.gaps)}.",

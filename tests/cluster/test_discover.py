@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs import cluster
+from trainkit.cluster import discover
 from trainkit.cluster import discover_read as read
 from trainkit.cluster.discover import ask_site
 from trainkit.cluster.site import read_nodes, read_partitions
@@ -24,7 +26,7 @@ from trainkit.cluster.site_facts import (
     renewed,
     to_profile,
 )
-from trainkit.errors import UserError
+from trainkit.errors import SchedulerError, UserError
 
 Fake = Callable[[str, str], Path]
 
@@ -216,6 +218,55 @@ def test_a_site_that_keeps_its_configuration_to_itself_still_has_a_version(fake_
     assert (facts.version, facts.cluster, facts.max_array_size) == ("23.02.7", "", None)
     assert [gap.partition(":")[0] for gap in facts.gaps] == ["scontrol show config", "scontrol show partition"]
     assert [partition.name for partition in facts.partitions] == ["gpu"]
+
+
+def test_a_command_that_was_silent_is_not_asked_again(
+    fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(fake_command)
+    fake_command("scontrol", "exec sleep 60")
+    monkeypatch.setattr(discover, "SECONDS", 0.5)
+    facts = ask_site(dict(os.environ))
+    assert facts.gaps == (
+        "scontrol show config: no answer within 0.5 s",
+        "scontrol show partition: not asked, since it was silent before",
+    )
+    assert len((tmp_path / "scontrol.calls").read_text().splitlines()) == 1
+    assert [partition.name for partition in facts.partitions] == ["gpu"], "from sinfo"
+
+
+@pytest.mark.parametrize("sinfo", ["echo 'gpu|up|1:00:00|1-2|many|16000|(null)|gpu:4|idle|g1'", "echo 'gpu|up'"])
+def test_what_cannot_be_read_is_a_gap(fake_command: Fake, sinfo: str) -> None:
+    slurm(fake_command, scontrol_node="echo 'NodeName=g1 CPUTot=32x Gres=(null) State=IDLE'")
+    fake_command("sinfo", sinfo)
+    facts = ask_site(dict(os.environ))
+    assert facts.gaps[0] == "scontrol show: cannot be read: invalid literal for int() with base 10: '32x'"
+    assert (facts.version, facts.partitions) == ("24.05.3", ())
+
+
+def test_a_profile_is_not_renewed_by_a_scheduler_that_is_silent(
+    fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(fake_command)
+    monkeypatch.chdir(tmp_path)
+    cluster.main(["discover", "mine"], os.environ)
+    profile = tmp_path / "configs" / "clusters" / "mine.yaml"
+    before = profile.read_bytes()
+    fake_command("sacctmgr", "exec sleep 60")
+    monkeypatch.setattr(discover, "SECONDS", 0.5)
+    with pytest.raises(SchedulerError, match="stays as it is"):
+        cluster.main(["discover", "mine", "--force"], os.environ)
+    assert profile.read_bytes() == before
+
+
+def test_a_scheduler_that_is_silent_is_not_called_absent(
+    fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("scontrol", "sinfo", "sacctmgr", "srun"):
+        fake_command(name, "exec sleep 60")
+    monkeypatch.setattr(discover, "SECONDS", 0.5)
+    with pytest.raises(SchedulerError, match="does not answer"):
+        cluster.main(["show"], os.environ)
 
 
 def test_a_machine_without_slurm_has_nothing_but_gaps(tmp_path: Path) -> None:

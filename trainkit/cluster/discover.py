@@ -19,6 +19,8 @@ from trainkit.cluster.site import Partition, read_nodes, read_partitions
 from trainkit.cluster.site_facts import Dialect, SiteFacts, facts_of
 
 SECONDS = 20
+NO_ANSWER = "no answer within"
+"""In a gap: a scheduler that is there, and silent."""
 _CONTAINERS = ("apptainer", "singularity", "enroot", "docker", "podman")
 _MODULES = re.compile(r"(python|py-?torch|torch|cuda|cudnn|nccl|conda|mamba|apptainer|singularity|uv)\b", re.I)
 _MOST_MODULES = 40
@@ -54,10 +56,12 @@ def ask_site(env: Mapping[str, str]) -> SiteFacts:
 
 @dataclass(frozen=True)
 class _Ask:
-    """Runs a command; an empty answer, and a line in ``gaps``, if it is not there or refuses."""
+    """Runs a command; an empty answer, and a line in ``gaps``, if it is not there, refuses or is silent."""
 
     env: Mapping[str, str]
     gaps: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
+    """Programs that have not answered in time, and are not asked again: each would keep the user waiting."""
 
     def __call__(self, *command: str) -> str:
         words = " ".join(command[:3] if command[0] == "scontrol" else command[:4])
@@ -79,24 +83,34 @@ class _Ask:
 
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str] | str:
         """What it came to, or in words why it came to nothing."""
+        if command[0] in self.silent:
+            return "not asked, since it was silent before"
         try:
             return subprocess.run(
                 command, env=dict(self.env), capture_output=True, text=True, errors="replace", timeout=SECONDS,
                 check=False, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return f"no answer within {SECONDS} s"
+            self.silent.add(command[0])
+            return f"{NO_ANSWER} {SECONDS} s"
         except OSError as error:
             return str(error)
 
 
 def _partitions(ask: _Ask) -> tuple[Partition, ...]:
     """From scontrol; from sinfo, which knows less, where a site does not let its users ask that."""
-    told = ask("scontrol", "show", "partition", "-o")
-    nodes = read_nodes(ask("scontrol", "show", "node", "-o")) if told else {}
-    if nodes:
-        return read_partitions(told, nodes)
-    return read.sinfo(ask("sinfo", "-h", "-e", "-o", read.SINFO_FORMAT))
+    try:
+        told = ask("scontrol", "show", "partition", "-o")
+        nodes = read_nodes(ask("scontrol", "show", "node", "-o")) if told else {}
+        if nodes:
+            return read_partitions(told, nodes)
+    except ValueError as error:  # cut off, or of a version to come
+        ask.gaps.append(f"scontrol show: cannot be read: {error}")
+    try:
+        return read.sinfo(ask("sinfo", "-h", "-e", "-o", read.SINFO_FORMAT))
+    except ValueError as error:
+        ask.gaps.append(f"sinfo: cannot be read: {error}")
+        return ()
 
 
 def _version(ask: _Ask) -> str:

@@ -94,7 +94,7 @@ def discover(env: Mapping[str, str]) -> Site:
     try:
         nodes = read_nodes(_ask("scontrol", "show", "node", "-o"))
         partitions = read_partitions(_ask("scontrol", "show", "partition", "-o"), nodes)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # cut off, or of a version to come
         words = " ".join((getattr(error, "stderr", None) or str(error)).split())
         # SLURM's packages alone make no cluster: such a machine runs jobs itself.
         here = _NO_CLUSTER not in words
