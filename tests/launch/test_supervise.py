@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -119,6 +120,34 @@ def test_of_ranks_that_hang_the_one_that_is_behind_is_named(supervised: Supervis
 def test_ranks_that_make_progress_do_not_hang(supervised: Supervised) -> None:
     steps = "for _ in range(16): beat(); time.sleep(0.25)"
     assert supervised(steps, steps, limits=Limits(60.0, 1.0, 2.5, 1.0)).state == "COMPLETED"
+
+
+def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hanging() -> None:
+    ranks = "beat(); time.sleep(1); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(4)\n"
+    ranks += "os.kill(os.getppid(), signal.SIGCONT); time.sleep(0.5)"
+    program = [sys.executable, "-c", STOPPED.format(ranks=ranks)]  # a process of its own, which may be stopped
+    said = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert said.stdout.split() == ["COMPLETED"], said.stderr
+
+
+STOPPED = """
+import os, sys, tempfile
+from pathlib import Path
+from tests.launch.test_supervise import PRELUDE
+from trainkit.launch import supervise as module
+from trainkit.launch.processes import Rank
+from trainkit.records.attempts import Attempt
+from trainkit.records.rundir import RunDir
+
+module._LATE_SECONDS, module.OWN_WATCHDOG_SECONDS = 2.0, 0.0
+with tempfile.TemporaryDirectory() as folder:
+    attempt = Attempt.begin(RunDir.create(Path(folder, "run"), "seed: 0"))
+    env = {{**os.environ, **attempt.environment(), "RANK": "0"}}
+    program = PRELUDE + {ranks!r}
+    rank = Rank([sys.executable, "-c", program], env, attempt.logs / "rank-0.out", attempt.logs / "rank-0.err")
+    limits = module.Limits(60.0, 1.0, 3.0, 1.0)
+    print(module.supervise(attempt, [rank], limits, module.Requests()).state)
+"""
 
 
 def test_ranks_that_still_start_have_more_patience(supervised: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +43,8 @@ class Runs:
         self.cluster, self.env = cluster, env
         self.jobs: dict[str, str] = {}
 
-    def submit(self, name: str, env: dict[str, str]) -> None:
-        said = self.cluster.job("submit", "ddp", *SLOW, "--again", "--run-dir", f"runs/{name}", env=env).stdout
+    def submit(self, name: str, env: dict[str, str], *more: str) -> None:
+        said = self.cluster.job("submit", "ddp", *SLOW, *more, "--again", "--run-dir", f"runs/{name}", env=env).stdout
         match = re.search(r"Submitted job (\d+)", said)
         assert match, said
         self.jobs[name] = match[1]
@@ -127,3 +129,27 @@ def test_where_requeueing_is_forbidden_a_template_goes_on_in_the_same_folder_by_
     assert second in shown
     assert len(devcluster.events(run, "started")) == 2
     assert str(json.loads((run / STATE).read_text())[1]) == trained(STEPS)
+
+
+WITHOUT_SCONTROL = """#!/bin/bash
+# As in a container: what the kit starts has nothing of SLURM's, and the script's own shell has.
+case "$*" in *launch.batch_job*) export PATH=/nowhere ;; esac
+exec {python} "$@"
+"""
+
+
+@pytest.mark.long
+def test_where_the_kit_has_no_scontrol_the_shell_of_the_batch_script_requeues_the_job(
+    devcluster: Cluster, runs: Runs, light: dict[str, str]
+) -> None:
+    python = devcluster.home / "contained" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(WITHOUT_SCONTROL.format(python=shlex.quote(sys.executable)))
+    python.chmod(0o755)
+    runs.submit("contained", light, "launch.environment=venv:contained")
+    runs.wait_for_start("contained")
+    devcluster.run("scancel", "--signal=USR2", runs.jobs["contained"])
+    assert runs.wait("contained") == "COMPLETED", devcluster.logs()
+    assert (runs.path("contained") / "logs" / "0" / "requeue").read_text().strip() == runs.jobs["contained"]
+    assert devcluster.states(runs.jobs["contained"]) == ["REQUEUED", "COMPLETED"]
+    assert runs.trained("contained") == trained(STEPS)

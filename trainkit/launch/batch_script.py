@@ -78,7 +78,10 @@ def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str, points: 
     if plan.requeue is True:
         lines += [
             "# In a container without scontrol that has left a word for this shell instead.",
-            f'if [ -e "$logs/{MARKER}" ]; then scontrol requeue "$(<"$logs/{MARKER}")"; fi',
+            "for pause in 0 2 5; do  # a busy scheduler may not answer at once",
+            f'    [ -e "$logs/{MARKER}" ] || break',
+            f'    sleep "$pause"; if scontrol requeue "$(<"$logs/{MARKER}")"; then break; fi',
+            "done",
         ]
     lines += ['exit "$code"']
     return "\n".join(lines) + "\n"

@@ -59,6 +59,8 @@ def ask(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = 
                 command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False, env=env, cwd=cwd,
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
+        except FileNotFoundError as error:
+            raise NotDone(str(error)) from None
         except (OSError, subprocess.SubprocessError) as error:
             words = str(error)
             continue

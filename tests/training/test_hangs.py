@@ -1,0 +1,55 @@
+"""Runs that hang and runs that are only slow, here: two ranks under a controller and their own watchdogs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rank_functions import QUICK, run_command
+from trainkit.cluster.queue import job_state
+from trainkit.records.events import read_events
+from trainkit.records.rundir import RunDir
+
+pytestmark = pytest.mark.long
+
+SETTINGS = (
+    *QUICK,
+    *("--ntasks-per-node", "2", "--executor", "local", "--no-follow", "data.name=stuck:data", "model.name=stuck:model"),
+    *("data.workers=1", "train.epochs=2", "train.micro_batch_size=16", "launch.hang_seconds=6"),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Its first attempt waits for data, its second for the disk, its third is slow; it has ended."""
+    folder = tmp_path_factory.mktemp("hangs")
+    shutil.copy(Path(__file__).with_name("stuck.py"), folder)
+    done = run_command("submit", "ddp", *SETTINGS, "--run-dir", str(folder / "run"), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    run, deadline = RunDir(folder / "run"), time.monotonic() + 400
+    while job_state(run).alive != "no":
+        assert time.monotonic() < deadline, (run.logs / "batch.out").read_text()
+        time.sleep(0.5)
+    return run
+
+
+def test_each_hang_starts_the_run_again_and_slowness_is_none(run: RunDir) -> None:
+    assert job_state(run).state == "COMPLETED", (run.logs / "batch.out").read_text()
+    assert [event["attempt"] for event in read_events(run, "failed")] == [0, 1]
+    assert run.attempts() == [0, 1, 2]
+
+
+def test_a_rank_that_waits_for_its_data_is_named_with_the_stack_of_its_loader(run: RunDir) -> None:
+    hang = read_events(run, "failed")[0]
+    assert hang["rank"] == 1
+    assert "for its data loader" in hang["error"]
+    assert "_read_from_a_dead_disk" in (run.attempt_logs(0) / "rank-1.err").read_text()
+
+
+def test_a_rank_that_does_not_come_to_the_end_of_a_save_is_named(run: RunDir) -> None:
+    hang = read_events(run, "failed")[1]
+    assert hang["rank"] == 0
+    assert "in _wait_for_a_dead_disk" in hang["error"]
