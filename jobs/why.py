@@ -41,6 +41,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     state = job_state(run)
     cause = cause_of(run, state, args.attempt)
     print(_of_run(run, state, _nothing(run, state) if cause is None else cause))
+    if args.attempt is None and state.start:
+        print(f"SLURM means to start it about {state.start.replace('T', ' ')[:16]}, if no job comes before it.")
     if args.attempt is None and state.alive == "yes":
         _print_earlier(run, state)
     return 0

@@ -83,6 +83,8 @@ def test_a_job_that_waits_says_for_what(command: Command, fake_slurm: Path, tmp_
     said = command("why", "ddp-0001").out
     assert said.startswith("ddp-0001: PENDING (job 4711). Nothing is wrong: it waits for its turn (PENDING Resources).")
     assert said.splitlines()[-1] == "  fix: `squeue -j 4711 --start`"
+    (fake_slurm / "squeue").write_text("#!/bin/bash\necho '4711|PENDING|Priority|0:00||2035-11-21T22:04:10'\n")
+    assert "SLURM means to start it about 2035-11-21 22:04, " in command("why", "ddp-0001").out
 
 
 def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(
