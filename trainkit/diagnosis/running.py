@@ -15,7 +15,7 @@ from trainkit.diagnosis.texts import Quote
 from trainkit.records import reading
 from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir
-from trainkit.records.standing import Standing, standing_of
+from trainkit.records.standing import Standing, longest_pause, standing_of
 
 QUIET_SECONDS = 60.0
 """Nothing less than this without a record is worth a word."""
@@ -61,7 +61,7 @@ def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Cours
     if since is None:
         return Course("Its ranks start, and have not met yet.", (), command)
     last = standing.last.get("time", 0.0)
-    smells = [*_quiet(standing, last if last >= since else None, since, now), *_hardware(run, life, since, now)]
+    smells = [*_quiet(run, last if last >= since else None, since, now), *_hardware(run, life, since, now)]
     does = _does(standing, life, last if last >= since else None, since, now)
     return Course(f"{does} {ends}".strip(), tuple(smells), command)
 
@@ -79,12 +79,12 @@ def _does(standing: Standing, life: Life, last: float | None, since: float, now:
     return f"{words}, the last record {terminal.age(now - last)} ago."
 
 
-def _quiet(standing: Standing, last: float | None, since: float, now: float) -> Iterator[Quote]:
+def _quiet(run: RunDir, last: float | None, since: float, now: float) -> Iterator[Quote]:
     if last is None:
         if now - since > STARTING_SECONDS:
             yield Quote("metrics.jsonl", f"no step in the {terminal.age(now - since)} since the attempt began")
         return
-    pause, silence = standing.longest_pause, now - last
+    pause, silence = longest_pause(run, since), now - last
     if silence > (STARTING_SECONDS if pause is None else max(5 * pause, QUIET_SECONDS)):
         before = "" if pause is None else f"; of late {pause:.3g} s passed between two records at most"
         yield Quote("metrics.jsonl", f"nothing for {terminal.age(silence)}{before}")

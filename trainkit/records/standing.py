@@ -25,8 +25,6 @@ class Standing:
     val: Mapping[str, Any] = field(default_factory=dict)
     seconds_per_step: float | None = None
     """Of late, validation and saving included; None where too little is known."""
-    longest_pause: float | None = None
-    """Seconds between two records of late; None where too little is known."""
 
     @property
     def step(self) -> int | None:
@@ -56,12 +54,12 @@ def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 last = _newest(content, b"\n")
                 val = last if last.get("split") == "val" else _newest(content, b'"split": "val"')
-                pace, pause = _pace(content, pace_since) if pace_since is not None else (None, None)
+                pace = _pace(content, pace_since) if pace_since is not None else None
     except FileNotFoundError:
         return Standing()
     except (OSError, ValueError) as error:
         raise reading.unreadable(run.metrics, error if isinstance(error, OSError) else OSError(str(error))) from None
-    return Standing(last, val if val.get("split") == "val" else {}, pace, pause)
+    return Standing(last, val if val.get("split") == "val" else {}, pace)
 
 
 def _newest(content: mmap.mmap, holding: bytes) -> dict[str, Any]:
@@ -82,13 +80,27 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return typed(raw) if raw is not None else None
 
 
-def _pace(content: mmap.mmap, since: float) -> tuple[float | None, float | None]:
-    """Seconds per step, and the longest time between two records, of the last of them."""
+def longest_pause(run: RunDir, since: float) -> float | None:
+    """Seconds between two records of late, of those that were written since; None where too little is known."""
+    try:
+        text = reading.read_text(run.metrics, TAIL_BYTES)
+    except OSError:
+        return None
+    timed = [times[0] for line in text.encode().split(b"\n") if (times := _timed(line, since)) is not None]
+    return max((later - earlier for earlier, later in itertools.pairwise(timed)), default=None)
+
+
+def _pace(content: mmap.mmap, since: float) -> float | None:
+    """From the first and the last record near the end: of a thousand runs those between are not looked at."""
     lines = content[max(len(content) - TAIL_BYTES, 0) :].split(b"\n")
-    records = [record for line in lines if (record := _record(line)) is not None]
-    timed = [(record["time"], record["step"]) for record in records if record.get("time", -1.0) >= since]
-    if len(timed) < 2:
-        return None, None
-    (first, begun), (last, done) = timed[0], timed[-1]
-    pause = max(later - earlier for (earlier, _), (later, _) in itertools.pairwise(timed))
-    return (last - first) / (done - begun) if done > begun and last > first else None, pause
+    first = next((found for line in lines if (found := _timed(line, since)) is not None), None)
+    last = next((found for line in reversed(lines) if (found := _timed(line, since)) is not None), None)
+    if first is None or last is None or last[1] <= first[1] or last[0] <= first[0]:
+        return None
+    return (last[0] - first[0]) / (last[1] - first[1])
+
+
+def _timed(line: bytes, since: float) -> tuple[float, int] | None:
+    """When a step was recorded, and which; None of what is no record or older."""
+    record = _record(line)
+    return (record["time"], record["step"]) if record is not None and record.get("time", -1.0) >= since else None
