@@ -115,13 +115,15 @@ ENDINGS: tuple[Case, ...] = (
     case(
         "job batch", "policy-limit",
         r"Job violates accounting/QOS policy|AssocMaxWall|QOSMaxWall|AssocMax\w*(PerJob|PerNode)"
-        r"|QOSMax\w*(PerJob|PerNode)|QOSMin\w+|(Assoc|QOS)MaxSubmitJob\w*|QOSJobLimit",
+        r"|QOSMax\w*(PerJob|PerNode)|QOSMin\w+|(Assoc|QOS)MaxSubmitJob\w*|QOSJobLimit|(Association|QOS)TimeLimit"
+        r"|AccountingPolicy|MaxMemPerLimit",
         "The job asks for more than its account or QOS allows one job ({reason}).",
         "sacctmgr show qos format=name,maxwall,maxtres,maxtrespu,maxsubmit",
         "Cancel it and submit it again with less:",
     ),
     case(
-        "job", "association-limit", r"\b(Assoc|QOS|Account|User)(Grp|Max)\w+|Max\w+PerAccount|QOSUsageThreshold",
+        "job", "association-limit", r"\b(Assoc|QOS|Account|User)(Grp|Max)\w+|Max\w+Per(Account|User)|QOSUsageThreshold"
+        r"|Association(Job|Resource)Limit|QOSResourceLimit",
         "It waits for other jobs of this account, QOS or user to end: together they are at their limit ({reason}).",
         "squeue --me",
     ),
@@ -134,7 +136,7 @@ ENDINGS: tuple[Case, ...] = (
     ),
     case(
         "job batch", "bad-constraints",
-        r"BadConstraints|Requested node configuration is not available|Invalid feature specification"
+        r"\b(Bad)?Constraints\b|Requested node configuration is not available|Invalid feature specification"
         r"|Invalid generic resource|GRES option unsupported"
         r"|Memory specification can not be satisfied|Invalid node name",
         "No node of the partition has what the job asks for: CPUs, memory, GPUs, features or names of nodes.",
@@ -142,12 +144,13 @@ ENDINGS: tuple[Case, ...] = (
     ),
     case(
         "job", "node-not-available", r"ReqNodeNotAvail|Reserved for maintenance|Nodes required for job are DOWN"
-        r"|ReservationDeleted|\(?Reservation\)?$",
+        r"|Reservation(Deleted|Invalid)|\(?Reservation\)?$",
         "The nodes that it asks for are down, drained or reserved ({reason}).", "sinfo -R",
     ),
     case(
         "job", "waits",
-        r"^(PENDING|CONFIGURING)( (Resources|Priority|BeginTime|JobArrayTaskLimit|Licenses|None|waits.*))?$",
+        r"^(PENDING|CONFIGURING)( (Resources|Priority|BeginTime|JobArrayTaskLimit|Licenses|BurstBuffer\w+"
+        r"|Cleaning|SchedDefer|MpiPortsBusy|NvidiaImexChannels|FedJobLock|MaxPoweredUpNodes|None|waits.*))?$",
         "Nothing is wrong: it waits for its turn ({state} {reason}).", "squeue -j {job} --start",
     ),
     case(
@@ -155,7 +158,7 @@ ENDINGS: tuple[Case, ...] = (
         "The job reached its time limit before it could save and hand back.",
         RESUME + " --time {twice_the_time}",
     ),
-    case("job", "deadline", r"^DEADLINE", "The job reached its --deadline.", RESUME),
+    case("job", "deadline", r"^DEADLINE|DeadLine", "The job reached its --deadline.", RESUME),
     case(
         "job batch", "preempted", r"^PREEMPTED|DUE TO PREEMPTION",
         "The job was preempted by one of higher priority, and was not queued again.", RESUME,
