@@ -470,23 +470,32 @@ def test_where_requeueing_is_forbidden_a_further_job_goes_on(
     assert (submission.job_id, submission.attempts_before) == ("11", 1)
 
 
+@pytest.mark.parametrize(
+    ("shown", "told"),  # SLURM before 23.11, since then, and a copy of the template from before it told its arguments
+    [
+        (" ddp optim.lr=1e-3", "ddp\noptim.lr=1e-3"),
+        ("", "ddp\noptim.lr=1e-3"),
+        (" ddp optim.lr=1e-3", None),
+    ],
+)
 def test_where_requeueing_is_forbidden_a_template_is_queued_again_with_its_arguments_and_what_it_was_granted(
-    run: RunDir, fake_command: FakeCommand, tmp_path: Path
+    run: RunDir, fake_command: FakeCommand, tmp_path: Path, shown: str, told: str | None
 ) -> None:
     template = tmp_path / "train.sbatch"
     template.write_text("#!/bin/bash\n")
-    granted = f"thesis|gpu|(null)|1-00:00:00|2|(null)|{template} ddp optim.lr=1e-3"
+    granted = f"thesis|gpu|(null)|1-00:00:00|2|(null)|{template}{shown}"
     fake_command("squeue", f"case \"$*\" in *%o*) echo '{granted}';; *) echo 'RUNNING|n9|';; esac")
     fake_command("scontrol", "echo 'Requeue is disabled' >&2; exit 1")
     calls = fake_command(
         "sbatch", f'[ "$TRAINKIT_CONTINUE" = \'{run.path}\' ] && [ -z "${{SLURM_JOB_ID:-}}" ] && echo 11'
     )
     env = begun(run) | {"SLURM_GPUS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "8000"}
+    env |= {} if told is None else {scheduler.ARGUMENTS: told}
     hand_back(env)
     assert batch_job.end(0, env, how="requeue") == 1
     granted_words = "--account=thesis --partition=gpu --time=1-00:00:00 --nodes=2 --gpus-per-node=4 --mem=8000"
-    told = f"--no-requeue --export=ALL --job-name={run.path.name} --dependency=afterany:7,singleton {granted_words}"
-    assert calls.read_text() == f"--parsable {told} --exclude=n9 {template} ddp optim.lr=1e-3\n"
+    flags = f"--no-requeue --export=ALL --job-name={run.path.name} --dependency=afterany:7,singleton {granted_words}"
+    assert calls.read_text() == f"--parsable {flags} --exclude=n9 {template} ddp optim.lr=1e-3\n"
     submission = life_of(run).submission
     assert submission is not None
     assert submission.job_id == "11"

@@ -205,13 +205,21 @@ CONTINUE = "TRAINKIT_CONTINUE"
 """Environment variable of the templates: the run folder that a job goes on with, instead of making its own."""
 
 
+ARGUMENTS = "TRAINKIT_ARGUMENTS"
+"""Of the templates too: the preset and the settings that sbatch was given, one a line."""
+
+
 def _queue_template(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
     """The same for a template: the script that sbatch was given, with its arguments and what SLURM has granted."""
     old = job_of(env)
     *granted, command = ask("squeue", "-h", "-j", old, "-o", "%a|%P|%q|%l|%D|%f|%o").split("|", 6)
-    words = command.split()
-    if not words or not os.path.isfile(words[0]):
-        raise NotDone(f"there is no {command or 'script'} to be queued again")
+    if ARGUMENTS in env:
+        arguments = env[ARGUMENTS].splitlines()
+        script = command.removesuffix(" " + " ".join(arguments))  # before 23.11 SLURM adds them, without quotes
+    else:  # a copy of the template from before
+        script, *arguments = command.split() or [""]
+    if not os.path.isfile(script):
+        raise NotDone(f"there is no {script or 'script'} to be queued again")
     flags = dict(zip(("account", "partition", "qos", "time", "nodes", "constraint"), granted, strict=True))
     for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem-per-node"):
         flags[name.replace("mem-per-node", "mem")] = env.get("SLURM_" + name.upper().replace("-", "_"), "")
@@ -219,7 +227,7 @@ def _queue_template(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     given = [f"--{name}={text}" for name, text in flags.items() if text not in ("", "(null)", "N/A")]
     answer = ask(
         "sbatch", "--parsable", "--no-requeue", "--export=ALL", f"--job-name={run.path.name}",
-        f"--dependency=afterany:{old},singleton", *given, *words,
+        f"--dependency=afterany:{old},singleton", *given, script, *arguments,
         env={**scrubbed(env), CONTINUE: str(run.path)}, cwd=Path(env.get("SLURM_SUBMIT_DIR", ".")),
     )  # fmt: skip
     new = answer.splitlines()[-1].partition(";")[0]
