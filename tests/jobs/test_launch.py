@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests import containers
+from tests import containers, light_experiment
 from tests.runs import last_event
 from trainkit.ranks.rendezvous import free_port
 from trainkit.records.events import read_events
@@ -55,13 +55,14 @@ def run_of(tmp_path: Path, rank: int) -> RunDir:
 
 
 def test_a_dying_rank_ends_the_others_and_the_command_fails(
-    node: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    node: Callable[..., subprocess.Popen[str]], no_slurm: dict[str, str], tmp_path: Path
 ) -> None:
+    no_slurm["PYTHONPATH"] = f"{light_experiment.hook(tmp_path / 'light')}:{no_slurm['PYTHONPATH']}"
     (tmp_path / "my_model.py").write_text(
-        "import os\nfrom trainkit.models.fashion_cnn import build as ours\n"
+        "import os, time\n"
         "def build(info):\n"
         "    if os.environ['RANK'] == '1': os._exit(7)\n"
-        "    return ours(info)\n"
+        "    return lambda: time.sleep(60)\n"
     )
     model = ("model.name=my_model:build", "--ntasks-per-node", "2")
     second, first = node(1, *FAST, *model), node(0, *FAST, *model)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.slurm import light_experiment
+from tests import light_experiment
 
 PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"

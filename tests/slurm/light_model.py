@@ -13,6 +13,6 @@ def build(info: object, *, seconds: float = 0.0, luck: int = 0, bad_rank: int = 
     is_first = os.environ["TRAINKIT_ATTEMPT"] == "0"
     if luck > 0 and is_first:
         raise RuntimeError("no luck")
-    if os.environ["SLURM_PROCID"] == str(bad_rank):
+    if (os.environ.get("RANK") or os.environ["SLURM_PROCID"]) == str(bad_rank):  # torchrun's, or srun's
         raise ValueError("bad labels")
     return lambda: time.sleep(seconds if is_first else 0.0)

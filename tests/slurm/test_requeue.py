@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.slurm.light_experiment import STATE, STEPS, trained
+from tests.light_experiment import STATE, STEPS, trained
 from tests.slurm.test_train_sbatch import edited, run_of
 
 if TYPE_CHECKING:

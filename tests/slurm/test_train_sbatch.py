@@ -86,11 +86,11 @@ def test_a_preempted_job_ends_with_the_weights_of_an_uninterrupted_run(
     assert len({devcluster.final_weights(run) for run in trained.values()}) == 1
 
 
-def test_a_rank_that_raises_fails_the_job_under_torchrun(devcluster: Cluster) -> None:
-    script = edited(devcluster, "train_torchrun.sbatch")
-    job = devcluster.sbatch("--nodes=1", script, "ddp", *TINY, "model.name=failing_model:build")
+def test_a_rank_that_raises_fails_the_job_under_torchrun(devcluster: Cluster, light: dict[str, str]) -> None:
+    script, model = edited(devcluster, "train_torchrun.sbatch"), ("model.name=light_model:build", "model.bad_rank=1")
+    job = devcluster.sbatch("--nodes=1", script, "ddp", *TINY, *model, "model.seconds=10", env=light)
     assert devcluster.wait(job) == "FAILED", devcluster.logs()
-    assert "RuntimeError: rank 1 fails" in (run_of(devcluster, job) / "logs" / "0" / "rank-1.err").read_text()
+    assert "ValueError: bad labels" in (run_of(devcluster, job) / "logs" / "0" / "rank-1.err").read_text()
 
 
 def test_a_cancelled_job_does_not_come_back(devcluster: Cluster, light: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from tests.slurm.conftest import DEVCLUSTER
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = pytest.mark.slurm
 
 TWO = "nodes:2;gpus_per_node:0;ntasks_per_node:1"
 ONE = "nodes:1;gpus_per_node:0;ntasks_per_node:1"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.slurm import light_experiment
+from tests import light_experiment
 from tests.slurm.conftest import cluster_up, login
 
 if TYPE_CHECKING:
