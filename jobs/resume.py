@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 from jobs import cli, elsewhere
 from jobs.starting import by_names, dry_run, follow, start
@@ -15,8 +16,9 @@ from trainkit import terminal
 from trainkit.cluster.queue import job_state, job_states, require_no_job
 from trainkit.cluster.site import discover, largest_array
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.config import loading
+from trainkit.config import loading, yaml
 from trainkit.config.loading import Loaded
+from trainkit.config.schema import Config
 from trainkit.data import check_data
 from trainkit.errors import UserError
 from trainkit.launch import submission
@@ -72,7 +74,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             return dry_run(plan, loaded, run.path, script)
         submission.require_executor(plan, site)
         submission.write_launch(run.path, plan, script)
-        _replace(run.config, loading.to_yaml(loaded.config))
+        _store(run.config, loaded.config)
         if plan.executor != "debug":
             start(run.path, [run], plan, cwd, env)
     if plan.executor == "debug":  # this very process becomes the run's writer
@@ -112,7 +114,7 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
             held.enter_context(lease_on(run, Holder.me(), is_dead=_of_ended_job(lives[run], states[run])))
             if life_of(run).submission != lives[run].submission:
                 require_no_job(run, force=args.force)
-            _replace(run.config, loading.to_yaml(loaded.config))
+            _store(run.config, loaded.config)
         for array, part in further.start_all(lost, largest):
             names = ", ".join(run.path.name for run in part[:20]) + (", ..." if len(part) > 20 else "")
             print(f"Submitted job {array} for {len(part)} of {len(runs)} runs: {names}", flush=True)
@@ -156,10 +158,25 @@ def _first_folder(run: RunDir) -> Path:
     return Path(folder) if isinstance(folder, str) and os.path.isdir(folder) else Path.cwd()
 
 
-def _replace(path: Path, text: str) -> None:
+def _store(path: Path, config: Config) -> None:
+    """Write down what a run is resumed with. The code that reads it is the run's own, and may be older than this: keys
+    that it does not have are left out as long as they are as by default."""
+    stored, _ = yaml.read(path)
+    default = {"launch": type(config.launch)().model_dump(mode="json")}
+    dumped = config.model_dump(mode="json")
+    tree = {name: _known(value, stored[name], default.get(name)) for name, value in dumped.items() if name in stored}
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(yaml.dump(tree), encoding="utf-8")
     os.replace(partial, path)
+
+
+def _known(value: Any, stored: Any, default: Mapping[str, Any] | None) -> Any:
+    """Of a section other than `launch` nothing can have changed."""
+    if not isinstance(value, dict) or not isinstance(stored, dict):
+        return value
+    return {
+        key: item for key, item in value.items() if key in stored or (default is not None and item != default.get(key))
+    }
 
 
 if __name__ == "__main__":

@@ -70,6 +70,24 @@ def test_a_stopped_run_is_queued_again_in_its_own_folder(command: Command, fake_
     assert [event["job_id"] for event in read_events(stopped, "submitted")] == ["17", "4711"]
 
 
+def test_a_run_of_an_older_version_is_told_nothing_that_its_own_code_does_not_know(
+    command: Command, fake_slurm: Path, stopped: RunDir
+) -> None:
+    """A key without which the older version has written the file; that code runs the job."""
+    older = "".join(
+        line
+        for line in stopped.config.read_text().splitlines(keepends=True)
+        if not line.strip().startswith(("label_smoothing:", "hang_seconds:", "interface:"))
+    )
+    stopped.config.write_text(older)
+    assert command("resume", "ddp-0001", "--nodes", "2").code == 0
+    now = stopped.config.read_text()
+    assert "nodes: 2" in now
+    assert not {"label_smoothing", "hang_seconds", "interface"} & {
+        line.strip().partition(":")[0] for line in now.split("\n")
+    }
+
+
 def test_resources_may_change_and_the_settings_stay(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
     before = load(str(stopped.config)).config
     assert command("resume", "ddp-0001", "--nodes", "2", "--time", "2:00:00").code == 0
@@ -141,7 +159,7 @@ def test_a_model_of_the_users_own_is_found_from_any_folder(
     command: Command, fake_slurm: Path, stopped: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = stopped.config.read_text()
-    stopped.config.write_text(text.replace("{name: fashion_cnn}", "{name: 'my_own_model:build'}"))
+    stopped.config.write_text(text.replace("name: fashion_cnn", "name: 'my_own_model:build'"))
     assert stopped.config.read_text() != text
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
