@@ -28,7 +28,7 @@ _CRASHED = re.compile(r"Segmentation fault|Bus error|Illegal instruction|Floatin
 _LOST_CONNECTION = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|remote process exited|NCCL.*(timeout|aborted)"
     r"|socket (timeout|closed)|failed to (recv|send)|recvValue failed|sendBytes failed|DistNetworkError"
-    r"|DistBackendError|went away while rank|timed out waiting \d+ms for (recv|send)",
+    r"|DistBackendError|RendezvousClosedError|went away while rank|timed out waiting \d+ms for (recv|send)",
     re.IGNORECASE,
 )
 # Errors of the same classes that no other rank's end explains.

@@ -122,6 +122,11 @@ ENDINGS: tuple[Case, ...] = (
         "Cancel it and submit it again with less:",
     ),
     case(
+        "job", "budget-spent", r"(Assoc|QOS)Grp\w*Minutes",
+        "The compute time that its account or QOS was given is used up ({reason}).",
+        "sshare -U", "Ask for more, or queue it again with another --account; this shows what was used:",
+    ),
+    case(
         "job", "association-limit", r"\b(Assoc|QOS|Account|User)(Grp|Max)\w+|Max\w+Per(Account|User)|QOSUsageThreshold"
         r"|Association(Job|Resource)Limit|QOSResourceLimit",
         "It waits for other jobs of this account, QOS or user to end: together they are at their limit ({reason}).",
@@ -204,4 +209,5 @@ ENDINGS: tuple[Case, ...] = (
         "The set-up lines of the site's profile failed in the job: a module or conda is not there.",
         "module avail", "Correct `setup` in the cluster profile:",
     ),
+    case("job", "waits", r"^PENDING \S", "It waits, and SLURM says why: {reason}.", "scontrol show job {job}"),
 )  # fmt: skip

@@ -68,7 +68,13 @@ RANKS: tuple[Case, ...] = (
         "{there}getent hosts {hosts}", "If it is a host of the internet, the node has none; see:",
     ),
     case(
-        "rank", "ranks-missing", r"ranks did not join within|did not reach rank 0 at|monitoredBarrier"
+        "rank", "another-secret", r"why: (?P<others>rank .*) there, with another secret",
+        "Not all ranks met: {others} there, with another secret.", RESUME, "Give all nodes one secret:",
+    ),
+    case(
+        "rank", "ranks-missing",
+        r"ranks did not join within \d+ s: rank (?P<lagging>\d+)|ranks did not join within|did not reach rank 0 at"
+        r"|monitoredBarrier|Monitored Barrier"
         r"|store based barrier on rank|Timed out initializing process group|\d+/\d+ (clients|workers) joined",
         "Not all ranks met: {error}.", "python -m jobs.logs {run} --attempt {attempt} --rank {lagging} --err",
         "The log of the one that is missing:",
