@@ -40,6 +40,7 @@ from trainkit.records.writer import Writer
 from trainkit.strategies import build_strategy
 from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.evaluate import evaluate
+from trainkit.training.layout import make_deterministic, placed
 from trainkit.training.loop import train
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
@@ -100,12 +101,13 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     Args:
         model: the plain model, where the caller had to have it before there was a device.
     """
+    make_deterministic(config.train.deterministic)
     strategy = build_strategy(config.strategy, dist)
     precision = Precision(choose_precision(config.train.precision, dist.device), dist)
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     freeze(plain, config.model.freeze)
-    model = strategy.parallelize(plain.to(dist.device))
+    model = strategy.parallelize(placed(plain, config, dist.device))
     return Parts(
         config=config,
         dist=dist,

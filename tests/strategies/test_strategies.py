@@ -12,7 +12,7 @@ from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.strategies import build_strategy
-from trainkit.strategies.fsdp import repeated_blocks
+from trainkit.strategies.blocks import repeated_blocks
 
 
 def two_ranks() -> Distributed:

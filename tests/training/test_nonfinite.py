@@ -164,6 +164,7 @@ def test_an_fp16_skip_is_an_event_and_schedule_and_step_stand_still(tmp_path: Pa
     )
     first, second = read_events(RunDir(skipping), "skipped")
     assert (first["step"], first["scale_before"], first["scale_after"]) == (3, 65536.0, 32768.0)
+    assert first["parameter"] == "layers.2.weight"
     assert (second["step"], second["scale_before"], second["scale_after"]) == (6, 32768.0, 16384.0)
     assert read_events(RunDir(skipping), "nonfinite") == []
     rates = [

@@ -116,13 +116,13 @@ def test_an_fp16_overflow_skips_the_update_and_is_counted() -> None:
 
     first = update(float("inf"))
     assert torch.equal(model.weight, before)
-    assert (first.nonfinite.item(), first.skip) == (1.0, Skip(before=65536.0, after=32768.0))
+    assert (first.nonfinite.item(), first.skip) == (1.0, Skip(before=65536.0, after=32768.0, parameter=0))
     assert precision.skipped_steps == 1
     second = update(1.0)
     assert not torch.equal(model.weight, before)
     assert (second.nonfinite.item(), second.skip) == (0.0, None)
     assert precision.skipped_steps == 1
-    assert update(float("nan")).skip == Skip(32768.0, 16384.0)
+    assert update(float("nan")).skip == Skip(32768.0, 16384.0, 0)
     assert precision.skipped_steps == 2
 
 
@@ -140,6 +140,22 @@ def _overflow_on_rank_1(env: RankEnv) -> tuple[bool, int]:
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
     assert run_ranks(2, _overflow_on_rank_1) == [(True, 1), (True, 1)]
+
+
+def _first_to_overflow(env: RankEnv) -> int | None:
+    with distributed(env, use_gpu=False) as dist:
+        model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))  # each rank its own, as shards are
+        precision = Precision("fp16", dist)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        factors = [1.0, 1.0, float("nan"), 1.0] if dist.rank == 1 else [1.0, 1.0, 1.0, float("inf")]
+        losses = [part(torch.ones(1, 1)).sum() * factor for part, factor in zip(model, factors, strict=True)]
+        precision.backward(torch.stack(losses).sum())
+        skip = precision.step(optimizer, model.parameters(), max_norm=1.0).skip  # clipping makes all gradients nan
+        return None if skip is None else skip.parameter
+
+
+def test_all_ranks_name_the_first_parameter_that_overflowed_anywhere() -> None:
+    assert run_ranks(2, _first_to_overflow) == [2, 2]
 
 
 @pytest.mark.parametrize(("preset", "world_size", "precision"), [("ddp", 2, "bf16"), ("fsdp", 2, "fp16")])

@@ -58,6 +58,12 @@ class TrainConfig(Section):
     """Samples per rank per forward pass; null: the rank's whole share at once. Lower it when memory runs out."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """auto picks what the device is fast at; fp16 scales the loss."""
+    channels_last: bool = False
+    """Images as [N, H, W, C] in memory: convolutions are faster that way on GPUs and on CPUs with bf16."""
+    compile: Literal["off", "model", "blocks"] = "off"
+    """torch.compile of the whole model, or of each repeated block, which starts sooner. CPUs need a C++ compiler."""
+    deterministic: bool = False
+    """The same numbers from the same GPUs each time, at some cost; on CPUs they always are."""
     grad_clip_norm: PositiveFloat | None = None
     """Largest global norm of the gradients; null: no clipping."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

@@ -95,7 +95,7 @@ class Splits:
         return replace(self, info=info, train_transform=train, eval_transform=evaluate, expected=expected)
 
 
-def normalize(images: Tensor, info: DataInfo) -> Tensor:
+def normalize(images: Tensor, info: DataInfo, *, channels_last: bool = False) -> Tensor:
     """uint8 [N, C, H, W] -> float32 of zero mean and unit variance, on the images' own device.
 
     Batches travel as bytes, a quarter of the size of floats, and are normalised where they are used.
@@ -103,7 +103,8 @@ def normalize(images: Tensor, info: DataInfo) -> Tensor:
     import torch
 
     scale, shift = _constants(tuple(info.mean), tuple(info.std), images.device)
-    return images.to(torch.float32).mul_(scale).add_(shift)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return images.to(torch.float32, memory_format=layout).mul_(scale).add_(shift)
 
 
 @lru_cache(maxsize=8)  # making them costs as much as using them

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainkit.data.base import Samples, normalize
+from trainkit.data.base import Samples
 from trainkit.data.loader import eval_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.training.meter import Meter
@@ -56,7 +56,7 @@ def evaluate(
                 labels = labels.to(device, non_blocking=True)
                 mask = mask.to(device, non_blocking=True)
                 with parts.precision.autocast():
-                    logits = model(normalize(images.to(device, non_blocking=True), splits.info))
+                    logits = model(parts.on_device(images))
                 logits = logits.float()
                 meter.add(functional.cross_entropy(logits, labels, reduction="none"), logits, labels, mask)
         return meter.read()

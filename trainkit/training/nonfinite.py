@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainkit.checkpoint.state import plain_name
 from trainkit.data.order import global_batch
 from trainkit.errors import RunFailedError
 from trainkit.training.parts import Parts
@@ -83,7 +84,8 @@ class NonFinite:
             for_ever = self.in_a_row >= self._most
             if update.stepped.skip is not None:
                 scales = update.stepped.skip
-                self._remark("skipped", step=step, scale_before=scales.before, scale_after=scales.after)
+                name = plain_name(self._trained()[scales.parameter]).removeprefix("module.")
+                self._remark("skipped", step=step, scale_before=scales.before, scale_after=scales.after, parameter=name)
             if update.stepped.skip is None or for_ever:
                 loss, norm = self._facts(update)
                 samples = global_batch(
@@ -92,6 +94,9 @@ class NonFinite:
                 self._remark("nonfinite", step=step, loss=loss, grad_norm=norm, samples=samples)
                 if for_ever:
                     raise DivergedError(self.in_a_row, position, loss, norm)
+
+    def _trained(self) -> list[str]:
+        return [name for name, parameter in self._parts.model.named_parameters() if parameter.requires_grad]
 
     def _facts(self, update: Update) -> tuple[float | str, float | str | None]:
         dist, norm = self._parts.dist, update.stepped.norm

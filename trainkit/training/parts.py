@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.config.schema import Config
-from trainkit.data.base import Splits
+from trainkit.data.base import Splits, normalize
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies.base import Strategy
@@ -80,6 +80,11 @@ class Parts:
             return f"{words} and micro batch; sums may differ in their last bits"
         was = str(size) if isinstance(size, int) else "another size"
         return f"{words}; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
+
+    def on_device(self, images: Tensor) -> Tensor:
+        """Images, uint8 [N, C, H, W], as the model takes them: on its device, normalised, in its layout."""
+        images = images.to(self.dist.device, non_blocking=True)
+        return normalize(images, self.splits.info, channels_last=self.config.train.channels_last)
 
     def lr_at(self, step: int) -> float:
         """Learning rate of update ``step``, from 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,10 +55,12 @@ def _cpu_flags() -> set[str]:
 
 
 class Skip(NamedTuple):
-    """fp16's loss scale around an update that it skipped."""
+    """fp16's loss scale around an update that it skipped, and where that began."""
 
     before: float
     after: float
+    parameter: int
+    """Of those that are trained, the first whose gradient was not finite on any rank."""
 
 
 class Stepped(NamedTuple):
@@ -110,19 +112,20 @@ class Precision:
             self._scaler.unscale_(optimizer)
             (nonfinite,) = self._scaler._found_inf_per_device(optimizer).values()  # one device a rank
             self._agree(nonfinite)
+            skipped = bool(nonfinite.item())
+            first = self._first_nonfinite(parameters) if skipped else 0  # before clipping, which spreads it
         norm = None
         if max_norm is not None:
             norm = nn.utils.clip_grad_norm_(parameters, max_norm)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: sum over the ranks
         skip = None
         if scaled:
-            skipped = bool(nonfinite.item())
             before = self._scaler.get_scale() if skipped else 0.0
             self._scaler.step(optimizer)
             self._scaler.update()
             if skipped:
                 self.skipped_steps += 1
-                skip = Skip(before, self._scaler.get_scale())
+                skip = Skip(before, self._scaler.get_scale(), first)
         else:
             nonfinite = (~torch.isfinite(norm)).float() if norm is not None else self._nonfinite(parameters)
             _step_unless(nonfinite, optimizer)
@@ -140,6 +143,15 @@ class Precision:
         if sharded:  # elsewhere the ranks have averaged their gradients, and all hold the same
             self._agree(found)
         return found
+
+    def _first_nonfinite(self, parameters: Sequence[nn.Parameter]) -> int:
+        gradients = [(index, item.grad) for index, item in enumerate(parameters) if item.grad is not None]
+        local = ((index, getattr(grad, "to_local", lambda grad=grad: grad)()) for index, grad in gradients)
+        own = next((index for index, grad in local if not torch.isfinite(grad).all()), len(parameters) - 1)
+        first = torch.tensor(own, device=self._dist.device)
+        if self._dist.world_size > 1:
+            torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN)
+        return int(first.item())
 
     def _agree(self, flag: Tensor) -> None:
         if self._dist.world_size > 1:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.data.base import normalize
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
 from trainkit.training.meter import Meter
@@ -54,7 +53,7 @@ class Updater:
             images, labels = next(batches)
             self._beat()
             seed_random(derive_seed(seed, micro_step * p.dist.world_size + p.dist.rank), device)
-            images = normalize(images.to(device, non_blocking=True), p.splits.info)
+            images = p.on_device(images)
             labels = labels.to(device, non_blocking=True)
             with p.strategy.grad_sync(p.model, enabled=is_last):
                 with p.precision.autocast():

@@ -1,0 +1,36 @@
+"""A plain model made ready for its device: where it lies, in what layout, compiled or not, deterministic or not."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from trainkit.config.schema import Config
+from trainkit.strategies.blocks import repeated_blocks
+
+_MIN_BLOCK_PARAMS = 10_000
+"""Smaller blocks are not worth a compilation of their own."""
+
+
+def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """``model`` on ``device``, before it is parallelized.
+
+    Compiled in place, so that names in checkpoints stay those of the plain model. FSDP takes contiguous parameters
+    only: there ``channels_last`` is the images' alone.
+    """
+    train = config.train
+    model = model.to(device)
+    if train.channels_last and config.strategy.name != "fsdp":
+        model = model.to(memory_format=torch.channels_last)
+    for module in {"off": [], "model": [model], "blocks": repeated_blocks(model, _MIN_BLOCK_PARAMS)}[train.compile]:
+        module.compile()
+    return model
+
+
+def make_deterministic(asked: bool) -> None:
+    """Whether kernels that may give other bits each time are kept out of this process."""
+    if asked:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it, before its first call
+    torch.use_deterministic_algorithms(asked)
