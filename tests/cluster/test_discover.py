@@ -285,14 +285,15 @@ def test_gpus_that_are_a_feature_only_are_asked_for_by_constraint(fake_command: 
     assert ask_site(dict(os.environ)).gpu_dialect == "constraint"
 
 
-def test_modules_that_training_may_need_are_listed(fake_command: Fake, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variable", ["LMOD_CMD", "MODULES_CMD"])  # of Lmod, of Environment Modules from 4 on
+def test_modules_that_training_may_need_are_listed(tmp_path: Path, variable: str) -> None:
     lmod = tmp_path / "lmod"
     lmod.write_text(
         "#!/bin/bash\n[ \"$*\" = 'bash -t avail' ] && printf '%s\\n' "
         "/opt/modules: python/3.11 python/3.12'(default)' gcc/13 lang/CUDA/12.4 pytorch openfoam/11 >&2\n"
     )
     lmod.chmod(0o755)
-    facts = ask_site({"PATH": str(tmp_path), "LMOD_CMD": str(lmod)})
+    facts = ask_site({"PATH": str(tmp_path), variable: str(lmod)})
     assert facts.modules == ("python/3.11", "python/3.12", "lang/CUDA/12.4", "pytorch")
 
 

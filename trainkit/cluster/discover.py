@@ -148,7 +148,12 @@ def _containers(ask: _Ask) -> tuple[str, ...]:
 def _modules(ask: _Ask) -> tuple[str, ...]:
     """Modules that training may need, as Lmod or Environment Modules list them; () where there are none."""
     home = ask.env.get("MODULESHOME", "")
-    programs = [ask.env.get("LMOD_CMD", ""), f"{home}/libexec/modulecmd.tcl", f"{home}/bin/modulecmd"]
+    programs = [
+        ask.env.get("LMOD_CMD", ""),
+        ask.env.get("MODULES_CMD", ""),
+        f"{home}/libexec/modulecmd.tcl",
+        f"{home}/bin/modulecmd",
+    ]
     program = next((item for item in programs if item and os.access(item, os.X_OK)), None)
     if program is None:
         return ()
