@@ -161,13 +161,15 @@ def test_the_end_is_estimated_from_the_pace_of_late(command: Command, no_slurm: 
 def test_an_estimate_counts_the_starts_that_are_still_to_come(
     command: Command, no_slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    """360 s of training in attempts of 100 s, the second of which has lasted for 60; each restart has cost 30 s."""
+    """360 s of training in attempts of 100 s, the third of which has lasted for 60; each restart has cost 30 s."""
     run = running(tmp_path / "runs" / "ddp-0001")
     now = time.time()
-    before = [
-        {"time": now - 190, "event": "started", "attempt": 0, "total_steps": 380},
-        {"time": now - 90, "event": "handed_back", "attempt": 0, "node_rank": 0, "signals": ["SIGUSR2"]},
-    ]
+    before = []
+    for begun in (now - 320, now - 190):
+        before += [
+            {"time": begun, "event": "started", "attempt": 0, "total_steps": 380},
+            {"time": begun + 100, "event": "handed_back", "attempt": 0, "node_rank": 0, "signals": ["SIGUSR2"]},
+        ]
     run.events.write_text("".join(json.dumps(event) + "\n" for event in before) + run.events.read_text())
     (told,) = json.loads(command("status", "--json").out)
     assert told["estimated_end"] == pytest.approx(now + 360 + 4 * 30, abs=30)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainkit.records import jsonl, standing
+from trainkit.records import jsonl, reading, standing
 from trainkit.records.rundir import RunDir
 from trainkit.records.standing import Standing, standing_of
 
@@ -52,3 +53,22 @@ def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
 def test_one_record_has_no_pace(run: RunDir) -> None:
     jsonl.append(run.metrics, {"time": 5.0, "split": "train", "step": 10, "loss": 1.0})
     assert standing_of(run, pace_since=0.0).seconds_per_step is None
+
+
+def test_for_the_pace_few_records_are_read_also_where_an_attempt_has_none_or_few(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of a thousand runs that go on has the pace of each."""
+    for step in range(300):
+        jsonl.append(run.metrics, {"time": 1000.0 + 2 * step, "split": "train", "step": step, "epoch": step / 10})
+    parsed: list[str | bytes] = []
+    really = reading.parse_object
+
+    def parse(text: str | bytes) -> dict[str, Any] | None:
+        parsed.append(text)
+        return really(text)
+
+    monkeypatch.setattr(reading, "parse_object", parse)
+    paces = [standing_of(run, pace_since=since).seconds_per_step for since in (0.0, 1500.0, 1590.0, 1598.0, 9999.0)]
+    assert paces == [2.0, 2.0, 2.0, None, None]
+    assert len(parsed) < 5 * 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import mmap
 import os
@@ -86,21 +87,26 @@ def longest_pause(run: RunDir, since: float) -> float | None:
         text = reading.read_text(run.metrics, TAIL_BYTES)
     except OSError:
         return None
-    timed = [times[0] for line in text.encode().split(b"\n") if (times := _timed(line, since)) is not None]
+    found = [item[0] for line in text.encode().split(b"\n") if (item := _timed(line)) is not None]
+    timed = [when for when in found if when >= since]
     return max((later - earlier for earlier, later in itertools.pairwise(timed)), default=None)
 
 
 def _pace(content: mmap.mmap, since: float) -> float | None:
-    """From the first and the last record near the end: of a thousand runs those between are not looked at."""
+    """From the first and the last record near the end: of a thousand runs few of those between are looked at."""
     lines = content[max(len(content) - TAIL_BYTES, 0) :].split(b"\n")
-    first = next((found for line in lines if (found := _timed(line, since)) is not None), None)
-    last = next((found for line in reversed(lines) if (found := _timed(line, since)) is not None), None)
-    if first is None or last is None or last[1] <= first[1] or last[0] <= first[0]:
+    newest = next((found for line in reversed(lines) if (found := _timed(line)) is not None), None)
+    if newest is None or newest[0] < since:
+        return None  # an attempt that has recorded nothing yet
+    begin = bisect.bisect_left(lines, since, key=lambda line: (_timed(line) or (0.0, 0))[0])
+    late = (found for line in lines[begin:] if (found := _timed(line)) is not None and found[0] >= since)
+    first, last = next(late, None), newest
+    if first is None or last[1] <= first[1] or last[0] <= first[0]:
         return None
     return (last[0] - first[0]) / (last[1] - first[1])
 
 
-def _timed(line: bytes, since: float) -> tuple[float, int] | None:
-    """When a step was recorded, and which; None of what is no record or older."""
+def _timed(line: bytes) -> tuple[float, int] | None:
+    """When a step was recorded, and which; None of what is no record."""
     record = _record(line)
-    return (record["time"], record["step"]) if record is not None and record.get("time", -1.0) >= since else None
+    return (record["time"], record["step"]) if record is not None and "time" in record else None
