@@ -137,6 +137,19 @@ def test_a_job_that_is_being_cancelled_is_not_requeued(run: RunDir, fake_command
     assert not calls.exists()
 
 
+@pytest.mark.parametrize("state", ["COMPLETING|||TimeLimit", "TIMEOUT|(null)||TimeLimit"])
+def test_a_run_that_has_saved_at_the_end_of_its_time_limit_is_requeued(
+    run: RunDir, fake_command: FakeCommand, state: str
+) -> None:
+    """Its signal came too early for ranks that were still starting, or somebody has shortened the limit."""
+    fake_command("squeue", f"echo '{state}'")
+    calls = fake_command("scontrol", "exit 0")
+    env = begun(run)
+    hand_back(env)
+    batch_job.end(0, env, how="requeue")
+    assert calls.read_text() == "requeue 7\n"
+
+
 def test_without_requeue_a_saved_run_is_left_as_it_is_and_is_no_success(run: RunDir, fake_command: FakeCommand) -> None:
     calls = fake_command("scontrol", "exit 0")
     env = begun(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,15 @@ class Cluster:
         if check and done.returncode:
             raise SystemExit(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
+
+    def ask(self, *command: str) -> str:
+        """What the scheduler answers; it is asked until it does."""
+        for _ in range(60):
+            done = subprocess.run(command, cwd=self.home, env=self.env, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return done.stdout.strip()
+            time.sleep(1)
+        raise SystemExit(f"{' '.join(command)}: {done.stderr}")
 
     def devcluster(self, *words: str) -> str:
         """A command to the cluster itself."""

@@ -187,13 +187,13 @@ class Soak:
     def _state(self) -> str:
         """Of a job that has not ended; empty if it has."""
         living = "PD,R,CG,S,CF,RQ,RH,SE"
-        return self.cluster.call("squeue", "-h", "-j", self._job(), "-t", living, "-o", "%T").strip()
+        return self.cluster.ask("squeue", "-h", "-j", self._job(), "-t", living, "-o", "%T")
 
     def _reason(self) -> str:
-        return self.cluster.call("squeue", "-h", "-j", self._job(), "-o", "%r").strip()
+        return self.cluster.ask("squeue", "-h", "-j", self._job(), "-o", "%r")
 
     def _state_in_accounting(self) -> str:
-        words = self.cluster.call("sacct", "-X", "-n", "-P", "-j", self._job(), "-o", "State").split()
+        words = self.cluster.ask("sacct", "-X", "-n", "-P", "-j", self._job(), "-o", "State").split()
         return words[0] if words else "unknown to it"
 
     def _furthest(self) -> int:

@@ -110,7 +110,7 @@ def _without_lost_nodes(attempt: Attempt, lost: Mapping[str, str], env: Mapping[
         scheduler.exclude(job_id, sorted(out))
     except scheduler.NotDone as refusal:
         print(f"{', '.join(again)} cannot be excluded: {refusal}", file=sys.stderr, flush=True)
-        if scheduler.own_job(job_id).state in ("RUNNING", ""):
+        if scheduler.own_job(job_id).is_to_be_queued:
             return
     attempt.requeued(job_id)
     if _wait_for_the_end():
@@ -160,7 +160,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
         attempt.ended("FAILED" if failure else "PREEMPTED", job_id=job_id, exit_codes=[code])
         return code or 1
     job = scheduler.own_job(job_id)
-    if job.state not in ("RUNNING", ""):  # cancelled, or on its way back already
+    if not job.is_to_be_queued:  # cancelled, or on its way back already
         print(f"{what}. The job is {job.state}, so it is not queued again.", flush=True)
         _do_without(attempt, job_id, job, env, failed=bool(code))
         return code or 1
@@ -187,7 +187,7 @@ def _queue_again(attempt: Attempt, how: How, job: scheduler.OwnJob, env: Mapping
             scheduler.requeue(job_id)
         except scheduler.NotDone as refusal:
             words = f"requeue refused: {refusal}"
-            if scheduler.own_job(job_id).state not in ("RUNNING", ""):  # it was taken, and only the answer was lost
+            if not scheduler.own_job(job_id).is_to_be_queued:  # it was taken, and only the answer was lost
                 words = ""
         if not words:
             attempt.requeued(job_id)

@@ -78,6 +78,16 @@ class OwnJob(NamedTuple):
     excluded: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     """Nodes asked for by --nodelist."""
+    reason: str = ""
+    """Of the state: ``TimeLimit``, ..."""
+
+    @property
+    def is_to_be_queued(self) -> bool:
+        """Whether it is for its script to put it back into the queue: it is neither cancelled nor on its way back.
+
+        One that is over its time limit is ended like a cancelled one, and SLURM takes its requeue all the same.
+        """
+        return self.state in ("RUNNING", "") or (self.reason == "TimeLimit" and self.state in ("COMPLETING", "TIMEOUT"))
 
 
 class Node(NamedTuple):
@@ -92,10 +102,11 @@ class Node(NamedTuple):
 def own_job(job_id: str) -> OwnJob:
     """This script's own job."""
     try:
-        state, excluded, required, *_ = (ask("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n") + "||").split("|")
+        answer = ask("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n|%r")
     except NotDone:
         return OwnJob()
-    return OwnJob(state, names(excluded), names(required))
+    state, excluded, required, reason, *_ = (answer + "|||").split("|")
+    return OwnJob(state, names(excluded), names(required), reason)
 
 
 def nodes_in(partition: str) -> dict[str, Node]:
