@@ -97,14 +97,19 @@ def test_a_killed_rank_goes_before_those_that_missed_it(run: RunDir) -> None:
     assert "srun: error: n2: task 1: Killed" in [quote.text for quote in cause.evidence]
 
 
-def test_what_srun_ended_itself_is_no_cause(run: RunDir) -> None:
-    cause = diagnose(
-        run,
-        batch="srun: error: n2: task 1: Exited with exit code 3\n"
-        "srun: launch/slurm: _step_signal: Terminating StepId=12883802.0\n"
-        "slurmstepd-n1: error: *** STEP 12883802.0 ON n1 CANCELLED AT 2026-11-21T19:13:27 ***\n"
-        "srun: error: n1: task 0: Killed",
-    )
+@pytest.mark.parametrize(
+    "ended",
+    [
+        "srun: launch/slurm: _step_signal: Terminating StepId=12883802.0",  # to 22.05
+        "srun: Terminating StepId=12883802.0",
+        "slurmstepd-n1: error: *** STEP 12883802.0 ON n1 CANCELLED AT 2026-11-21T19:13:27 ***",
+        # of 25.11
+        "[2026-11-21T21:44:30.107] error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-21T21:44:30 DUE TO TASK FAILURE ***",
+    ],
+)
+def test_what_srun_ended_itself_is_no_cause(run: RunDir, ended: str) -> None:
+    batch = f"srun: error: n2: task 1: Exited with exit code 3\n{ended}\nsrun: error: n1: task 0: Killed"
+    cause = diagnose(run, batch=batch)
     assert cause is not None
     assert cause.what == "Rank 1 on n2 failed: Exited with exit code 3 (on n2)."
 
