@@ -1,6 +1,7 @@
 """What a site tells about itself, and what it keeps to itself.
 
-The text of 22.05 is as a cluster printed it; other versions differ from it by what their manuals say.
+The text of 22.05 is as a cluster printed it, varied here by what one small cluster does not have. What several versions
+print of the same cluster is in test_versions.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SlurmctldParameters     = (null)
 
 Slurmctld(primary) at here is UP
 """
-# 20.11: no cons_tres here; 24.05: more words.
+# An older site without cons_tres, and a newer one that enforces accounts and sends a job's own signal.
 CONFIG_20_11 = CONFIG_22_05.replace("22.05.8", "20.11.9").replace("cons_tres", "cons_res")
 CONFIG_24_05 = (
     CONFIG_22_05.replace("22.05.8", "24.05.3")

@@ -74,7 +74,8 @@ def laptop(devcluster: Cluster) -> Iterator[Laptop]:
         site = {name: devcluster.env[name] for name in ("SLURM_CONF", "OMP_NUM_THREADS")}
         site |= {"TRAINKIT_CLUSTER": "devcluster", "XDG_STATE_HOME": str(base / "state"), "HOME": str(base)}
         (base / "banner").write_text("*** AUTHORIZED USE ONLY ***\n")
-        (base / ".bash_profile").write_text("printf 'Welcome, '; echo \"$USER\"\n")
+        tools = Path(shutil.which("sbatch", path=devcluster.env["PATH"]) or "/usr/bin/sbatch").parent
+        (base / ".bash_profile").write_text(f"printf 'Welcome, '; echo \"$USER\"\nexport PATH={tools}:$PATH\n")
         (base / "sshd_config").write_text(
             f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {base}/host\nAuthorizedKeysFile {base}/user.pub\n"
             f"PidFile none\nBanner {base}/banner\n"
