@@ -134,12 +134,21 @@ def cluster_up(*options: str) -> Iterator[dict[str, str]]:
     reason = missing()
     if reason:
         cannot_run(reason)
-    variables = _place(os.getpid())
-    up = [str(DEVCLUSTER), "up", "--until-exit", str(os.getpid()), *options]
-    started = subprocess.run(up, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
-    if started.returncode:
+    for turn in range(3):  # of two that look for a free place at once, one may find it taken
+        variables = _place(os.getpid(), turn)
+        up = [str(DEVCLUSTER), "up", "--until-exit", str(os.getpid()), *options]
+        started = subprocess.run(up, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+        if started.returncode == 0:
+            break
+        if Path(variables["DEVCLUSTER_DIR"], "run", "shape").exists():  # else it has made nothing, and all is others'
+            _down(variables)
+    else:
         cannot_run(f"devcluster up failed: {started.stderr.strip()}")
     yield {**_clean_environment(), **variables, "SLURM_CONF": f"{variables['DEVCLUSTER_DIR']}/etc/slurm.conf"}
+    _down(variables)
+
+
+def _down(variables: Mapping[str, str]) -> None:
     down = [str(DEVCLUSTER), "down", "--purge"]
     subprocess.run(down, env={**os.environ, **variables}, capture_output=True, check=True)
 
@@ -178,10 +187,10 @@ def light(devcluster: Cluster) -> dict[str, str]:
     return {"PYTHONPATH": light_experiment.hook(devcluster.home / "light")}
 
 
-def _place(owner: int) -> dict[str, str]:
+def _place(owner: int, turn: int) -> dict[str, str]:
     """Directory and network of this process's cluster."""
     # Sockets in it must have short names, so it is not in pytest's folder.
-    third = next(n % 256 for n in range(owner, owner + 256) if _ports_are_free(n % 256))
+    third = next(n % 256 for n in range(owner + 85 * turn, owner + 85 * turn + 256) if _ports_are_free(n % 256))
     return {
         "DEVCLUSTER_DIR": f"{tempfile.gettempdir()}/devcluster-test-{owner}-{third}",
         "DEVCLUSTER_NET": f"10.{128 + owner // 256 % 100}.{third}",
