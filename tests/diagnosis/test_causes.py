@@ -293,3 +293,10 @@ def test_a_smaller_micro_batch_divides_the_ranks_share(run: RunDir) -> None:
     cause = diagnose(run, rank=TRACEBACK.format("torch.OutOfMemoryError: CUDA out of memory."))
     assert cause is not None
     assert cause.command.endswith("train.micro_batch_size=5")
+
+
+def test_a_node_that_the_run_asks_for_by_name_is_not_excluded_as_well(run: RunDir) -> None:
+    run.plan.write_text(json.dumps({"directives": [{"name": "nodelist", "value": "n[1-2]"}]}))
+    cause = diagnose(run, "NODE_FAIL|NodeDown", batch="srun: error: Node failure on n2")
+    assert cause is not None
+    assert (cause.command, "--nodelist" in cause.fix) == (f"python -m jobs.resume {run.path}", True)

@@ -97,7 +97,7 @@ def test_a_job_that_was_queued_again_after_a_failure_says_what_ended_it(devclust
         ("full", "FAILED", "The disk is full: Rank 0 on n{} could not write.", "`df -h {run}`"),
         ("hidden/launch", "FAILED", "n2 could not start its part of the job: it does not see {run}/logs", "-w n2 ls"),
         ("cancelled", "CANCELLED", "Somebody cancelled the job.", "jobs.resume {run}`"),
-        ("crashed", "NODE_FAIL", "n4 went down or stopped answering", "jobs.resume {run} --exclude n4`"),
+        ("crashed", "NODE_FAIL", "n4 went down or stopped answering", "jobs.resume {run}`"),
         ("preempted", "PREEMPTED", "The job was preempted", "jobs.resume {run}`"),
         ("limit", "TIMEOUT", "The job reached its time limit", "jobs.resume {run} --time 2:00:00`"),
     ],
@@ -141,3 +141,19 @@ def test_a_rank_that_never_started_is_named_at_once(devcluster: Cluster, jobs: J
 def test_a_job_submitted_without_an_environment_runs(devcluster: Cluster, jobs: Jobs) -> None:
     assert devcluster.wait(jobs["ends"]) == "COMPLETED", why(devcluster, "ends")
     assert "nothing failed" in why(devcluster, "ends")
+
+
+@pytest.mark.parametrize("name", ["cancelled", "crashed"])
+def test_the_command_that_is_printed_can_be_pasted_and_the_run_goes_on(
+    devcluster: Cluster, jobs: Jobs, name: str
+) -> None:
+    devcluster.wait_for(f"{name} has ended", lambda: "jobs.resume" in why(devcluster, name), timeout=60)
+    command = why(devcluster, name).rpartition("`")[0].rpartition("`")[2]
+    devcluster.run("bash", "-c", f'python() {{ "{sys.executable}" "$@"; }}; {command}')
+
+    def goes_on() -> bool:
+        said = why(devcluster, name)
+        return ": RUNNING (job " in said and f"(job {jobs[name]})" not in said
+
+    devcluster.wait_for(f"{name} goes on after {command}", goes_on, timeout=60)
+    devcluster.job("cancel", f"runs/{name}")

@@ -15,7 +15,7 @@ from trainkit.diagnosis.evidence import (
     is_lost_connection,
     until_ended,
 )
-from trainkit.diagnosis.fields import fields, for_a_shell, host_of_task, hosts_of
+from trainkit.diagnosis.fields import asked_for, fields, for_a_shell, host_of_task, hosts_of
 from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
 from trainkit.diagnosis.launched import EVERYWHERE, on_every_machine
 from trainkit.diagnosis.rank_cases import RANKS
@@ -123,8 +123,12 @@ def _cause(
     quotes = [*([source.quote(match.start())] if source.where else []), *_around(run, failure, sources)]
     command = row.command.format_map(for_a_shell(found))
     command = re.sub(r" --exclude(?= *$)", "", command).rstrip()  # no node is known
+    fix = row.fix.format_map(found)
+    if asked_for(run) & set(hosts_of(found["failed_hosts"] or found["host"]).split(",")) and " --exclude " in command:
+        command = re.sub(r" --exclude \S+", "", command)  # sbatch refuses a node that is asked for and excluded
+        fix = "It asks for that very node (--nodelist): name another, or, when it is well again:"
     return _for(run, Cause(
-        row.name, row.what.format_map(found), _once(quotes), row.fix.format_map(found), command, failure
+        row.name, row.what.format_map(found), _once(quotes), fix, command, failure
     ))  # fmt: skip
 
 

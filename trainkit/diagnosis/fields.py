@@ -87,15 +87,21 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     )
 
 
+def _directive(plan: Mapping[str, Any], name: str) -> str | None:
+    """What sbatch was given for an option; None if nothing."""
+    given = plan.get("directives")
+    items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+    return next((str(item.get("value")) for item in items if item.get("name") == name), None)
+
+
+def asked_for(run: RunDir) -> set[str]:
+    """The nodes that the run asks for by name."""
+    return set(hosts_of(_directive(reading.read_object(run.plan), "nodelist") or "").split(",")) - {""}
+
+
 def _more_memory(plan: Mapping[str, Any]) -> str:
     """Twice what each node was asked for; all that it has where that is not known; nothing if that was not enough."""
-    given = plan.get("directives")
-    asked = (
-        [item.get("value") for item in given if isinstance(item, dict) and item.get("name") == "mem"]
-        if isinstance(given, list)
-        else []
-    )
-    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", str(asked[0])) if asked else None
+    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", _directive(plan, "mem") or "")
     if size is None:
         return " --mem 0"
     return f" --mem {2 * int(size[1])}{size[2]}" if int(size[1]) else ""
