@@ -58,6 +58,13 @@ def test_the_settings_that_a_reader_asks_for(make_run: MakeRun) -> None:
     }
 
 
+def test_what_fine_tuning_started_from_and_left_alone_is_told(make_run: MakeRun) -> None:
+    given = ("optim.name=muon", "optim.layer_decay=0.7", "model.checkpoint=a.pth", 'model.freeze=["blocks.*"]')
+    told = settings(make_run("ddp-0001", "model.name=resnet18", *given))
+    assert told["model"] == "resnet18 (checkpoint: a.pth, freeze: ['blocks.*']), 65,834 parameters"
+    assert told["optimizer"] == "muon, lr 0.002, weight_decay 0.05, momentum 0.9, nesterov False, layer_decay 0.7"
+
+
 def test_nodes_that_are_simulated_are_called_so(make_run: MakeRun) -> None:
     run_dir = make_run("ddp-0001", "launch.nodes=2", ranks=4)
     assert settings(run_dir)["ranks"] == "4 (2 nodes × 2 simulated on one machine) on node1"  # noqa: RUF001

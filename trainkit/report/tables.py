@@ -174,7 +174,8 @@ def _named(section: Any, hide: tuple[str, ...] = ()) -> str:
     """``ddp (bucket_cap_mb: 50)``: a plugin and those of its options that are set."""
     if not isinstance(section, dict):
         return NONE
-    options = ", ".join(f"{key}: {value}" for key, value in section.items() if key not in ("name", *hide))
+    given = {key: value for key, value in section.items() if key not in ("name", *hide) and value not in (None, [])}
+    options = ", ".join(f"{key}: {value}" for key, value in given.items())
     return _text(section.get("name")) + (f" ({options})" if options else "")
 
 
@@ -213,7 +214,8 @@ def _optimizer(optim: Any) -> str:
     if not isinstance(optim, dict):
         return NONE
     keys = ["lr", "weight_decay"]
-    keys += {"adamw": ["betas"], "sgd": ["momentum", "nesterov"]}.get(str(optim.get("name")), [])
+    own = {"adamw": ["betas"], "lamb": ["betas"], "sgd": ["momentum", "nesterov"], "muon": ["momentum", "nesterov"]}
+    keys += own.get(str(optim.get("name")), []) + ["layer_decay"] * (optim.get("layer_decay", 1) != 1)
     return f"{optim.get('name')}, " + ", ".join(f"{key} {optim[key]}" for key in keys if key in optim)
 
 
