@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ from trainkit.records.writer import Writer
 STEPS = 8
 """Updates of a run without train.max_steps."""
 PATIENCE_SECONDS = 300
+PAUSE = "LIGHT_SECONDS"
+"""In the environment: how long each update takes, where the model is none of the user's."""
 STATE = "light.json"
 HOOK = """\
 import sys
@@ -139,8 +142,10 @@ def _met(
 
 def _model(config: Config) -> Callable[[], Any]:
     module, _, name = config.model.name.partition(":")
-    build = getattr(importlib.import_module(module), name) if name else lambda info, **options: lambda: None
-    return build(None, **config.model.options)
+    if not name:
+        pause = float(os.environ.get(PAUSE, "0"))
+        return lambda: time.sleep(pause)
+    return getattr(importlib.import_module(module), name)(None, **config.model.options)  # type: ignore[no-any-return]
 
 
 def _train(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import readme
+from tests.light_experiment import PAUSE
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
@@ -18,10 +19,11 @@ pytestmark = pytest.mark.slurm
 
 def test_the_commands_for_a_cluster_work_as_they_stand(devcluster: Cluster, light: dict[str, str]) -> None:
     (devcluster.home / "slurm").symlink_to(readme.README.parent / "slurm")
+    env = {**light, PAUSE: "3"}  # as long as it takes to look at a run and to cancel it
     for block in readme.blocks("slurm"):
         said = ""
         for line in block:
-            done = devcluster.run(*shlex.split(line), check=False, env=light)
+            done = devcluster.run(*shlex.split(line), check=False, env=env)
             # The templates name an account and a partition that nobody has: these two lines are for the user to edit.
             expected = 1 if line.startswith("sbatch") else 0
             assert done.returncode == expected, f"{line}\n{done.stdout}\n{done.stderr}"
