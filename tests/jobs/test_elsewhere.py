@@ -143,7 +143,9 @@ def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path)
     run_there(there)
     line = [sys.executable, "-m", "jobs.logs", "ddp-0001", "-f", *HOST]
     env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    with subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, preexec_fn=_as_at_a_terminal
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"words of rank 0\n"
         (far,) = _children(process.pid, "jobs.logs\0ddp-0001")
@@ -152,6 +154,12 @@ def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path)
     while Path(f"/proc/{far}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{far}").exists()
+
+
+def _as_at_a_terminal() -> None:
+    """What runs the tests in the background, or under nohup, ignores these, and so would all that it starts."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _children(pid: int, word: str) -> list[int]:
@@ -177,7 +185,9 @@ def test_ctrl_c_leaves_what_was_submitted_and_says_so(there: Path, tmp_path: Pat
     )
     line = [sys.executable, "-m", "jobs.submit", "single", "--wait", *HOST]
     env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    with subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=_as_at_a_terminal
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "Submitted\n"
         process.send_signal(signal.SIGINT)

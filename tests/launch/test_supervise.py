@@ -126,7 +126,8 @@ def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hanging() -> None
     ranks = "beat(); time.sleep(1); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(4)\n"
     ranks += "os.kill(os.getppid(), signal.SIGCONT); time.sleep(0.5)"
     program = [sys.executable, "-c", STOPPED.format(ranks=ranks)]  # a process of its own, which may be stopped
-    said = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    said = subprocess.run(program, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert said.stdout.split() == ["COMPLETED"], said.stderr
 
 
