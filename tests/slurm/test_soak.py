@@ -15,7 +15,7 @@ from tests.soak.training import Soak
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = pytest.mark.slurm
 
 
 NODES = ("n1", "n2", "n3", "n4")
