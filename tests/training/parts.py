@@ -74,3 +74,17 @@ class Linear(nn.Module):
         self.calls.append((len(images), self.training, torch.is_grad_enabled()))
         scores: torch.Tensor = self.layer(images.flatten(1))
         return scores
+
+
+class Formats(nn.Module):
+    """Notes the format in which matrices are multiplied; its scores are too fine for half precision's loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear().layer
+        self.formats: set[torch.dtype] = set()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layer(images.flatten(1))
+        self.formats.add(scores.dtype)
+        return scores

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.rank_functions import run_ranks
-from tests.training.parts import Linear, parts_of
+from tests.training.parts import Formats, Linear, parts_of
 from trainkit.data.base import normalize
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
@@ -88,22 +88,8 @@ def test_every_batch_is_a_sign_of_life() -> None:
     assert len(beats) == 3
 
 
-class Halves(nn.Module):
-    """Notes the format in which matrices are multiplied; its scores are too fine for half precision's loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Linear().layer
-        self.formats: set[torch.dtype] = set()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.layer(images.flatten(1))
-        self.formats.add(scores.dtype)
-        return scores
-
-
 def test_it_multiplies_in_the_formats_of_training_and_takes_the_loss_in_fp32() -> None:
-    model = Halves()
+    model = Formats()
     parts = parts_of("train.precision=bf16", model=model)
     result = evaluate(parts, parts.splits.val, batch_size=10)
     assert model.formats == {torch.bfloat16}

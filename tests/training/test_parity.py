@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,92 +15,76 @@ from trainkit.records.rundir import RunDir
 UPDATES = 20
 SETTINGS = (f"train.max_steps={UPDATES}", "data.augment=true", "train.global_batch_size=64")
 
+Trace = Callable[..., list[float]]
 
-def losses(folder: Path) -> list[float]:
+
+def trained(folder: Path, world_size: int, preset: str, *settings: str) -> list[float]:
+    """The training loss after each update."""
+    run_ranks(world_size, train_run, folder, preset, (*SETTINGS, *settings))
     return [record["loss"] for record in read_metrics(RunDir(folder), "train")]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("parity") / "single"
-    run_ranks(1, train_run, folder, "single", SETTINGS)
-    trace = losses(folder)
-    assert len(trace) == UPDATES
-    assert trace[-1] < trace[0], "the reference must learn something"
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """The trace of one process in fp32 with these settings, which trains once for all that ask."""
+
+    @cache
+    def trace(*settings: str) -> list[float]:
+        losses = trained(tmp_path_factory.mktemp("reference") / "single", 1, "single", *settings)
+        assert len(losses) == UPDATES
+        assert losses[-1] < losses[0], "the reference must learn something"
+        return losses
+
     return trace
 
 
-@pytest.mark.parametrize(
-    ("preset", "world_size", "more"),
-    [
-        ("ddp", 1, ()),
-        ("ddp", 2, ()),
-        ("ddp", 4, ()),
-        ("fsdp", 2, ()),
-        ("fsdp", 4, ()),
-        ("dp", 1, ()),
-        ("single", 1, ("train.micro_batch_size=16",)),
-        ("ddp", 2, ("train.micro_batch_size=8",)),
-        ("fsdp", 2, ("train.micro_batch_size=16", "strategy.reshard_after_forward=false")),
-        ("ddp", 2, ("data.workers=1",)),
+# What a micro batch decides (BatchNorm's statistics, what dropout draws) is alike where micro batches are.
+BATCHNORM = ("model.norm=batch", "train.micro_batch_size=16")
+DROPOUT = ("model.dropout=0.3", "train.micro_batch_size=16")
+
+SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
+    (): [
+        ("ddp", 1, (), 1e-5),
+        ("ddp", 2, (), 1e-5),
+        ("ddp", 4, (), 1e-5),
+        ("fsdp", 2, (), 1e-5),
+        ("fsdp", 4, (), 1e-5),
+        ("dp", 1, (), 1e-5),
+        ("single", 1, ("train.micro_batch_size=16",), 1e-5),
+        ("ddp", 2, ("train.micro_batch_size=8",), 1e-5),
+        ("fsdp", 2, ("train.micro_batch_size=16", "strategy.reshard_after_forward=false"), 1e-5),
+        ("ddp", 2, ("data.workers=1",), 1e-5),
     ],
-    ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
+    BATCHNORM: [("ddp", 2, (), 1e-5), ("ddp", 4, (), 1e-5), ("fsdp", 2, (), 1e-5)],
+    DROPOUT: [("ddp", 2, (), 1e-5), ("fsdp", 4, (), 1e-5)],
+}
+"""Settings of both -> preset, ranks and settings of the one that is compared, and how far it may be off, relatively."""
+
+
+@pytest.mark.parametrize(
+    ("both", "preset", "world_size", "own", "rel"),
+    [
+        pytest.param(both, *row, id="+".join((row[0], str(row[1]), *both, *row[2])))
+        for both, rows in SAME.items()
+        for row in rows
+    ],
 )
 def test_the_loss_trace_does_not_depend_on_strategy_ranks_micro_batch_or_workers(
-    tmp_path: Path, reference: list[float], preset: str, world_size: int, more: tuple[str, ...]
+    tmp_path: Path,
+    reference: Trace,
+    both: tuple[str, ...],
+    preset: str,
+    world_size: int,
+    own: tuple[str, ...],
+    rel: float,
 ) -> None:
-    folder = tmp_path / "run"
-    run_ranks(world_size, train_run, folder, preset, (*SETTINGS, *more))
-    assert losses(folder) == pytest.approx(reference, rel=1e-5)
+    assert trained(tmp_path / "run", world_size, preset, *both, *own) == pytest.approx(reference(*both), rel=rel)
 
 
-def test_another_seed_gives_another_trace(tmp_path: Path, reference: list[float]) -> None:
-    folder = tmp_path / "run"
-    run_ranks(1, train_run, folder, "single", (*SETTINGS, "seed=1"))
-    assert losses(folder) != pytest.approx(reference, rel=1e-2)
+def test_another_seed_gives_another_trace(tmp_path: Path, reference: Trace) -> None:
+    assert trained(tmp_path / "run", 1, "single", "seed=1") != pytest.approx(reference(), rel=1e-2)
 
 
-# BatchNorm's statistics are those of a micro batch, so that only equal micro batches are the same optimisation.
-BATCHNORM = (*SETTINGS, "model.norm=batch", "train.micro_batch_size=16")
-
-
-@pytest.fixture(scope="module")
-def batchnorm_reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("batchnorm") / "single"
-    run_ranks(1, train_run, folder, "single", BATCHNORM)
-    return losses(folder)
-
-
-@pytest.mark.parametrize(("preset", "world_size"), [("ddp", 2), ("ddp", 4), ("fsdp", 2)])
-def test_batchnorm_trains_alike_where_the_micro_batches_are_equal(
-    tmp_path: Path, batchnorm_reference: list[float], preset: str, world_size: int
-) -> None:
-    folder = tmp_path / "run"
-    run_ranks(world_size, train_run, folder, preset, BATCHNORM)
-    assert losses(folder) == pytest.approx(batchnorm_reference, rel=1e-5)
-
-
-# What dropout draws is keyed by the micro batch's place in the global batch, and not by the rank that has it.
-DROPOUT = (*SETTINGS, "model.dropout=0.3", "train.micro_batch_size=16")
-
-
-@pytest.fixture(scope="module")
-def dropout_reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("dropout") / "single"
-    run_ranks(1, train_run, folder, "single", DROPOUT)
-    return losses(folder)
-
-
-@pytest.mark.parametrize(("preset", "world_size"), [("ddp", 2), ("fsdp", 4)])
-def test_dropout_drops_alike_on_any_number_of_ranks_where_the_micro_batches_are_equal(
-    tmp_path: Path, dropout_reference: list[float], preset: str, world_size: int
-) -> None:
-    folder = tmp_path / "run"
-    run_ranks(world_size, train_run, folder, preset, DROPOUT)
-    assert losses(folder) == pytest.approx(dropout_reference, rel=1e-5)
-
-
-def test_batchnorm_trains_otherwise_where_they_are_not(tmp_path: Path, batchnorm_reference: list[float]) -> None:
-    folder = tmp_path / "run"
-    run_ranks(1, train_run, folder, "single", (*BATCHNORM, "train.micro_batch_size=64"))
-    assert losses(folder) != pytest.approx(batchnorm_reference, rel=1e-3)
+def test_batchnorm_trains_otherwise_where_micro_batches_differ(tmp_path: Path, reference: Trace) -> None:
+    other = trained(tmp_path / "run", 1, "single", *BATCHNORM, "train.micro_batch_size=64")
+    assert other != pytest.approx(reference(*BATCHNORM), rel=1e-3)

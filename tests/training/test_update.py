@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.training.parts import Linear, parts_of
+from tests.training.parts import Formats, Linear, parts_of
 from trainkit.data.base import normalize
 from trainkit.training.update import Updater
 
@@ -137,20 +137,6 @@ def test_every_micro_batch_is_a_sign_of_life() -> None:
     beats: list[int] = []
     Updater(parts_of(), beat=lambda: beats.append(1))(micro_batches(), lr=0.5, seed=0)
     assert len(beats) >= 4
-
-
-class Formats(nn.Module):
-    """Notes the format in which matrices are multiplied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Linear().layer
-        self.formats: set[torch.dtype] = set()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.layer(images.flatten(1))
-        self.formats.add(scores.dtype)
-        return scores
 
 
 def test_it_multiplies_in_the_asked_format_and_takes_the_loss_in_fp32() -> None:
