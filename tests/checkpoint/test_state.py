@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.rank_functions import run_ranks
 from trainkit.checkpoint.saving import Checkpoints
@@ -163,3 +164,38 @@ def test_what_an_optimizer_counts_for_a_whole_group_is_kept(tmp_path: Path) -> N
         trained(2, model, optimizer)
         trained(2, other, resumed)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def _save_further_tensors(env: RankEnv, folder: Path) -> None:
+    with distributed(env, use_gpu=False) as dist:
+        mesh = init_device_mesh("cpu", (dist.world_size,))
+        spread = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Shard(0)])
+        named = {"spread": spread, "same": torch.ones(2), f"of rank {dist.rank}": torch.full((3,), float(dist.rank))}
+        model = nn.Linear(1, 1)
+        Checkpoints(folder, keep=3, dist=dist).save(
+            model, None, step=1, state={}, best_step=None, extra={"further": named}
+        )
+
+
+def _restore_further_tensors(env: RankEnv, folder: Path) -> tuple[list[float], ...]:
+    with distributed(env, use_gpu=False) as dist:
+        mesh = init_device_mesh("cpu", (dist.world_size,))
+        spread = distribute_tensor(torch.zeros(7, 2), mesh, [Shard(0)])
+        named = {
+            "spread": spread,
+            "same": torch.zeros(2),
+            "unknown": torch.zeros(1),
+            f"of rank {2 - dist.rank}": torch.zeros(3),
+        }
+        found = Checkpoints(folder if dist.is_main else Path("/nowhere"), keep=3, dist=dist).restore(
+            nn.Linear(1, 1), None, into={"further": named, "absent": {"x": torch.zeros(1)}}
+        )
+        assert found is not None
+        return tuple(getattr(value, "full_tensor", value.clone)().flatten().tolist() for value in named.values())
+
+
+def test_what_is_sharded_the_same_everywhere_or_on_one_rank_only_comes_back_to_other_ranks(tmp_path: Path) -> None:
+    run_ranks(3, _save_further_tensors, tmp_path)
+    whole = [float(number) for number in range(14)]
+    same = (whole, [1.0, 1.0], [0.0])
+    assert run_ranks(2, _restore_further_tensors, tmp_path) == [(*same, [2.0] * 3), (*same, [1.0] * 3)]

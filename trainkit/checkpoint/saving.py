@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint import files
 from trainkit.checkpoint.record import BrokenCheckpointError
-from trainkit.checkpoint.state import gather_state_dict, scatter_optimizer_state, scatter_state_dict
+from trainkit.checkpoint.state import (
+    fill_tensors,
+    gather_state_dict,
+    gather_tensors,
+    scatter_optimizer_state,
+    scatter_state_dict,
+)
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 
@@ -64,7 +70,9 @@ class Checkpoints:
         Args:
             optimizer: None: its state is not kept.
             state: plain values, for `restore`.
-            extra: file stem -> name -> tensor: what else belongs to it, looked at on rank 0.
+            extra: file stem -> name -> tensor: what else belongs to it. A tensor may be sharded (a DTensor), the
+                same on every rank, or on some ranks only, of which the lowest one's counts; every rank names the same
+                stems.
 
         Raises:
             RunFailedError: it could not be written (a full disk); on every rank, or the others would wait in the next
@@ -72,10 +80,10 @@ class Checkpoints:
         """
         weights, moments = gather_state_dict(model, optimizer, self._dist)
         tensors = {"model": weights, **({} if optimizer is None else {"optimizer": moments})}
+        for stem, named in (extra or {}).items():
+            tensors[stem] = gather_tensors(named, self._dist)
         error: TrainkitError | None = None
         if self._dist.is_main:
-            for stem, named in (extra or {}).items():
-                tensors[stem] = {name: value.detach().cpu() for name, value in named.items()}
             try:
                 files.write(self._folder, step, tensors, state, self._may_write)
                 if best_step is not None and best_step in files.steps(self._folder):
@@ -98,6 +106,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None,
         *,
         extra: Sequence[str] = (),
+        into: Mapping[str, Mapping[str, Tensor]] | None = None,
         accept: Callable[[Restored], object] = lambda _: None,
     ) -> Restored | None:
         """Load the newest whole checkpoint into model and optimizer; None if there is none.
@@ -106,6 +115,8 @@ class Checkpoints:
 
         Args:
             extra: stems of the extra tensors to read.
+            into: file stem -> name -> tensor as `save` took it: filled in place, sharded or not, where the checkpoint
+                has that stem and name, else left as it is; every rank names the same stems.
             accept: raises ValueError, KeyError or TypeError for one that is whole but of no use, with the reason; it is
                 then passed over too. Called on rank 0, before anything is loaded.
 
@@ -113,7 +124,7 @@ class Checkpoints:
             UserError: it is that of another model; on every rank.
         """
         stems = ["model", *([] if optimizer is None else ["optimizer"]), *extra]
-        found, tensors = self._newest(stems, extra, accept) if self._dist.is_main else (None, {})
+        found, tensors = self._newest(stems, extra, tuple(into or ()), accept) if self._dist.is_main else (None, {})
         told: Any = self._dist.broadcast_json(
             None if found is None else {"step": found.step, "state": dict(found.state)}
         )
@@ -122,6 +133,8 @@ class Checkpoints:
         scatter_state_dict(model, tensors.get("model", {}), self._dist)
         if optimizer is not None:
             scatter_optimizer_state(model, optimizer, tensors.get("optimizer", {}), self._dist)
+        for stem, named in (into or {}).items():
+            fill_tensors(named, tensors.get(stem, {}), self._dist)
         return found or Restored(int(told["step"]), told["state"], {stem: {} for stem in extra})
 
     def load_weights(self, model: nn.Module, step: int, *, or_newest: bool = False) -> int:
@@ -145,11 +158,18 @@ class Checkpoints:
         return self._dist.broadcast_json(step)
 
     def _newest(
-        self, stems: Sequence[str], extra: Sequence[str], accept: Callable[[Restored], object]
+        self,
+        stems: Sequence[str],
+        extra: Sequence[str],
+        further: Sequence[str],
+        accept: Callable[[Restored], object],
     ) -> tuple[Restored | None, dict[str, dict[str, Tensor]]]:
         for step in reversed(files.steps(self._folder)):
             try:
                 record, tensors = files.read(self._folder, step, stems)
+                for stem in further:
+                    if f"{stem}.safetensors" in record.files:
+                        tensors |= files.read(self._folder, step, [stem])[1]
             except BrokenCheckpointError as fault:
                 self._say(step, fault, "Trying the one before it")
                 continue

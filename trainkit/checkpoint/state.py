@@ -47,6 +47,49 @@ def gather_state_dict(
     return weights, moments
 
 
+def gather_tensors(named: Mapping[str, Tensor], dist: Distributed) -> dict[str, Tensor]:
+    """Full tensors on rank 0's CPU, empty elsewhere, of what the ranks have between them. Every rank must call it.
+
+    A tensor may be sharded over the ranks (a DTensor), the same on every rank, or on some ranks only: the lowest one's
+    counts.
+    """
+    told = dist.gather_json(
+        [[name, str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in named.items()]
+    )
+    owners = {
+        str(name): (rank, _dtype(dtype), [int(size) for size in shape])
+        for rank, one in reversed([*enumerate(told)])
+        for name, dtype, shape in one
+    }
+    full: dict[str, Tensor] = {}
+    for name, (owner, dtype, shape) in sorted(owners.items()):
+        value = _full(named[name], dist) if name in named else None
+        if owner == dist.rank != 0:
+            c10d.send(named[name].detach().cpu().contiguous().view(-1).view(torch.uint8), dst=0)
+        elif owner != 0 and dist.is_main:
+            value = torch.empty(shape, dtype=dtype)
+            c10d.recv(value.view(-1).view(torch.uint8), src=owner)
+        if value is not None:
+            full[name] = value
+    return full
+
+
+def fill_tensors(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor], dist: Distributed) -> None:
+    """Give ``into`` what rank 0's ``tensors`` have of the same name; the rest stays. Every rank must call it.
+
+    Raises:
+        UserError: on every rank, if one of them has another shape.
+    """
+    there = _announced(tensors, dist)
+    own = {name: tuple(value.shape) for name, value in into.items() if name in there}
+    dist.raise_together(_misfit(own, {name: facts for name, facts in there.items() if name in own}))
+    for name, (dtype, shape) in there.items():
+        with torch.no_grad():
+            value = _received(tensors.get(name), dtype, shape, dist)
+            if name in into:
+                _local(into[name]).copy_(_own_shard(value, into[name]))
+
+
 def scatter_state_dict(model: nn.Module, weights: Mapping[str, Tensor], dist: Distributed) -> None:
     """Load rank 0's ``weights`` into the model of every rank; what the other ranks pass is not looked at.
 

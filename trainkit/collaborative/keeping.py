@@ -106,7 +106,7 @@ class RoundKeeper:
     def _save(self, rounds: int) -> None:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""
         common = {"theta": self._outer.theta, "momentum": self._outer.momentum}
-        self._keeper.save(extra={"outer": common}, round=rounds, age=self._outer.age)
+        self._keeper.save(optimizer=False, extra={"outer": common}, round=rounds, age=self._outer.age)
 
     def _note_arrivals(self) -> None:
         attempt, since = self._keeper.writer.attempt, time.time() - 3 * self._clock.seconds

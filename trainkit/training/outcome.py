@@ -119,18 +119,21 @@ class Keeper:
         self.metrics.log({**where, "split": "val", **result})
         return better
 
-    def save(self, *, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any) -> None:
+    def save(
+        self, *, optimizer: bool = True, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any
+    ) -> None:
         """Write a checkpoint of the present step.
 
         Args:
-            extra: tensors that belong to it besides the model's and the optimizer's; the optimizer is then left out.
+            optimizer: with its state.
+            extra: tensors that belong to it besides the model's and the optimizer's, as `Checkpoints.save` takes them.
             more: further plain values for its ``state.json``.
         """
         parts, progress = self.parts, self.progress
         self.beat()
         self.checkpoints.save(
             parts.model,
-            parts.optimizer if extra is None else None,
+            parts.optimizer if optimizer else None,
             step=progress.step,
             state={
                 "progress": asdict(progress),
