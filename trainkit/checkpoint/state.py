@@ -53,7 +53,7 @@ def gather_tensors(named: Mapping[str, Tensor], dist: Distributed) -> dict[str, 
     A tensor may be sharded over the ranks (a DTensor), the same on every rank, or on some ranks only: the lowest one's
     counts.
     """
-    told = dist.gather_json(
+    told: list[Any] = dist.gather_json(
         [[name, str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in named.items()]
     )
     owners = {
