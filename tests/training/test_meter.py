@@ -19,69 +19,74 @@ LOGITS = torch.tensor(
 )
 LABELS = torch.zeros(4, dtype=torch.int64)
 LOSSES = torch.tensor([0.5, 1.0, 2.0, 4.5])
+ALL = slice(None)
 
 
 def meter() -> Meter:
     return Meter(Distributed(RankEnv.single(), torch.device("cpu")))
 
 
+def add(one: Meter, part: slice = ALL) -> None:
+    one.add(LOSSES[part].mean(), LOGITS[part], LABELS[part])
+
+
 def test_loss_and_hits_are_means_over_samples() -> None:
     one = meter()
-    one.add(LOSSES, LOGITS, LABELS)
+    add(one)
     assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4}
 
 
 def test_batches_of_different_sizes_count_by_their_samples() -> None:
     one = meter()
-    one.add(LOSSES[:1], LOGITS[:1], LABELS[:1])
-    one.add(LOSSES[1:], LOGITS[1:], LABELS[1:])
-    one.add(LOSSES, LOGITS, LABELS)
+    add(one, slice(0, 1))
+    add(one, slice(1, 4))
+    add(one)
     assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 8}
 
 
 def test_what_is_masked_counts_nowhere_even_if_it_is_nan() -> None:
     one = meter()
     losses = torch.tensor([0.5, 1.0, float("nan"), 4.5])
-    one.add(losses, LOGITS, LABELS, torch.tensor([True, True, False, False]))
+    one.add_masked(losses, LOGITS, LABELS, torch.tensor([True, True, False, False]))
     assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
 
 
 def test_the_top_five_of_three_classes_are_three() -> None:
     one = meter()
-    one.add(LOSSES[:2], torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), LABELS[:2])
+    one.add(LOSSES[:2].mean(), torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), LABELS[:2])
     assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
 
 
 def test_reading_starts_again_from_zero() -> None:
     one = meter()
-    one.add(LOSSES, LOGITS, LABELS)
+    add(one)
     one.read()
     assert one.read() == {"samples": 0}
 
 
 def test_small_losses_are_not_lost_beside_a_large_one() -> None:
     one = meter()
-    one.add(torch.tensor([1e8]), LOGITS[:1], LABELS[:1])
+    one.add(torch.tensor(1e8), LOGITS[:1], LABELS[:1])
     for _ in range(100):
-        one.add(torch.tensor([0.25]), LOGITS[:1], LABELS[:1])
+        one.add(torch.tensor(0.25), LOGITS[:1], LABELS[:1])
     assert one.read()["loss"] * 101 == pytest.approx(1e8 + 25, abs=1e-3)
 
 
 def test_counts_stay_exact_where_float32_has_no_odd_numbers() -> None:
     one = meter()
-    one._counts.fill_(2**24)
-    one.add(LOSSES[:1], LOGITS[:1], LABELS[:1])
-    assert one.read()["samples"] == 2**24 + 1
+    one._hits.fill_(2**24)
+    add(one, slice(0, 1))
+    assert one.sums() == (0.5, 1, 2**24 + 1, 5 * 2**24 + 1)
 
 
 def test_the_sums_are_on_the_ranks_device() -> None:
     one = Meter(Distributed(RankEnv.single(), torch.device("meta")))
-    assert {one._loss.device.type, one._counts.device.type} == {"meta"}
+    assert {one._loss.device.type, one._hits.device.type} == {"meta"}
 
 
 def test_it_keeps_no_graph_of_what_it_adds() -> None:
     one = meter()
-    one.add(LOSSES.clone().requires_grad_(), LOGITS, LABELS)
+    one.add(LOSSES.mean().requires_grad_(), LOGITS, LABELS)
     assert not one._loss.requires_grad
 
 
@@ -89,7 +94,7 @@ def _measured(env: RankEnv) -> dict[str, float]:
     with distributed(env, use_gpu=False) as dist:
         one = Meter(dist)
         part = slice(0, 1) if dist.rank == 0 else slice(1, 4)
-        one.add(LOSSES[part], LOGITS[part], LABELS[part])
+        add(one, part)
         return one.read()
 
 
@@ -99,8 +104,8 @@ def test_every_rank_reads_the_sums_of_all() -> None:
 
 def test_a_mean_goes_on_where_it_was_left() -> None:
     whole, first, second = meter(), meter(), meter()
-    whole.add(LOSSES, LOGITS, LABELS)
-    first.add(LOSSES[:1], LOGITS[:1], LABELS[:1])
+    add(whole)
+    add(first, slice(0, 1))
     second.go_on(first.sums())
-    second.add(LOSSES[1:], LOGITS[1:], LABELS[1:])
+    add(second, slice(1, 4))
     assert second.read() == whole.read()

@@ -58,7 +58,8 @@ def evaluate(
                 with parts.precision.autocast():
                     logits = model(parts.on_device(images))
                 logits = logits.float()
-                meter.add(functional.cross_entropy(logits, labels, reduction="none"), logits, labels, mask)
+                losses = functional.cross_entropy(logits, labels, reduction="none")
+                meter.add_masked(losses, logits, labels, mask)
         return meter.read()
     finally:
         model.train(was_training)

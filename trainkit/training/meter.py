@@ -9,41 +9,57 @@ from torch import Tensor
 
 from trainkit.distributed.process_group import Distributed
 
+_TOP = 5
+
 
 class Meter:
     """Loss and hits over samples; exact counts in int64, the loss in float64.
 
-    Nothing is copied from the device until `read`, because every such copy waits for the GPU.
+    Nothing is copied from the device until `read`, because every such copy waits for the GPU. And every update of the
+    training adds to it, so it does with few kernels: one takes 3 us on a CPU, and 10 on its way to a GPU.
     """
 
     def __init__(self, dist: Distributed) -> None:
         self._dist = dist
         self._loss = torch.zeros((), dtype=torch.float64, device=dist.device)
-        self._counts = torch.zeros(3, dtype=torch.int64, device=dist.device)  # samples, top-1 hits, top-5 hits
+        self._hits = torch.zeros(_TOP, dtype=torch.int64, device=dist.device)
+        """Samples whose label is the highest score, the second highest, ..."""
+        self._samples: int | Tensor = 0
 
-    @torch.no_grad()
-    def add(self, losses: Tensor, logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> None:
-        """Add a batch: losses [N], logits [N, classes], labels [N]; ``mask`` [N] is False on padding."""
-        keep = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
-        top = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        hits = (top == labels[:, None]) & keep[:, None]
-        self._loss += torch.where(keep, losses.double(), 0.0).sum()
-        self._counts += torch.stack([keep.sum(), hits[:, 0].sum(), hits.sum()])
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch: the mean of its losses, logits [N, classes], labels [N]."""
+        count = len(labels)
+        self._loss.add_(loss.detach(), alpha=count)
+        self._samples += count
+        self._add_hits(_hits(logits, labels))
+
+    def add_masked(self, losses: Tensor, logits: Tensor, labels: Tensor, mask: Tensor) -> None:
+        """Add a batch with padding, on which ``mask`` [N] is False: losses [N], logits [N, classes], labels [N]."""
+        self._loss += torch.where(mask, losses.detach().double(), 0.0).sum()
+        self._samples = self._samples + mask.sum()
+        self._add_hits(_hits(logits, labels) & mask[:, None])
+
+    def _add_hits(self, hits: Tensor) -> None:
+        self._hits[: hits.shape[1]] += hits.sum(0)
 
     def sums(self) -> tuple[float, int, int, int]:
         """What has been added on all ranks since the last `read`: the loss, samples, top-1 and top-5 hits.
 
         Every rank must call it.
         """
-        loss, counts = self._dist.all_reduce_sum(self._loss.clone()), self._dist.all_reduce_sum(self._counts.clone())
-        samples, top1, top5 = counts.tolist()
-        return loss.item(), samples, top1, top5
+        samples = torch.as_tensor(self._samples, device=self._hits.device).view(1)
+        loss, counts = self._dist.all_reduce_sum(self._loss.clone()), torch.cat([samples, self._hits])
+        count, *hits = self._dist.all_reduce_sum(counts).tolist()
+        return loss.item(), count, hits[0], sum(hits)
 
     def go_on(self, sums: Sequence[float]) -> None:
         """Begin with what `sums` gave before a restart: an average goes over its whole window, whoever added to it."""
         if self._dist.is_main and len(sums) == 4:
-            self._loss += sums[0]
-            self._counts += torch.tensor([int(count) for count in sums[1:]], device=self._counts.device)
+            loss, samples, top1, top5 = sums
+            self._loss += loss
+            self._samples += int(samples)
+            self._hits[0] += int(top1)
+            self._hits[1] += int(top5) - int(top1)
 
     def read(self) -> dict[str, float]:
         """``loss``, ``acc1``, ``acc5`` in percent and ``samples`` over all ranks, and start again from zero.
@@ -52,7 +68,8 @@ class Meter:
         """
         loss, samples, top1, top5 = self.sums()
         self._loss.zero_()
-        self._counts.zero_()
+        self._hits.zero_()
+        self._samples = 0
         if not samples:
             return {"samples": 0}
         return {
@@ -61,3 +78,8 @@ class Meter:
             "acc5": 100.0 * top5 / samples,
             "samples": samples,
         }
+
+
+def _hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether the label is the highest score, the second highest, ...: bool [N, 5], or as many as there are classes."""
+    return logits.detach().topk(min(_TOP, logits.shape[1]), dim=1).indices == labels[:, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +92,9 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward pass and loss."""
-        return torch.autocast(self._dist.device.type, dtype=self._dtype, enabled=self._dtype is not None)
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._dist.device.type, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of ``loss``, scaled if need be."""
@@ -170,7 +172,8 @@ class Precision:
 
 def _step_unless(nonfinite: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Make the update if ``nonfinite`` is 0.0, without asking the device for it where the optimizer can do without."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):  # the fused ones
+    on_cpu = nonfinite.device.type == "cpu"  # where asking costs nothing, and not asking does
+    if not on_cpu and getattr(optimizer, "_step_supports_amp_scaling", False):  # the fused ones
         optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
         optimizer.step()
     elif not nonfinite.item():

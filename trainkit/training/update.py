@@ -58,13 +58,11 @@ class Updater:
             with p.strategy.grad_sync(p.model, enabled=is_last):
                 with p.precision.autocast():
                     logits = p.model(images)
-                    losses = functional.cross_entropy(
-                        logits.float(), labels, reduction="none", label_smoothing=train.label_smoothing
-                    )
-                loss = losses.mean() / passes
-                p.precision.backward(loss)
-            self.meter.add(losses, logits, labels)
-            total = loss.detach() if total is None else total + loss.detach()
+                    loss = functional.cross_entropy(logits.float(), labels, label_smoothing=train.label_smoothing)
+                share = loss / passes if passes > 1 else loss
+                p.precision.backward(share)
+            self.meter.add(loss, logits, labels)
+            total = share.detach() if total is None else total + share.detach()
         assert total is not None
         stepped = p.precision.step(p.optimizer, self._parameters, train.grad_clip_norm)
         self._beat()
