@@ -21,16 +21,19 @@ def final_weights(folder: Path) -> bytes:
     return (files.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("ddp", 4), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("preset", "world_size", "more"),
+    [("single", 1, ()), ("ddp", 4, ()), ("ddp", 2, ("strategy.comm_hook=bf16",)), ("fsdp", 2, ())],
+)
 def test_a_run_interrupted_anywhere_ends_with_the_weights_of_one_that_was_not(
-    tmp_path: Path, preset: str, world_size: int
+    tmp_path: Path, preset: str, world_size: int, more: tuple[str, ...]
 ) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert run_ranks(world_size, train_run, whole, preset, SETTINGS) == ["finished"] * world_size
+    whole, broken, settings = tmp_path / "whole", tmp_path / "broken", (*SETTINGS, *more)
+    assert run_ranks(world_size, train_run, whole, preset, settings) == ["finished"] * world_size
     # The first stop falls into a training step, the second into the validation after step 38.
     for stop_after in (7, 33):
-        assert run_ranks(world_size, train_run, broken, preset, SETTINGS, stop_after) == ["preempted"] * world_size
-    assert run_ranks(world_size, train_run, broken, preset, SETTINGS) == ["finished"] * world_size
+        assert run_ranks(world_size, train_run, broken, preset, settings, stop_after) == ["preempted"] * world_size
+    assert run_ranks(world_size, train_run, broken, preset, settings) == ["finished"] * world_size
     assert final_weights(broken) == final_weights(whole)
     assert [r["loss"] for r in read_metrics(RunDir(broken), "train")] == [
         r["loss"] for r in read_metrics(RunDir(whole), "train")
