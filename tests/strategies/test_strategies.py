@@ -42,6 +42,21 @@ def test_a_static_graph_and_several_micro_batches_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hook", "dtype"), [("none", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_gradients_travel_as_the_hook_says(hook: str, dtype: torch.dtype) -> None:
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        plain, images = nn.Linear(5, 3), torch.randn(4, 5)
+        plain(images).square().sum().backward()
+        assert plain.weight.grad is not None
+        expected, plain.weight.grad = plain.weight.grad, None
+        model = plugins.load("trainkit.strategies", "ddp")(dist, comm_hook=hook).parallelize(plain)
+        model(images).square().sum().backward()
+    assert plain.weight.grad is not None
+    assert torch.equal(plain.weight.grad, expected.to(dtype).float())
+
+
+@pytest.mark.parametrize(
     ("model", "block", "count"),
     [("vit_tiny_patch16_224", "Block", 12), ("resnet18", "BasicBlock", 8), ("convnext_atto", "ConvNeXtBlock", 12)],
 )
