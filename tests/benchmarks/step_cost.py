@@ -74,7 +74,7 @@ def bare(config: Config, splits: Splits, dist: Distributed) -> tuple[torch.Tenso
     model, optimizer = parts.model, parts.optimizer
     began = time.process_time()
     with batches_of(config, splits) as batches:
-        for images, labels in batches:
+        for images, labels, _ in batches:
             per_epoch = len(splits.train) // config.train.global_batch_size
             schedule = {"steps_per_epoch": per_epoch, "total_steps": STEPS}
             set_lr(optimizer, lr_at(step, optim=config.optim, schedule=config.schedule, **schedule))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainkit.data import synthetic
 from trainkit.data.base import DataInfo, Splits
+from trainkit.data.batch import Batch
 from trainkit.data.loader import Batches, default_workers, eval_batches, resolve_workers, train_batches
 from trainkit.data.order import epoch_order
 from trainkit.errors import UserError
@@ -71,7 +72,7 @@ def batches(
     rank: int = 0,
     world: int = 1,
     workers: int = 0,
-) -> Batches[tuple[Tensor, Tensor]]:
+) -> Batches[Batch]:
     return train_batches(
         splits(train),
         seed=seed,
@@ -85,10 +86,10 @@ def batches(
     )
 
 
-def all_of(found: Batches[tuple[Tensor, Tensor]]) -> Tensor:
+def all_of(found: Batches[Batch]) -> Tensor:
     """Images of all batches, one after the other: columns index and noise."""
     with found:
-        return torch.cat([images for images, _ in found]).flatten(1)
+        return torch.cat([batch.images for batch in found]).flatten(1)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def reference() -> Tensor:
 
 def test_a_batch_is_bytes_and_integer_labels() -> None:
     with batches() as found:
-        images, labels = next(found)
+        images, labels, _ = next(found)
     assert (images.dtype, tuple(images.shape), labels.dtype, tuple(labels.shape)) == (
         torch.uint8,
         (16, 2, 1, 1),
@@ -131,7 +132,7 @@ def test_neither_ranks_nor_accumulation_change_images_or_augmentation(
     world: int, micro: int, reference: Tensor
 ) -> None:
     per_rank = [list(batches(rank=rank, world=world, micro=micro)) for rank in range(world)]
-    in_order = [images for micro_step in zip(*per_rank, strict=True) for images, _ in micro_step]
+    in_order = [images for micro_step in zip(*per_rank, strict=True) for images, *_ in micro_step]
     assert torch.equal(torch.cat(in_order).flatten(1), reference)
 
 
@@ -162,7 +163,7 @@ def test_a_stop_signal_to_the_workers_does_not_end_them(reference: Tensor) -> No
         for worker in workers:
             for signum in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
                 os.kill(worker.pid, signum)
-        images += [batch for batch, _ in found]
+        images += [batch.images for batch in found]
     assert torch.equal(torch.cat(images).flatten(1), reference)
 
 
@@ -192,6 +193,7 @@ def test_a_rank_that_dies_without_closing_leaves_no_worker(ending: str, tmp_path
 import psutil
 from pathlib import Path
 from trainkit.data import synthetic
+from trainkit.data.batch import Batch
 from trainkit.data.loader import train_batches
 splits = synthetic.build(Path("."), image_size=8, train_size=64)
 found = train_batches(splits, seed=0, start_step=0, stop_step=99, global_batch_size=8, micro_batch_size=8,

@@ -8,7 +8,7 @@ from trainkit.data.order import (
     epoch_order,
     global_batch,
     largest_power_of_two,
-    micro_batches,
+    share_of,
     steps_per_epoch,
 )
 from trainkit.errors import UserError
@@ -50,14 +50,6 @@ def test_data_of_one_global_batch_is_an_epoch_of_one_step() -> None:
     assert steps_per_epoch(64, 64) == 1
 
 
-def test_no_batch_reaches_beyond_the_epoch() -> None:
-    order = epoch_order(100, seed=0, epoch=0)
-    sizes = {"global_batch_size": 16, "micro_batch_size": 16, "rank": 0, "world_size": 1}
-    assert [batch.tolist() for batch in micro_batches(order, 84, **sizes)] == [order[84:].tolist()]
-    with pytest.raises(AssertionError):
-        next(micro_batches(order, 85, **sizes))
-
-
 def test_the_remainder_of_an_epoch_is_dropped() -> None:
     assert steps_per_epoch(1257, 64) == 19
 
@@ -75,24 +67,16 @@ def test_largest_power_of_two(limit: int, power: int) -> None:
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 16), (1, 4), (2, 8), (2, 2), (4, 4), (4, 1), (8, 2)])
 def test_ranks_share_a_global_batch_whatever_their_number(world_size: int, micro_batch_size: int) -> None:
     order = epoch_order(100, seed=0, epoch=0)
-    seen = [
-        [
-            batch.tolist()
-            for batch in micro_batches(
-                order, 32, global_batch_size=16, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size
-            )
-        ]
-        for rank in range(world_size)
-    ]
-    in_step_order = [index for micro_step in zip(*seen, strict=True) for batch in micro_step for index in batch]
+    shares = [share_of(order[32:48], micro_batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    in_step_order = torch.stack(shares, dim=1).flatten().tolist()
     assert in_step_order == order[32:48].tolist()
 
 
 @pytest.mark.parametrize(("position", "epoch", "step"), [(0, 0, 0), (4, 0, 4), (5, 1, 0), (12, 2, 2)])
 def test_a_global_batch_by_its_position_is_what_all_ranks_took_there(position: int, epoch: int, step: int) -> None:
     order = epoch_order(22, 7, epoch)
-    shared = {"position": 4 * step, "global_batch_size": 4, "micro_batch_size": 2, "world_size": 2}
-    taken = {int(index) for rank in (0, 1) for batch in micro_batches(order, rank=rank, **shared) for index in batch}
+    there = order[4 * step : 4 * step + 4]
+    taken = {int(index) for rank in (0, 1) for index in share_of(there, 2, rank=rank, world_size=2).flatten()}
     found = global_batch(22, seed=7, position=position, global_batch_size=4)
     assert len(found) == 4
     assert set(found) == taken

@@ -2,46 +2,68 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchvision.transforms.v2 import functional
 
-from trainkit.data.tensors import Resize, ShiftFlip, TensorSamples, tensor_transforms
+from trainkit.data import draws
+from trainkit.data.tensors import TensorSamples, TensorTransform, tensor_transforms
+
+KEYS = draws.keys(0, 0, torch.arange(400))
 
 
 def gradient(size: int = 8) -> torch.Tensor:
     return torch.arange(1, size * size + 1, dtype=torch.uint8).reshape(1, size, size)
 
 
+def noise(count: int, channels: int, height: int, width: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=random)
+
+
 def test_samples_are_images_and_plain_labels() -> None:
     samples = TensorSamples(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([5, 6, 7]))
     image, label = samples[1]
     assert (len(samples), image.shape, label, type(label)) == (3, (1, 2, 2), 6, int)
+    assert samples.nbytes == 3 * (4 + 8)
 
 
-def test_a_shifted_image_is_a_window_of_the_padded_one() -> None:
-    image = gradient()
-    padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
-    windows = [padded[:, y : y + 8, x : x + 8] for y in range(5) for x in range(5)]
-    shift = ShiftFlip(2, flip=False)
-    shifted = [shift(image) for _ in range(300)]
-    seen = {next(i for i, window in enumerate(windows) if torch.equal(window, one)) for one in shifted}
-    assert len(seen) == 25  # each window comes up
+@pytest.mark.parametrize(("shift", "flip"), [(4, True), (2, False), (0, True), (1, True)])
+def test_each_image_of_a_batch_is_what_torchvision_makes_of_it_with_the_same_draws(shift: int, flip: bool) -> None:
+    images = noise(400, 3, 12, 9)
+    transform = TensorTransform(12, shift, flip)
+    drawn = transform.draw(KEYS)
+    expected = []
+    for image, (top, left, mirror) in zip(images, drawn.tolist(), strict=True):
+        cropped = functional.crop(functional.pad(image, [shift] * 4), top, left, 12, 9)
+        cropped = functional.horizontal_flip(cropped) if mirror else cropped
+        expected.append(functional.resize(cropped, [12, 12], antialias=True))
+    assert torch.equal(transform.batch(images, drawn), torch.stack(expected))
 
 
-def test_half_of_the_images_are_mirrored() -> None:
-    flip = ShiftFlip(0, flip=True)
-    image = gradient()
-    mirrored = sum(torch.equal(flip(image), image.flip(-1)) for _ in range(400))
-    assert 140 < mirrored < 260
+def test_one_image_alone_is_what_a_batch_of_one_gives() -> None:
+    transform = TensorTransform(8, 2, True)
+    torch.manual_seed(3)
+    key = torch.randint(1 << 62, (1,))
+    torch.manual_seed(3)
+    assert torch.equal(transform(gradient()), transform.batch(gradient()[None], transform.draw(key))[0])
 
 
-def test_the_image_itself_is_not_changed() -> None:
-    image = gradient()
-    ShiftFlip(1, flip=True)(image).fill_(0)
-    assert torch.equal(image, gradient())
+def test_every_window_comes_up_as_often_and_half_are_mirrored() -> None:
+    drawn = TensorTransform(8, 2, True).draw(draws.keys(1, 1, torch.arange(10_000)))
+    counts = torch.bincount(drawn @ torch.tensor([10, 2, 1]), minlength=50)
+    assert len(counts) == 50
+    assert ((counts - 200).abs() < 80).all()
+
+
+def test_the_images_themselves_are_not_changed() -> None:
+    images = gradient()[None].repeat(400, 1, 1, 1)
+    transform = TensorTransform(8, 1, True)
+    transform.batch(images, transform.draw(KEYS)).fill_(0)
+    assert torch.equal(images, gradient()[None].repeat(400, 1, 1, 1))
 
 
 @pytest.mark.parametrize("size", [4, 8, 20])
 def test_resizing_gives_bytes_of_the_asked_size(size: int) -> None:
-    resized = Resize(size)(gradient())
+    resized = TensorTransform(size)(gradient())
     assert (resized.shape, resized.dtype) == ((1, size, size), torch.uint8)
 
 

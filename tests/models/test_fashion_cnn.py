@@ -66,7 +66,7 @@ def test_it_learns_digits_within_five_epochs() -> None:
         world_size=1,
         workers=0,
     )
-    for images, labels in batches:
+    for images, labels, _ in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(normalize(images, data.info)), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

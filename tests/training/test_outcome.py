@@ -11,6 +11,7 @@ import torch
 
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
 from trainkit.checkpoint import files
+from trainkit.data.batch import Batch
 from trainkit.records.events import read_events
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.update import Updater
@@ -203,7 +204,7 @@ def test_numbers_of_the_summary_are_short_and_it_can_be_read(tmp_path: Path) -> 
 
 def make_an_update(keeper: Keeper) -> None:
     images = torch.full((8, 3, 4, 4), 100, dtype=torch.uint8)
-    Updater(keeper.parts)(iter([(images[:4], torch.zeros(4).long())] * 2), lr=0.5, seed=0)
+    Updater(keeper.parts)(iter([Batch(images[:4], torch.zeros(4).long(), torch.arange(4))] * 2), lr=0.5, seed=0)
 
 
 def weights_and_moments(keeper: Keeper) -> list[torch.Tensor]:

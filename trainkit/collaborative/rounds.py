@@ -7,7 +7,7 @@ updates a round has.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +18,7 @@ from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.messages import Progress as PeerProgress
 from trainkit.collaborative.outer import OuterState
+from trainkit.data.batch import Batch
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.errors import RunFailedError
@@ -25,7 +26,7 @@ from trainkit.training.nonfinite import DivergedError, NonFinite, Remark
 from trainkit.training.outcome import MOST_ROLLBACKS, Progress
 from trainkit.training.parts import Parts
 from trainkit.training.schedule import lr_at
-from trainkit.training.update import Batches, Updater
+from trainkit.training.update import Updater
 
 Ending = Literal["finished", "stopped", "ended"]
 """All rounds done; told to leave by a signal; the creator has ended the run."""
@@ -92,7 +93,7 @@ class Peer:
 class _Inner:
     """What updates are made of between two rounds."""
 
-    batches: Batches
+    batches: Iterator[Batch]
     update: Updater
     nonfinite: NonFinite
 
@@ -113,7 +114,7 @@ def train(p: Peer) -> Ending:
         rank=0,
         world_size=1,
         workers=p.parts.workers,
-        pin_memory=p.parts.dist.device.type == "cuda",
+        device=p.parts.dist.device,
     )
     _publish(p, p.outer.round, 0, 0.0, 0.0, 0)
     with loader as batches:

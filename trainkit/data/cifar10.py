@@ -55,6 +55,7 @@ def build(root: Path, *, image_size: int = 32, augment: bool = True, val_fractio
         test=TensorSamples(*_read(folder, TEST_FILES, len(class_names))),
         train_transform=train_transform,
         eval_transform=eval_transform,
+        in_memory=True,
     )
 
 

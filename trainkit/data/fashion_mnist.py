@@ -69,6 +69,7 @@ def build(
         test=TensorSamples(*_read(root / FOLDER, "t10k", in_chans)),
         train_transform=train_transform,
         eval_transform=eval_transform,
+        in_memory=True,
     )
 
 

@@ -13,20 +13,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainkit.data import draws
 from trainkit.data.base import Samples, Splits, Transform
-from trainkit.data.order import derive_seed, epoch_order, micro_batches, steps_per_epoch
+from trainkit.data.batch import Batch, EvalBatch
+from trainkit.data.memory import eval_from_memory, train_batch, train_from_memory
+from trainkit.data.order import derive_seed, epoch_order, share_of, steps_per_epoch
+from trainkit.data.tensors import TensorSamples, TensorTransform
 from trainkit.data.workers import Batches as Batches
 from trainkit.data.workers import init_worker
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    TrainBatch = tuple[Tensor, Tensor]
-    EvalBatch = tuple[Tensor, Tensor, Tensor]
-
-Key = tuple[int, int]
-"""What the sampler hands to a worker: (epoch, index) in training, (is padding, index) in evaluation."""
+Keys = tuple[int, list[int]]
+"""What the sampler hands to a worker: in training an epoch and indices; in evaluation how many of the last indices only
+fill the batch, and indices."""
 
 
 def train_batches(
@@ -40,36 +43,36 @@ def train_batches(
     rank: int,
     world_size: int,
     workers: int,
-    pin_memory: bool = False,
-) -> Batches[TrainBatch]:
-    """Micro batches of ``rank`` for global steps ``start_step`` to ``stop_step - 1``.
+    device: torch.device | None = None,
+) -> Batches[Batch]:
+    """Micro batches of ``rank`` for global steps ``start_step`` to ``stop_step - 1``, on ``device`` (None: CPU).
 
-    Yields images uint8 [micro_batch_size, C, H, W] and labels int64 [micro_batch_size], ``global_batch_size /
-    (micro_batch_size * world_size)`` of them for each step. A sample's augmentation is keyed by (seed, epoch, index).
-    Raises UserError where the training split is smaller than one global batch.
+    There are ``global_batch_size / (micro_batch_size * world_size)`` of them for each step. A sample's augmentation is
+    keyed by (seed, epoch, index). Raises UserError where the training split is smaller than one global batch.
     """
-    per_epoch = steps_per_epoch(len(splits.train), global_batch_size)
+    train, transform = splits.train, splits.train_transform
+    per_epoch = steps_per_epoch(len(train), global_batch_size)
 
-    def keys() -> Iterator[list[Key]]:
-        epoch, order = -1, None
-        for step in range(start_step, stop_step):
-            if step // per_epoch != epoch:
-                epoch = step // per_epoch
-                order = epoch_order(len(splits.train), seed, epoch)
-            assert order is not None
-            position = step % per_epoch * global_batch_size
-            for indices in micro_batches(
-                order,
-                position,
-                global_batch_size=global_batch_size,
-                micro_batch_size=micro_batch_size,
-                rank=rank,
-                world_size=world_size,
-            ):
-                yield [(epoch, index) for index in indices.tolist()]
+    def shares() -> Iterator[tuple[int, Tensor]]:
+        """Epochs, and the indices of this rank's micro batches in each: int64 [count, micro_batch_size]."""
+        step = start_step
+        while step < stop_step:
+            epoch, first = divmod(step, per_epoch)
+            end = min(per_epoch, first + stop_step - step)
+            order = epoch_order(len(train), seed, epoch)[first * global_batch_size : end * global_batch_size]
+            yield epoch, share_of(order, micro_batch_size, rank=rank, world_size=world_size)
+            step += end - first
 
-    fetch = _FetchTrain(splits.train, splits.train_transform, seed)
-    return Batches(_loader(fetch, keys, workers=workers, pin_memory=pin_memory))
+    if isinstance(train, TensorSamples) and isinstance(transform, TensorTransform) and not workers:
+        return Batches(train_from_memory(train, transform, seed, shares()), device)
+
+    def keys() -> Iterator[Keys]:
+        for epoch, share in shares():
+            for indices in share.unbind():
+                yield epoch, indices.tolist()
+
+    fetch = _FetchTrain(train, transform, seed)
+    return Batches(_loader(fetch, keys, workers=workers, device=device), device)
 
 
 def eval_batches(
@@ -80,21 +83,24 @@ def eval_batches(
     rank: int,
     world_size: int,
     workers: int,
-    pin_memory: bool = False,
+    device: torch.device | None = None,
 ) -> Batches[EvalBatch]:
-    """Batches of ``rank`` for one pass over ``samples``: images, labels, and a mask that is False on padding.
+    """Batches of ``rank`` for one pass over ``samples``, on ``device`` (None: CPU).
 
     Every rank yields the same number of batches of the same shape (collectives in the forward pass would wait for ever
     otherwise); over all ranks the mask is True exactly once for each sample.
     """
     total, per_round = len(samples), batch_size * world_size
+    starts = range(rank * batch_size, rank * batch_size + _round_up(total, per_round), per_round)
+    if isinstance(samples, TensorSamples) and isinstance(transform, TensorTransform) and not workers:
+        return Batches(eval_from_memory(samples, transform, starts, batch_size), device)
 
-    def keys() -> Iterator[list[Key]]:
-        for start in range(rank * batch_size, rank * batch_size + _round_up(total, per_round), per_round):
-            positions = range(start, start + batch_size)
-            yield [(0, position) if position < total else (1, total - 1) for position in positions]
+    def keys() -> Iterator[Keys]:
+        for start in starts:
+            filled = min(max(start + batch_size - total, 0), batch_size)
+            yield filled, [min(position, total - 1) for position in range(start, start + batch_size)]
 
-    return Batches(_loader(_FetchEval(samples, transform), keys, workers=workers, pin_memory=pin_memory))
+    return Batches(_loader(_FetchEval(samples, transform), keys, workers=workers, device=device), device)
 
 
 def resolve_workers(workers: int | Literal["auto"], splits: Splits, cpus: int | None = None) -> int:
@@ -149,11 +155,18 @@ class _FetchTrain:
     def __init__(self, samples: Samples, transform: Transform, seed: int) -> None:
         self.samples, self.transform, self.seed = samples, transform, seed
 
-    def __getitems__(self, keys: list[Key]) -> list[tuple[Tensor, int]] | TrainkitError:
+    def __getitems__(self, keys: Keys) -> Batch | TrainkitError:
+        import torch
+
+        epoch, indices = keys
+        drawn_by = draws.keys(self.seed, epoch, torch.tensor(indices))
         try:
-            return [self._one(epoch, index) for epoch, index in keys]
+            if isinstance(self.samples, TensorSamples) and isinstance(self.transform, TensorTransform):
+                return train_batch(self.samples, self.transform, torch.tensor(indices), drawn_by)
+            images, labels = _collated([self._one(epoch, index) for index in indices])
         except TrainkitError as error:
             return error
+        return Batch(images, labels, drawn_by)
 
     def _one(self, epoch: int, index: int) -> tuple[Tensor, int]:
         with _random_state(
@@ -167,44 +180,51 @@ class _FetchEval:
     def __init__(self, samples: Samples, transform: Transform) -> None:
         self.samples, self.transform = samples, transform
 
-    def __getitems__(self, keys: list[Key]) -> list[tuple[Tensor, int, bool]] | TrainkitError:
+    def __getitems__(self, keys: Keys) -> EvalBatch | TrainkitError:
+        import torch
+
+        filled, indices = keys
         try:
-            return [self._one(padding, index) for padding, index in keys]
+            images, labels = _collated([self._one(index) for index in indices])
         except TrainkitError as error:
             return error
+        return EvalBatch(images, labels, torch.arange(len(indices)) < len(indices) - filled)
 
-    def _one(self, padding: int, index: int) -> tuple[Tensor, int, bool]:
+    def _one(self, index: int) -> tuple[Tensor, int]:
         with _random_state(index):
             image, label = self.samples[index]
-            return self.transform(image), label, not padding
+            return self.transform(image), label
 
 
-def _collate(items: list[Any] | TrainkitError) -> Any:
-    if isinstance(items, TrainkitError):
-        return items
+def _collated(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     from torch.utils.data import default_collate  # stacks straight into shared memory when it runs in a worker
 
-    return tuple(default_collate(items))
+    images, labels = default_collate(items)
+    return images, labels
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _KeyBatches:
-    def __init__(self, keys: Callable[[], Iterator[list[Key]]]) -> None:
+    def __init__(self, keys: Callable[[], Iterator[Keys]]) -> None:
         self.keys = keys
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[Keys]:
         return self.keys()
 
 
-def _loader(dataset: object, keys: Callable[[], Iterator[list[Key]]], *, workers: int, pin_memory: bool) -> Any:
+def _loader(dataset: object, keys: Callable[[], Iterator[Keys]], *, workers: int, device: torch.device | None) -> Any:
     import torch
     from torch.utils.data import DataLoader
 
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # only __getitems__ is ever called, because the sampler makes batches
-        batch_sampler=_KeyBatches(keys),  # it is iterated, never measured
+        batch_sampler=_KeyBatches(keys),  # type: ignore[arg-type]  # it is iterated, never measured
         num_workers=workers,
-        collate_fn=_collate,
-        pin_memory=pin_memory,
+        collate_fn=_as_it_is,
+        pin_memory=device is not None and device.type == "cuda",
         worker_init_fn=init_worker,
         generator=torch.Generator().manual_seed(0),  # or the loader draws its seed from the run's own random numbers
         multiprocessing_context="fork" if workers and platform.system() == "Linux" else None,

@@ -7,7 +7,6 @@ the same samples however many GPUs share them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainkit.errors import UserError
@@ -50,20 +49,13 @@ def largest_power_of_two(limit: int) -> int:
     return 1 << max(limit.bit_length() - 1, 0)
 
 
-def micro_batches(
-    order: Tensor, position: int, *, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
-) -> Iterator[Tensor]:
-    """The index batches (int64 [micro_batch_size]) of ``rank`` for the global batch that starts at ``position``.
+def share_of(order: Tensor, micro_batch_size: int, *, rank: int, world_size: int) -> Tensor:
+    """The micro batches of ``rank`` in some whole global batches ``order``: int64 [count, micro_batch_size].
 
-    Micro step ``m`` takes one slice of ``world_size * micro_batch_size`` samples, of which rank ``r`` takes the r-th
-    part: together the ranks see exactly ``order[position : position + global_batch_size]``.
+    Each micro step takes ``world_size * micro_batch_size`` samples, of which rank ``r`` takes the r-th part: together
+    the ranks see exactly ``order``.
     """
-    per_micro_step = world_size * micro_batch_size
-    assert global_batch_size % per_micro_step == 0, (global_batch_size, per_micro_step)
-    assert position + global_batch_size <= len(order)
-    first = position + rank * micro_batch_size
-    for start in range(first, first + global_batch_size, per_micro_step):
-        yield order[start : start + micro_batch_size]
+    return order.view(-1, world_size, micro_batch_size)[:, rank]
 
 
 def global_batch(num_samples: int, seed: int, position: int, global_batch_size: int) -> list[int]:

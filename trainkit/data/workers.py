@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from trainkit.data.prefetch import on_gpu
 from trainkit.errors import TrainkitError
+
+if TYPE_CHECKING:
+    import torch
 
 Batch = TypeVar("Batch")
 
@@ -28,15 +32,19 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 class Batches(Generic[Batch]):
     """An iterator over batches that owns its worker processes: ``with train_batches(...) as batches``.
 
-    ``close`` ends the workers, also half way; running to the end closes by itself.
+    ``close`` ends the workers, also half way; running to the end closes by itself. For a GPU they come from a loader
+    that pins them, or from a data set that lies there already.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, device: torch.device | None = None) -> None:
         with warnings.catch_warnings(), _stop_signals_held():
             # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
             # run no code that takes the parent's locks, and starting them anew would import torch in each.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             self._iterator: Any = iter(loader)
+        self._batches: Iterator[Any] = self._iterator
+        if device is not None and device.type == "cuda":
+            self._batches = on_gpu(self._iterator, device)
         # At exit Python ends and joins its child processes, but ours ignore SIGTERM: it would wait for ever.
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -48,7 +56,7 @@ class Batches(Generic[Batch]):
         if self._iterator is None:
             raise StopIteration
         try:
-            batch = next(self._iterator)
+            batch = next(self._batches)
         except BaseException:  # StopIteration too
             self.close()
             raise
@@ -60,6 +68,7 @@ class Batches(Generic[Batch]):
     def close(self) -> None:
         """End the worker processes; those that hang in a read are killed after a few seconds."""
         iterator, self._iterator = self._iterator, None
+        self._batches = iter(())  # it holds the last ones
         atexit.unregister(self._at_exit)
         shutdown = getattr(iterator, "_shutdown_workers", None)
         if shutdown is None:

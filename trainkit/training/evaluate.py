@@ -37,7 +37,6 @@ def evaluate(
     was_training = model.training
     model.eval()
     meter = Meter(dist)
-    device = dist.device
     loader = eval_batches(
         samples,
         splits.eval_transform,
@@ -45,7 +44,7 @@ def evaluate(
         rank=dist.rank,
         world_size=dist.world_size,
         workers=parts.workers,
-        pin_memory=device.type == "cuda",
+        device=dist.device,
     )
     try:
         with torch.no_grad(), loader as batches:
@@ -53,10 +52,8 @@ def evaluate(
                 beat()
                 if should_stop():
                     return None
-                labels = labels.to(device, non_blocking=True)
-                mask = mask.to(device, non_blocking=True)
                 with parts.precision.autocast():
-                    logits = model(parts.on_device(images))
+                    logits = model(parts.normalized(images))
                 logits = logits.float()
                 losses = functional.cross_entropy(logits, labels, reduction="none")
                 meter.add_masked(losses, logits, labels, mask)

@@ -69,7 +69,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
         rank=dist.rank,
         world_size=dist.world_size,
         workers=parts.workers,
-        pin_memory=dist.device.type == "cuda",
+        device=dist.device,
     )
     with loader as batches:
         for position in range(progress.position, end):

@@ -81,9 +81,8 @@ class Parts:
         was = str(size) if isinstance(size, int) else "another size"
         return f"{words}; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
 
-    def on_device(self, images: Tensor) -> Tensor:
-        """Images, uint8 [N, C, H, W], as the model takes them: on its device, normalised, in its layout."""
-        images = images.to(self.dist.device, non_blocking=True)
+    def normalized(self, images: Tensor) -> Tensor:
+        """Images, uint8 [N, C, H, W], as the model takes them: float32, normalised, in its layout."""
         return normalize(images, self.splits.info, channels_last=self.config.train.channels_last)
 
     def lr_at(self, step: int) -> float:

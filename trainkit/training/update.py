@@ -8,15 +8,13 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
+from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
 from trainkit.training.meter import Meter
 from trainkit.training.optim import set_lr
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Stepped
-
-Batches = Iterator[tuple[Tensor, Tensor]]
-"""Micro batches of this rank: images uint8 [N, C, H, W] and labels int64 [N]."""
 
 
 class Update(NamedTuple):
@@ -35,11 +33,11 @@ class Updater:
         self._parts, self._beat = parts, beat
         self._parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
 
-    def __call__(self, batches: Batches, *, lr: float, seed: int) -> Update:
+    def __call__(self, batches: Iterator[Batch], *, lr: float, seed: int) -> Update:
         """Train on one global batch.
 
         Args:
-            batches: gives ``grad_accum_steps`` micro batches.
+            batches: gives ``grad_accum_steps`` micro batches, on the device.
             seed: of dropout and the like, which is keyed by the micro batch's place among all of the update: so the
                 same micro batch draws the same numbers, whichever rank it falls to.
         """
@@ -50,11 +48,10 @@ class Updater:
         set_lr(p.optimizer, lr)
         for micro_step in range(passes):
             is_last = micro_step == passes - 1  # gradients are exchanged once per update
-            images, labels = next(batches)
+            images, labels, _ = next(batches)
             self._beat()
             seed_random(derive_seed(seed, micro_step * p.dist.world_size + p.dist.rank), device)
-            images = p.on_device(images)
-            labels = labels.to(device, non_blocking=True)
+            images = p.normalized(images)
             with p.strategy.grad_sync(p.model, enabled=is_last):
                 with p.precision.autocast():
                     logits = p.model(images)
