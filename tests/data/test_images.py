@@ -7,16 +7,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import v2
 
-from trainkit.data import images
-from trainkit.data.base import ModelInput
-from trainkit.data.images import photo_statistics, photo_transforms, read_image
+from trainkit.data.images import BrokenImageError, read_image
 from trainkit.errors import UserError
 
 RED = (200, 30, 40)
@@ -72,7 +70,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "photo.jpg"
     Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8)).save(path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"Cannot decode the image .*photo\.jpg"):
+    with pytest.raises(BrokenImageError, match=r"Cannot decode the image .*photo\.jpg"):
         read_image(path, in_chans=3)
 
 
@@ -81,44 +79,14 @@ def test_an_image_that_vanished_is_named(tmp_path: Path) -> None:
         read_image(tmp_path / "gone.jpg", in_chans=3)
 
 
-def test_without_torchvisions_decoder_pillow_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = red(tmp_path, "photo.png")
-    expected = read_image(path, in_chans=3)
-    monkeypatch.setattr(images, "_torchvision_decoder", lambda: None)
-    assert torch.equal(read_image(path, in_chans=3), expected)
-
-
-@pytest.mark.parametrize("shape", [(3, 300, 500), (3, 40, 20), (1, 64, 64)])
-def test_photos_of_any_size_get_the_asked_size(shape: tuple[int, ...]) -> None:
-    train, evaluate = photo_transforms(32, augment=True)
-    image = torch.zeros(shape, dtype=torch.uint8)
-    for transform in (train, evaluate):
-        assert (transform(image).shape, transform(image).dtype) == ((shape[0], 32, 32), torch.uint8)
-
-
-def test_photos_are_augmented_only_in_training() -> None:
-    train, evaluate = photo_transforms(32, augment=True)
-    image = torch.arange(3 * 64 * 64).remainder(251).to(torch.uint8).reshape(3, 64, 64)
-    assert not torch.equal(train(image), train(image))
-    assert torch.equal(evaluate(image), evaluate(image))
-    plain, _ = photo_transforms(32, augment=False)
-    assert torch.equal(plain(image), evaluate(image))
-
-
-@pytest.mark.parametrize(("interpolation", "crop"), [("bicubic", 0.95), ("bilinear", 0.5)])
-def test_photos_for_pretrained_weights_are_resized_and_cropped_as_those_were(interpolation: str, crop: float) -> None:
-    image = torch.randint(0, 256, (3, 90, 120), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    expected = ModelInput("some", (0.5,) * 3, (0.5,) * 3, interpolation, crop)
-    train, evaluate = photo_transforms(38, expected, augment=True)
-    mode = v2.InterpolationMode(interpolation)
-    resized = v2.functional.resize(image, [round(38 / crop)], interpolation=mode, antialias=True)
-    assert torch.equal(evaluate(image), v2.functional.center_crop(resized, [38, 38]))
-    assert f"InterpolationMode.{interpolation.upper()}" in repr(train)
-
-
-def test_gray_photos_have_the_average_of_the_colours_statistics() -> None:
-    mean, std = photo_statistics(1)
-    assert (round(mean[0], 3), round(std[0], 3)) == (0.449, 0.226)
+def test_a_jpegs_pixels_are_pillows(tmp_path: Path) -> None:
+    grid = numpy.kron(numpy.random.default_rng(0).integers(0, 256, (9, 7, 3)), numpy.ones((9, 9, 1)))
+    kinds: list[dict[str, Any]] = [{"quality": 90}, {"progressive": True}, {"subsampling": 0, "quality": 60}]
+    for number, options in enumerate(kinds):
+        path = tmp_path / f"{number}.jpg"
+        Image.fromarray(grid.astype(numpy.uint8)).save(path, **options)
+        expected = torch.from_numpy(numpy.array(Image.open(path))).permute(2, 0, 1)
+        assert torch.equal(read_image(path, in_chans=3), expected)
 
 
 # Files that a stranger could have made

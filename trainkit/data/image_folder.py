@@ -25,7 +25,7 @@ def build(
     """Either ``root/train/CLASS/*``, ``root/val/...`` and ``root/test/...``: without val it is split off train, without
     test it is val. Or ``root/CLASS/*``, split three ways. Splits are stratified and depend on the files' names only.
     """
-    from trainkit.data.images import photo_statistics, photo_transforms
+    from trainkit.data.photos import photo_statistics, photo_transforms
 
     locate(root, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction, test_fraction=test_fraction)
     if (root / "train").is_dir():

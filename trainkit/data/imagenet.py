@@ -36,7 +36,7 @@ def build(root: Path, *, image_size: int = 224, augment: bool = True) -> Splits:
 
     Augmented by a random part of the photo and mirroring; evaluated on the centre.
     """
-    from trainkit.data.images import PHOTO_MEAN, PHOTO_STD, photo_transforms
+    from trainkit.data.photos import PHOTO_MEAN, PHOTO_STD, photo_transforms
 
     locate(root, image_size=image_size)
     folder = _folder(root)

@@ -1,17 +1,13 @@
-"""Image files: decoding, and the augmentation of photographs."""
+"""Image files: reading and decoding."""
 
 from __future__ import annotations
 
 import os
 import stat
-import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.data.base import ModelInput, Transform
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,58 +16,46 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 
-PHOTO_MEAN, PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels, which pretrained models expect."""
-
-
 MOST_PIXELS = 2 * 89_478_485
 """Beyond that Pillow takes an image for an attack."""
 
 
-def photo_statistics(in_chans: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std of photographs for RGB or, averaged, for gray images."""
-    if in_chans == 3:
-        return PHOTO_MEAN, PHOTO_STD
-    return (sum(PHOTO_MEAN) / 3,) * in_chans, (sum(PHOTO_STD) / 3,) * in_chans
+class BrokenImageError(UserError):
+    """A file that holds no image, or a damaged one: a matter of the data, which will be so the next time."""
 
-
-def photo_transforms(
-    image_size: int, expected: ModelInput | None = None, *, augment: bool
-) -> tuple[Transform, Transform]:
-    """Train and eval transform of photographs of any size: random part and mirror image; centre of the shorter side.
-
-    Pretrained weights have their own way of resizing and cropping: ``expected``.
-    """
-    from torchvision.transforms import InterpolationMode, v2
-
-    mode = InterpolationMode(expected.interpolation if expected else "bilinear")
-    crop = expected.crop if expected else 224 / 256
-    resize = v2.Resize(round(image_size / crop), interpolation=mode, antialias=True)
-    evaluate = v2.Compose([resize, v2.CenterCrop(image_size)])
-    if not augment:
-        return evaluate, evaluate
-    part = v2.RandomResizedCrop(image_size, interpolation=mode, antialias=True)
-    return v2.Compose([part, v2.RandomHorizontalFlip()]), evaluate
+    def __init__(self, what: str, *, why: str = "", fix: str = "", key: str | None = None, file: str = "") -> None:
+        super().__init__(what, why=why, fix=fix, key=key)
+        self.file = file
 
 
 def read_image(path: Path, in_chans: int) -> Tensor:
     """The image in ``path`` as uint8 [in_chans, H, W], in_chans 1 (gray) or 3 (RGB).
 
-    JPEG and WebP go to torchvision's decoder, half as fast again as Pillow; everything else, and what it does not read
-    (CMYK), to Pillow. PNG above all: a damaged one ends torchvision's libpng with SIGSEGV, and the whole process.
-
     Raises:
-        UserError: naming the file, for what cannot be read, is no file, or is decoded by neither.
+        UserError: naming the file, for what cannot be read or is no file.
+        BrokenImageError: for what cannot be decoded.
     """
-    import torch
+    return decode_image(_content(path), in_chans, str(path))
 
-    data = _content(path)
-    head = data[:12].tobytes()
-    decode = _torchvision_decoder() if head.startswith(b"\xff\xd8\xff") or head[8:] == b"WEBP" else None
-    if decode is not None and _is_of_sane_size(data):
-        with suppress(RuntimeError):
-            return decode(torch.from_numpy(data), in_chans)
-    return _read_with_pillow(data, path, in_chans)
+
+def decode_image(data: numpy.ndarray[Any, Any], in_chans: int, name: str) -> Tensor:
+    """The image whose file holds the bytes ``data``, as `read_image` gives it.
+
+    JPEG goes to libjpeg-turbo itself, whose pixels are Pillow's to the last bit, in half of its time; everything else,
+    and what it does not read (CMYK, damaged ones), to Pillow. Not to torchvision's decoders: a damaged PNG ends its
+    libpng with SIGSEGV, and the whole process.
+
+    Raises BrokenImageError naming the file.
+    """
+    if data[:3].tobytes() == b"\xff\xd8\xff" and _is_of_sane_size(data):
+        import simplejpeg
+        import torch
+
+        with suppress(ValueError):  # Pillow says what is wrong with it, or makes what it can of it
+            pixels = simplejpeg.decode_jpeg(data, "GRAY" if in_chans == 1 else "RGB")
+            # In memory the channels stay side by side, as the decoder writes them and resizing likes them.
+            return torch.from_numpy(pixels).permute(2, 0, 1)
+    return _decode_with_pillow(data, name, in_chans)
 
 
 def _content(path: Path) -> numpy.ndarray[Any, Any]:
@@ -98,10 +82,8 @@ def _content(path: Path) -> numpy.ndarray[Any, Any]:
 
 def _is_of_sane_size(data: numpy.ndarray[Any, Any]) -> bool:
     """Whether a JPEG says at its beginning that it is no larger than what Pillow lets pass: with two bytes changed, a
-    thumbnail claims 60000 x 60000 pixels, and torchvision fills 11 GB with gray. What is no JPEG passes."""
+    thumbnail claims 60000 x 60000 pixels, and a decoder fills 11 GB with gray."""
     view, at = data.data, 2
-    if view[0] != 0xFF:
-        return True
     while at + 9 < len(view) and view[at] == 0xFF:
         kind, length = view[at + 1], view[at + 2] << 8 | view[at + 3]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # the start of a frame, in any of its kinds
@@ -111,23 +93,7 @@ def _is_of_sane_size(data: numpy.ndarray[Any, Any]) -> bool:
     return False  # let Pillow make what it can of it
 
 
-@lru_cache(maxsize=1)
-def _torchvision_decoder() -> Callable[[Tensor, int], Tensor] | None:
-    try:
-        from torchvision.io import ImageReadMode, decode_image
-    except ImportError:  # announced for a later torchvision
-        return None
-    modes = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}
-
-    def decode(data: Tensor, in_chans: int) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the announcement
-            return decode_image(data, mode=modes[in_chans])  # type: ignore[no-any-return]
-
-    return decode
-
-
-def _read_with_pillow(data: numpy.ndarray[Any, Any], path: Path, in_chans: int) -> Tensor:
+def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int) -> Tensor:
     import io
 
     import numpy
@@ -140,9 +106,10 @@ def _read_with_pillow(data: numpy.ndarray[Any, Any], path: Path, in_chans: int) 
                 picture = Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
             pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
     except Exception as error:  # Pillow's plugins raise anything on a damaged file
-        raise UserError(
-            f"Cannot decode the image {path}.",
+        raise BrokenImageError(
+            f"Cannot decode the image {name}.",
             why=f"{type(error).__name__}: {error}",
-            fix="Replace the file, or delete it: a damaged image helps nobody.",
+            fix="Replace the file, or delete it: a damaged image helps nobody. Or skip some with data.max_broken=10.",
+            file=name,
         ) from None
     return torch.from_numpy(pixels[None] if in_chans == 1 else pixels.transpose(2, 0, 1).copy())
