@@ -22,6 +22,7 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.data.loader import resolve_workers
+from trainkit.data.memory import placed as placed_data
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag, hand_back
@@ -106,16 +107,17 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     precision = Precision(choose_precision(config.train.precision, dist.device), dist)
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
+    workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
     freeze(plain, config.model.freeze)
     model = strategy.parallelize(placed(plain, config, dist.device))
     return Parts(
         config=config,
         dist=dist,
-        splits=splits,
+        splits=placed_data(splits, config.data.device, dist.device, workers=workers),
         model=model,
         strategy=strategy,
         precision=precision,
-        workers=resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env)),
+        workers=workers,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from trainkit.data.base import DataInfo, Splits
 from trainkit.data.batch import Batch
 from trainkit.data.loader import Batches, eval_batches, train_batches
+from trainkit.data.memory import placed
 from trainkit.data.order import epoch_order
 from trainkit.data.tensors import TensorSamples, tensor_transforms
 
@@ -83,3 +84,31 @@ def test_evaluation_sees_what_it_sees_sample_by_sample(world: int, size: int) ->
         single = list(eval_batches(PICTURES, lambda image: transform(image), **where))
         for batch, expected in zip(whole, single, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
+
+
+class Gpu:
+    """Names a GPU where there is none."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize(
+    ("free", "where", "workers", "there"),
+    [(10, "auto", 0, True), (9, "auto", 0, False), (10, "cpu", 0, False), (10, "auto", 1, False)],
+)
+def test_data_goes_to_a_gpu_if_it_takes_a_tenth_of_what_is_free_there(
+    monkeypatch: pytest.MonkeyPatch, free: int, where: Any, workers: int, there: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * PICTURES.nbytes * free, 0))
+    monkeypatch.setattr(TensorSamples, "on", lambda self, device: "there")
+    train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
+    splits = Splits(INFO, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
+    gpu: Any = Gpu()
+    found: Any = placed(splits, where, gpu, workers=workers)
+    assert [found.train, found.val, found.test] == (["there"] * 3 if there else [PICTURES] * 3)
+
+
+def test_data_stays_in_memory_where_the_cpu_trains() -> None:
+    train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
+    splits = Splits(INFO, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
+    assert placed(splits, "auto", torch.device("cpu"), workers=0) is splits

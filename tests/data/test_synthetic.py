@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trainkit.data import synthetic
+from trainkit.data.tensors import TensorSamples
 from trainkit.errors import UserError
 
 ROOT = Path("nowhere")
@@ -19,6 +20,16 @@ def test_an_image_is_a_function_of_its_index() -> None:
     again = synthetic.build(ROOT).train[7]
     assert torch.equal(first[0], again[0])
     assert first[1] == again[1] == 7
+
+
+def test_few_small_images_are_made_at_once_and_are_the_same() -> None:
+    made, one_by_one = synthetic.build(ROOT, train_size=300), synthetic.build(ROOT, train_size=20_001)
+    assert isinstance(made.train, TensorSamples)
+    assert not isinstance(one_by_one.train, TensorSamples)
+    assert not isinstance(synthetic.build(ROOT, image_size=65, train_size=9).train, TensorSamples)
+    for index in (0, 7, 255, 256, 299):
+        assert torch.equal(made.train[index][0], one_by_one.train[index][0])
+        assert made.train[index][1] == one_by_one.train[index][1]
 
 
 def test_splits_share_classes_but_no_image() -> None:

@@ -45,6 +45,8 @@ class DataConfig(PluginSection):
     """Folder of the data sets; relative to where the command is given."""
     workers: NonNegativeInt | Literal["auto"] = "auto"
     """DataLoader processes per rank. auto: the CPUs of the rank, none for data that fits in memory."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where data that fits in memory lies. auto: on the GPU, if it takes less than a tenth of what is free there."""
 
 
 class TrainConfig(Section):

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from trainkit.data import draws
+from trainkit.data.base import Splits
 from trainkit.data.batch import Batch, EvalBatch
 from trainkit.data.tensors import TensorSamples, TensorTransform
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+SHARE_OF_FREE = 0.1
+"""Of a GPU's free memory, what the data may take: the model and its activations need the rest."""
+
+
+def placed(splits: Splits, where: Literal["auto", "cpu"], device: torch.device, *, workers: int) -> Splits:
+    """``splits`` on the GPU that trains, if they are in memory and take little of what it has free (`auto`).
+
+    Bytes are cut out alike wherever they lie. Only resizing rounds otherwise on a GPU, by one level of 255 at most.
+    """
+    import torch
+
+    parts = (splits.train, splits.val, splits.test)
+    if where == "cpu" or device.type != "cuda" or workers:  # a loader process has no GPU
+        return splits
+    train, val, test = (part if isinstance(part, TensorSamples) else None for part in parts)
+    if train is None or val is None or test is None:
+        return splits
+    free, _ = torch.cuda.mem_get_info(device)
+    if train.nbytes + val.nbytes + test.nbytes > free * SHARE_OF_FREE:
+        return splits
+    return replace(splits, train=train.on(device), val=val.on(device), test=test.on(device))
 
 
 def train_from_memory(

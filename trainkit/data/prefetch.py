@@ -9,25 +9,30 @@ from trainkit.data.batch import Batch, EvalBatch
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Batches, each copied a step before it is asked for, on a stream of its own: beside what the GPU computes.
 
-    The copies wait for nobody where the batches lie in pinned memory. What is no batch (an error) passes as it is.
+    What lies there already stays, and what is no batch (an error) passes as it is.
     """
     import torch
 
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def moved(item: Tensor) -> Tensor:
+        if device.type == "cuda" and not item.is_cuda and not item.is_pinned():
+            item = item.pin_memory()  # of a data set that is in memory
+        return item.to(device, non_blocking=True)
+
     def copied() -> Any:
         batch = next(batches, None)
         with torch.cuda.stream(stream):
             if isinstance(batch, Batch):
-                images, labels = (item.to(device, non_blocking=True) for item in batch[:2])
-                return Batch(images, labels, batch.keys)
+                return Batch(moved(batch.images), moved(batch.labels), batch.keys)
             if isinstance(batch, EvalBatch):
-                return EvalBatch(*(item.to(device, non_blocking=True) for item in batch))
+                return EvalBatch(*map(moved, batch))
         return batch
 
     ahead = copied()

@@ -12,6 +12,11 @@ from trainkit.data.order import derive_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trainkit.data.tensors import TensorSamples
+
+MOST_IN_MEMORY = 20_000
+"""So many small images are made within half a second."""
+
 
 def build(
     root: Path,
@@ -27,7 +32,8 @@ def build(
 ) -> Splits:
     """The same images on every machine and for every seed. ``noise`` is the noise's share of the contrast, 0 to 1.
 
-    A sample is made from its index when it is asked for, so that ``train_size=1281167 image_size=224`` costs no memory.
+    A few small ones are made at the start. Others are made from their index when they are asked for, so that
+    ``train_size=1281167 image_size=224`` costs no memory.
     """
     from trainkit.data.tensors import tensor_transforms
 
@@ -36,6 +42,10 @@ def build(
     shift = image_size // 8
     train_transform, eval_transform = tensor_transforms(image_size, augment=augment, shift=shift, flip=True)
     patterns = _patterns(num_classes, in_chans, image_size)
+    made = [_Made(patterns, noise, size, split=split) for split, size in enumerate(sizes.values())]
+    small = image_size <= 64  # larger ones take long enough to make that loader processes pay
+    few = sum(sizes.values()) <= MOST_IN_MEMORY
+    train, val, test = (item.in_memory() if small and few else item for item in made)
     return Splits(
         info=DataInfo(
             name="synthetic",
@@ -46,12 +56,12 @@ def build(
             mean=(0.5,) * in_chans,
             std=(0.25,) * in_chans,
         ),
-        train=_Made(patterns, noise, train_size, split=0),
-        val=_Made(patterns, noise, val_size, split=1),
-        test=_Made(patterns, noise, test_size, split=2),
+        train=train,
+        val=val,
+        test=test,
         train_transform=train_transform,
         eval_transform=eval_transform,
-        in_memory=image_size <= 64,  # larger ones take long enough to make that loader processes pay
+        in_memory=small,
     )
 
 
@@ -99,6 +109,23 @@ class _Made:
         noise = torch.rand(pattern.shape, generator=generator)
         image = pattern + self.noise * (noise - pattern)
         return image.mul_(255).to(torch.uint8), label
+
+    def in_memory(self) -> TensorSamples:
+        """All of them, made at once."""
+        import torch
+
+        from trainkit.data.tensors import TensorSamples
+
+        labels = torch.arange(self.size) % len(self.patterns)
+        images = torch.empty((self.size, *self.patterns.shape[1:]), dtype=torch.uint8)
+        generator, noise = torch.Generator(), torch.empty((min(self.size, 256), *self.patterns.shape[1:]))
+        for start in range(0, self.size, len(noise)):
+            part = slice(start, min(start + len(noise), self.size))
+            for index, one in zip(range(part.start, part.stop), noise.unbind(), strict=False):
+                torch.rand(one.shape, generator=generator.manual_seed(derive_seed(self.split, index)), out=one)
+            pattern = self.patterns[labels[part]]
+            images[part] = (pattern + self.noise * (noise[: len(pattern)] - pattern)).mul_(255).to(torch.uint8)
+        return TensorSamples(images, labels)
 
 
 def _patterns(num_classes: int, in_chans: int, image_size: int) -> Tensor:
