@@ -6,7 +6,7 @@ import torch
 from tests.rank_functions import run_ranks
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.ranks.env import RankEnv
-from trainkit.training.meter import Meter
+from trainkit.training.meter import _MOST_PENDING, _MOST_PENDING_SCORES, Meter
 
 # Of 7 classes; the right one is 0. It is first, second, fifth and sixth of the scores.
 LOGITS = torch.tensor(
@@ -86,7 +86,9 @@ def test_the_sums_are_on_the_ranks_device() -> None:
 
 def test_it_keeps_no_graph_of_what_it_adds() -> None:
     one = meter()
-    one.add(LOSSES.mean().requires_grad_(), LOGITS, LABELS)
+    one.add(LOSSES.mean().requires_grad_(), LOGITS.clone().requires_grad_(), LABELS)
+    assert not any(tensor.requires_grad for tensor in one._pending[0])
+    one.sums()
     assert not one._loss.requires_grad
 
 
@@ -109,3 +111,18 @@ def test_a_mean_goes_on_where_it_was_left() -> None:
     second.go_on(first.sums())
     add(second, slice(1, 4))
     assert second.read() == whole.read()
+
+
+def test_what_is_put_off_is_added_before_it_fills_the_memory() -> None:
+    one, batches = meter(), 3 * _MOST_PENDING + 1
+    for _ in range(batches):
+        add(one)
+    assert len(one._pending) == 1
+    assert one.read() == {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 4 * batches}
+
+
+def test_large_batches_are_put_off_less_often() -> None:
+    one, logits = meter(), torch.zeros(1, _MOST_PENDING_SCORES // 2)
+    for _ in range(3):
+        one.add(LOSSES.mean(), logits, LABELS[:1])
+    assert not one._pending

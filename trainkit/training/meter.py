@@ -10,13 +10,16 @@ from torch import Tensor
 from trainkit.distributed.process_group import Distributed
 
 _TOP = 5
+_MOST_PENDING = 32
+_MOST_PENDING_SCORES = 1 << 20
 
 
 class Meter:
     """Loss and hits over samples; exact counts in int64, the loss in float64.
 
     Nothing is copied from the device until `read`, because every such copy waits for the GPU. And every update of the
-    training adds to it, so it does with few kernels: one takes 3 us on a CPU, and 10 on its way to a GPU.
+    training adds to it, so that work is put off until there is some for all: a kernel costs 3 us on a CPU and 10 on its
+    way to a GPU, however small it is.
     """
 
     def __init__(self, dist: Distributed) -> None:
@@ -25,19 +28,34 @@ class Meter:
         self._hits = torch.zeros(_TOP, dtype=torch.int64, device=dist.device)
         """Samples whose label is the highest score, the second highest, ..."""
         self._samples: int | Tensor = 0
+        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._scores = 0
+        """Of what is pending."""
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: the mean of its losses, logits [N, classes], labels [N]."""
-        count = len(labels)
-        self._loss.add_(loss.detach(), alpha=count)
-        self._samples += count
-        self._add_hits(_hits(logits, labels))
+        """Add a batch: the mean of its losses, logits [N, classes], labels [N]. They must stay as they are."""
+        if self._pending and len(labels) != len(self._pending[0][2]):
+            self._add_pending()
+        self._pending.append((loss.detach(), logits.detach(), labels))
+        self._scores += logits.numel()
+        if len(self._pending) >= _MOST_PENDING or self._scores > _MOST_PENDING_SCORES:
+            self._add_pending()
+
+    def _add_pending(self) -> None:
+        if not self._pending:
+            return
+        losses, logits, labels = zip(*self._pending, strict=True)
+        self._loss += torch.stack(losses).double().sum() * len(labels[0])  # all pending batches are of one size
+        every = torch.cat(labels)
+        self._samples += len(every)
+        self._add_hits(_hits(torch.cat(logits), every))
+        self._pending, self._scores = [], 0
 
     def add_masked(self, losses: Tensor, logits: Tensor, labels: Tensor, mask: Tensor) -> None:
         """Add a batch with padding, on which ``mask`` [N] is False: losses [N], logits [N, classes], labels [N]."""
         self._loss += torch.where(mask, losses.detach().double(), 0.0).sum()
         self._samples = self._samples + mask.sum()
-        self._add_hits(_hits(logits, labels) & mask[:, None])
+        self._add_hits(_hits(logits.detach(), labels) & mask[:, None])
 
     def _add_hits(self, hits: Tensor) -> None:
         self._hits[: hits.shape[1]] += hits.sum(0)
@@ -47,6 +65,7 @@ class Meter:
 
         Every rank must call it.
         """
+        self._add_pending()
         samples = torch.as_tensor(self._samples, device=self._hits.device).view(1)
         loss, counts = self._dist.all_reduce_sum(self._loss.clone()), torch.cat([samples, self._hits])
         count, *hits = self._dist.all_reduce_sum(counts).tolist()
@@ -82,4 +101,4 @@ class Meter:
 
 def _hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Whether the label is the highest score, the second highest, ...: bool [N, 5], or as many as there are classes."""
-    return logits.detach().topk(min(_TOP, logits.shape[1]), dim=1).indices == labels[:, None]
+    return logits.topk(min(_TOP, logits.shape[1]), dim=1).indices == labels[:, None]
