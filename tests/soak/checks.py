@@ -108,8 +108,8 @@ def _latest(run: RunDir, file: str) -> bytes:
 
 def _progress(run: RunDir) -> dict[str, Any]:
     state = json.loads(_latest(run, "state.json"))["state"]
-    return {key: value for key, value in state["progress"].items() if key != "train_seconds"}
+    return {key: value for key, value in state["progress"].items() if key not in ("train_seconds", "seconds")}
 
 
 def _computed(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in _MEASURED}
+    return {key: value for key, value in record.items() if key not in _MEASURED and not key.startswith("seconds_")}

@@ -32,7 +32,9 @@ class _TensorBoard:
         step, split = record["step"], record["split"]
         for key, value in record.items():
             if key not in _NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(f"{key}/{split}", value, step, walltime=record.get("time"))
+                # Where the time goes is a page of its own: seconds/data, seconds/forward ...
+                tag = key.replace("_", "/", 1) if key.startswith("seconds_") else f"{key}/{split}"
+                self._writer.add_scalar(tag, value, step, walltime=record.get("time"))
 
     def close(self) -> None:
         self._writer.close()

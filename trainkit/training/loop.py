@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
-from trainkit.distributed.process_group import Distributed, StopVote
+from trainkit.distributed.process_group import StopVote
+from trainkit.training.clock import END, Lap
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
@@ -46,6 +47,7 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
                     return False
             except DivergedError as error:
                 _diverged(parts, keeper, error)
+        keeper.clock.to(END)
         return True
     finally:
         vote.finish()
@@ -53,8 +55,8 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
 
 def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes_are_over: Callable[[], bool]) -> bool:
     """Train on as much data as is needed if no update is skipped. False when stopped and saved."""
-    config, dist, progress = parts.config, parts.dist, keeper.progress
-    update, clock = Updater(parts, beat=keeper.beat), _Clock(dist)
+    config, dist, progress, clock = parts.config, parts.dist, keeper.progress, keeper.clock
+    update = Updater(parts, beat=keeper.beat, clock=clock)
     nonfinite = NonFinite(parts, keeper.remark, seed=config.seed, in_a_row=progress.nonfinite)
     end = progress.position + parts.total_steps - progress.step
     update.meter.go_on(progress.window)
@@ -78,7 +80,6 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
             made = update(batches, lr=lr, seed=derive_seed(config.seed, position))
             progress.position = position + 1
             progress.images += config.train.global_batch_size
-            clock.steps += 1
             counts = made.stepped.skip is None  # schedule and step stand still on one that fp16 skips
             progress.step += counts
             is_final = progress.step == parts.total_steps
@@ -90,26 +91,21 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
             progress.nonfinite = nonfinite.in_a_row
             if log:
                 measured = update.meter.read()
-                keeper.metrics.log(_record(parts, progress, measured, lr, made.stepped.norm, *clock.lap(progress)))
+                keeper.metrics.log(_record(parts, progress, measured, lr, made.stepped.norm, clock.lap(progress)))
             if validate:
-                clock.pause(progress)
                 progress.window = list(update.meter.sums())
                 if not _validate(parts, keeper, should_stop):
                     return _stop(keeper)
-                clock.resume()
             if should_stop() and not is_final:
-                clock.pause(progress)
                 nonfinite.look()
                 progress.nonfinite = nonfinite.in_a_row
                 progress.window = list(update.meter.sums())
                 return _stop(keeper)
             if save or (counts and minutes_are_over()):
-                clock.pause(progress)
                 nonfinite.look()
                 progress.nonfinite = nonfinite.in_a_row
                 progress.window = list(update.meter.sums())
                 keeper.save()
-                clock.resume()
     return True
 
 
@@ -146,8 +142,7 @@ def _record(
     measured: dict[str, float],
     lr: float,
     norm: Tensor | None,
-    elapsed: float,
-    steps: int,
+    lap: Lap,
 ) -> dict[str, Any]:
     size, device = parts.config.train.global_batch_size, parts.dist.device
     record: dict[str, Any] = {
@@ -155,7 +150,8 @@ def _record(
         "split": "train",
         **measured,
         "lr": lr,
-        "images_per_sec": round(steps * size / elapsed, 2) if elapsed > 0 else None,
+        "images_per_sec": round(lap.steps * size / lap.training, 2) if lap.training > 0 else None,
+        **lap.fields(ranks=parts.dist.world_size),
     }
     if norm is not None:
         record["grad_norm"] = norm.item()
@@ -170,33 +166,3 @@ def where_of(parts: Parts, progress: Progress) -> dict[str, Any]:
     """Time, step and epoch of a record."""
     epoch = progress.step / parts.steps_per_epoch
     return {"time": round(time.time(), 3), "step": progress.step, "epoch": round(epoch, 4)}
-
-
-class _Clock:
-    """Time spent in training steps, validation and saving excluded."""
-
-    def __init__(self, dist: Distributed) -> None:
-        self._dist = dist
-        self._began = time.perf_counter()
-        self._lap = 0.0
-        self.steps = 0
-
-    def pause(self, progress: Progress) -> None:
-        """Stop counting."""
-        if self._dist.device.type == "cuda":
-            torch.cuda.synchronize(self._dist.device)  # or work still queued would be counted as somebody else's
-        seconds = time.perf_counter() - self._began
-        self._lap += seconds
-        progress.train_seconds += seconds
-        self._began = time.perf_counter()
-
-    def resume(self) -> None:
-        """Count again."""
-        self._began = time.perf_counter()
-
-    def lap(self, progress: Progress) -> tuple[float, int]:
-        """Seconds and steps since the last lap."""
-        self.pause(progress)
-        seconds, steps = self._lap, self.steps
-        self._lap, self.steps = 0.0, 0
-        return seconds, steps

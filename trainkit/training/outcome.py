@@ -16,6 +16,7 @@ from trainkit.monitor.base import Logger
 from trainkit.records import jsonl
 from trainkit.records.attempts import Remark
 from trainkit.records.writer import Writer
+from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
 from trainkit.training.evaluate import evaluate, sync_buffers
 from trainkit.training.parts import Parts
 
@@ -40,6 +41,8 @@ class Progress:
     best_step: int | None = None
     train_seconds: float = 0.0
     """Seconds spent in training steps over all attempts, validation and saving excluded."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """And on what all time went, by the names of `trainkit.training.clock.PARTS`."""
     images: int = 0
     """Images trained on over all attempts."""
     val: dict[str, float] = field(default_factory=dict)
@@ -91,6 +94,7 @@ class Keeper:
     metrics: Logger
     progress: Progress
     beat: Callable[[], None] = lambda: None
+    clock: Clock = field(default_factory=Clock)
 
     def validation_is_due(self) -> bool:
         """After the present step: at the end, and every ``train.eval_every_epochs``."""
@@ -111,8 +115,11 @@ class Keeper:
 
     def validate(self, where: Mapping[str, Any], should_stop: Callable[[], bool] = lambda: False) -> bool | None:
         """Validate, record with ``where``, judge. Is this model the best so far? None: told to stop half way."""
+        before = self.clock.part
+        self.clock.to(EVALUATION)
         sync_buffers(self.parts.model, self.parts.dist)
         result = evaluate(self.parts, self.parts.splits.val, should_stop=should_stop, beat=self.beat)
+        self.clock.to(before)
         if result is None:
             return None
         better = self.progress.judge(result, self.parts.config.checkpoint.best)
@@ -129,7 +136,9 @@ class Keeper:
             extra: tensors that belong to it besides the model's and the optimizer's, as `Checkpoints.save` takes them.
             more: further plain values for its ``state.json``.
         """
-        parts, progress = self.parts, self.progress
+        parts, progress, before = self.parts, self.progress, self.clock.part
+        self.clock.to(CHECKPOINT)
+        self.clock.settle(progress)
         self.beat()
         self.checkpoints.save(
             parts.model,
@@ -148,6 +157,7 @@ class Keeper:
         self.beat()
         if parts.dist.is_main:
             self.writer.attempt.saved(progress.step, **more)
+        self.clock.to(before)
 
     def roll_back(self, position: int) -> bool:
         """Be again where the newest whole checkpoint is, with the data from ``position`` on; and save that.
@@ -155,7 +165,7 @@ class Keeper:
         False if there is none, or it has been tried too often.
         """
         progress = self.progress
-        before, rollbacks = progress.step, progress.rollbacks + 1
+        before, rollbacks, seconds = progress.step, progress.rollbacks + 1, progress.seconds
         if rollbacks > MOST_ROLLBACKS:
             return False
         parts = self.parts
@@ -165,6 +175,7 @@ class Keeper:
         parts.precision.load_state_dict(restored.state["precision"])
         progress.take_over(Progress.of(restored.state))
         progress.position, progress.rollbacks, progress.nonfinite = position, rollbacks, 0
+        progress.seconds = seconds  # spent they are
         self.remark("rolled_back", step=progress.step, from_step=before, position=position)
         self.save()  # whoever goes on from here does not meet that data again
         return True
@@ -176,17 +187,20 @@ class Keeper:
 
     def test(self, where: Mapping[str, Any]) -> dict[str, float]:
         """Test metrics of the best weights, recorded with ``where``."""
+        self.clock.to(EVALUATION)
         best = self.progress.best_step
         if best is not None and best != self.progress.step:
             self.checkpoints.load_weights(self.parts.model, best, or_newest=True)
         result = evaluate(self.parts, self.parts.splits.test, beat=self.beat)
         assert result is not None
+        self.clock.to(END)
         self.metrics.log({**where, "split": "test", **result})
         return result
 
     def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float] | None, **more: Any) -> None:
         """Write ``summary.json``; None is null there, as is what is not finite."""
         parts, progress = self.parts, self.progress
+        self.clock.settle(progress)
         seconds = progress.train_seconds
         if not parts.dist.is_main:
             return
@@ -199,6 +213,7 @@ class Keeper:
             "val": progress.val,
             "test": test,
             "train_seconds": round(seconds, 3),
+            "seconds": {name: round(spent, 3) for name, spent in progress.seconds.items()},
             "images_per_sec": round(progress.images / seconds, 2) if seconds else None,
             "world_size": parts.dist.world_size,
             "grad_accum_steps": parts.grad_accum_steps,

@@ -11,6 +11,7 @@ from torch.nn import functional
 from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
+from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.meter import Meter
 from trainkit.training.optim import set_lr
 from trainkit.training.parts import Parts
@@ -26,11 +27,12 @@ class Update(NamedTuple):
 
 
 class Updater:
-    """Makes updates of one model. ``meter`` has the loss and the hits of all since it was last read."""
+    """Makes updates of one model. ``meter`` has the loss and the hits of all since it was last read; ``clock`` is told
+    what time is spent on."""
 
-    def __init__(self, parts: Parts, *, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, parts: Parts, *, beat: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
         self.meter = Meter(parts.dist)
-        self._parts, self._beat = parts, beat
+        self._parts, self._beat, self._clock = parts, beat, clock or Clock()
         self._parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
 
     def __call__(self, batches: Iterator[Batch], *, lr: float, seed: int) -> Update:
@@ -42,25 +44,35 @@ class Updater:
                 same micro batch draws the same numbers, whichever rank it falls to.
         """
         p, train = self._parts, self._parts.config.train
-        device, passes = p.dist.device, p.grad_accum_steps
+        device, passes, clock = p.dist.device, p.grad_accum_steps, self._clock
         total: Tensor | None = None
         self._beat()
         set_lr(p.optimizer, lr)
         for micro_step in range(passes):
             is_last = micro_step == passes - 1  # gradients are exchanged once per update
+            clock.wait()
             images, labels, _ = next(batches)
+            clock.to(COPY)
             self._beat()
             seed_random(derive_seed(seed, micro_step * p.dist.world_size + p.dist.rank), device)
             images = p.normalized(images)
+            clock.to(FORWARD)
             with p.strategy.grad_sync(p.model, enabled=is_last):
                 with p.precision.autocast():
                     logits = p.model(images)
                     loss = functional.cross_entropy(logits.float(), labels, label_smoothing=train.label_smoothing)
                 share = loss / passes if passes > 1 else loss
+                clock.to(BACKWARD)
+                if is_last and p.dist.world_size > 1:
+                    clock.watch_backward(share)
                 p.precision.backward(share)
+            clock.to(OTHER)
             self.meter.add(loss, logits, labels)
             total = share.detach() if total is None else total + share.detach()
         assert total is not None
+        clock.to(OPTIMIZER)
         stepped = p.precision.step(p.optimizer, self._parameters, train.grad_clip_norm)
+        clock.to(OTHER)
+        clock.step()
         self._beat()
         return Update(total, stepped)
