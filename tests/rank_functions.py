@@ -52,15 +52,17 @@ QUICK = (
 )
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-    """``function(env, *args)`` on ``world_size`` ranks; their results in order of rank.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240, nodes: int = 1
+) -> list[Any]:
+    """``function(env, *args)`` on ``world_size`` ranks, as if on ``nodes`` nodes; their results in order of rank.
 
     A rank's exception fails the test with that rank's traceback.
     """
     port = free_port()
     results: Any = _CONTEXT.Queue()
     processes = [
-        _CONTEXT.Process(target=_child, args=(results, rank_env(rank, world_size, port), function, args))
+        _CONTEXT.Process(target=_child, args=(results, rank_env(rank, world_size, port, nodes), function, args))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -83,15 +85,16 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     return [collected[rank] for rank in range(world_size)]
 
 
-def rank_env(rank: int, world_size: int, port: int) -> RankEnv:
-    """A rank on this machine."""
+def rank_env(rank: int, world_size: int, port: int, nodes: int = 1) -> RankEnv:
+    """A rank on this machine, which may stand for several nodes."""
+    per_node = world_size // nodes
     return RankEnv(
         rank=rank,
         world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        node_rank=0,
-        num_nodes=1,
+        local_rank=rank % per_node,
+        local_world_size=per_node,
+        node_rank=rank // per_node,
+        num_nodes=nodes,
         master_addr="127.0.0.1",
         master_port=port,
         launcher="manual",

@@ -104,8 +104,8 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
         model: the plain model, where the caller had to have it before there was a device.
     """
     make_deterministic(config.train.deterministic)
-    strategy = build_strategy(config.strategy, dist)
     precision = Precision(choose_precision(config.train.precision, dist.device), dist)
+    strategy = build_strategy(config.strategy, dist, precision.name)
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))

@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 import pytest
-import timm
 import torch
 from torch import nn
 
-from tests.rank_functions import rank_env, run_ranks
+from tests.rank_functions import rank_env
 from trainkit import plugins
 from trainkit.config.schema import StrategyConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.strategies import build_strategy
-from trainkit.strategies.blocks import repeated_blocks
 
 
 def two_ranks() -> Distributed:
@@ -54,30 +52,3 @@ def test_gradients_travel_as_the_hook_says(hook: str, dtype: torch.dtype) -> Non
         model(images).square().sum().backward()
     assert plain.weight.grad is not None
     assert torch.equal(plain.weight.grad, expected.to(dtype).float())
-
-
-@pytest.mark.parametrize(
-    ("model", "block", "count"),
-    [("vit_tiny_patch16_224", "Block", 12), ("resnet18", "BasicBlock", 8), ("convnext_atto", "ConvNeXtBlock", 12)],
-)
-def test_the_blocks_to_shard_are_found_without_naming_a_class(model: str, block: str, count: int) -> None:
-    blocks = repeated_blocks(timm.create_model(model), min_params=10_000)
-    assert [type(item).__name__ for item in blocks].count(block) == count
-
-
-def test_no_block_lies_inside_another() -> None:
-    blocks = repeated_blocks(timm.create_model("convnext_atto"), min_params=10_000)
-    inside = {id(child) for block in blocks for child in block.modules() if child is not block}
-    assert not inside & {id(block) for block in blocks}
-
-
-def _bytes_per_rank(env: RankEnv) -> int:
-    with distributed(env, use_gpu=False) as dist:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Identity()) for _ in range(4)))
-        sharded = plugins.load("trainkit.strategies", "fsdp")(dist).parallelize(model)
-        return sum(p.to_local().numel() * 4 for p in sharded.parameters())
-
-
-def test_fsdp_keeps_a_share_of_the_parameters_on_each_rank() -> None:
-    whole = 4 * (256 * 256 + 256) * 4
-    assert run_ranks(2, _bytes_per_rank) == [whole // 2] * 2

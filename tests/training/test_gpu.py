@@ -29,3 +29,12 @@ def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "fsdp", ("launch.gpus_per_node=1", "train.max_steps=30"), 8)
     assert run_ranks(1, train_run, folder, "single", ("launch.gpus_per_node=0", "train.max_steps=30")) == ["finished"]
+
+
+def test_fsdp_keeps_its_shards_in_host_memory_where_asked(tmp_path: Path) -> None:
+    settings = ("launch.gpus_per_node=1", "train.precision=bf16", "train.max_steps=19", "train.grad_clip_norm=1.0")
+    losses = []
+    for name, more in (("there", ()), ("here", ("strategy.cpu_offload=true",))):
+        assert run_ranks(1, train_run, tmp_path / name, "fsdp", (*settings, *more)) == ["finished"]
+        losses.append([record["loss"] for record in read_metrics(RunDir(tmp_path / name), "train")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -1,11 +1,13 @@
 """How one model becomes a model on many ranks: one file a strategy.
 
-Its function ``build(dist, *, <options>)`` gives a `Strategy`. What others must know of it without loading it the file
-states: ``RANKS = "one"``, ``GPUS_PER_RANK = "all"``, ``LOOP = "collaborative"`` (see `trainkit.config.traits`).
+Its function ``build(dist, *, <options>)`` gives a `Strategy`; with a second argument, ``build(dist, precision, ...)``,
+it is told in which format the model computes. What others must know of it without loading it the file states:
+``RANKS = "one"``, ``GPUS_PER_RANK = "all"``, ``LOOP = "collaborative"`` (see `trainkit.config.traits`).
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import options, plugins
@@ -28,7 +30,7 @@ class StrategyChoice(Protocol):
     def options(self) -> Mapping[str, Any]: ...
 
 
-def build_strategy(config: StrategyChoice, dist: Distributed) -> Strategy:
+def build_strategy(config: StrategyChoice, dist: Distributed, precision: str = "fp32") -> Strategy:
     """The strategy of a configuration.
 
     Raises UserError for one that does not exist, for options that it does not have, and for several ranks where it is
@@ -43,5 +45,7 @@ def build_strategy(config: StrategyChoice, dist: Distributed) -> Strategy:
             key="strategy.name",
         )
     build = plugins.load(__name__, config.name)
-    strategy: Strategy = build(dist, **options.fill(build, config.options, where="strategy"))
+    kinds = [parameter.kind for parameter in inspect.signature(build).parameters.values()]
+    told = (dist, precision)[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    strategy: Strategy = build(*told, **options.fill(build, config.options, where="strategy"))
     return strategy

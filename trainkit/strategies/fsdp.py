@@ -4,34 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
+import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.modules.conv import _ConvNd
 
 from trainkit.distributed.process_group import Distributed
+from trainkit.errors import UserError
 from trainkit.strategies.batchnorm import synchronize_batchnorm
 from trainkit.strategies.blocks import repeated_blocks
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_CASTS = (nn.Linear, _ConvNd, nn.MultiheadAttention)
+"""Modules whose weights autocast casts when they compute."""
 
+
+@dataclass(frozen=True)
 class FSDP:
-    """`fully_shard` on every repeated block of the model and on what is left."""
+    """`fully_shard` on every repeated block of the model and on what is left. Fields: see `build`."""
 
-    def __init__(
-        self, dist: Distributed, reshard_after_forward: bool, min_block_params: int, sync_batchnorm: bool
-    ) -> None:
-        self._dist = dist
-        self._reshard_after_forward = reshard_after_forward
-        self._min_block_params = min_block_params
-        self._sync_batchnorm = sync_batchnorm
+    dist: Distributed
+    gathered: torch.dtype | None
+    """What weights that autocast would cast travel as; None: as they are."""
+    reduced: torch.dtype
+    within_node: bool
+    reshard_after_forward: bool
+    cpu_offload: bool
+    min_block_params: int
+    sync_batchnorm: bool
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        if self._sync_batchnorm:
-            model = synchronize_batchnorm(model, self._dist)
-        mesh = init_device_mesh(self._dist.device.type, (self._dist.world_size,))
-        for block in repeated_blocks(model, self._min_block_params):
-            fully_shard(block, mesh=mesh, reshard_after_forward=self._reshard_after_forward)
-        fully_shard(model, mesh=mesh, reshard_after_forward=self._reshard_after_forward)
+        if self.sync_batchnorm:
+            model = synchronize_batchnorm(model, self.dist)
+        mesh = self._mesh()
+        shards = mesh.size(mesh.ndim - 1)
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": self._mixed_precision(model),
+            "shard_placement_fn": lambda parameter: _placement(parameter, shards),
+            **({"offload_policy": CPUOffloadPolicy()} if self.cpu_offload else {}),
+        }
+        for block in repeated_blocks(model, self.min_block_params):
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
         return model
 
     @contextmanager
@@ -40,14 +61,92 @@ class FSDP:
         model.set_requires_gradient_sync(enabled)
         yield
 
+    def _mesh(self) -> DeviceMesh:
+        """The ranks in a row, or a row for each node, as they really are: SLURM can deal them out in turns."""
+        device, world_size = self.dist.device.type, self.dist.world_size
+        nodes: dict[int, list[int]] = {}
+        if self.within_node:
+            for rank, node in enumerate(self.dist.gather_json(self.dist.env.node_rank)):
+                nodes.setdefault(node, []).append(rank)
+        if len(nodes) < 2:
+            return DeviceMesh(device, list(range(world_size)), mesh_dim_names=("shard",))
+        sizes = sorted({len(ranks) for ranks in nodes.values()})
+        if len(sizes) > 1 or sizes == [1]:
+            raise UserError(
+                "strategy.shard_within=node is not possible here.",
+                why="Each node has one rank: nothing would be sharded."
+                if sizes == [1]
+                else f"Nodes have {' and '.join(map(str, sizes))} ranks: equal parts of the model want equal numbers.",
+                fix="Start as many ranks on each node, two or more, or leave strategy.shard_within out.",
+                key="strategy.shard_within",
+            )
+        return DeviceMesh(device, [nodes[node] for node in sorted(nodes)], mesh_dim_names=("replicate", "shard"))
+
+    def _mixed_precision(self, model: nn.Module) -> MixedPrecisionPolicy:
+        """Casts what autocast would cast, and nothing else: the model computes the same, and norms stay in fp32."""
+        if self.gathered is None:
+            return MixedPrecisionPolicy(reduce_dtype=self.reduced)
+        cast = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, _AUTOCAST_CASTS)
+            for parameter in module.parameters(recurse=False)
+        }
+        return MixedPrecisionPolicy(
+            param_dtype=self.gathered,
+            reduce_dtype=self.reduced,
+            cast_forward_inputs=False,
+            param_dtype_override_fn=lambda parameter: None if id(parameter) in cast else parameter.dtype,
+        )
+
+
+def _placement(parameter: nn.Parameter, shards: int) -> Shard:
+    """Cut along the first dimension, or, where that has too little for every rank, along the longest that is even: a
+    position embedding [1, N, D] would lie on one rank."""
+    even = [dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % shards == 0]
+    if parameter.ndim and parameter.shape[0] < shards and even:
+        return Shard(max(even, key=lambda dim: parameter.shape[dim]))
+    return Shard(0)
+
 
 def build(
     dist: Distributed,
+    precision: str = "fp32",
     *,
+    shard_within: Literal["all", "node"] = "all",
+    param_dtype: Literal["auto", "fp32"] = "auto",
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    cpu_offload: bool = False,
     reshard_after_forward: bool = True,
     min_block_params: int = 10_000,
     sync_batchnorm: bool = False,
 ) -> FSDP:
-    """Options: ``reshard_after_forward=false`` keeps gathered parameters until the backward pass (ZeRO-2: faster, more
-    memory); ``min_block_params`` is the smallest block that is sharded on its own."""
-    return FSDP(dist, reshard_after_forward, min_block_params, sync_batchnorm)
+    """Options:
+
+    ``shard_within=node`` shards over the ranks of a node and holds a replica on each (HSDP): only gradients cross the
+    network. ``param_dtype``: what weights are gathered as; ``auto``: as train.precision computes with them, half the
+    bytes, and the same numbers; norms and buffers stay in fp32. ``reduce_dtype``: what gradients are summed as.
+    ``cpu_offload`` keeps the shards in host memory, where the optimizer then works. ``reshard_after_forward=false``
+    keeps gathered parameters until the backward pass (ZeRO-2: faster, more memory); ``min_block_params`` is the
+    smallest block that is sharded on its own.
+    """
+    if cpu_offload and dist.device.type != "cuda":
+        raise UserError(
+            "strategy.cpu_offload=true needs GPUs.",
+            why="On CPUs the shards are in host memory already.",
+            fix="Remove it.",
+            key="strategy.cpu_offload",
+        )
+    # Before torch 2.15 all parameters of a block were cast, or none.
+    selective = "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}
+    gathered = _DTYPES.get(precision) if param_dtype == "auto" and selective and precision in ("bf16", "fp16") else None
+    return FSDP(
+        dist,
+        gathered,
+        _DTYPES[reduce_dtype],
+        shard_within == "node",
+        reshard_after_forward,
+        cpu_offload,
+        min_block_params,
+        sync_batchnorm,
+    )

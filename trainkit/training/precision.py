@@ -139,9 +139,11 @@ class Precision:
         sharded = bool(gradients) and hasattr(gradients[0], "to_local")
         if sharded:
             gradients = [gradient.to_local() for gradient in gradients]  # type: ignore[attr-defined]
-        found = torch.zeros((), device=self._dist.device)
+        # FSDP can keep gradients in host memory.
+        device = gradients[0].device if gradients else self._dist.device
+        found = torch.zeros((), device=device)
         # The scaler's own kernel: one pass over all gradients, here multiplied by one.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one.to(device))
         if sharded:  # elsewhere the ranks have averaged their gradients, and all hold the same
             self._agree(found)
         return found

@@ -1,0 +1,143 @@
+"""What each rank of a sharded training holds, counted in bytes; and what is gathered."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.rank_functions import run_ranks
+from trainkit import plugins
+from trainkit.config.schema import OptimConfig
+from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.errors import UserError
+from trainkit.ranks.env import RankEnv
+from trainkit.training.optim import build_optimizer
+
+
+class SmallViT(nn.Module):
+    """Parameters of all shapes that a vision transformer has; those of [1, N, D] are 2 % of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 64, 4, 4)
+        self.position = nn.Parameter(torch.zeros(1, 64, 64))
+        layers = (nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4))
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        scores: Tensor = self.head(self.blocks(tokens).mean(1))
+        return scores
+
+
+def _bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Of parameters, gradients and optimizer state on this rank."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor))
+    local = (getattr(item, "to_local", lambda item=item: item)() for item in chain(parameters, gradients, state))
+    return sum(item.numel() * item.element_size() for item in local)
+
+
+def _trained(dist: Distributed, strategy: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    chosen = plugins.load("trainkit.strategies", strategy)(dist, **options)
+    model = chosen.parallelize(SmallViT())
+    optimizer = build_optimizer(model, OptimConfig())
+    with chosen.grad_sync(model, enabled=True):
+        model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _held(env: RankEnv, options: dict[str, Any]) -> int:
+    with distributed(env, use_gpu=False) as dist:
+        return _bytes_held(*_trained(dist, "fsdp", **options))
+
+
+@pytest.fixture(scope="module")
+def whole() -> int:
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        return _bytes_held(*_trained(dist, "single"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "shards", "options"),
+    [(2, 1, 2, {}), (4, 1, 4, {}), (4, 2, 2, {"shard_within": "node"})],
+    ids=["2 ranks", "4 ranks", "2 nodes of 2 ranks"],
+)
+def test_parameters_gradients_and_optimizer_state_of_a_rank_are_its_share(
+    whole: int, ranks: int, nodes: int, shards: int, options: dict[str, Any]
+) -> None:
+    held = run_ranks(ranks, _held, options, nodes=nodes)
+    assert held == pytest.approx([whole / shards] * ranks, rel=0.02)
+
+
+def _gathered(env: RankEnv, precision: str, options: dict[str, Any]) -> dict[str, str]:
+    seen: dict[str, str] = {}
+    with distributed(env, use_gpu=False) as dist:
+        model = plugins.load("trainkit.strategies", "fsdp")(dist, precision, **options).parallelize(
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+        )
+
+        def look(module: nn.Module, *_: object) -> None:
+            for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+                seen[f"{type(module).__name__}.{name}"] = str(tensor.dtype).removeprefix("torch.")
+
+        for module in model:
+            module.register_forward_pre_hook(look)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(2, 3, 3, 3)).sum().backward()
+    return seen
+
+
+def test_weights_are_gathered_as_they_compute_and_norms_stay_as_they_are() -> None:
+    single = RankEnv.single()
+    seen = _gathered(single, "bf16", {})
+    assert {name for name, dtype in seen.items() if dtype == "bfloat16"} == {
+        "Conv2d.weight", "Conv2d.bias", "Linear.weight", "Linear.bias"
+    }  # fmt: skip
+    assert seen["BatchNorm2d.weight"] == seen["BatchNorm2d.running_var"] == "float32"
+    assert "bfloat16" not in _gathered(single, "bf16", {"param_dtype": "fp32"}).values()
+    assert "bfloat16" not in _gathered(single, "fp32", {}).values()
+
+
+def _mesh(env: RankEnv, nodes: list[int]) -> tuple[list[Any], tuple[str, str]]:
+    """The ranks of each node, where rank i is on node ``nodes[i]``."""
+    from dataclasses import replace
+
+    env = replace(env, node_rank=nodes[env.rank], num_nodes=max(nodes) + 1)
+    with distributed(env, use_gpu=False) as dist:
+        strategy = plugins.load("trainkit.strategies", "fsdp")(dist, shard_within="node")
+        try:
+            mesh = strategy._mesh()
+        except UserError as error:
+            return [], (error.what, error.why)
+        return mesh.mesh.tolist(), ("", "")
+
+
+def test_the_ranks_of_a_node_shard_together_however_they_are_numbered() -> None:
+    assert run_ranks(4, _mesh, [0, 1, 0, 1])[1][0] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        ([0, 1, 1], "Nodes have 1 and 2 ranks: equal parts of the model want equal numbers."),
+        ([0, 1], "Each node has one rank: nothing would be sharded."),
+    ],
+)
+def test_nodes_that_cannot_hold_a_replica_each_are_refused_on_every_rank(nodes: list[int], why: str) -> None:
+    assert [told for _, told in run_ranks(len(nodes), _mesh, nodes)] == [
+        ("strategy.shard_within=node is not possible here.", why)
+    ] * len(nodes)
+
+
+def test_offloading_to_the_host_is_refused_where_the_model_is_there_already() -> None:
+    with distributed(RankEnv.single(), use_gpu=False) as dist, pytest.raises(UserError, match="needs GPUs"):
+        plugins.load("trainkit.strategies", "fsdp")(dist, cpu_offload=True)
