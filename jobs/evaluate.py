@@ -13,6 +13,9 @@ from trainkit.config.loading import load
 from trainkit.records.jsonl import append, plain
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import find_run
+from trainkit.terminal import one_line
+
+_SHOWN = 5
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -26,6 +29,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument(
         "--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)"
     )
+    parser.add_argument(
+        "--weights",
+        choices=("raw", "ema", "both"),
+        help="the model's own, the averaged ones (train.ema_decay) or both (default: all that there are)",
+    )
     cli.add_allow_code_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(argv)
@@ -33,22 +41,50 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     loaded = load(str(run_dir.config), args.overrides)
     require_own_code(run_dir.path, loaded, allow_code=args.allow_code)
     plugins.search_first(run_dir.code)  # the model as it was when it was trained, from any folder
-    from trainkit.experiment import evaluate_checkpoint
+    from trainkit.evaluation import evaluate_checkpoint
 
-    result = evaluate_checkpoint(loaded.config, run_dir, args.checkpoint, args.split)
+    done = evaluate_checkpoint(loaded.config, run_dir, args.checkpoint, args.split, args.weights)
+    metrics, counts, names = done.found.metrics, done.found.counts, done.info.class_names
+    result = {"step": done.step, **metrics}
     if args.split == "test":  # for the log book, which shows the newest
         try:
             append(run_dir.metrics, {"time": round(time.time(), 3), "split": args.split, **result})
         except OSError as error:  # somebody else's run, or an archive: the result is what was asked for
             print(f"Not recorded in {run_dir.metrics}: {error.strerror}.", file=sys.stderr)
     if args.json:
-        print(json.dumps(plain({"run": str(run_dir.path), "split": args.split, **result}), allow_nan=False))
-    else:
-        print(
-            f"{args.split} of step {result['step']:.0f} ({args.checkpoint}): acc1 {result['acc1']:.2f} %  "
-            f"acc5 {result['acc5']:.2f} %  loss {result['loss']:.4f}  over {result['samples']:,.0f} images"
-        )
+        confusion = {kind: each.to_json() for kind, each in counts.items()}
+        classes = {"classes": list(names), "confusion": confusion}
+        print(json.dumps(plain({"run": str(run_dir.path), "split": args.split, **result, **classes}), allow_nan=False))
+        return 0
+    for prefix, words in (("", ""), ("ema_", "averaged weights: ")):
+        if f"{prefix}acc1" in metrics:
+            acc1, acc5, loss = (metrics[f"{prefix}{name}"] for name in ("acc1", "acc5", "loss"))
+            print(
+                f"{args.split} of step {done.step} ({args.checkpoint}): {words}acc1 {acc1:.2f} %  acc5 {acc5:.2f} %  "
+                f"loss {loss:.4f}  over {metrics['samples']:,.0f} images"
+            )
+    for kind, each in counts.items():
+        print(*worst_classes(each.pairs, names, "averaged weights" if kind == "ema" else ""), sep="\n")
     return 0
+
+
+def worst_classes(pairs: Mapping[tuple[int, int], int], names: Sequence[str], whose: str) -> list[str]:
+    """A table of the classes that were told right least often, the worst first, and what they were taken for."""
+    told: dict[int, dict[int, int]] = {}
+    for (label, other), count in pairs.items():
+        told.setdefault(label, {})[other] = count
+    rows: list[tuple[float, str]] = []
+    for label, others in told.items():
+        right = others.pop(label, 0)
+        if others:
+            other, count = max(others.items(), key=lambda item: (item[1], -item[0]))
+            share = right / (total := right + sum(others.values()))
+            words = f"{100 * share:6.2f} %  {right:>6,} of {total:<6,}  {one_line(names[label])}"
+            rows.append((share, f"{words}, taken for {one_line(names[other])} {count:,} times"))
+    if not rows:
+        return []
+    head = "worst classes" + (f" ({whose})" if whose else "")
+    return [f"{head}:", *(line for _, line in sorted(rows, key=lambda row: row[0])[:_SHOWN])]
 
 
 if __name__ == "__main__":

@@ -33,14 +33,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models"),
     ("trainkit.checking", "trainkit.training"),
     ("trainkit.experiment",),
-    ("trainkit.collaborative",),
+    ("trainkit.collaborative", "trainkit.evaluation"),
     ("jobs",),
 )
 # Nothing inside a job needs what puts jobs onto machines.
 NOT_INSIDE_A_JOB = {"trainkit.launch"}
 INSIDE_A_JOB = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
-    "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.monitor",
+    "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.evaluation", "trainkit.monitor",
 }  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -14,7 +14,6 @@ from typing import Literal
 from torch import nn
 
 from trainkit import lifetime
-from trainkit.checkpoint import files
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.checkpoint.starting import start_from
 from trainkit.config.loading import to_yaml
@@ -41,10 +40,9 @@ from trainkit.records.writer import Writer
 from trainkit.strategies import build_strategy
 from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.clock import clock_of
-from trainkit.training.evaluate import evaluate
 from trainkit.training.layout import make_deterministic, placed
 from trainkit.training.loop import train
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper, go_on
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Precision, choose_precision
 
@@ -130,19 +128,21 @@ def alone(config: Config) -> Config:
 def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, beat: Callable[[], None]) -> Outcome:
     config, dist, run_dir = parts.config, parts.dist, writer.run
     checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist, may_write=writer.check)
-    restored = checkpoints.restore(parts.model, parts.optimizer, accept=lambda found: Progress.of(found.state))
+    restored, progress = go_on(parts, checkpoints)
     lifetime.settled()
-    progress = Progress.of(restored.state) if restored else Progress()
     anew: tuple[str, ...] = ()
-    if restored:
-        parts.precision.load_state_dict(restored.state["precision"])
-    elif config.model.checkpoint is not None:
+    if restored is None and config.model.checkpoint is not None:
         anew = start_from(Path(config.model.checkpoint).expanduser(), parts.model, dist)
+        if parts.ema is not None:
+            parts.ema.restart()
     hosts = dist.gather_json(socket.gethostname())
     resized = parts.differs_from(restored.state) if restored else ""
     if dist.is_main:
+        late_average = parts.ema is not None and progress.step > 0 and not progress.ema_updates
         if resized:
             print(f"Note: {resized}.", flush=True)
+        if late_average:
+            print(f"Note: the averaged weights begin here, with those of step {progress.step}.", flush=True)
         writer.attempt.started(
             step=progress.step,
             total_steps=parts.total_steps,
@@ -155,6 +155,7 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
             **({"trained_anew": anew} if anew else {}),
             **({"input": asdict(parts.splits.expected)} if parts.splits.expected else {}),
             **({"resized": resized} if resized else {}),
+            **({"ema_began": True} if late_average else {}),
         )
     loggers = open_loggers(
         config,
@@ -251,26 +252,3 @@ def _hardware(config: Config, run_dir: RunDir, dist: Distributed) -> Iterator[No
         return
     with sample_hardware(run_dir, socket.gethostname(), config.monitor.hardware_every_seconds, str(dist.device)):
         yield
-
-
-def evaluate_checkpoint(config: Config, run_dir: RunDir, which: str, split: str) -> dict[str, float]:
-    """Metrics of a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
-
-    A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
-
-    Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so.
-
-    Raises:
-        UserError: no such checkpoint, or it is broken.
-    """
-    step = files.resolve(run_dir.checkpoints, which)
-    splits = build_data(config.data)
-    with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
-        parts = build(alone(config), dist, splits)
-        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
-        step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"))
-        lifetime.settled()
-        samples = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
-        result = evaluate(parts, samples, batch_size=min(config.train.global_batch_size, 256))
-    assert result is not None
-    return {"step": step, **result}

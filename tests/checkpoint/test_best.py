@@ -19,16 +19,16 @@ SETTINGS = ("optim.lr=1e-30", "train.max_steps=24")
 BEST = 19
 
 
-def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, float, str]:
+def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str]:
     from trainkit.config.loading import load
-    from trainkit.experiment import evaluate_checkpoint
+    from trainkit.evaluation import evaluate_checkpoint
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         ending = train_run(env, folder, "single", SETTINGS)
         config = load(str(RunDir(folder).config), QUICK).config
         result = evaluate_checkpoint(config, RunDir(folder), "best", "test")
-    return ending, result["step"], said.getvalue()
+    return ending, result.step, said.getvalue()
 
 
 def flip(checkpoint: Path) -> None:

@@ -42,6 +42,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 # What a micro batch decides (BatchNorm's statistics, what dropout draws) is alike where micro batches are.
 BATCHNORM = ("model.norm=batch", "train.micro_batch_size=16")
 BF16 = ("train.precision=bf16",)
+WEIGHTED = ("train.class_weights=[4, 1, 1, 0.2, 1, 1, 2, 1, 3, 1]",)
 DROPOUT = ("model.dropout=0.3", "train.micro_batch_size=16")
 
 SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
@@ -67,6 +68,11 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
     # In bf16 two ranks differ from one by 4.6e-4: gradients are rounded before they are summed. What FSDP gathers in
     # bf16 is what autocast makes of it: the very difference of ddp.
     BF16: [("ddp", 2, (), 2e-3), ("fsdp", 2, (), 2e-3)],
+    WEIGHTED: [
+        ("ddp", 4, (), 1e-5),
+        ("ddp", 2, ("train.micro_batch_size=8",), 1e-5),
+        ("fsdp", 2, (), 1e-5),
+    ],
     DROPOUT: [("ddp", 2, (), 1e-5), ("fsdp", 4, (), 1e-5)],
 }
 """Settings of both -> preset, ranks and settings of the one that is compared, and how far it may be off, relatively."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,19 @@ class Checkpoints:
             fill_tensors(named, tensors.get(stem, {}), self._dist)
         return found or Restored(int(told["step"]), told["state"], {stem: {} for stem in extra})
 
-    def load_weights(self, model: nn.Module, step: int, *, or_newest: bool = False) -> int:
+    def holds(self, step: int, stem: str) -> bool:
+        """Whether the checkpoint of ``step`` says that it has tensors ``stem``; False if it is broken."""
+        held = False
+        if self._dist.is_main:
+            with suppress(BrokenCheckpointError):
+                held = f"{stem}.safetensors" in files.verified(self._folder, step, ()).files
+        return self._dist.broadcast_json(held)
+
+    def load_weights(self, model: nn.Module, step: int, *, or_newest: bool = False, stem: str = "model") -> int:
         """Load only the weights of the checkpoint of ``step``; the step whose weights were loaded.
 
         Args:
+            stem: ``model``, or ``ema``: the averaged ones.
             or_newest: if that one is broken or gone, take the newest whole one and say so on stderr.
 
         Raises:
@@ -150,7 +160,7 @@ class Checkpoints:
         error = None
         if self._dist.is_main:
             try:
-                step, weights = self._weights(step, or_newest)
+                step, weights = self._weights(step, or_newest, stem)
             except TrainkitError as refusal:
                 error = refusal
         self._dist.raise_together(error)
@@ -182,12 +192,12 @@ class Checkpoints:
             return restored, tensors
         return None, {}
 
-    def _weights(self, step: int, or_newest: bool) -> tuple[int, dict[str, Tensor]]:
+    def _weights(self, step: int, or_newest: bool, stem: str) -> tuple[int, dict[str, Tensor]]:
         others = [other for other in reversed(files.steps(self._folder)) if other != step]
         why = ""
         for candidate in [step, *(others if or_newest else [])]:
             try:
-                return candidate, files.read(self._folder, candidate, ["model"])[1]["model"]
+                return candidate, files.read(self._folder, candidate, [stem])[1][stem]
             except BrokenCheckpointError as fault:
                 why = why or f"{fault}."
                 if or_newest:

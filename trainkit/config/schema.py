@@ -73,6 +73,12 @@ class TrainConfig(Section):
     after 3 such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint
     and go on with the data after them, at most 3 times."""
     label_smoothing: Fraction = 0.0
+    class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
+    """How much a sample's loss counts, by its class: one number for each, or balanced: rare classes as much as common
+    ones. The loss is the weighted mean over the global batch."""
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
+    measure both: `ema_acc1`. null: no average."""
     eval_every_epochs: PositiveInt = 1
     """Validate after every so many epochs, and always at the end."""
 
@@ -124,8 +130,8 @@ class CheckpointConfig(Section):
     """Save when so many minutes have passed since the last time: what a power cut may cost at most."""
     keep: PositiveInt = 3
     """How many checkpoints to keep besides the best."""
-    best: Literal["val/acc1", "val/acc5", "val/loss"] = "val/acc1"
-    """What `best` is judged by."""
+    best: Literal["val/acc1", "val/acc5", "val/loss", "val/ema_acc1", "val/ema_acc5", "val/ema_loss"] = "val/acc1"
+    """What `best` is judged by; ema_: of the averaged weights (train.ema_decay)."""
 
 
 class MonitorConfig(Section):
@@ -201,6 +207,13 @@ class Config(Section):
                 keys=("train.global_batch_size", "train.micro_batch_size"),
                 why="An update takes whole micro batches.",
                 fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
+            )
+        if self.checkpoint.best.startswith("val/ema_") and self.train.ema_decay is None:
+            raise ImpossibleError(
+                f"checkpoint.best={self.checkpoint.best} and train.ema_decay=null",
+                keys=("checkpoint.best", "train.ema_decay"),
+                why="There are no averaged weights to judge by.",
+                fix="Use train.ema_decay=0.9999, or checkpoint.best=val/acc1.",
             )
         return self
 

@@ -98,6 +98,10 @@ class _Made:
     def __len__(self) -> int:
         return self.size
 
+    @property
+    def labels(self) -> list[int]:
+        return [index % len(self.patterns) for index in range(self.size)]
+
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
         import torch
 

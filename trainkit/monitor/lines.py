@@ -33,6 +33,8 @@ def metric_words(record: Mapping[str, Any]) -> list[str]:
     words = [formats[key](record[key]) for key in formats if key in record]
     if record.get("split") != "train" and "acc5" in record:
         words.append(f"acc5 {number(record['acc5'], '.2f', ' %')}")
+    if "ema_acc1" in record:
+        words.append(f"ema acc1 {number(record['ema_acc1'], '.2f', ' %')}")
     return words
 
 

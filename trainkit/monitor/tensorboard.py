@@ -18,14 +18,18 @@ _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 
 
 class _TensorBoard:
-    def __init__(self, run_dir: RunDir, start: Start) -> None:
+    def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve would
         # go back and forth. The resumed step itself was complete.
         purge_step = start.resumed_step + 1 if start.resumed_step else None
         self._writer = SummaryWriter(str(run_dir.tensorboard), purge_step=purge_step, flush_secs=10)
-        plots = {metric: ["Multiline", [f"{metric}/train", f"{metric}/val"]] for metric in OVERLAID}
+        averaged = config.train.ema_decay is not None
+        plots = {
+            metric: ["Multiline", [f"{metric}/train", f"{metric}/val", *[f"ema_{metric}/val"] * averaged]]
+            for metric in OVERLAID
+        }
         self._writer.add_custom_scalars({"train and val": plots})
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -42,4 +46,4 @@ class _TensorBoard:
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     """Write event files into ``run_dir.tensorboard``; every attempt adds one."""
-    return _TensorBoard(run_dir, start)
+    return _TensorBoard(run_dir, config, start)

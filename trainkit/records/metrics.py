@@ -41,7 +41,7 @@ def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
             fits = reading.is_time(value)
         elif key == "epoch":
             fits = reading.is_number(value) and 0 <= value < 1e9
-        elif key in ("acc1", "acc5"):
+        elif key.removeprefix("ema_") in ("acc1", "acc5"):
             fits = value is None or (reading.is_number(value) and 0 <= value <= 100)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             fits, value = True, value if reading.is_number(value) else None
@@ -52,4 +52,4 @@ def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     return record
 
 
-NUMBERS = ("loss", "lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")
+NUMBERS = ("loss", "ema_loss", "lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")

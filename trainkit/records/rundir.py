@@ -84,6 +84,11 @@ class RunDir:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def confusion(self) -> Path:
+        """Which class the best weights take for which."""
+        return self.path / "confusion.json"
+
     def hardware(self, host: str) -> Path:
         """Hardware samples of one host."""
         return self.path / f"system-{host}.jsonl"

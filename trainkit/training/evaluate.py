@@ -11,6 +11,7 @@ from torch.nn import functional
 from trainkit.data.base import Samples
 from trainkit.data.loader import eval_batches
 from trainkit.distributed.process_group import Distributed
+from trainkit.training.confusion import Confusion
 from trainkit.training.meter import Meter
 from trainkit.training.parts import Parts
 
@@ -22,6 +23,7 @@ def evaluate(
     batch_size: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
+    confusion: Confusion | None = None,
 ) -> dict[str, float] | None:
     """``loss``, ``acc1``, ``acc5`` and ``samples`` of one pass over ``samples``; None if it was told to stop.
 
@@ -32,6 +34,7 @@ def evaluate(
         batch_size: samples per rank and forward pass; None: as in training.
         should_stop: asked before each batch; must answer alike on all ranks.
         beat: called for each batch.
+        confusion: counts which class is taken for which.
     """
     model, dist, splits = parts.model, parts.dist, parts.splits
     was_training = model.training
@@ -57,6 +60,8 @@ def evaluate(
                 logits = logits.float()
                 losses = functional.cross_entropy(logits, labels, reduction="none")
                 meter.add_masked(losses, logits, labels, mask)
+                if confusion is not None:
+                    confusion.add(logits, labels, mask)
         return meter.read()
     finally:
         model.train(was_training)

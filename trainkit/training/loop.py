@@ -81,6 +81,9 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
             progress.position = position + 1
             progress.images += config.train.global_batch_size
             counts = made.stepped.skip is None  # schedule and step stand still on one that fp16 skips
+            if parts.ema is not None and counts:
+                parts.ema.update(made.stepped.nonfinite, updates=progress.ema_updates)
+                progress.ema_updates += 1
             progress.step += counts
             is_final = progress.step == parts.total_steps
             log = counts and (progress.step % config.monitor.log_every == 0 or is_final)

@@ -6,19 +6,21 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.saving import Checkpoints, Restored
 from trainkit.distributed.device import device_name, peak_memory_mb
 from trainkit.monitor.base import Logger
 from trainkit.records import jsonl
 from trainkit.records.attempts import Remark
 from trainkit.records.writer import Writer
 from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
-from trainkit.training.evaluate import evaluate, sync_buffers
+from trainkit.training.confusion import told
 from trainkit.training.parts import Parts
+from trainkit.training.testing import STEMS, measure, measure_saved
 
 # A run that diverges after each of so many checkpoints does so whatever the data.
 MOST_ROLLBACKS = 3
@@ -39,6 +41,8 @@ class Progress:
     """Step of the last finished validation; behind ``step`` if a stop request fell into it."""
     best: float | None = None
     best_step: int | None = None
+    best_by: str | None = None
+    """What ``best`` was judged by."""
     train_seconds: float = 0.0
     """Seconds spent in training steps over all attempts, validation and saving excluded."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -49,6 +53,8 @@ class Progress:
     """The last validation's metrics."""
     window: list[float] = field(default_factory=list)
     """What has been measured since the last train record: `Meter.sums`."""
+    ema_updates: int = 0
+    """How many updates are in the averaged weights; 0: there are none."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
@@ -77,11 +83,36 @@ class Progress:
         name = by.removeprefix("val/")
         value = val[name]
         self.val, self.validated_step = val, self.step
-        better = self.best is None or (value < self.best if name == "loss" else value > self.best)
+        small = name in ("loss", "ema_loss")
+        if self.best_by not in (None, by):  # two measures do not compare
+            self.best = None
+        better = self.best is None or (value < self.best if small else value > self.best)
         better = better and math.isfinite(value)
         if better:
-            self.best, self.best_step = value, self.step
+            self.best, self.best_step, self.best_by = value, self.step, by
         return better
+
+
+def go_on(parts: Parts, checkpoints: Checkpoints) -> tuple[Restored | None, Progress]:
+    """Restore the newest whole checkpoint that is a training's, and how far it was; None if there is none.
+
+    An average of the weights that it does not have begins with its weights.
+    """
+    ema = parts.ema
+    restored = checkpoints.restore(
+        parts.model,
+        parts.optimizer,
+        into={} if ema is None else {STEMS["ema"]: ema.tensors()},
+        accept=lambda found: Progress.of(found.state),
+    )
+    progress = Progress() if restored is None else Progress.of(restored.state)
+    if restored is not None:
+        parts.precision.load_state_dict(restored.state["precision"])
+    if ema is None:
+        progress.ema_updates = 0
+    elif not progress.ema_updates:
+        ema.restart()
+    return restored, progress
 
 
 @dataclass(frozen=True)
@@ -117,11 +148,11 @@ class Keeper:
         """Validate, record with ``where``, judge. Is this model the best so far? None: told to stop half way."""
         before = self.clock.part
         self.clock.to(EVALUATION)
-        sync_buffers(self.parts.model, self.parts.dist)
-        result = evaluate(self.parts, self.parts.splits.val, should_stop=should_stop, beat=self.beat)
+        found = measure(self.parts, self.parts.splits.val, should_stop=should_stop, beat=self.beat)
         self.clock.to(before)
-        if result is None:
+        if found is None:
             return None
+        result = found.metrics
         better = self.progress.judge(result, self.parts.config.checkpoint.best)
         self.metrics.log({**where, "split": "val", **result})
         return better
@@ -152,7 +183,7 @@ class Keeper:
                 **more,
             },
             best_step=progress.best_step,
-            extra=extra,
+            extra={**({} if parts.ema is None else {STEMS["ema"]: parts.ema.tensors()}), **(extra or {})},
         )
         self.beat()
         if parts.dist.is_main:
@@ -168,12 +199,10 @@ class Keeper:
         before, rollbacks, seconds = progress.step, progress.rollbacks + 1, progress.seconds
         if rollbacks > MOST_ROLLBACKS:
             return False
-        parts = self.parts
-        restored = self.checkpoints.restore(parts.model, parts.optimizer, accept=lambda found: Progress.of(found.state))
+        restored, there = go_on(self.parts, self.checkpoints)
         if restored is None:
             return False
-        parts.precision.load_state_dict(restored.state["precision"])
-        progress.take_over(Progress.of(restored.state))
+        progress.take_over(there)
         progress.position, progress.rollbacks, progress.nonfinite = position, rollbacks, 0
         progress.seconds = seconds  # spent they are
         self.remark("rolled_back", step=progress.step, from_step=before, position=position)
@@ -186,16 +215,23 @@ class Keeper:
             self.writer.attempt.remark(kind, **facts)
 
     def test(self, where: Mapping[str, Any]) -> dict[str, float]:
-        """Test metrics of the best weights, recorded with ``where``."""
+        """Test metrics of the best weights, recorded with ``where``; which class was taken for which, in a file."""
         self.clock.to(EVALUATION)
-        best = self.progress.best_step
-        if best is not None and best != self.progress.step:
-            self.checkpoints.load_weights(self.parts.model, best, or_newest=True)
-        result = evaluate(self.parts, self.parts.splits.test, beat=self.beat)
-        assert result is not None
+        parts, best = self.parts, self.progress.best_step
+        if best is None or best == self.progress.step:
+            found = measure(parts, parts.splits.test, beat=self.beat, confusion=True)
+            best = self.progress.step
+        else:
+            kinds = ["raw"]
+            if parts.ema is not None and self.checkpoints.holds(best, STEMS["ema"]):
+                kinds.append("ema")
+            best, found = measure_saved(parts, self.checkpoints, best, parts.splits.test, kinds=kinds, beat=self.beat)
+        assert found is not None
         self.clock.to(END)
-        self.metrics.log({**where, "split": "test", **result})
-        return result
+        self.metrics.log({**where, "split": "test", **found.metrics})
+        if parts.dist.is_main and found.counts:
+            self._write(self.writer.run.confusion, told(parts.splits.info, found.counts, split="test", step=best), None)
+        return found.metrics
 
     def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float] | None, **more: Any) -> None:
         """Write ``summary.json``; None is null there, as is what is not finite."""
@@ -225,9 +261,12 @@ class Keeper:
             "max_memory_mb": peak_memory_mb(parts.dist.device),
             **more,
         }
-        file = self.writer.run.summary
-        partial = file.with_name(".summary.json.partial")
-        text = json.dumps(jsonl.plain(summary), indent=2, allow_nan=False) + "\n"
+        self._write(self.writer.run.summary, summary, 2)
+
+    def _write(self, file: Path, content: Mapping[str, Any], indent: int | None) -> None:
+        """A file that is complete or absent."""
+        partial = file.with_name(f".{file.name}.partial")
+        text = json.dumps(jsonl.plain(content), indent=indent, allow_nan=False) + "\n"
         self.writer.check()
         partial.write_text(text, encoding="utf-8")
         self.writer.check()

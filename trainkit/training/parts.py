@@ -15,6 +15,8 @@ from trainkit.data.base import Splits, normalize
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies.base import Strategy
+from trainkit.training.class_weights import class_weights
+from trainkit.training.ema import Ema
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import Precision
 from trainkit.training.schedule import lr_at
@@ -38,6 +40,17 @@ class Parts:
     def optimizer(self) -> torch.optim.Optimizer:
         """Made when it is first asked for: who evaluates has none, nor the seconds that torch takes to import it."""
         return build_optimizer(self.model, self.config.optim)
+
+    @cached_property
+    def ema(self) -> Ema | None:
+        """The averaged weights, if the configuration wants any; they begin with those that the model then has."""
+        return Ema(self.model, self.config.train.ema_decay) if self.config.train.ema_decay is not None else None
+
+    @cached_property
+    def class_weights(self) -> Tensor | None:
+        """How much a sample of each class counts: float32 [num_classes] on the device; None: all alike."""
+        weights = class_weights(self.config.train.class_weights, self.splits)
+        return None if weights is None else torch.tensor(weights, dtype=torch.float32, device=self.dist.device)
 
     @cached_property
     def steps_per_epoch(self) -> int:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
+from trainkit.training.class_weights import divide_by_mean
 from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.meter import Meter
 from trainkit.training.optim import set_lr
@@ -27,13 +28,18 @@ class Update(NamedTuple):
 
 
 class Updater:
-    """Makes updates of one model. ``meter`` has the loss and the hits of all since it was last read; ``clock`` is told
-    what time is spent on."""
+    """Makes updates of one model.
+
+    ``meter`` has the loss and the hits of all since it was last read. The loss is that of all samples alike, also where
+    some classes count for more: so it compares with that of validation. ``clock`` is told what time is spent on.
+    """
 
     def __init__(self, parts: Parts, *, beat: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
         self.meter = Meter(parts.dist)
         self._parts, self._beat, self._clock = parts, beat, clock or Clock()
         self._parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+        self._weights = parts.class_weights
+        self._reduction = "mean" if self._weights is None else "none"
 
     def __call__(self, batches: Iterator[Batch], *, lr: float, seed: int) -> Update:
         """Train on one global batch.
@@ -46,6 +52,7 @@ class Updater:
         p, train = self._parts, self._parts.config.train
         device, passes, clock = p.dist.device, p.grad_accum_steps, self._clock
         total: Tensor | None = None
+        mean_weight: Tensor | None = None
         self._beat()
         set_lr(p.optimizer, lr)
         for micro_step in range(passes):
@@ -60,8 +67,15 @@ class Updater:
             with p.strategy.grad_sync(p.model, enabled=is_last):
                 with p.precision.autocast():
                     logits = p.model(images)
-                    loss = functional.cross_entropy(logits.float(), labels, label_smoothing=train.label_smoothing)
-                share = loss / passes if passes > 1 else loss
+                    loss = weighted = functional.cross_entropy(
+                        logits.float(), labels, label_smoothing=train.label_smoothing, reduction=self._reduction
+                    )
+                    if self._weights is not None:
+                        weights = self._weights[labels]
+                        loss, weighted = loss.mean(), (weights * loss).mean()
+                        mean = weights.mean() / passes
+                        mean_weight = mean if mean_weight is None else mean_weight + mean
+                share = weighted / passes if passes > 1 else weighted
                 clock.to(BACKWARD)
                 if is_last and p.dist.world_size > 1:
                     clock.watch_backward(share)
@@ -71,6 +85,9 @@ class Updater:
             total = share.detach() if total is None else total + share.detach()
         assert total is not None
         clock.to(OPTIMIZER)
+        if mean_weight is not None:
+            divide_by_mean(mean_weight, self._parameters, p.dist)
+            total = total / mean_weight
         stepped = p.precision.step(p.optimizer, self._parameters, train.grad_clip_norm)
         clock.to(OTHER)
         clock.step()

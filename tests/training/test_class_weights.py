@@ -1,0 +1,78 @@
+"""Classes that count for more: the weighted mean over the global batch, however it is divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.training.parts import Linear, parts_of
+from tests.training.test_update import IMAGES, LABELS, PLAIN, micro_batches, updated
+from trainkit.data.base import normalize
+from trainkit.data.tensors import TensorSamples
+from trainkit.errors import UserError
+from trainkit.training.class_weights import class_weights
+from trainkit.training.update import Updater
+
+WEIGHTS = (5.0, 1.0, 0.25, 2.0, 1.0, 3.0, 0.5)
+ASKED = "train.class_weights=[5, 1, 0.25, 2, 1, 3, 0.5]"
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
+def test_an_update_follows_torchs_weighted_mean_over_the_global_batch(micro_batch_size: int) -> None:
+    model = Linear()
+    logits = model(normalize(IMAGES, parts_of().splits.info))
+    functional.cross_entropy(logits, LABELS, weight=torch.tensor(WEIGHTS)).backward()  # type: ignore[no-untyped-call]
+    assert model.layer.weight.grad is not None
+    moved = updated(ASKED, f"train.micro_batch_size={micro_batch_size}", lr=0.5)
+    assert torch.allclose(moved, -0.5 * model.layer.weight.grad, atol=1e-6)
+
+
+def test_the_loss_that_is_recorded_is_that_of_all_samples_alike() -> None:
+    found = []
+    for settings in ((), (ASKED,)):
+        update = Updater(parts_of(*PLAIN, *settings))
+        made = update(micro_batches(), lr=0.5, seed=0)
+        found.append((update.meter.read(), made.loss.item()))
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[0][1] != pytest.approx(found[1][1])
+
+
+def splits_of(labels: list[int]) -> Any:
+    samples = TensorSamples(torch.zeros(len(labels), 3, 4, 4, dtype=torch.uint8), torch.tensor(labels))
+    return replace(parts_of().splits, train=samples)
+
+
+def test_balanced_is_samples_by_classes_and_samples_of_the_class() -> None:
+    labels = [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 6]
+    weights = class_weights("balanced", splits_of(labels))
+    assert weights == [11 / (7 * labels.count(label)) for label in range(7)]
+
+
+def test_balanced_names_a_class_without_samples() -> None:
+    with pytest.raises(UserError, match="has none of class 3, class 5"):
+        class_weights("balanced", splits_of([0, 1, 2, 4, 6]))
+
+
+class Unlabelled:
+    """Images that would all have to be read for their labels."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]:
+        raise AssertionError("read")
+
+
+def test_data_that_does_not_tell_its_labels_is_not_read_for_them() -> None:
+    splits = replace(parts_of().splits, train=Unlabelled(), in_memory=False)
+    with pytest.raises(UserError, match="does not tell them"):
+        class_weights("balanced", splits)
+
+
+def test_as_many_weights_as_classes() -> None:
+    with pytest.raises(UserError, match="has 2 weights, and synthetic has 7 classes"):
+        class_weights((1.0, 2.0), parts_of().splits)

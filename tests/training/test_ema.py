@@ -1,0 +1,216 @@
+"""The average of the weights: what it is, that it goes on exactly, and that it is measured beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.rank_functions import run_ranks, train_run
+from tests.training.parts import keeper_of, parts_of
+from trainkit.checkpoint import files
+from trainkit.config.loading import load
+from trainkit.errors import UserError
+from trainkit.records.events import read_events
+from trainkit.records.metrics import read_metrics
+from trainkit.records.rundir import RunDir
+from trainkit.training.ema import Ema, decay_at
+from trainkit.training.loop import train
+from trainkit.training.outcome import Progress
+
+FINITE, NONFINITE = torch.zeros(()), torch.ones(())
+
+
+def test_the_first_updates_count_for_more() -> None:
+    assert [decay_at(updates, 0.999) for updates in (0, 10, 10**6)] == [0.1, 11 / 20, 0.999]
+
+
+def test_each_update_moves_the_average_towards_the_weights() -> None:
+    model = nn.Linear(3, 2)
+    ema, expected = Ema(model, 0.5), model.weight.detach().clone()
+    for updates in range(12):
+        with torch.no_grad():
+            model.weight += torch.randn(2, 3, generator=torch.Generator().manual_seed(updates))
+        ema.update(FINITE, updates=updates)
+        expected.lerp_(model.weight.detach(), 1 - min(0.5, (1 + updates) / (10 + updates)))
+    assert torch.allclose(ema.tensors()["weight"], expected, rtol=1e-6)
+
+
+def test_an_update_that_was_not_finite_is_none() -> None:
+    model = nn.Linear(3, 2)
+    ema = Ema(model, 0.5)
+    before = {name: value.clone() for name, value in ema.tensors().items()}
+    nn.init.zeros_(model.weight)
+    ema.update(NONFINITE, updates=3)
+    assert all(torch.equal(value, before[name]) for name, value in ema.tensors().items())
+    ema.update(FINITE, updates=3)
+    assert not torch.equal(ema.tensors()["weight"], before["weight"])
+
+
+def test_within_the_model_has_the_average_and_afterwards_its_own_weights_again_whatever_happens() -> None:
+    model = nn.Linear(3, 2)
+    ema = Ema(model, 0.9)
+    nn.init.ones_(model.weight)
+    ema.update(FINITE, updates=0)
+    own, average = model.weight.detach().clone(), ema.tensors()["weight"].clone()
+
+    def evaluated() -> None:
+        with ema.in_model():
+            assert torch.equal(model.weight, average)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        evaluated()
+    assert torch.equal(model.weight, own)
+    assert torch.equal(ema.tensors()["weight"], average)
+
+
+def test_running_statistics_are_averaged_and_what_is_counted_or_not_trained_is_the_models_own() -> None:
+    batchnorm, linear = nn.BatchNorm1d(2), nn.Linear(2, 1).requires_grad_(False)
+    ema = Ema(nn.Sequential(batchnorm, linear), 0.5)
+    assert batchnorm.running_mean is not None
+    assert batchnorm.num_batches_tracked is not None
+    batchnorm.running_mean.fill_(1.0)
+    batchnorm.num_batches_tracked.fill_(7)
+    ema.update(FINITE, updates=100)
+    tensors = ema.tensors()
+    assert tensors["0.running_mean"].tolist() == [0.5, 0.5]
+    assert tensors["0.num_batches_tracked"] == 7
+    assert tensors["1.weight"].data_ptr() == linear.weight.data_ptr()
+
+
+def test_a_weight_with_two_names_is_averaged_once() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    ema = Ema(nn.Sequential(one, other), 0.5)
+    nn.init.zeros_(one.weight)
+    before = ema.tensors()["0.weight"].clone()
+    ema.update(FINITE, updates=100)
+    assert torch.equal(ema.tensors()["0.weight"], before / 2)
+    assert torch.equal(ema.tensors()["1.weight"], before / 2)
+
+
+# The momentum of BatchNorm's statistics makes them another's where micro batches are.
+SETTINGS = (
+    "train.max_steps=22", "train.ema_decay=0.9", "model.norm=batch", "train.micro_batch_size=16", "model.dropout=0.2",
+)  # fmt: skip
+
+
+def saved(folder: Path, stem: str) -> dict[str, Tensor]:
+    checkpoints = folder / "checkpoints"
+    tensors: dict[str, Tensor] = load_file(
+        files.path_of(checkpoints, files.resolve(checkpoints, "latest")) / f"{stem}.safetensors"
+    )
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ema") / "run"
+    run_ranks(1, train_run, folder, "single", SETTINGS)
+    return folder
+
+
+@pytest.mark.parametrize(("preset", "world_size"), [("ddp", 2), ("ddp", 4), ("fsdp", 2)])
+def test_the_average_is_the_same_on_any_number_of_ranks(
+    tmp_path: Path, whole: Path, preset: str, world_size: int
+) -> None:
+    run_ranks(world_size, train_run, tmp_path / "run", preset, SETTINGS)
+    expected, found = saved(whole, "ema"), saved(tmp_path / "run", "ema")
+    assert expected.keys() == found.keys() == saved(whole, "model").keys()
+    for name, value in expected.items():
+        if "running" not in name and "num_batches" not in name:  # rank 0 has seen other samples than a single process
+            assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
+            assert not torch.equal(value, saved(whole, "model")[name]), name
+
+
+@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("fsdp", 2)])
+def test_an_interrupted_run_ends_with_the_average_of_one_that_was_not(
+    tmp_path: Path, whole: Path, preset: str, world_size: int
+) -> None:
+    if preset != "single":
+        whole = tmp_path / "whole"
+        run_ranks(world_size, train_run, whole, preset, SETTINGS)
+    broken = tmp_path / "broken"
+    # The second stop falls into the validation of the averaged weights after step 19.
+    for stop_after in (7, 19):
+        assert run_ranks(world_size, train_run, broken, preset, SETTINGS, stop_after) == ["preempted"] * world_size
+    assert run_ranks(world_size, train_run, broken, preset, SETTINGS) == ["finished"] * world_size
+    for stem in ("model", "ema"):
+        expected, found = saved(whole, stem), saved(broken, stem)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert [record["ema_loss"] for record in read_metrics(RunDir(broken), "val")] == [
+        record["ema_loss"] for record in read_metrics(RunDir(whole), "val")
+    ]
+
+
+def test_both_weights_are_measured_and_told_apart(whole: Path) -> None:
+    summary = json.loads((whole / "summary.json").read_text())
+    (first, *_), (test,) = read_metrics(RunDir(whole), "val"), read_metrics(RunDir(whole), "test")
+    for record in (first, test, summary["val"], summary["test"]):
+        assert record["loss"] != record["ema_loss"]
+        assert {"acc1", "acc5", "ema_acc1", "ema_acc5", "samples"} <= record.keys()
+
+
+def test_switched_on_later_it_begins_with_the_weights_and_says_so(tmp_path: Path) -> None:
+    plain = ("train.max_steps=12", "checkpoint.every_steps=6")
+    run_ranks(1, train_run, tmp_path / "run", "single", plain, 7)
+    step = files.resolve(tmp_path / "run" / "checkpoints", "latest")
+    run_ranks(1, train_run, tmp_path / "run", "single", (*plain, "train.ema_decay=0.9"))
+    before, after = read_events(RunDir(tmp_path / "run"), "started")
+    assert "ema_began" not in before
+    assert (after["ema_began"], after["step"]) == (True, step)
+    state = files.verified(tmp_path / "run" / "checkpoints", 12).state
+    assert state["progress"]["ema_updates"] == 12 - step
+
+
+def test_a_rollback_takes_the_average_back_as_well(tmp_path: Path) -> None:
+    parts = parts_of("train.ema_decay=0.9")
+    keeper = keeper_of(parts, tmp_path / "run", Progress())
+    keeper.save()
+    assert parts.ema is not None
+    before = {name: value.clone() for name, value in parts.ema.tensors().items()}
+    nn.init.zeros_(next(parts.model.parameters()))
+    parts.ema.update(FINITE, updates=5)
+    keeper.progress.ema_updates = 6
+    assert keeper.roll_back(4)
+    assert keeper.progress.ema_updates == 0
+    assert all(torch.equal(value, before[name]) for name, value in parts.ema.tensors().items())
+
+
+def test_the_best_model_can_be_that_whose_average_is(tmp_path: Path) -> None:
+    judged: dict[str, Any] = {}
+    for best in ("val/loss", "val/ema_loss"):
+        # At a rate so high the weights jump about, and their average lags behind: each has its own best.
+        parts = parts_of("train.ema_decay=0.99", "train.max_steps=12", "optim.lr=1.0", f"checkpoint.best={best}")
+        keeper = keeper_of(parts, tmp_path / best.replace("/", "-"), Progress())
+        assert train(parts, keeper, lambda: False)
+        name = best.removeprefix("val/")
+        records = [record for record in keeper.metrics.records if record["split"] == "val"]  # type: ignore[attr-defined]
+        assert keeper.progress.best == judged.setdefault(best, min(record[name] for record in records))
+    assert judged["val/loss"] != judged["val/ema_loss"]
+
+
+def test_another_measure_begins_anew() -> None:
+    progress = Progress(step=3)
+    assert progress.judge({"loss": 0.5, "acc1": 40.0}, "val/loss")
+    assert progress.judge({"loss": 0.6, "acc1": 30.0}, "val/acc1")
+    assert not progress.judge({"loss": 0.4, "acc1": 20.0}, "val/acc1")
+
+
+def test_the_average_cannot_be_judged_where_there_is_none() -> None:
+    with pytest.raises(UserError, match="no averaged weights") as caught:
+        load("single", ("checkpoint.best=val/ema_acc1",))
+    assert "train.ema_decay=0.9999" in caught.value.fix
+    load("single", ("checkpoint.best=val/ema_acc1", "train.ema_decay=0.99"))
+
+
+@pytest.mark.parametrize("value", ["0", "1", "-0.1", "1.5", "true"])
+def test_a_decay_is_between_0_and_1(value: str) -> None:
+    with pytest.raises(UserError, match=r"train\.ema_decay"):
+        load("single", (f"train.ema_decay={value}",))

@@ -1,0 +1,70 @@
+"""Metrics of a checkpoint, by one process: whatever trained it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainkit import lifetime
+from trainkit.checkpoint import files
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.data.base import DataInfo
+from trainkit.distributed.process_group import distributed
+from trainkit.errors import UserError
+from trainkit.experiment import alone, build, wants_gpu
+from trainkit.ranks.env import RankEnv
+from trainkit.records.rundir import RunDir
+from trainkit.training.testing import STEMS, Measured, measure_saved
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was measured, of which step's weights, on what data."""
+
+    step: int
+    found: Measured
+    info: DataInfo
+
+
+def evaluate_checkpoint(
+    config: Config, run_dir: RunDir, which: str, split: str, weights: Literal["raw", "ema", "both"] | None = None
+) -> Evaluated:
+    """Measure a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
+
+    A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
+
+    Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so.
+
+    Args:
+        weights: the model's own, the averaged ones or both; None: all that there are.
+
+    Raises:
+        UserError: no such checkpoint, it is broken, or it has no averaged weights and these were asked for.
+    """
+    step = files.resolve(run_dir.checkpoints, which)
+    splits = build_data(config.data)
+    with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
+        parts = build(alone(config), dist, splits)
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+        averaged = checkpoints.holds(step, STEMS["ema"])
+        if weights in ("ema", "both") and not averaged:
+            raise UserError(
+                f"The checkpoint of step {step} has no averaged weights.",
+                why="The run, or this part of it, was trained with train.ema_decay=null.",
+                fix="Leave --weights out.",
+            )
+        kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or averaged)]
+        samples = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
+        lifetime.settled()
+        step, found = measure_saved(
+            parts,
+            checkpoints,
+            step,
+            samples,
+            kinds=kinds,
+            batch_size=min(config.train.global_batch_size, 256),
+            or_newest=which in ("best", "latest"),
+        )
+    return Evaluated(step, found, parts.splits.info)
