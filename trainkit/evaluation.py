@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ from trainkit.errors import UserError
 from trainkit.experiment import alone, build, wants_gpu
 from trainkit.ranks.env import RankEnv
 from trainkit.records.rundir import RunDir
+from trainkit.training.broken import too_many
 from trainkit.training.testing import STEMS, Measured, measure_saved
 
 
@@ -67,4 +69,9 @@ def evaluate_checkpoint(
             batch_size=min(config.train.global_batch_size, 256),
             or_newest=which in ("best", "latest"),
         )
+    left_out = sorted(parts.broken.met)
+    if len(left_out) > parts.broken.most:
+        raise too_many(left_out, parts.broken.most)
+    if left_out:
+        print(f"Left out, for they cannot be decoded: {', '.join(left_out)}", file=sys.stderr)
     return Evaluated(step, found, parts.splits.info)

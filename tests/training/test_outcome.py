@@ -56,6 +56,7 @@ def test_a_run_begins_with_nothing() -> None:
     assert asdict(Progress()) == {
         "step": 0, "position": 0, "nonfinite": 0, "rollbacks": 0, "validated_step": 0, "best": None, "best_step": None,
         "train_seconds": 0.0, "seconds": {}, "images": 0, "window": [], "val": {}, "best_by": None, "ema_updates": 0,
+        "broken": [],
     }  # fmt: skip
 
 
@@ -178,8 +179,8 @@ def test_the_summary_says_what_came_of_it(tmp_path: Path) -> None:
     expected = {
         "outcome": "finished", "steps": 3, "epochs": 1.0, "best": {"val/acc1": 50.0}, "best_step": 2,
         "val": {"acc1": 40.0}, "test": {"acc1": 45.0}, "train_seconds": 2.0, "images_per_sec": 12.0, "world_size": 1,
-        "grad_accum_steps": 2, "micro_batch_size": 4, "precision": "fp32", "skipped_steps": 0, "device": "cpu",
-        "params": 7 * 48 + 7, "rounds": 7,
+        "grad_accum_steps": 2, "micro_batch_size": 4, "precision": "fp32", "skipped_steps": 0, "broken_images": 0,
+        "device": "cpu", "params": 7 * 48 + 7, "rounds": 7,
     }  # fmt: skip
     assert expected.items() <= summary.items()
     assert set(summary) - set(expected) == {"max_memory_mb", "seconds"}

@@ -115,6 +115,7 @@ def train(p: Peer) -> Ending:
         world_size=1,
         workers=p.parts.workers,
         device=p.parts.dist.device,
+        broken=p.parts.broken,
     )
     _publish(p, p.outer.round, 0, 0.0, 0.0, 0)
     with loader as batches:

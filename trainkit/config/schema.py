@@ -47,6 +47,9 @@ class DataConfig(PluginSection):
     """DataLoader processes per rank. auto: the CPUs of the rank, none for data that fits in memory."""
     device: Literal["auto", "cpu"] = "auto"
     """Where data that fits in memory lies. auto: on the GPU, if it takes less than a tenth of what is free there."""
+    max_broken: NonNegativeInt = 0
+    """So many images that cannot be decoded are skipped: another stands in; evaluation leaves them out of its counts.
+    One more ends the run."""
 
 
 class TrainConfig(Section):

@@ -98,7 +98,7 @@ def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int)
 
     import numpy
     import torch
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(data.tobytes())) as picture:
@@ -106,9 +106,10 @@ def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int)
                 picture = Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
             pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
     except Exception as error:  # Pillow's plugins raise anything on a damaged file
+        unknown = isinstance(error, UnidentifiedImageError)  # whose words name an address in memory
         raise BrokenImageError(
             f"Cannot decode the image {name}.",
-            why=f"{type(error).__name__}: {error}",
+            why="It is no image in any known format." if unknown else f"{type(error).__name__}: {error}",
             fix="Replace the file, or delete it: a damaged image helps nobody. Or skip some with data.max_broken=10.",
             file=name,
         ) from None

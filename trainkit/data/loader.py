@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit.data import draws
 from trainkit.data.base import Samples, Splits, Transform
 from trainkit.data.batch import Batch, EvalBatch
+from trainkit.data.broken import Broken, Mended, read_whole
 from trainkit.data.memory import eval_from_memory, train_batch, train_from_memory
 from trainkit.data.order import derive_seed, epoch_order, share_of, steps_per_epoch
 from trainkit.data.tensors import TensorSamples, TensorTransform
@@ -44,12 +45,17 @@ def train_batches(
     world_size: int,
     workers: int,
     device: torch.device | None = None,
+    broken: Broken | None = None,
 ) -> Batches[Batch]:
     """Micro batches of ``rank`` for global steps ``start_step`` to ``stop_step - 1``, on ``device`` (None: CPU).
 
     There are ``global_batch_size / (micro_batch_size * world_size)`` of them for each step. A sample's augmentation is
     keyed by (seed, epoch, index). Raises UserError where the training split is smaller than one global batch.
+
+    Args:
+        broken: how many broken images may be replaced by others, and where they are noted; None: none.
     """
+    broken = broken or Broken()
     train, transform = splits.train, splits.train_transform
     per_epoch = steps_per_epoch(len(train), global_batch_size)
 
@@ -71,8 +77,8 @@ def train_batches(
             for indices in share.unbind():
                 yield epoch, indices.tolist()
 
-    fetch = _FetchTrain(train, transform, seed)
-    return Batches(_loader(fetch, keys, workers=workers, device=device), device)
+    fetch = _FetchTrain(train, transform, seed, broken.most)
+    return Batches(_loader(fetch, keys, workers=workers, device=device), device, broken)
 
 
 def eval_batches(
@@ -84,12 +90,14 @@ def eval_batches(
     world_size: int,
     workers: int,
     device: torch.device | None = None,
+    broken: Broken | None = None,
 ) -> Batches[EvalBatch]:
     """Batches of ``rank`` for one pass over ``samples``, on ``device`` (None: CPU).
 
     Every rank yields the same number of batches of the same shape (collectives in the forward pass would wait for ever
-    otherwise); over all ranks the mask is True exactly once for each sample.
+    otherwise); over all ranks the mask is True exactly once for each sample that is not broken.
     """
+    broken = broken or Broken()
     total, per_round = len(samples), batch_size * world_size
     starts = range(rank * batch_size, rank * batch_size + _round_up(total, per_round), per_round)
     if isinstance(samples, TensorSamples) and isinstance(transform, TensorTransform) and not workers:
@@ -100,7 +108,8 @@ def eval_batches(
             filled = min(max(start + batch_size - total, 0), batch_size)
             yield filled, [min(position, total - 1) for position in range(start, start + batch_size)]
 
-    return Batches(_loader(_FetchEval(samples, transform), keys, workers=workers, device=device), device)
+    fetch = _FetchEval(samples, transform, broken.most)
+    return Batches(_loader(fetch, keys, workers=workers, device=device), device, broken)
 
 
 def resolve_workers(workers: int | Literal["auto"], splits: Splits, cpus: int | None = None) -> int:
@@ -152,47 +161,54 @@ class _FetchTrain:
     As a value, because torch raises a worker's exception anew with its traceback as the message.
     """
 
-    def __init__(self, samples: Samples, transform: Transform, seed: int) -> None:
-        self.samples, self.transform, self.seed = samples, transform, seed
+    def __init__(self, samples: Samples, transform: Transform, seed: int, most_broken: int) -> None:
+        self.samples, self.transform, self.seed, self.most_broken = samples, transform, seed, most_broken
 
-    def __getitems__(self, keys: Keys) -> Batch | TrainkitError:
+    def __getitems__(self, keys: Keys) -> Batch | Mended | TrainkitError:
         import torch
 
         epoch, indices = keys
+        met: dict[str, str] = {}
         drawn_by = draws.keys(self.seed, epoch, torch.tensor(indices))
         try:
             if isinstance(self.samples, TensorSamples) and isinstance(self.transform, TensorTransform):
                 return train_batch(self.samples, self.transform, torch.tensor(indices), drawn_by)
-            images, labels = _collated([self._one(epoch, index) for index in indices])
+            images, labels = _collated([self._one(epoch, index, met) for index in indices])
         except TrainkitError as error:
             return error
-        return Batch(images, labels, drawn_by)
+        batch = Batch(images, labels, drawn_by)
+        return Mended(batch, met) if met else batch
 
-    def _one(self, epoch: int, index: int) -> tuple[Tensor, int]:
+    def _one(self, epoch: int, index: int, met: dict[str, str]) -> tuple[Tensor, int]:
         with _random_state(
             derive_seed(self.seed, epoch, index)
         ):  # a data set of the user's own may draw while it reads
-            image, label = self.samples[index]
+            image, label, _ = read_whole(self.samples, index, self.most_broken, met)
             return self.transform(image), label
 
 
 class _FetchEval:
-    def __init__(self, samples: Samples, transform: Transform) -> None:
-        self.samples, self.transform = samples, transform
+    def __init__(self, samples: Samples, transform: Transform, most_broken: int) -> None:
+        self.samples, self.transform, self.most_broken = samples, transform, most_broken
 
-    def __getitems__(self, keys: Keys) -> EvalBatch | TrainkitError:
+    def __getitems__(self, keys: Keys) -> EvalBatch | Mended | TrainkitError:
         import torch
 
         filled, indices = keys
+        met: dict[str, str] = {}
+        whole: list[bool] = []
         try:
-            images, labels = _collated([self._one(index) for index in indices])
+            images, labels = _collated([self._one(index, met, whole) for index in indices])
         except TrainkitError as error:
             return error
-        return EvalBatch(images, labels, torch.arange(len(indices)) < len(indices) - filled)
+        mask = torch.tensor(whole) & (torch.arange(len(indices)) < len(indices) - filled)
+        batch = EvalBatch(images, labels, mask)
+        return Mended(batch, met) if met else batch
 
-    def _one(self, index: int) -> tuple[Tensor, int]:
+    def _one(self, index: int, met: dict[str, str], whole: list[bool]) -> tuple[Tensor, int]:
         with _random_state(index):
-            image, label = self.samples[index]
+            image, label, is_whole = read_whole(self.samples, index, self.most_broken, met)
+            whole.append(is_whole)
             return self.transform(image), label
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import signal
 import threading
 import warnings
@@ -15,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from trainkit.data.broken import Broken, noted
 from trainkit.data.prefetch import on_gpu
 from trainkit.errors import TrainkitError
 
@@ -34,18 +34,18 @@ class Batches(Generic[Batch]):
     """An iterator over batches that owns its worker processes: ``with train_batches(...) as batches``.
 
     ``close`` ends the workers, also half way; running to the end closes by itself. For a GPU they come from a loader
-    that pins them, or from a data set that lies there already.
+    that pins them, or from a data set that lies there already. Images that are broken are noted in ``broken``.
     """
 
-    def __init__(self, loader: Any, device: torch.device | None = None) -> None:
+    def __init__(self, loader: Any, device: torch.device | None = None, broken: Broken | None = None) -> None:
         with warnings.catch_warnings(), _stop_signals_held():
             # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
             # run no code that takes the parent's locks, and starting them anew would import torch in each.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             self._iterator: Any = iter(loader)
-        self._batches: Iterator[Any] = self._iterator
+        self._batches: Iterator[Any] = self._iterator if broken is None else noted(self._iterator, broken)
         if device is not None and device.type == "cuda":
-            self._batches = on_gpu(self._iterator, device)
+            self._batches = on_gpu(self._batches, device)
         # At exit Python ends and joins its child processes, but ours ignore SIGTERM: it would wait for ever.
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -114,7 +114,6 @@ def init_worker(worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR1)  # a rank that hangs asks for this
-    gc.enable()  # the rank that it was forked from collects at moments of its own
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class StopVote:
     """Agreement on stopping that costs no waiting: each poll starts a vote and reads the one before it.
 
     A stop request is thus seen one poll later, by all ranks at the same poll. Every rank must poll equally often.
-    The same message carries a second vote, on saving, which is over once it has been read.
+    The same message carries two more votes, on saving and on news, which are over once they have been read.
     """
 
     def __init__(self, dist: Distributed) -> None:
@@ -147,15 +147,17 @@ class StopVote:
         self._agreed = False
         self.save = False
         """The vote before this poll: any rank wanted to save."""
+        self.news = False
+        """The vote before this poll: any rank has something to tell the others."""
 
-    def poll(self, requested: bool, *, save: bool = False) -> bool:
+    def poll(self, requested: bool, *, save: bool = False, news: bool = False) -> bool:
         """Cast this rank's votes; True once an earlier vote of any rank to stop was True."""
         if self._dist.world_size == 1:
-            self.save = save
+            self.save, self.news = save, news
             return requested
         self.finish()
-        # Who has just been heard does not repeat it: the ranks will save now.
-        votes = torch.tensor([int(requested), int(save and not self.save)])
+        # Who has just been heard does not repeat it: the ranks will save, or speak, now.
+        votes = torch.tensor([int(requested), int(save and not self.save), int(news and not self.news)])
         work = c10d.all_reduce(votes, op=c10d.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._running = (work, votes)
@@ -167,8 +169,8 @@ class StopVote:
             work, votes = self._running
             work.wait()
             self._running = None
-            stop, save = votes.tolist()
-            self._agreed, self.save = self._agreed or bool(stop), bool(save)
+            stop, save, news = votes.tolist()
+            self._agreed, self.save, self.news = self._agreed or bool(stop), bool(save), bool(news)
         return self._agreed
 
 

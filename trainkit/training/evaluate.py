@@ -28,7 +28,7 @@ def evaluate(
     """``loss``, ``acc1``, ``acc5`` and ``samples`` of one pass over ``samples``; None if it was told to stop.
 
     Each sample counts once, whatever the number of ranks: the ranks run equally many forward passes, because
-    collectives inside them would otherwise wait for ever, and what pads the last ones is masked.
+    collectives inside them would otherwise wait for ever, and what pads the last ones is masked. So are broken images.
 
     Args:
         batch_size: samples per rank and forward pass; None: as in training.
@@ -48,6 +48,7 @@ def evaluate(
         world_size=dist.world_size,
         workers=parts.workers,
         device=dist.device,
+        broken=parts.broken,
     )
     try:
         with torch.no_grad(), loader as batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trainkit.monitor.base import Logger
 from trainkit.records import jsonl
 from trainkit.records.attempts import Remark
 from trainkit.records.writer import Writer
+from trainkit.training.broken import share_broken
 from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
 from trainkit.training.confusion import told
 from trainkit.training.parts import Parts
@@ -55,6 +56,8 @@ class Progress:
     """What has been measured since the last train record: `Meter.sums`."""
     ema_updates: int = 0
     """How many updates are in the averaged weights; 0: there are none."""
+    broken: list[str] = field(default_factory=list)
+    """Files of images that are broken, of those that any rank has met."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
@@ -126,8 +129,6 @@ class Keeper:
     progress: Progress
     beat: Callable[[], None] = lambda: None
     clock: Clock = field(default_factory=Clock)
-    hosts: Sequence[str] = ()
-    """Of each rank, where that is known."""
 
     def validation_is_due(self) -> bool:
         """After the present step: at the end, and every ``train.eval_every_epochs``."""
@@ -155,6 +156,7 @@ class Keeper:
         if found is None:
             return None
         result = found.metrics
+        self.tell_broken()
         better = self.progress.judge(result, self.parts.config.checkpoint.best)
         self.metrics.log({**where, "split": "val", **result})
         return better
@@ -173,6 +175,7 @@ class Keeper:
         self.clock.to(CHECKPOINT)
         self.clock.settle(progress)
         self.beat()
+        self.tell_broken()
         self.checkpoints.save(
             parts.model,
             parts.optimizer if optimizer else None,
@@ -198,7 +201,8 @@ class Keeper:
         False if there is none, or it has been tried too often.
         """
         progress = self.progress
-        before, rollbacks, seconds = progress.step, progress.rollbacks + 1, progress.seconds
+        before, rollbacks = progress.step, progress.rollbacks + 1
+        seconds, broken = progress.seconds, progress.broken
         if rollbacks > MOST_ROLLBACKS:
             return False
         restored, there = go_on(self.parts, self.checkpoints)
@@ -207,9 +211,14 @@ class Keeper:
         progress.take_over(there)
         progress.position, progress.rollbacks, progress.nonfinite = position, rollbacks, 0
         progress.seconds = seconds  # spent they are
+        progress.broken = broken  # the files are no better for it
         self.remark("rolled_back", step=progress.step, from_step=before, position=position)
         self.save()  # whoever goes on from here does not meet that data again
         return True
+
+    def tell_broken(self) -> None:
+        """Tell all ranks of the broken images that any has met. Raises UserError on all where they are too many."""
+        self.progress.broken += share_broken(self.parts, self.progress.broken, self.writer)
 
     def remark(self, kind: Remark, **facts: Any) -> None:
         """Write an event, once for all ranks."""
@@ -230,6 +239,7 @@ class Keeper:
             best, found = measure_saved(parts, self.checkpoints, best, parts.splits.test, kinds=kinds, beat=self.beat)
         assert found is not None
         self.clock.to(END)
+        self.tell_broken()
         self.metrics.log({**where, "split": "test", **found.metrics})
         if parts.dist.is_main and found.counts:
             self._write(self.writer.run.confusion, told(parts.splits.info, found.counts, split="test", step=best), None)
@@ -258,6 +268,7 @@ class Keeper:
             "micro_batch_size": parts.micro_batch_size,
             "precision": parts.precision.name,
             "skipped_steps": parts.precision.skipped_steps,
+            "broken_images": len(progress.broken),
             "device": device_name(parts.dist.device),
             "params": parts.num_parameters,
             "max_memory_mb": peak_memory_mb(parts.dist.device),

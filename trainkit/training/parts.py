@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits, normalize
+from trainkit.data.broken import Broken
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies.base import Strategy
@@ -35,6 +36,11 @@ class Parts:
     precision: Precision
     workers: int
     """Loader processes of this rank."""
+
+    @cached_property
+    def broken(self) -> Broken:
+        """The broken images that this rank has met."""
+        return Broken(self.config.data.max_broken)
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
