@@ -58,3 +58,60 @@ def test_where_nobody_has_begun_the_collector_is_left_as_it_is() -> None:
     code = "import gc; from trainkit import lifetime; was = gc.get_threshold(); lifetime.settled()"
     check = "assert gc.get_threshold() == was; assert gc.get_freeze_count() == 0"
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], cwd=PROJECT, check=True)
+
+
+CIRCLES = """
+import gc, weakref
+from trainkit import lifetime
+
+class Circle:
+    def __init__(self):
+        self.itself = self
+
+def made():
+    return weakref.ref(Circle())
+
+"""
+
+
+def holds(code: str) -> None:
+    subprocess.run([sys.executable, "-c", CIRCLES + code], cwd=PROJECT, check=True)
+
+
+def test_by_hand_garbage_is_collected_when_it_is_said_and_at_no_other_time() -> None:
+    holds(
+        "with lifetime.collecting_by_hand() as collect:\n"
+        "    collect()\n"
+        "    garbage = made()\n"
+        "    many = [[] for _ in range(100_000)]\n"
+        "    assert garbage() is not None\n"
+        "    collect()\n"
+        "    assert garbage() is None\n"
+        "assert gc.isenabled()\n"
+    )
+
+
+def test_by_hand_what_was_there_at_the_first_time_is_not_looked_at_again_until_the_end() -> None:
+    holds(
+        "kept = [[] for _ in range(1000)]\n"
+        "with lifetime.collecting_by_hand() as collect:\n"
+        "    collect()\n"
+        "    assert gc.get_freeze_count() > 1000\n"
+        "assert gc.get_freeze_count() == 0\n"
+    )
+
+
+def test_what_was_frozen_before_stays_so() -> None:
+    holds(
+        "gc.freeze()\nwith lifetime.collecting_by_hand() as collect:\n    collect()\nassert gc.get_freeze_count() > 0\n"
+    )
+
+
+def test_a_collector_that_somebody_has_switched_off_stays_off() -> None:
+    holds(
+        "gc.disable()\n"
+        "with lifetime.collecting_by_hand() as collect:\n"
+        "    garbage = made()\n"
+        "    collect()\n"
+        "assert garbage() is not None and not gc.isenabled()\n"
+    )

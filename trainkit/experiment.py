@@ -168,7 +168,7 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
         may_write=writer.check,
     )
     with loggers as metrics, _hardware(config, run_dir, dist), _watched(parts, node, hosts, beat) as beat:
-        keeper = Keeper(parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device))
+        keeper = Keeper(parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts)
         if not train(parts, keeper, lambda: stop.requested):
             signals = [name for names in dist.gather_json(stop.signals) for name in names]
             hand_back(writer.attempt if dist.is_main else node, dist.env, signals, step=progress.step)

@@ -13,6 +13,8 @@ import contextlib
 import gc
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -46,6 +48,36 @@ def settled() -> None:
         gc.set_threshold(*_PROCESS.thresholds)
         gc.freeze()
         _PROCESS.thresholds = None
+
+
+@contextmanager
+def collecting_by_hand() -> Iterator[Callable[[], None]]:
+    """While the body runs the collector works only when it is called, by what this gives.
+
+    Left alone it stops each process at another moment, and in a training whoever waits for that process as well. The
+    first call lets it leave everything alone that has been made until then; so later ones take microseconds. What is
+    part of no circle is freed at once, as always.
+    """
+    if not gc.isenabled():  # somebody knows better
+        yield lambda: None
+        return
+    others_froze = gc.get_freeze_count() > 0
+    frozen = False
+
+    def collect() -> None:
+        nonlocal frozen
+        gc.collect()
+        if not frozen:
+            gc.freeze()
+            frozen = True
+
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.enable()
+        if frozen and not others_froze:  # as in tests and notebooks, which go on to do other things
+            gc.unfreeze()
 
 
 def leave(exit_code: int) -> NoReturn:

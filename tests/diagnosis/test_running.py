@@ -101,3 +101,11 @@ def test_records_that_nobody_could_have_written_are_passed_over(run: RunDir) -> 
     with run.metrics.open("a") as file:
         file.write('{"time": 1e300, "step": -1}\nnot JSON\n{"step"')
     assert course_of(run, NOW).smells == ()
+
+
+def test_a_rank_for_which_all_others_wait_is_named_if_it_is_one_of_this_attempt(run: RunDir) -> None:
+    for attempt, rank, times in ((0, 1, 9.0), (1, 3, 2.0), (1, 3, 2.5)):
+        event = {"event": "straggler", "attempt": attempt, "rank": rank, "host": f"n{rank}", "times": times, "step": 9}
+        jsonl.append(run.events, {"time": NOW - 300, **event})
+    (smell,) = course_of(run, NOW).smells
+    assert smell.text == "rank 3 on n3 needs 2.5 times as long as the others, who wait for it"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -65,3 +67,33 @@ def test_a_loss_that_is_no_number_is_left_out(run_dir: RunDir) -> None:
     logger.log({**TRAIN, "step": 10, "loss": None, "note": "text"})
     logger.close()
     assert scalars(run_dir, "acc1/train") == [(10, 40.0)]
+
+
+def test_a_number_too_large_for_the_file_is_infinite(run_dir: RunDir) -> None:
+    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
+    logger.log({**TRAIN, "step": 10, "grad_norm": -1e39})
+    logger.close()
+    assert scalars(run_dir, "grad_norm/train") == [(10, float("-inf"))]
+
+
+def test_its_checksums_are_those_that_tensorboard_verifies(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10), loss=1.5)
+    (file,) = run_dir.tensorboard.iterdir()
+    masked = import_module("tensorboard.summary.writer.record_writer").masked_crc32c
+    data, position, events = file.read_bytes(), 0, 0
+    while position < len(data):
+        length = data[position : position + 8]
+        end = position + 12 + int.from_bytes(length, "little")
+        assert int.from_bytes(data[position + 8 : position + 12], "little") == masked(length)
+        assert int.from_bytes(data[end : end + 4], "little") == masked(data[position + 12 : end])
+        position, events = end + 4, events + 1
+    assert events == 5
+
+
+def test_writing_needs_no_import_of_tensorboard(run_dir: RunDir) -> None:
+    code = "import sys; from pathlib import Path; from trainkit.monitor import tensorboard as it; "
+    code += "from trainkit.config.schema import Config; from trainkit.monitor.base import Start; "
+    code += "from trainkit.records.rundir import RunDir; "
+    code += f"it.build(RunDir(Path({str(run_dir.path)!r})), Config(), Start(total_steps=1)).close(); "
+    code += "print([name for name in ('torch', 'tensorboard') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +18,10 @@ from tests.rank_functions import run_ranks
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.distributed.process_group import distributed
+from trainkit.monitor.stragglers import Stragglers
 from trainkit.ranks.env import RankEnv
-from trainkit.training import clock, outcome
+from trainkit.records.events import read_events
+from trainkit.training import clock, loop, outcome
 from trainkit.training.loop import train
 from trainkit.training.outcome import Keeper, Progress
 
@@ -145,3 +150,41 @@ def test_waiting_for_the_gradients_of_a_slower_rank_is_exposed_communication(tmp
     quick, slow = run_ranks(2, _slow_rank, tmp_path)
     assert slow["backward"] > 9 * 0.05 > slow["exposed"]
     assert quick["exposed"] > 0.8 * 9 * 0.05 > quick["backward"]
+
+
+def _named(env: RankEnv, folder: Path) -> list[dict[str, Any]]:
+    """With windows that are over with each record."""
+    loop.Stragglers = partial(Stragglers, seconds=0.0, windows=3)  # type: ignore[assignment,attr-defined]  # a process of its own
+    with distributed(env, use_gpu=False) as dist:
+        model = Slow(backward=lambda: time.sleep(0.05 * env.rank))
+        parts = parts_of("train.epochs=2", *RARELY, dist=dist, model=model)
+        keeper = replace(keeper_of(parts, folder / str(env.rank), Progress()), hosts=("n1", "n2"))
+        trained(keeper)
+        return read_events(keeper.writer.run, "straggler")
+
+
+def test_a_straggler_is_an_event_of_the_run(tmp_path: Path) -> None:
+    (event,), others = run_ranks(2, _named, tmp_path)
+    assert (event["rank"], event["host"]) == (1, "n2")
+    assert event["step"] >= 3
+    assert event["times"] > 1.5
+    assert others == []
+
+
+def test_the_loop_collects_garbage_at_records_and_not_in_between(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def noted(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(("enabled" if gc.isenabled() else "by hand", progress.step))
+
+    keeper = keeper_for(tmp_path / "run", "train.epochs=10", "monitor.log_every=10", *RARELY)
+    progress = keeper.progress
+    gc.callbacks.append(noted)
+    try:
+        train(keeper.parts, keeper, lambda: False)
+    finally:
+        gc.callbacks.remove(noted)
+    assert {step for _, step in seen if step} >= {10, 20, 30}
+    assert {step % 10 for how, step in seen if how == "by hand" and step > 1} == {0}
+    assert gc.isenabled()

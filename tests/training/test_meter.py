@@ -126,3 +126,23 @@ def test_large_batches_are_put_off_less_often() -> None:
     for _ in range(3):
         one.add(LOSSES.mean(), logits, LABELS[:1])
     assert not one._pending
+
+
+def _told(env: RankEnv) -> tuple[list[float], dict[str, float], list[float]]:
+    with distributed(env, use_gpu=False) as dist:
+        one = Meter(dist)
+        add(one)
+        read = one.read(tell=env.rank + 0.5)
+        told = one.told
+        one.read()
+        return told, read, one.told
+
+
+def test_each_rank_tells_all_others_a_number_on_the_way() -> None:
+    assert (
+        run_ranks(2, _told) == [([0.5, 1.5], {"loss": 2.0, "acc1": 25.0, "acc5": 75.0, "samples": 8}, [0.0, 0.0])] * 2
+    )
+    one = meter()
+    add(one)
+    one.read(tell=3.0)
+    assert one.told == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import signal
 import threading
 import warnings
@@ -114,6 +115,7 @@ def init_worker(worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR1)  # a rank that hangs asks for this
+    gc.enable()  # the rank that it was forked from collects at moments of its own
 
 
 @contextmanager

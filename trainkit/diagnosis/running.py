@@ -1,6 +1,6 @@
 """What a running job does, and whether something about it smells: from its own records, which cost a scheduler nothing.
 
-Whether data loading is what a training waits for, nothing records; a GPU that is idle is as near as one gets to it.
+What its time goes to its records say (`trainkit.training.clock`); here it is about what goes wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from trainkit import terminal
 from trainkit.diagnosis.texts import Quote
 from trainkit.records import reading
+from trainkit.records.events import read_events
 from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir
 from trainkit.records.standing import Standing, longest_pause, standing_of
@@ -61,7 +62,8 @@ def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Cours
     if since is None:
         return Course("Its ranks start, and have not met yet.", (), command)
     last = standing.last.get("time", 0.0)
-    smells = [*_quiet(run, last if last >= since else None, since, now), *_hardware(run, life, since, now)]
+    quiet = _quiet(run, last if last >= since else None, since, now)
+    smells = [*quiet, *_hardware(run, life, since, now), *_stragglers(run, life)]
     does = _does(standing, life, last if last >= since else None, since, now)
     return Course(f"{does} {ends}".strip(), tuple(smells), command)
 
@@ -88,6 +90,18 @@ def _quiet(run: RunDir, last: float | None, since: float, now: float) -> Iterato
     if silence > (STARTING_SECONDS if pause is None else max(5 * pause, QUIET_SECONDS)):
         before = "" if pause is None else f"; of late {pause:.3g} s passed between two records at most"
         yield Quote("metrics.jsonl", f"nothing for {terminal.age(silence)}{before}")
+
+
+def _stragglers(run: RunDir, life: Life) -> Iterator[Quote]:
+    """Ranks for which all others wait, as the ranks of this attempt have found out themselves."""
+    newest = {
+        event.get("rank"): event
+        for event in read_events(run, "straggler")
+        if event.get("attempt", 0) == life.started.get("attempt", 0) and reading.is_number(event.get("times"))
+    }
+    for rank, event in newest.items():
+        where = f"rank {rank} on {event.get('host', '?')}"
+        yield Quote("events.jsonl", f"{where} needs {event['times']:.1f} times as long as the others, who wait for it")
 
 
 def _hardware(run: RunDir, life: Life, since: float, now: float) -> Iterator[Quote]:

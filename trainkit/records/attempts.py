@@ -15,7 +15,8 @@ Nothing else writes events. Kinds, in the order of a life:
     ended         an attempt is over, in SLURM's words           by rank 0 (COMPLETED: nothing is left to train), or
                                                                  by whoever looks after the ranks
 
-Beside them stand remarks on the training itself: skipped and nonfinite updates, peers that come and go.
+Beside them stand remarks on the training itself: skipped and nonfinite updates, ranks for which all others
+wait, peers that come and go.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from trainkit.records.lease import writing_attempt
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
-Remark = Literal["skipped", "nonfinite", "rolled_back", "broken_image", "peer_joined", "peer_left"]
+Remark = Literal["skipped", "nonfinite", "rolled_back", "broken_image", "straggler", "peer_joined", "peer_left"]
 
 RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
 """Environment variables by which whoever starts ranks tells them which attempt they are."""

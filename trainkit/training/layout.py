@@ -33,4 +33,5 @@ def make_deterministic(asked: bool) -> None:
     """Whether kernels that may give other bits each time are kept out of this process."""
     if asked:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it, before its first call
-    torch.use_deterministic_algorithms(asked)
+    if torch.are_deterministic_algorithms_enabled() != asked:  # saying so again would import torch's compiler
+        torch.use_deterministic_algorithms(asked)

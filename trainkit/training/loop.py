@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit import lifetime
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import StopVote
+from trainkit.monitor.stragglers import Stragglers
 from trainkit.training.clock import END, Lap
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
 from trainkit.training.update import Updater
+
+_MOST_UNCOLLECTED = 100
+"""Updates after which garbage is looked for, however rarely something is logged."""
 
 
 def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> bool:
@@ -61,6 +66,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
     """Train on as much data as is needed if no update is skipped. False when stopped and saved."""
     config, dist, progress, clock = parts.config, parts.dist, keeper.progress, keeper.clock
     update = Updater(parts, beat=keeper.beat, clock=clock)
+    stragglers = Stragglers(keeper.hosts if dist.is_main else ())
     nonfinite = NonFinite(parts, keeper.remark, seed=config.seed, in_a_row=progress.nonfinite)
     end = progress.position + parts.total_steps - progress.step
     update.meter.go_on(progress.window)
@@ -78,7 +84,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
         device=dist.device,
         broken=parts.broken,
     )
-    with loader as batches:
+    with loader as batches, lifetime.collecting_by_hand() as collect:
         for position in range(progress.position, end):
             lr = parts.lr_at(progress.step)
             # Dropout and the like: a function of the position, so that resuming needs no random state.
@@ -96,10 +102,16 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
             nonfinite.add(position, progress.step, made)
             if log or validate or save:
                 nonfinite.look()
+            if log or validate or save or position % _MOST_UNCOLLECTED == 0:
+                collect()  # on all ranks at once: else each makes all others wait, at another step
             progress.nonfinite = nonfinite.in_a_row
             if log:
-                measured = update.meter.read()
-                keeper.metrics.log(_record(parts, progress, measured, lr, made.stepped.norm, clock.lap(progress)))
+                lap = clock.lap(progress)
+                measured = update.meter.read(tell=lap.own)
+                keeper.metrics.log(_record(parts, progress, measured, lr, made.stepped.norm, lap))
+                for straggler in stragglers.look(update.meter.told, lap.training):
+                    keeper.remark("straggler", step=progress.step, **straggler.facts())
+                    print(straggler, flush=True)
             if validate:
                 progress.window = list(update.meter.sums())
                 if not _validate(parts, keeper, should_stop):

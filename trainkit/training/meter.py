@@ -31,6 +31,8 @@ class Meter:
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         self._scores = 0
         """Of what is pending."""
+        self.told: list[float] = []
+        """What each rank has told the others with the last `read`; empty where there is one rank."""
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch: the mean of its losses, logits [N, classes], labels [N]. They must stay as they are."""
@@ -60,16 +62,23 @@ class Meter:
     def _add_hits(self, hits: Tensor) -> None:
         self._hits[: hits.shape[1]] += hits.sum(0)
 
-    def sums(self) -> tuple[float, int, int, int]:
+    def sums(self, *, tell: float = 0.0) -> tuple[float, int, int, int]:
         """What has been added on all ranks since the last `read`: the loss, samples, top-1 and top-5 hits.
 
         Every rank must call it.
+
+        Args:
+            tell: a number for the other ranks, for which there is room on the way: see `told`.
         """
         self._add_pending()
         samples = torch.as_tensor(self._samples, device=self._hits.device).view(1)
-        loss, counts = self._dist.all_reduce_sum(self._loss.clone()), torch.cat([samples, self._hits])
+        loss, counts = self._loss.view(1), torch.cat([samples, self._hits])
+        if self._dist.world_size > 1:  # each rank has a place of its own, in which all others add nothing
+            told = [tell if rank == self._dist.rank else 0.0 for rank in range(self._dist.world_size)]
+            loss = self._dist.all_reduce_sum(torch.cat([loss, loss.new_tensor(told)]))
         count, *hits = self._dist.all_reduce_sum(counts).tolist()
-        return loss.item(), count, hits[0], sum(hits)
+        total, *self.told = loss.tolist()
+        return total, count, hits[0], sum(hits)
 
     def go_on(self, sums: Sequence[float]) -> None:
         """Begin with what `sums` gave before a restart: an average goes over its whole window, whoever added to it."""
@@ -80,12 +89,12 @@ class Meter:
             self._hits[0] += int(top1)
             self._hits[1] += int(top5) - int(top1)
 
-    def read(self) -> dict[str, float]:
+    def read(self, *, tell: float = 0.0) -> dict[str, float]:
         """``loss``, ``acc1``, ``acc5`` in percent and ``samples`` over all ranks, and start again from zero.
 
-        Every rank must call it.
+        Every rank must call it. ``tell``: as `sums`.
         """
-        loss, samples, top1, top5 = self.sums()
+        loss, samples, top1, top5 = self.sums(tell=tell)
         self._loss.zero_()
         self._hits.zero_()
         self._samples = 0

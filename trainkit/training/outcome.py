@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,8 @@ class Keeper:
     progress: Progress
     beat: Callable[[], None] = lambda: None
     clock: Clock = field(default_factory=Clock)
+    hosts: Sequence[str] = ()
+    """Of each rank, where that is known."""
 
     def validation_is_due(self) -> bool:
         """After the present step: at the end, and every ``train.eval_every_epochs``."""
