@@ -31,6 +31,8 @@ from trainkit.models import build_model, expected_input
 from trainkit.models.freezing import freeze
 from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
+from trainkit.monitor.oom import snapshot_on_oom
+from trainkit.monitor.profiler import profiling
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.attempts import Attempt
@@ -167,9 +169,18 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
         is_main=dist.is_main,
         may_write=writer.check,
     )
-    with loggers as metrics, _hardware(config, run_dir, dist), _watched(parts, node, hosts, beat) as beat:
-        keeper = Keeper(parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts)
-        if not train(parts, keeper, lambda: stop.requested):
+    gpu, monitor = dist.device.type == "cuda", config.monitor
+    with (
+        loggers as metrics,
+        _hardware(config, run_dir, dist),
+        _watched(parts, node, hosts, beat) as beat,
+        profiling(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main) as profiler,
+        snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
+    ):
+        keeper = Keeper(parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts, profiler)
+        is_done = train(parts, keeper, lambda: stop.requested)
+        profiler.close(progress.step)
+        if not is_done:
             signals = [name for names in dist.gather_json(stop.signals) for name in names]
             hand_back(writer.attempt if dist.is_main else node, dist.env, signals, step=progress.step)
             return "preempted"

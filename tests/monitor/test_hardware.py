@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import chain, repeat
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from trainkit.monitor.hardware import sample_hardware, visible_indices
+from trainkit.monitor.gpus import Gpus, visible_indices
+from trainkit.monitor.hardware import sample_hardware
 from trainkit.records.rundir import RunDir
 
 
@@ -73,6 +75,41 @@ def test_the_gpus_of_the_mask_are_sampled_and_what_a_gpu_does_not_tell_is_left_o
     ]
 
 
+def test_the_gpus_are_shown_as_nvidia_smi_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=4))
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cuda:0", env={"CUDA_VISIBLE_DEVICES": "2"}):
+        pass
+    head, *shown = (tmp_path / "nvidia-smi-node1.txt").read_text().splitlines()
+    assert head.endswith("driver 550.54")
+    assert shown == [
+        "GPU 2  NVIDIA T2  92 % used  2000.0 of 16000.0 MB  62.5 of ? W  ? C",
+        "    process 77  5 MB",
+        "    process 78  ? MB",
+    ]
+
+
+def test_they_are_shown_when_they_hold_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, told = chain([500.0, 3000.0], repeat(1000.0)), iter(["first", "second", "third"])
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=1))
+    monkeypatch.setattr(Gpus, "samples", lambda self: [{"index": 0, "memory_used_mb": next(held)}])
+    monkeypatch.setattr(Gpus, "described", lambda self: next(told))
+    with sample_hardware(RunDir(tmp_path), "node1", 0.01, "cuda:0", env={}):
+        deadline = time.monotonic() + 20
+        while len(samples_so_far(tmp_path)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert (tmp_path / "nvidia-smi-node1.txt").read_text() == "second"
+
+
+def samples_so_far(folder: Path) -> list[dict[str, Any]]:
+    return samples(RunDir(folder)) if (folder / "system-node1.jsonl").exists() else []
+
+
+def test_a_machine_without_gpus_shows_none(tmp_path: Path) -> None:
+    with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
+        pass
+    assert not list(tmp_path.glob("nvidia-smi-*"))
+
+
 def test_a_sampler_that_fails_says_so_and_leaves_training_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,5 +163,12 @@ def fake_nvml(*, gpus: int, driver: bool = True) -> ModuleType:
     nvml.nvmlDeviceGetUtilizationRates = lambda handle: Reading(gpu=90 + handle)
     nvml.nvmlDeviceGetMemoryInfo = lambda handle: Reading(used=handle * 1000 * 2**20, total=16000 * 2**20)
     nvml.nvmlDeviceGetPowerUsage = lambda handle: 60500 + 1000 * handle
-    nvml.nvmlDeviceGetTemperature = fails
+    nvml.nvmlDeviceGetTemperature = nvml.nvmlDeviceGetTotalEnergyConsumption = fails
+    nvml.nvmlSystemGetDriverVersion = lambda: "550.54"
+    nvml.nvmlDeviceGetName = lambda handle: f"NVIDIA T{handle}"
+    nvml.nvmlDeviceGetPowerManagementLimit = fails
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda handle: [
+        Reading(pid=77, usedGpuMemory=5 * 2**20),
+        Reading(pid=78, usedGpuMemory=None),
+    ]
     return nvml  # type: ignore[no-any-return]

@@ -146,6 +146,19 @@ class MonitorConfig(Section):
     hardware_every_seconds: PositiveFloat = 5.0
     """Seconds between two samples of GPU and CPU use."""
 
+    profile_steps: tuple[NonNegativeInt, PositiveInt] | None = None
+    """[20, 25]: profile the updates after the 20th up to the 25th, on rank 0, into RUN/profile; `touch RUN/PROFILE`
+    profiles 5 at any time."""
+    memory_history: bool = False
+    """Note which line asks for which memory of the GPU, for the snapshot that is written when there is too little."""
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _forward(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError("two steps, the second after the first, such as [20, 25]")
+        return value
+
     @field_validator("loggers")
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:

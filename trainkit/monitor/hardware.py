@@ -9,6 +9,9 @@ Keys of a sample::
     memory_used_mb, memory_total_mb    of the machine
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not tell
+    gpu_kwh, cpu_kwh      energy of the run on this host until now (`trainkit.monitor.energy`); absent if nobody tells
+
+``nvidia-smi-<host>.txt`` beside them shows the GPUs when they held most memory.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -25,11 +28,13 @@ from typing import Any
 
 import psutil
 
+from trainkit.monitor.energy import Energy, last_sample
+from trainkit.monitor.gpus import MB, Gpus
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
-MB = 1024 * 1024
-ReadGpus = Callable[[], list[dict[str, Any]]]
+_NOTEWORTHY = 1.01
+"""So much more memory than ever, and the GPUs are shown anew."""
 
 
 @contextmanager
@@ -46,10 +51,12 @@ def sample_hardware(
     """
     mask = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
     stop = threading.Event()
-    read_gpus = _gpu_reader(mask) if device.startswith("cuda") else _no_gpus
+    gpus = Gpus(mask) if device.startswith("cuda") else None
+    file, shown = run_dir.hardware(host), run_dir.path / f"nvidia-smi-{host}.txt"
+    energy = Energy(gpus, last_sample(file))
     processes: dict[int, psutil.Process] = {}
     _process_tree(processes)  # psutil measures from one call to the next: this sets the beginning
-    sampling = partial(_sample_until, run_dir.hardware(host), every_seconds, read_gpus, processes, stop)
+    sampling = partial(_sample_until, file, shown, every_seconds, gpus, energy, processes, stop)
     thread = threading.Thread(target=sampling, name="hardware", daemon=True)
     thread.start()
     try:
@@ -59,48 +66,39 @@ def sample_hardware(
         thread.join(timeout=5.0)  # a hanging driver must not keep the job
 
 
-def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
-    """NVML's indices of the GPUs that a CUDA_VISIBLE_DEVICES mask leaves; all without a mask.
-
-    CUDA stops reading at the first entry it does not know, and so does this.
-
-    Args:
-        uuids: UUID of every GPU in NVML's order; a mask may name GPUs by a unique beginning of it.
-    """
-    if mask is None:
-        return list(range(len(uuids)))
-    found: list[int] = []
-    for entry in (part.strip() for part in mask.split(",")):
-        if entry.isdigit():
-            matches = [int(entry)] if int(entry) < len(uuids) else []
-        else:
-            matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
-        if len(matches) != 1:
-            break
-        found += matches
-    return found
-
-
 def _sample_until(
-    path: Path, every_seconds: float, read_gpus: ReadGpus, processes: dict[int, psutil.Process], stop: threading.Event
+    path: Path,
+    shown: Path,
+    every_seconds: float,
+    gpus: Gpus | None,
+    energy: Energy,
+    processes: dict[int, psutil.Process],
+    stop: threading.Event,
 ) -> None:
     try:
+        most = 0.0
         psutil.cpu_percent()  # the beginning of this, which psutil keeps for each thread
         ended = False
         while not ended:
             ended = stop.wait(every_seconds)
-            cpu, memory = _process_tree(processes)
+            cpu, resident = _process_tree(processes)
             machine = psutil.virtual_memory()
             sample: dict[str, Any] = {
                 "time": round(time.time(), 3),
                 "cpu_percent": psutil.cpu_percent(),
                 "process_cpu_percent": round(cpu, 1),
-                "process_memory_mb": round(memory / MB, 1),
+                "process_memory_mb": round(resident / MB, 1),
                 "memory_used_mb": round((machine.total - machine.available) / MB, 1),
                 "memory_total_mb": round(machine.total / MB, 1),
             }
-            if gpus := read_gpus():
-                sample["gpus"] = gpus
+            used = gpus.samples() if gpus is not None else []
+            if gpus is not None and used:
+                sample["gpus"] = used
+                memory = sum(item.get("memory_used_mb", 0.0) for item in used)
+                if memory > most * _NOTEWORTHY or not most:
+                    most = memory
+                    shown.write_text(gpus.described(), encoding="utf-8")
+            sample |= energy.used(used)
             jsonl.append(path, sample)
     except Exception as error:
         print(f"No more hardware samples in {path.name}: {error}", file=sys.stderr, flush=True)
@@ -122,38 +120,3 @@ def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:
             cpu += process.cpu_percent()
             memory += process.memory_info().rss
     return cpu, memory
-
-
-def _no_gpus() -> list[dict[str, Any]]:
-    return []
-
-
-def _gpu_reader(mask: str | None) -> ReadGpus:
-    """A function that samples the GPUs of this job; of none where NVML is missing."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    except pynvml.NVMLError:
-        return _no_gpus
-    readings: dict[str, Callable[[Any], float]] = {
-        "util_percent": lambda handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-        "memory_used_mb": lambda handle: round(pynvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
-        "memory_total_mb": lambda handle: round(pynvml.nvmlDeviceGetMemoryInfo(handle).total / MB, 1),
-        "power_w": lambda handle: round(pynvml.nvmlDeviceGetPowerUsage(handle) / 1000, 1),
-        "temperature_c": lambda handle: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-    }
-
-    def read() -> list[dict[str, Any]]:
-        samples = []
-        for index in visible_indices(mask, uuids):
-            sample: dict[str, Any] = {"index": index}
-            for key, reading in readings.items():
-                with suppress(pynvml.NVMLError):  # vGPUs and MIG slices do not tell everything
-                    sample[key] = reading(handles[index])
-            samples.append(sample)
-        return samples
-
-    return read

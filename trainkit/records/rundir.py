@@ -89,6 +89,16 @@ class RunDir:
         """Which class the best weights take for which."""
         return self.path / "confusion.json"
 
+    @property
+    def profile(self) -> Path:
+        """Traces of the profiler, and what memory held when there was too little of it."""
+        return self.path / "profile"
+
+    @property
+    def profile_request(self) -> Path:
+        """Who makes this file asks for a profile of the next updates."""
+        return self.path / "PROFILE"
+
     def hardware(self, host: str) -> Path:
         """Hardware samples of one host."""
         return self.path / f"system-{host}.jsonl"

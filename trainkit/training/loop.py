@@ -65,6 +65,7 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
 def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes_are_over: Callable[[], bool]) -> bool:
     """Train on as much data as is needed if no update is skipped. False when stopped and saved."""
     config, dist, progress, clock = parts.config, parts.dist, keeper.progress, keeper.clock
+    profiler = keeper.profiler
     update = Updater(parts, beat=keeper.beat, clock=clock)
     stragglers = Stragglers(keeper.hosts if dist.is_main else ())
     nonfinite = NonFinite(parts, keeper.remark, seed=config.seed, in_a_row=progress.nonfinite)
@@ -86,6 +87,8 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
     )
     with loader as batches, lifetime.collecting_by_hand() as collect:
         for position in range(progress.position, end):
+            if progress.step == profiler.next:
+                profiler.turn(progress.step)
             lr = parts.lr_at(progress.step)
             # Dropout and the like: a function of the position, so that resuming needs no random state.
             made = update(batches, lr=lr, seed=derive_seed(config.seed, position))
@@ -112,6 +115,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
                 for straggler in stragglers.look(update.meter.told, lap.training):
                     keeper.remark("straggler", step=progress.step, **straggler.facts())
                     print(straggler, flush=True)
+                profiler.look(progress.step)
             if validate:
                 progress.window = list(update.meter.sums())
                 if not _validate(parts, keeper, should_stop):

@@ -14,8 +14,10 @@ from torch import Tensor
 from trainkit.checkpoint.saving import Checkpoints, Restored
 from trainkit.distributed.device import device_name, peak_memory_mb
 from trainkit.monitor.base import Logger
+from trainkit.monitor.profiler import Profiler
 from trainkit.records import jsonl
 from trainkit.records.attempts import Remark
+from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.training.broken import share_broken
 from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
@@ -131,6 +133,7 @@ class Keeper:
     clock: Clock = field(default_factory=Clock)
     hosts: Sequence[str] = ()
     """Of each rank, where that is known."""
+    profiler: Profiler = field(default_factory=lambda: Profiler(RunDir(Path()), None, gpu=False))
 
     def validation_is_due(self) -> bool:
         """After the present step: at the end, and every ``train.eval_every_epochs``."""
