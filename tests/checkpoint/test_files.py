@@ -12,6 +12,7 @@ import torch
 
 from trainkit.checkpoint import files
 from trainkit.checkpoint.record import BrokenCheckpointError
+from trainkit.checkpoint.stored import read_tensors
 from trainkit.errors import UserError
 
 
@@ -22,7 +23,7 @@ def write(folder: Path, step: int, value: float = 0.0) -> Path:
 def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
     write(tmp_path, 7, 3.0)
     assert files.verified(tmp_path, 7).state["note"] == "hello"
-    assert torch.equal(files.read_tensors(tmp_path, 7, "model")["w"], torch.full((100,), 3.0))
+    assert torch.equal(read_tensors(tmp_path, files.described(tmp_path, 7), "model")["w"], torch.full((100,), 3.0))
 
 
 def test_latest_names_the_newest(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_second_save_of_a_step_with_other_weights_replaces_them(tmp_path: Path
     write(tmp_path, 1, 1.0)
     write(tmp_path, 1, 2.0)
     files.verified(tmp_path, 1)
-    assert files.read_tensors(tmp_path, 1, "model")["w"][0] == 2
+    assert read_tensors(tmp_path, files.described(tmp_path, 1), "model")["w"][0] == 2
 
 
 def test_a_broken_checkpoint_is_written_again(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> N
         assert files.steps(folder)
         for step in files.steps(folder):
             files.verified(folder, step)
-            assert files.read_tensors(folder, step, "model")["w"][0] == step
+            assert read_tensors(folder, files.described(folder, step), "model")["w"][0] == step
         latest = files.pointed(folder, "latest")
         assert latest is not None
         assert latest >= files.steps(folder)[-1] - 1

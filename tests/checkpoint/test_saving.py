@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
 from trainkit.checkpoint import files
 from trainkit.checkpoint.saving import Checkpoints
@@ -28,14 +29,14 @@ def save(folder: Path, model: nn.Module, step: int = 1) -> None:
         Checkpoints(folder, keep=3, dist=dist).save(model, optimizer, step=step, state={}, best_step=None)
 
 
-def test_every_strategy_and_world_size_writes_the_same_layout(tmp_path: Path) -> None:
+def test_every_strategy_and_world_size_writes_the_same_names_and_shapes(tmp_path: Path) -> None:
     layouts = {}
     for preset, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2)):
         folder = tmp_path / preset
         run_ranks(world_size, train_run, folder, preset, ("train.max_steps=1",))
         for stem in ("model", "optimizer"):
-            tensors = load_file(folder / "checkpoints/latest" / f"{stem}.safetensors")
-            layouts[preset, stem] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            found = tensors(folder / "checkpoints", stem)
+            layouts[preset, stem] = {name: tuple(tensor.shape) for name, tensor in found.items()}
     for stem in ("model", "optimizer"):
         assert layouts["single", stem] == layouts["ddp", stem] == layouts["fsdp", stem]
 
@@ -58,7 +59,7 @@ def test_the_weights_load_into_the_plain_model(tmp_path: Path) -> None:
     run_ranks(2, train_run, tmp_path / "run", "fsdp", ("train.max_steps=1",))
     config = load("fsdp").config
     model = build_model(config.model, build_data(config.data).info, 0)
-    weights = load_file(tmp_path / "run/checkpoints/latest/model.safetensors")
+    weights = tensors(tmp_path / "run/checkpoints")
     model.load_state_dict(weights)
     assert torch.equal(dict(model.named_parameters())["0.weight"], weights["0.weight"])
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks
 from trainkit.checkpoint.saving import Checkpoints
-from trainkit.checkpoint.state import gather_state_dict
+from trainkit.checkpoint.state import weights_of
 from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
@@ -94,8 +94,7 @@ def test_a_checkpoint_is_the_same_after_it_went_through_any_strategy_and_world_s
 ) -> None:
     run_ranks(world_size, _restore_and_save_again, saved[source], kind, tmp_path)
     for stem in ("model", "optimizer"):
-        before = load_file(saved[source] / "latest" / f"{stem}.safetensors")
-        after = load_file(tmp_path / "latest" / f"{stem}.safetensors")
+        before, after = tensors(saved[source], stem), tensors(tmp_path, stem)
         assert before.keys() == after.keys()
         for name, value in before.items():
             assert value.dtype == after[name].dtype, name
@@ -103,8 +102,8 @@ def test_a_checkpoint_is_the_same_after_it_went_through_any_strategy_and_world_s
 
 
 def test_names_and_kinds_are_those_of_the_plain_model(saved: dict[str, Path]) -> None:
-    weights = load_file(saved["fsdp"] / "latest/model.safetensors")
-    moments = load_file(saved["fsdp"] / "latest/optimizer.safetensors")
+    weights = tensors(saved["fsdp"])
+    moments = tensors(saved["fsdp"], "optimizer")
     assert set(weights) == set(Odd().state_dict())
     assert "scratch" not in weights
     assert weights["rough"].dtype == torch.bfloat16
@@ -136,8 +135,7 @@ def test_what_compiling_and_wrapping_put_into_names_is_left_out() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     inner = nn.Module()
     inner._orig_mod = model  # as torch.compile wraps a module
-    weights, _ = gather_state_dict(inner, None, Distributed(RankEnv.single(), torch.device("cpu")))
-    assert set(weights) == {"0.weight", "0.bias"}
+    assert set(weights_of(inner)) == {"0.weight", "0.bias"}
 
 
 def test_what_an_optimizer_counts_for_a_whole_group_is_kept(tmp_path: Path) -> None:

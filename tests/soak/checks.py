@@ -28,7 +28,7 @@ def faults(run: RunDir, whole: RunDir, steps: int) -> Iterator[str]:
     """Where a run that has ended differs from ``whole``, which nobody has interrupted."""
     if len(whole.attempts()) > 1:
         yield f"the other run was interrupted itself: {len(whole.attempts())} attempts"
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in sorted({path.name for each in (run, whole) for path in each.checkpoints.glob("latest/*.safetensors")}):
         if _latest(run, file) != _latest(whole, file):
             yield f"{file} is not that of an uninterrupted run"
     if _progress(run) != _progress(whole):
@@ -103,7 +103,8 @@ def left_behind(run: RunDir, cluster: Cluster) -> Iterator[str]:
 
 
 def _latest(run: RunDir, file: str) -> bytes:
-    return (run.checkpoints / "latest" / file).read_bytes()
+    path = run.checkpoints / "latest" / file
+    return path.read_bytes() if path.exists() else b""
 
 
 def _progress(run: RunDir) -> dict[str, Any]:

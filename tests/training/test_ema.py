@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import files
@@ -102,11 +102,7 @@ SETTINGS = (
 
 
 def saved(folder: Path, stem: str) -> dict[str, Tensor]:
-    checkpoints = folder / "checkpoints"
-    tensors: dict[str, Tensor] = load_file(
-        files.path_of(checkpoints, files.resolve(checkpoints, "latest")) / f"{stem}.safetensors"
-    )
-    return tensors
+    return tensors(folder / "checkpoints", stem)
 
 
 @pytest.fixture(scope="module")

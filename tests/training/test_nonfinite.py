@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks
 from tests.training.poisoned import BATCH, PER_EPOCH, SIZE, train_and_tell
 from trainkit.data.order import global_batch
@@ -35,7 +35,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def weights(folder: Path, which: str = "latest") -> dict[str, torch.Tensor]:
-    return dict(load_file(folder / "checkpoints" / which / "model.safetensors"))
+    return tensors(folder / "checkpoints", which=which)
 
 
 def train(world_size: int, folder: Path, preset: str, *settings: str, stop_after: int | None = None) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.rank_functions import run_ranks, train_run
 from trainkit.checkpoint import files
+from trainkit.checkpoint.record import FileFacts
 from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
@@ -16,9 +18,9 @@ from trainkit.records.rundir import RunDir
 SETTINGS = ("train.max_steps=40", "model.dropout=0.2", "schedule.name=cosine")
 
 
-def final_weights(folder: Path) -> bytes:
-    step = files.resolve(folder / "checkpoints", "latest")
-    return (files.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
+def final_weights(folder: Path) -> Mapping[str, FileFacts]:
+    """Hashes of the files with the weights and the optimizer's state."""
+    return files.verified(folder / "checkpoints", files.resolve(folder / "checkpoints", "latest")).files
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """A checkpoint on disk: a folder of safetensors files and one JSON file, complete or absent.
 
     checkpoints/step-00001000/model.safetensors       plain weights: `safetensors.torch.load_file` reads them
-                              optimizer.safetensors
+                              optimizer.safetensors   or one file of each rank, if each has a part:
+                              optimizer-00001-of-00002.safetensors
                               state.json              step, best value, ..., size and SHA-256 of the files above, and
                                                       a checksum of its own
     checkpoints/latest -> step-00001000
@@ -14,18 +15,17 @@ bits, a copy stops half way, and a folder may come from a stranger.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, FileFacts, Record, parse
+from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, FileFacts, Record, file_name, parse
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,24 +53,53 @@ def write(
     state: Mapping[str, Any],
     may_write: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write the checkpoint of ``step`` and point ``latest`` at it.
+    """Write the checkpoint of ``step``, in this process alone, and point ``latest`` at it.
 
     Args:
-        tensors: file stem -> name -> CPU tensor.
+        tensors: file stem -> name -> tensor.
         state: plain values for ``state.json``.
         may_write: raises when this process no longer writes this run; asked before the first byte and the last move.
 
     Raises:
         OSError: it could not be written; the checkpoints before it are as they were.
     """
-    may_write()
-    final = path_of(folder, step)
-    partial = folder / f".{final.name}.partial"
-    for left in folder.glob(".step-*.partial"):  # by processes that were killed while saving, this step or another
-        _remove(left)
-    partial.mkdir(parents=True)
+    from trainkit.checkpoint import tensorfile
+
+    partial = begin(folder, step, may_write)
+    facts = {}
     try:
-        record = _fill(partial, step, tensors, state)
+        for stem, named in tensors.items():
+            entries = [tensorfile.Entry.of(name, value) for name, value in named.items()]
+            file = partial / file_name(stem, 0, 1)
+            facts[file.name] = tensorfile.write(file, entries, lambda it, of=named: tensorfile.as_bytes(of[it.name]))  # type: ignore[misc]
+    except BaseException:
+        abandon(folder, step)
+        raise
+    commit(folder, Record(step, state, facts), may_write)
+    return path_of(folder, step)
+
+
+def begin(folder: Path, step: int, may_write: Callable[[], None] = lambda: None) -> Path:
+    """Make the folder in which the files of ``step`` are written; what killed processes have left of such goes."""
+    may_write()
+    for left in folder.glob(".step-*.partial"):  # this step's or another's
+        _remove(left)
+    partial = partial_of(folder, step)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda: None) -> None:
+    """Give the checkpoint whose files are all written and flushed its name, and point ``latest`` at it.
+
+    Raises:
+        OSError: it could not be done; the checkpoints before it are as they were, and what was written is gone.
+    """
+    final, partial = path_of(folder, record.step), partial_of(folder, record.step)
+    try:
+        (partial / "state.json").write_text(record.to_json(), encoding="utf-8")
+        _flush(partial / "state.json")
+        _flush(partial)
         may_write()
         if _is_same(folder, record):
             # A second save of a step, after a validation that a stop request had cut short. Only what is said of it is
@@ -83,31 +112,20 @@ def write(
             os.replace(partial, final)
             _flush(folder)
             _flush(folder.parent)  # the first one has made the folder
-    except BaseException:  # a full disk: what is left would keep the next save from fitting
-        _remove(partial)
+    except BaseException:
+        abandon(folder, record.step)
         raise
-    point(folder, "latest", step)
-    return final
+    point(folder, "latest", record.step)
 
 
-def _fill(partial: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Record:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+def abandon(folder: Path, step: int) -> None:
+    """Remove what is written of ``step``: on a full disk it would keep the next save from fitting."""
+    _remove(partial_of(folder, step))
 
-    files = {}
-    for stem, named in tensors.items():
-        file = partial / f"{stem}.safetensors"
-        try:
-            save_file({name: tensor.contiguous() for name, tensor in named.items()}, file)
-        except SafetensorError as error:  # it wraps what the system said
-            raise OSError(errno.EIO, str(error).removeprefix("Error while serializing: "), str(file)) from None
-        _flush(file)
-        files[file.name] = FileFacts(file.stat().st_size, _sha256(file))
-    record = Record(step, state, files)
-    (partial / "state.json").write_text(record.to_json(), encoding="utf-8")
-    _flush(partial / "state.json")
-    _flush(partial)
-    return record
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Folder in which the checkpoint of a step is written."""
+    return folder / f".{path_of(folder, step).name}.partial"
 
 
 def _is_same(folder: Path, record: Record) -> bool:
@@ -146,48 +164,41 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def verified(folder: Path, step: int, stems: Sequence[str] | None = None) -> Record:
-    """What a checkpoint says of itself, once its files (or those of ``stems``) are found to be as they were written.
+def verified(folder: Path, step: int) -> Record:
+    """What a checkpoint says of itself, once its files are found to be as they were written.
 
     Raises BrokenCheckpointError and says what is wrong with it.
+    """
+    record = described(folder, step)
+    compare(folder, record, record.files)
+    return record
+
+
+def described(folder: Path, step: int) -> Record:
+    """What a checkpoint says of itself; its files have not been looked at.
+
+    Raises BrokenCheckpointError when it says nothing.
     """
     checkpoint = path_of(folder, step)
     try:
         if not stat.S_ISDIR(checkpoint.lstat().st_mode):
             raise BrokenCheckpointError("it is no folder")
         with _open(checkpoint / "state.json") as file:
-            record = parse(file.read(LONGEST + 1)[: LONGEST + 1], step)
-        for name in record.files if stems is None else [f"{stem}.safetensors" for stem in stems]:
-            if name not in record.files:
-                raise BrokenCheckpointError(f"it has no {name}")
-            _compare(checkpoint / name, record.files[name])
+            return parse(file.read(LONGEST + 1)[: LONGEST + 1], step)
     except OSError as error:
         raise BrokenCheckpointError(f"{error.strerror}: {error.filename}") from None
-    return record
 
 
-def read(folder: Path, step: int, stems: Sequence[str]) -> tuple[Record, dict[str, dict[str, Tensor]]]:
-    """What a checkpoint says of itself, and the tensors of its files ``stems``, verified, on the CPU.
+def compare(folder: Path, record: Record, names: Iterable[str]) -> None:
+    """Look at files of a checkpoint.
 
-    Raises BrokenCheckpointError and says what is wrong with it.
+    Raises BrokenCheckpointError when one is not as it was written.
     """
-    record = verified(folder, step, stems)
-    return record, {stem: read_tensors(folder, step, stem) for stem in stems}
-
-
-def read_tensors(folder: Path, step: int, stem: str) -> dict[str, Tensor]:
-    """Tensors of one file of a checkpoint that is `verified`, on the CPU.
-
-    Raises BrokenCheckpointError when there are none.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
-        loaded: dict[str, Tensor] = load_file(path_of(folder, step) / f"{stem}.safetensors")
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise BrokenCheckpointError(f"{stem}.safetensors is not readable ({error})") from None
-    return loaded
+        for name in names:
+            _compare(path_of(folder, record.step) / name, record.files[name])
+    except OSError as error:
+        raise BrokenCheckpointError(f"{error.strerror}: {error.filename}") from None
 
 
 def resolve(folder: Path, which: str) -> int:

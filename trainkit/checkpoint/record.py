@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-LONGEST = 1 << 20
+LONGEST = 1 << 22
 """Bytes of a ``state.json`` that is read at all."""
 
-_FORMAT = 1
+_FORMATS = (1, 2)
+"""The second one has stems in several files; what holds none is still written as the first."""
 _DEEPEST = 16
 _INT64 = range(-(2**63), 2**63)
 _FILE = re.compile(r"[a-z][a-z0-9_-]{0,63}\.safetensors")
+_PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -41,11 +43,38 @@ class Record:
     """Plain values of whoever trains; bounded, but else as they were given."""
     files: Mapping[str, FileFacts]
 
+    @property
+    def stems(self) -> set[str]:
+        """What it holds."""
+        return {stem_of(name) for name in self.files}
+
+    def files_of(self, stem: str) -> list[str]:
+        """Names of the files that hold a stem's tensors: ``model.safetensors``, or one of each rank that wrote some.
+
+        Raises BrokenCheckpointError when there are none.
+        """
+        names = sorted(name for name in self.files if stem_of(name) == stem)
+        if not names:
+            raise BrokenCheckpointError(f"it has no {stem}.safetensors")
+        return names
+
     def to_json(self) -> str:
         """The text of the file. A number that is not finite becomes null: JSON has no word for it."""
         files = {name: {"bytes": facts.bytes, "sha256": facts.sha256} for name, facts in self.files.items()}
-        body = {"format": _FORMAT, "step": self.step, "state": _finite(self.state), "files": files}
+        sharded = any(stem_of(name) != name.removesuffix(".safetensors") for name in self.files)
+        body = {"format": _FORMATS[sharded], "step": self.step, "state": _finite(self.state), "files": files}
         return json.dumps({**body, "sha256": _checksum(body)}, indent=1, allow_nan=False) + "\n"
+
+
+def file_name(stem: str, index: int, count: int) -> str:
+    """Name of a stem's file, or of its ``index``-th of ``count``."""
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def stem_of(name: str) -> str:
+    """What a file of this name holds."""
+    stem = name.removesuffix(".safetensors")
+    return stem[: part.start()] if (part := _PART.search(stem)) and part.end() == len(stem) else stem
 
 
 def parse(content: bytes, step: int) -> Record:
@@ -64,7 +93,7 @@ def parse(content: bytes, step: int) -> Record:
         raise BrokenCheckpointError("state.json holds numbers without end or lists in lists in lists")
     if claimed != _checksum(body):
         raise BrokenCheckpointError("state.json has been changed: its checksum is another")
-    if body.keys() != {"format", "step", "state", "files"} or body["format"] != _FORMAT:
+    if body.keys() != {"format", "step", "state", "files"} or body["format"] not in _FORMATS:
         raise BrokenCheckpointError("state.json is of another version of trainkit")
     state, files = body["state"], body["files"]
     if type(body["step"]) is not int or body["step"] != step:

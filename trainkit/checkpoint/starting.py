@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainkit.checkpoint.state import gather_state_dict, plain_name, scatter_state_dict
+from trainkit.checkpoint.source import Held, Sent
+from trainkit.checkpoint.state import load_where_named, plain_name, weights_of
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import TrainkitError, UserError
 
@@ -27,20 +28,19 @@ def start_from(file: Path, model: nn.Module, dist: Distributed) -> tuple[str, ..
     Raises:
         UserError: on every rank, if the file cannot be read or is of another network.
     """
-    own, _ = gather_state_dict(model, None, dist)
+    own = weights_of(model)
+    taken: dict[str, Tensor] = {}
     error: TrainkitError | None = None
     anew: tuple[str, ...] = ()
     if dist.is_main:
         try:
             given = _read(file)
             anew = _left_out(file, given, own)
-            own |= {
-                name: value.to(own[name].dtype) for name, value in given.items() if name in own and name not in anew
-            }
+            taken = {name: value for name, value in given.items() if name in own and name not in anew}
         except TrainkitError as refusal:
             error = refusal
     dist.raise_together(error)
-    scatter_state_dict(model, own, dist)
+    load_where_named(own, Sent(Held(taken), dist), dist)
     return tuple(dist.broadcast_json(list(anew)))
 
 
