@@ -40,6 +40,7 @@ from trainkit.records.lease import StaleAttemptError
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.strategies import build_strategy
+from trainkit.training import compiler
 from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.clock import clock_of
 from trainkit.training.layout import make_deterministic, placed
@@ -103,6 +104,8 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     Args:
         model: the plain model, where the caller had to have it before there was a device.
     """
+    if config.train.compile == "off":
+        compiler.put_off()
     make_deterministic(config.train.deterministic)
     precision = Precision(choose_precision(config.train.precision, dist.device), dist)
     strategy = build_strategy(config.strategy, dist, precision.name)

@@ -82,7 +82,12 @@ class _Wandb:
 
 def _init(run_dir: RunDir, config: Config, start: Start, mode: Mode) -> Any:
     import wandb
+    from wandb.sdk.wandb_run import Run
 
+    # It asks whether W&B's own scheduler has inputs for this run, which has none, and for that imports all of W&B's API
+    # and a compiler of data classes: 2 s of each start.
+    if hasattr(Run, "_detect_and_apply_job_inputs"):
+        setattr(Run, "_detect_and_apply_job_inputs", _none)  # noqa: B010
     settings = wandb.Settings(
         console="off",
         disable_code=True,
@@ -114,6 +119,9 @@ def _init(run_dir: RunDir, config: Config, start: Start, mode: Mode) -> Any:
         },
         settings=settings,
     )
+
+
+def _none(run: Any) -> None: ...
 
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
