@@ -39,6 +39,7 @@ _CONTEXT.set_forkserver_preload(
         "trainkit.strategies.fsdp",
         "trainkit.models.fashion_cnn",
         "safetensors.torch",
+        "torchvision.transforms.v2",  # RandAugment
     ]
 )
 

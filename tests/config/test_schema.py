@@ -99,6 +99,11 @@ def test_sbatch_options_are_text_and_true_is_an_option_without_a_value() -> None
         ({"train": {"global_batch_size": 10, "micro_batch_size": 4}}, "global_batch_size=10.*micro_batch_size=4"),
         ({"launch": {"gres": "gpu:2", "gpus_per_node": 2}}, "gres.*gpus_per_node"),
         ({"launch": {"time": "1", "signal_seconds": 40}}, "signal_seconds=40.*time=1"),
+        (
+            {"train": {"global_batch_size": 9, "micro_batch_size": 3}, "augment": {"mixup_alpha": 0.2}},
+            "micro_batch_size=3.*mixup_alpha",
+        ),
+        ({"train": {"global_batch_size": 9}, "augment": {"cutmix_alpha": 1}}, "global_batch_size=9.*cutmix_alpha"),
         ({"collaborative": {"round_seconds": 3}}, "round_seconds=3.*matchmaking_seconds=3"),
     ],
 )

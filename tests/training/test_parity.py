@@ -43,6 +43,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 BATCHNORM = ("model.norm=batch", "train.micro_batch_size=16")
 BF16 = ("train.precision=bf16",)
 WEIGHTED = ("train.class_weights=[4, 1, 1, 0.2, 1, 1, 2, 1, 3, 1]",)
+# What is drawn for a sample, or for a pair of neighbours in the data, does not depend on micro batches either.
+AUGMENT = (
+    "augment.rand_augment_ops=2",
+    "augment.random_erasing_prob=0.5",
+    "augment.random_erasing_mode=pixel",
+    "augment.mixup_alpha=0.8",
+    "augment.cutmix_alpha=1",
+)
 DROPOUT = ("model.dropout=0.3", "train.micro_batch_size=16")
 
 SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
@@ -72,6 +80,11 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("ddp", 4, (), 1e-5),
         ("ddp", 2, ("train.micro_batch_size=8",), 1e-5),
         ("fsdp", 2, (), 1e-5),
+    ],
+    AUGMENT: [
+        ("ddp", 2, ("train.micro_batch_size=8",), 1e-5),
+        ("fsdp", 4, (), 1e-5),
+        ("single", 1, ("train.micro_batch_size=2", "data.workers=1"), 1e-5),
     ],
     DROPOUT: [("ddp", 2, (), 1e-5), ("fsdp", 4, (), 1e-5)],
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank_functions import run_ranks, train_run
+from tests.training.test_parity import AUGMENT
 from trainkit.checkpoint import files
 from trainkit.checkpoint.record import FileFacts
 from trainkit.records.events import read_events
@@ -25,7 +26,7 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
 
 @pytest.mark.parametrize(
     ("preset", "world_size", "more"),
-    [("single", 1, ()), ("ddp", 4, ()), ("ddp", 2, ("strategy.comm_hook=bf16",)), ("fsdp", 2, ())],
+    [("single", 1, ()), ("ddp", 4, ()), ("ddp", 2, ("strategy.comm_hook=bf16",)), ("fsdp", 2, AUGMENT)],
 )
 def test_a_run_interrupted_anywhere_ends_with_the_weights_of_one_that_was_not(
     tmp_path: Path, preset: str, world_size: int, more: tuple[str, ...]

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from trainkit.config.augment import AugmentConfig
 from trainkit.config.launch import LaunchConfig
 from trainkit.config.section import ImpossibleError, PluginSection, Section
 
@@ -205,6 +206,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     strategy: StrategyConfig = StrategyConfig()
@@ -230,6 +232,15 @@ class Config(Section):
                 keys=("checkpoint.best", "train.ema_decay"),
                 why="There are no averaged weights to judge by.",
                 fix="Use train.ema_decay=0.9999, or checkpoint.best=val/acc1.",
+            )
+        odd = micro if micro is not None else batch
+        if self.augment.mixes and odd % 2:
+            name = "micro_batch_size" if micro is not None else "global_batch_size"
+            raise ImpossibleError(
+                f"train.{name}={odd} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images",
+                keys=(f"train.{name}", "augment.mixup_alpha", "augment.cutmix_alpha"),
+                why="Both of a pair are in one micro batch.",
+                fix=f"Use train.{name}={odd + 1}.",
             )
         return self
 

@@ -60,8 +60,8 @@ class TensorTransform:
         import torch
 
         places = 2 * self.shift + 1
-        mirror = draws.below(keys, 2, 2) if self.flip else torch.zeros_like(keys)
-        return torch.stack([draws.below(keys, 0, places), draws.below(keys, 1, places), mirror], dim=-1)
+        mirror = draws.below(keys, draws.SHIFT + 2, 2) if self.flip else torch.zeros_like(keys)
+        return torch.stack([*(draws.below(keys, draws.SHIFT + n, places) for n in (0, 1)), mirror], dim=-1)
 
     def batch(self, images: Tensor, drawn: Tensor | None = None) -> Tensor:
         """Images [N, C, H, W] with what `draw` drew for them, int64 [N, 3] on the same device; None: as they are."""

@@ -21,3 +21,10 @@ def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
             why=f"One pass over all ranks takes a multiple of {one} samples.",
             fix=f"Use train.global_batch_size={f'{low} or ' if low else ''}{low + one}.",
         )
+    share = size // world_size
+    if config.augment.mixes and not micro and share % 2:
+        raise UserError(
+            f"train.global_batch_size={size} gives each of {world_size} ranks {share} images, an odd number.",
+            why="augment.mixup_alpha or augment.cutmix_alpha mixes pairs, and both of a pair are on one rank.",
+            fix=f"Use train.global_batch_size={world_size * (share + 1)}.",
+        )

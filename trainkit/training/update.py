@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn import functional
 
 from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
+from trainkit.training.augment import Augment
 from trainkit.training.class_weights import divide_by_mean
 from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.meter import Meter
@@ -37,9 +37,9 @@ class Updater:
     def __init__(self, parts: Parts, *, beat: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
         self.meter = Meter(parts.dist)
         self._parts, self._beat, self._clock = parts, beat, clock or Clock()
+        self._augment = Augment(parts.config.augment, parts.splits.info, parts.normalized)
         self._parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
         self._weights = parts.class_weights
-        self._reduction = "mean" if self._weights is None else "none"
 
     def __call__(self, batches: Iterator[Batch], *, lr: float, seed: int) -> Update:
         """Train on one global batch.
@@ -58,30 +58,26 @@ class Updater:
         for micro_step in range(passes):
             is_last = micro_step == passes - 1  # gradients are exchanged once per update
             clock.wait()
-            images, labels, _ = next(batches)
+            batch = next(batches)
             clock.to(COPY)
             self._beat()
             seed_random(derive_seed(seed, micro_step * p.dist.world_size + p.dist.rank), device)
-            images = p.normalized(images)
+            images, target = self._augment(batch)
             clock.to(FORWARD)
             with p.strategy.grad_sync(p.model, enabled=is_last):
                 with p.precision.autocast():
                     logits = p.model(images)
-                    loss = weighted = functional.cross_entropy(
-                        logits.float(), labels, label_smoothing=train.label_smoothing, reduction=self._reduction
-                    )
-                    if self._weights is not None:
-                        weights = self._weights[labels]
-                        loss, weighted = loss.mean(), (weights * loss).mean()
-                        mean = weights.mean() / passes
-                        mean_weight = mean if mean_weight is None else mean_weight + mean
-                share = weighted / passes if passes > 1 else weighted
+                    losses = target.losses(logits.float(), train.label_smoothing, self._weights)
+                if losses.weight is not None:
+                    mean = losses.weight / passes
+                    mean_weight = mean if mean_weight is None else mean_weight + mean
+                share = losses.weighted / passes if passes > 1 else losses.weighted
                 clock.to(BACKWARD)
                 if is_last and p.dist.world_size > 1:
                     clock.watch_backward(share)
                 p.precision.backward(share)
             clock.to(OTHER)
-            self.meter.add(loss, logits, labels)
+            self.meter.add(losses.plain, logits, target.labels)
             total = share.detach() if total is None else total + share.detach()
         assert total is not None
         clock.to(OPTIMIZER)
