@@ -73,7 +73,6 @@ def run(
     Raises:
         TrainkitError: what a user can mend. It has been written to the run's events.
     """
-    splits = build_data(config.data)
     group = distributed(
         env,
         use_gpu=wants_gpu(config),
@@ -83,6 +82,7 @@ def run(
         collective_timeout=timedelta(seconds=2 * max(config.launch.hang_seconds, 300)),
     )
     with group as dist:
+        splits = build_data(config.data, dist)
         check_batch_sizes(config, dist.world_size, splits)
         writer = _meet(config, dist, open_run)
         with _failures_recorded(writer.attempt, dist):

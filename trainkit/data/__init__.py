@@ -8,16 +8,19 @@ use for them: ``locate(root, ...)`` says without torch whether the data is there
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import options, plugins
+from trainkit.data.tree import Listing, Tree
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trainkit.data.base import Splits
+    from trainkit.distributed.process_group import Distributed
 
 
 class DataChoice(Protocol):
@@ -41,12 +44,25 @@ def check_data(config: DataChoice) -> None:
         module.locate(Path(config.root), **options.fill(module.build, config.options, where="data"))
 
 
-def build_data(config: DataChoice) -> Splits:
-    """The data set of a configuration. Raises UserError as `check_data` does."""
+def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:
+    """The data set of a configuration. Raises UserError as `check_data` does.
+
+    Args:
+        dist: the ranks that build it together: one lists a million files for all of them, and what is wrong on one
+            is raised on all.
+    """
     plugins.check_options(__name__, config.name, config.options, where="data")
     build = plugins.load(__name__, config.name)
-    splits: Splits = build(Path(config.root), **options.fill(build, config.options, where="data"))
-    return splits
+    filled = options.fill(build, config.options, where="data")
+    root, module = Path(config.root), sys.modules[build.__module__]
+    if dist is None:
+        return build(root, **filled)  # type: ignore[no-any-return]
+    if ":" in config.name or not hasattr(module, "build_from"):
+        return dist.together(lambda: build(root, **filled))  # type: ignore[no-any-return]
+    dist.together(lambda: module.locate(root, **filled))
+    folder, splits = module.where(root)
+    listing = Listing.from_bytes(dist.from_main(lambda: Listing.walk(folder, splits).to_bytes()))
+    return dist.together(lambda: module.build_from(Tree(folder, listing), **filled))  # type: ignore[no-any-return]
 
 
 def prepare_data(name: str, root: Path, archives: Sequence[Path], say: Callable[[str], None]) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 from trainkit import terminal
 from trainkit.data.archives import Say, complete_folder, extract, given_or_in, md5_of, opened_tar
 from trainkit.data.base import DataInfo, Splits, missing, require
-from trainkit.data.folders import class_folders, image_files, read_split, require_classes
+from trainkit.data.folders import read_split, require_classes
+from trainkit.data.tree import Files, Place, class_folders, image_files, listed
 from trainkit.errors import UserError
 
 ARCHIVE = "CINIC-10.tar.gz"
@@ -19,12 +20,21 @@ OFFICIAL_COUNT = 270_000
 
 def build(root: Path, *, image_size: int = 32, augment: bool = True) -> Splits:
     """Augmented by a shift of up to 4 pixels and mirroring, at 32x32; then resized to ``image_size``."""
+    locate(root, image_size=image_size)
+    return build_from(listed(root, where), image_size=image_size, augment=augment)
+
+
+def where(root: Path) -> Place:
+    """The folder of the images, and its splits."""
+    return _folder(root), SPLITS
+
+
+def build_from(files: Files, *, image_size: int, augment: bool) -> Splits:
+    """The same, of files that are listed already."""
     from trainkit.data.tensors import tensor_transforms
 
-    locate(root, image_size=image_size)
-    folder = _folder(root)
-    classes = require_classes(folder / "train")
-    train, val, test = (read_split(folder / split, classes, in_chans=3) for split in SPLITS)
+    classes = require_classes(files.folder / "train", files.splits["train"])
+    train, val, test = (read_split(files, split, classes, in_chans=3) for split in SPLITS)
     train_transform, eval_transform = tensor_transforms(image_size, augment=augment, shift=4, flip=True)
     return Splits(
         info=DataInfo(

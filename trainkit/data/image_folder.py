@@ -8,8 +8,9 @@ from pathlib import Path
 
 from trainkit.data.archives import Say
 from trainkit.data.base import DataInfo, Splits, require
-from trainkit.data.folders import ImageFiles, class_folders, no_images, read_split, require_classes, scan
+from trainkit.data.folders import ImageFiles, no_images, read_split, require_classes, scan
 from trainkit.data.splitting import stratified_split
+from trainkit.data.tree import Files, Place, class_folders, listed
 from trainkit.errors import UserError
 
 
@@ -25,14 +26,33 @@ def build(
     """Either ``root/train/CLASS/*``, ``root/val/...`` and ``root/test/...``: without val it is split off train, without
     test it is val. Or ``root/CLASS/*``, split three ways. Splits are stratified and depend on the files' names only.
     """
+    locate(root, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction, test_fraction=test_fraction)
+    return build_from(
+        listed(root, where),
+        image_size=image_size,
+        in_chans=in_chans,
+        augment=augment,
+        val_fraction=val_fraction,
+        test_fraction=test_fraction,
+    )
+
+
+def where(root: Path) -> Place:
+    """The folder of the images, and its splits; "" is the folder itself, which is to be split."""
+    return root, ("train", "val", "test") if (root / "train").is_dir() else ("",)
+
+
+def build_from(
+    files: Files, *, image_size: int, in_chans: int, augment: bool, val_fraction: float, test_fraction: float
+) -> Splits:
+    """The same, of files that are listed already."""
     from trainkit.data.photos import photo_statistics, photo_transforms
 
-    locate(root, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction, test_fraction=test_fraction)
-    if (root / "train").is_dir():
-        classes, (train, val, test) = _separate_folders(root, in_chans, val_fraction)
+    if "train" in files.splits:
+        classes, (train, val, test) = _separate_folders(files, in_chans, val_fraction)
     else:
-        classes = require_classes(root)
-        train, val, test = _split(root, classes, (val_fraction, test_fraction), in_chans)
+        classes = require_classes(files.folder, files.splits[""])
+        train, val, test = _split(files, "", classes, (val_fraction, test_fraction), in_chans)
     mean, std = photo_statistics(in_chans)
     train_transform, eval_transform = photo_transforms(image_size, augment=augment)
     return Splits(
@@ -63,7 +83,7 @@ def locate(
             fix=f"Put them into {root}/train/CLASS/NAME.jpg and {root}/val/CLASS/NAME.jpg, or correct data.root.",
             key="data.root",
         )
-    require_classes(folder)
+    require_classes(folder, class_folders(folder))
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
@@ -73,31 +93,34 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
 
 
 def _separate_folders(
-    root: Path, in_chans: int, val_fraction: float
+    files: Files, in_chans: int, val_fraction: float
 ) -> tuple[list[str], tuple[ImageFiles, ImageFiles, ImageFiles]]:
-    classes = require_classes(root / "train")
-    held_out = {
-        name: read_split(root / name, classes, in_chans) for name in ("val", "test") if class_folders(root / name)
-    }
+    folder = files.folder / "train"
+    classes = require_classes(folder, files.splits["train"])
+    held_out = {name: read_split(files, name, classes, in_chans) for name in ("val", "test") if files.splits.get(name)}
     if "val" not in held_out:
-        train, val = _split(root / "train", classes, (val_fraction,), in_chans)
+        train, val = _split(files, "train", classes, (val_fraction,), in_chans)
         return classes, (train, val, held_out.get("test", val))
-    train = read_split(root / "train", classes, in_chans)
-    _require_each_class(root / "train", classes, train.labels)
+    train = read_split(files, "train", classes, in_chans)
+    _require_each_class(folder, classes, train.labels)
     return classes, (train, held_out["val"], held_out.get("test", held_out["val"]))
 
 
-def _split(folder: Path, classes: list[str], fractions: tuple[float, ...], in_chans: int) -> list[ImageFiles]:
-    files, labels = scan(folder, classes)
+def _split(
+    files: Files, split: str, classes: list[str], fractions: tuple[float, ...], in_chans: int
+) -> list[ImageFiles]:
+    positions, labels = scan(files, split, classes)
+    folder = files.folder / split
     _require_each_class(folder, classes, labels)
-    parts = stratified_split(labels, fractions, keys=[file.replace("\\", "/") for file in files])
+    keys = [f"{classes[label]}/{files.name(at)}" for at, label in zip(positions, labels, strict=True)]
+    parts = stratified_split(labels, fractions, keys=keys)
     if not all(parts):
         raise UserError(
             f"{folder} has too few images to split.",
-            why=f"It has {len(files)} images of {len(classes)} classes; a class needs {len(fractions) + 1} or more.",
+            why=f"It has {len(labels)} images of {len(classes)} classes; a class needs {len(fractions) + 1} or more.",
             fix="Add images, or make the folders train and val yourself.",
         )
-    return [ImageFiles(folder, [files[i] for i in part], [labels[i] for i in part], in_chans) for part in parts]
+    return [ImageFiles(files, [positions[i] for i in part], [labels[i] for i in part], in_chans) for part in parts]
 
 
 def _require_each_class(folder: Path, classes: list[str], labels: Iterable[int]) -> None:

@@ -19,7 +19,8 @@ from trainkit.data.archives import (
     require_names,
 )
 from trainkit.data.base import DataInfo, Splits, missing, require
-from trainkit.data.folders import class_folders, image_files, read_split, require_classes
+from trainkit.data.folders import read_split, require_classes
+from trainkit.data.tree import Files, Place, class_folders, image_files, listed
 from trainkit.errors import UserError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
@@ -36,12 +37,21 @@ def build(root: Path, *, image_size: int = 224, augment: bool = True) -> Splits:
 
     Augmented by a random part of the photo and mirroring; evaluated on the centre.
     """
+    locate(root, image_size=image_size)
+    return build_from(listed(root, where), image_size=image_size, augment=augment)
+
+
+def where(root: Path) -> Place:
+    """The folder of the images, and its splits."""
+    return _folder(root), ("train", "val")
+
+
+def build_from(files: Files, *, image_size: int, augment: bool) -> Splits:
+    """The same, of files that are listed already."""
     from trainkit.data.photos import PHOTO_MEAN, PHOTO_STD, photo_transforms
 
-    locate(root, image_size=image_size)
-    folder = _folder(root)
-    classes = require_classes(folder / "train")
-    train, val = (read_split(folder / split, classes, in_chans=3) for split in ("train", "val"))
+    classes = require_classes(files.folder / "train", files.splits["train"])
+    train, val = (read_split(files, split, classes, in_chans=3) for split in ("train", "val"))
     train_transform, eval_transform = photo_transforms(image_size, augment=augment)
     return Splits(
         info=DataInfo("imagenet", len(classes), 3, image_size, tuple(classes), PHOTO_MEAN, PHOTO_STD),

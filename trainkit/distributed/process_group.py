@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,6 +93,29 @@ class Distributed:
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         c10d.all_gather(parts, padded)
         return [_from_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    def from_main(self, make: Callable[[], bytes]) -> bytes:
+        """What rank 0 makes, once, on every rank; if it raises an error for users there, it does on all."""
+        content = self.together(lambda: make() if self.is_main else b"")
+        if self.world_size == 1:
+            return content
+        size = torch.tensor([len(content)])
+        c10d.broadcast(size, src=0)
+        # An empty buffer cannot be looked at as a tensor.
+        tensor = torch.frombuffer(bytearray(content or bytes(int(size.item()) or 1)), dtype=torch.uint8)
+        c10d.broadcast(tensor, src=0)
+        return tensor.numpy().tobytes()[: int(size.item())]
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What ``make`` gives on this rank; an error for users that it raises on any rank is raised on all."""
+        made: list[T] = []
+        failed: TrainkitError | None = None
+        try:
+            made.append(make())
+        except TrainkitError as error:
+            failed = error
+        self.raise_together(failed)
+        return made[0]
 
     def raise_together(self, error: TrainkitError | None) -> None:
         """Raise on every rank as soon as one has an error: that of the lowest rank.
