@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -131,8 +131,27 @@ def alone(config: Config) -> Config:
 
 
 def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, beat: Callable[[], None]) -> Outcome:
+    checkpoint = parts.config.checkpoint
+    checkpoints = Checkpoints(
+        writer.run.checkpoints,
+        keep=checkpoint.keep,
+        dist=parts.dist,
+        may_write=writer.check,
+        asynchronous=checkpoint.asynchronous,
+    )
+    with closing(checkpoints):
+        return _trained(parts, stop, writer, checkpoints, node, beat)
+
+
+def _trained(
+    parts: Parts,
+    stop: StopFlag,
+    writer: Writer,
+    checkpoints: Checkpoints,
+    node: Attempt | None,
+    beat: Callable[[], None],
+) -> Outcome:
     config, dist, run_dir = parts.config, parts.dist, writer.run
-    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist, may_write=writer.check)
     restored, progress = go_on(parts, checkpoints)
     lifetime.settled()
     anew: tuple[str, ...] = ()

@@ -50,11 +50,19 @@ class Notes:
         pass
 
 
-def keeper_of(parts: Parts, folder: Path, progress: Progress, beat: Callable[[], None] = lambda: None) -> Keeper:
+def keeper_of(
+    parts: Parts,
+    folder: Path,
+    progress: Progress,
+    beat: Callable[[], None] = lambda: None,
+    *,
+    asynchronous: bool = False,
+) -> Keeper:
     """Of a run in ``folder``; its `Notes` are ``keeper.metrics``."""
     run = RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(parts.config))
     writer = Writer(Attempt.begin(run), check=lambda: None)
-    checkpoints = Checkpoints(run.checkpoints, keep=parts.config.checkpoint.keep, dist=parts.dist)
+    keep = parts.config.checkpoint.keep
+    checkpoints = Checkpoints(run.checkpoints, keep=keep, dist=parts.dist, asynchronous=asynchronous)
     return Keeper(parts, writer, checkpoints, Notes(), progress, beat)
 
 

@@ -46,7 +46,8 @@ class Checkpoints:
     ) -> None:
         self._folder, self._dist, self._finder = folder, dist, Finder(folder, dist)
         self._writer = Checkpointer(folder, keep=keep, dist=dist, may_write=may_write, asynchronous=asynchronous)
-        self.over, self.go_on, self.settle = self._writer.over, self._writer.go_on, self._writer.settle
+        self.over, self.go_on = self._writer.over, self._writer.go_on
+        self.settle, self.close = self._writer.settle, self._writer.close
 
     def seconds_since_save(self) -> float:
         """Age of what is on the disk or on its way there, by this rank's clock; since the start, if nothing is."""

@@ -62,11 +62,15 @@ class Background:
 
     def result(self) -> _Facts:
         """Wait for it; what it returned or raised."""
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error
         return self._facts
+
+    def join(self) -> None:
+        """Wait for it."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -141,6 +145,11 @@ class Checkpointer:
         """Wait until nothing is on its way; raises as `go_on`."""
         while self._flight is not None:
             self.go_on(self._phase)
+
+    def close(self) -> None:
+        """Wait for what this rank still does. Nobody hears of it: something else has gone wrong, or all is settled."""
+        if self._flight is not None:
+            self._flight.work.join()
 
     def start(self, stems: Mapping[str, Mapping[str, Tensor]], sketch: Sketch) -> None:
         """Take a copy of the tensors and begin to write it.

@@ -38,6 +38,8 @@ class RoundKeeper:
 
     def after_round(self, box: Box) -> None:
         """Record a round, and judge the model that came out of it if that is due."""
+        checkpoints = self._keeper.checkpoints
+        checkpoints.go_on(checkpoints.over())
         progress, metrics = self._keeper.progress, self._keeper.metrics
         progress.images += box.samples
         progress.train_seconds += box.seconds

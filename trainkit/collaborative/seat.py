@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,4 +111,13 @@ def kept(config: Config, writer: Writer, parts: Parts, *, judges: bool) -> Itera
         open_loggers(quiet, run_dir, total_steps=0, params=parts.num_parameters, may_write=writer.check) as metrics,
         hardware,
     ):
-        yield Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist, may_write=writer.check), metrics
+        checkpoints = Checkpoints(
+            run_dir.checkpoints,
+            keep=config.checkpoint.keep,
+            dist=dist,
+            may_write=writer.check,
+            asynchronous=config.checkpoint.asynchronous,
+        )
+        with closing(checkpoints):
+            yield checkpoints, metrics
+            checkpoints.settle()

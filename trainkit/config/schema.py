@@ -134,6 +134,8 @@ class CheckpointConfig(Section):
     """Save when so many minutes have passed since the last time: what a power cut may cost at most."""
     keep: PositiveInt = 3
     """How many checkpoints to keep besides the best."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
     best: Literal["val/acc1", "val/acc5", "val/loss", "val/ema_acc1", "val/ema_acc5", "val/ema_loss"] = "val/acc1"
     """What `best` is judged by; ema_: of the averaged weights (train.ema_decay)."""
 

@@ -34,15 +34,21 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
         stop_requested: has this rank been told to stop? The ranks agree before anybody does.
 
     Raises:
-        RunFailedError: it has diverged (`train.on_nonfinite`); the summary says so.
+        RunFailedError: it has diverged (`train.on_nonfinite`), the summary says so; or a checkpoint cannot be written.
         UserError: more images are broken than ``data.max_broken``.
     """
     vote = StopVote(parts.dist)
 
     def should_stop() -> bool:
-        stop = vote.poll(stop_requested(), save=keeper.minutes_are_over(), news=bool(parts.broken.met))
+        stop = vote.poll(
+            stop_requested(),
+            save=keeper.minutes_are_over(),
+            news=bool(parts.broken.met),
+            over=keeper.checkpoints.over(),
+        )
         if vote.news:
             keeper.tell_broken()
+        keeper.checkpoints.go_on(vote.over)
         return stop
 
     try:
@@ -157,6 +163,7 @@ def _validate(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> 
 
 def _stop(keeper: Keeper) -> bool:
     keeper.save()
+    keeper.settle()  # the process may end right after
     return False
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ class Keeper:
     def save(
         self, *, optimizer: bool = True, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any
     ) -> None:
-        """Write a checkpoint of the present step.
+        """Write a checkpoint of the present step, or begin to (``checkpoint.asynchronous``): `settle` waits for it.
 
         Args:
             optimizer: with its state.
@@ -194,10 +195,17 @@ class Keeper:
             },
             best_step=progress.best_step,
             extra={**({} if parts.ema is None else {STEMS["ema"]: parts.ema.tensors()}), **(extra or {})},
+            done=partial(self.writer.attempt.saved, progress.step, **more) if parts.dist.is_main else lambda: None,
         )
         self.beat()
-        if parts.dist.is_main:
-            self.writer.attempt.saved(progress.step, **more)
+        self.clock.to(before)
+
+    def settle(self) -> None:
+        """Wait until what has been saved is on the disk. Raises RunFailedError if that cannot be."""
+        before = self.clock.part
+        self.clock.to(CHECKPOINT)
+        self.checkpoints.settle()
+        self.beat()
         self.clock.to(before)
 
     def roll_back(self, position: int) -> bool:
@@ -251,7 +259,8 @@ class Keeper:
         return found.metrics
 
     def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float] | None, **more: Any) -> None:
-        """Write ``summary.json``; None is null there, as is what is not finite."""
+        """Write ``summary.json``, of what is on the disk by then; None is null there, as is what is not finite."""
+        self.settle()
         parts, progress = self.parts, self.progress
         self.clock.settle(progress)
         seconds = progress.train_seconds

@@ -1,0 +1,241 @@
+"""Training goes on while a checkpoint is written; what it says, and who waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.checkpoint.reading import tensors
+from tests.rank_functions import StopAfter, run_ranks, train_run
+from tests.training.parts import keeper_of, parts_of
+from trainkit.checkpoint import files, tensorfile
+from trainkit.checkpoint.record import file_name
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.errors import RefusedError, RunFailedError
+from trainkit.ranks.env import RankEnv
+from trainkit.records.events import read_events
+from trainkit.records.rundir import RunDir
+from trainkit.training.loop import train
+from trainkit.training.outcome import Progress
+
+DIST = Distributed(RankEnv.single(), torch.device("cpu"))
+
+
+class Gate:
+    """Writing stands still until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.reached.set()
+        assert self.opened.wait(60)
+        return _write(*args, **kwargs)
+
+
+_write = tensorfile.write
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(tensorfile, "write", gate)
+    yield gate
+    gate.opened.set()
+
+
+def begun(folder: Path, **more: Any) -> tuple[Checkpoints, nn.Linear]:
+    """Checkpoints whose first one has begun to be written."""
+    checkpoints, model = Checkpoints(folder, keep=1, dist=DIST, asynchronous=True, **more), nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    checkpoints.save(model, None, step=1, state={}, best_step=1)
+    return checkpoints, model
+
+
+def test_what_is_written_is_the_model_as_it_was_when_the_save_began(tmp_path: Path, gate: Gate) -> None:
+    checkpoints, model = begun(tmp_path)
+    assert gate.reached.wait(60)
+    with torch.no_grad():
+        model.weight.fill_(2.0)  # training goes on
+    assert files.steps(tmp_path) == []
+    gate.opened.set()
+    checkpoints.settle()
+    assert torch.equal(tensors(tmp_path)["weight"], torch.ones(2, 3))
+
+
+def test_nothing_names_it_and_nobody_hears_of_it_before_it_is_on_the_disk(tmp_path: Path, gate: Gate) -> None:
+    heard: list[int] = []
+    checkpoints, model = begun(tmp_path)
+    gate.opened.set()
+    checkpoints.settle()
+    gate.opened.clear()
+    checkpoints.save(model, None, step=2, state={}, best_step=2, done=lambda: heard.append(2))
+    for _ in range(3):
+        checkpoints.go_on(checkpoints.over())
+    assert (heard, files.steps(tmp_path)) == ([], [1]), "said, or the one before it pruned, too early"
+    assert [files.pointed(tmp_path, name) for name in ("latest", "best")] == [1, 1]
+    gate.opened.set()
+    deadline = time.monotonic() + 60
+    while not heard and time.monotonic() < deadline:
+        checkpoints.go_on(checkpoints.over())
+    assert (heard, files.steps(tmp_path)) == ([2], [2])
+    assert [files.pointed(tmp_path, name) for name in ("latest", "best")] == [2, 2]
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
+    checkpoints, model = begun(tmp_path)
+    threading.Timer(0.2, gate.opened.set).start()
+    checkpoints.save(model, None, step=2, state={}, best_step=None)
+    assert gate.opened.is_set()
+    checkpoints.settle()
+    assert files.steps(tmp_path) == [1, 2], "the first is the best"
+
+
+def test_an_age_is_that_of_what_was_copied_and_nothing_is_due_while_one_is_written(tmp_path: Path, gate: Gate) -> None:
+    checkpoints, _ = begun(tmp_path)
+    time.sleep(0.05)
+    assert checkpoints.seconds_since_save() == 0.0
+    gate.opened.set()
+    checkpoints.settle()
+    assert checkpoints.seconds_since_save() >= 0.05
+
+
+def test_who_has_lost_the_run_meanwhile_leaves_everything_as_it_was_and_hears_of_it(tmp_path: Path, gate: Gate) -> None:
+    lost: list[bool] = []
+
+    def may_write() -> None:
+        if lost:
+            raise RefusedError("Another process writes this run now.", why="It has taken it over.", fix="See it.")
+
+    checkpoints, _ = begun(tmp_path, may_write=may_write)
+    lost.append(True)
+    gate.opened.set()
+    with pytest.raises(RefusedError, match="Another process"):
+        checkpoints.settle()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_memory_of_a_copy_is_used_again(tmp_path: Path) -> None:
+    checkpoints, model = begun(tmp_path)
+    buffers = checkpoints._writer._snapshot._buffers
+    before = {key: value.data_ptr() for key, value in buffers.items()}
+    checkpoints.save(model, None, step=2, state={}, best_step=None)
+    checkpoints.settle()
+    assert {key: value.data_ptr() for key, value in checkpoints._writer._snapshot._buffers.items()} == before != {}
+
+
+def test_what_is_written_at_once_is_not_copied(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST)
+    checkpoints.save(nn.Linear(3, 2), None, step=1, state={}, best_step=None)
+    assert (checkpoints._writer._snapshot._buffers, files.steps(tmp_path)) == ({}, [1])
+
+
+# In the loop
+
+
+def test_who_is_told_to_stop_waits_for_the_disk(tmp_path: Path, gate: Gate) -> None:
+    parts = parts_of("train.max_steps=50", "checkpoint.every_epochs=null", "train.eval_every_epochs=99")
+    keeper = keeper_of(parts, tmp_path / "run", Progress(), asynchronous=True)
+    threading.Timer(0.3, gate.opened.set).start()
+    stop = StopAfter(3)
+    assert train(parts, keeper, lambda: stop.requested) is False
+    assert gate.opened.is_set()
+    assert files.steps(keeper.writer.run.checkpoints) == [keeper.progress.step]
+    assert [event["step"] for event in read_events(keeper.writer.run, "saved")] == [keeper.progress.step]
+
+
+def test_training_ends_with_the_next_update_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(tensorfile, "write", full)
+    parts = parts_of("train.max_steps=5000", "checkpoint.every_steps=2", "train.eval_every_epochs=9999")
+    keeper = keeper_of(parts, tmp_path / "run", Progress(), asynchronous=True)
+    with pytest.raises(RunFailedError, match="step 2 could not be written"):
+        train(parts, keeper, lambda: False)
+    assert keeper.progress.step < 5000
+    assert [*keeper.writer.run.checkpoints.glob("*")] == []
+
+
+def test_a_run_ends_with_its_last_checkpoint_on_the_disk_and_says_so_before_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_ranks(2, train_run, folder, "fsdp", ("train.max_steps=4", "checkpoint.every_steps=2"))
+    run = RunDir(folder)
+    told = [(event["event"], event.get("step")) for event in read_events(run, ("saved", "ended"))]
+    assert told == [("saved", 2), ("saved", 4), ("ended", 4)]
+    assert files.verified(run.checkpoints, 4)
+
+
+# Each rank its own
+
+
+class Wide(nn.Module):
+    """Weights that are cut in two, and a buffer that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(100, 64, bias=False)
+        self.register_buffer("same", torch.arange(5.0))
+
+
+def _save_own(env: RankEnv, folder: Path, sees: list[bool], full: bool) -> str:
+    with distributed(env, use_gpu=False) as dist:
+        torch.manual_seed(0)
+        model = Wide()
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.world_size,)))
+        gathered: list[object] = []
+        setattr(type(model.wide.weight), "full_tensor", lambda self, **_: gathered.append(self))  # noqa: B010
+        there = folder if sees[dist.rank] else folder / "elsewhere"
+        checkpoints = Checkpoints(there, keep=2, dist=dist, asynchronous=True)
+        if full and dist.rank == 1:
+
+            def write(*args: Any) -> None:
+                raise OSError(28, "No space left on device", "a shard")
+
+            tensorfile.write = write  # type: ignore[assignment]
+        try:
+            for step in (1, 2):
+                checkpoints.save(model, None, step=step, state={}, best_step=None)
+            checkpoints.settle()
+        except RunFailedError as error:
+            return f"{error.what} {error.why}"
+        assert not gathered
+        return "saved"
+
+
+def test_each_rank_writes_its_own_half(tmp_path: Path) -> None:
+    assert run_ranks(2, _save_own, tmp_path, [True, True], False) == ["saved"] * 2
+    record = files.verified(tmp_path, 2)
+    sizes = [record.files[file_name("model", rank, 2)].bytes for rank in range(2)]
+    assert all(half == pytest.approx(100 * 64 * 4 / 2, rel=0.05) for half in sizes)
+    torch.manual_seed(0)
+    assert torch.equal(tensors(tmp_path)["wide.weight"], Wide().wide.weight)
+
+
+@pytest.mark.parametrize("sees", [[True, False, True], [True, False, False]], ids=["some do", "none does"])
+def test_rank_0_writes_for_those_that_do_not_see_the_folder(tmp_path: Path, sees: list[bool]) -> None:
+    assert run_ranks(3, _save_own, tmp_path, sees, False) == ["saved"] * 3
+    assert len(files.verified(tmp_path, 2).files) == 3
+    torch.manual_seed(0)
+    assert torch.equal(tensors(tmp_path)["wide.weight"], Wide().wide.weight)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_rank_that_cannot_write_is_heard_by_all_and_nothing_is_left(tmp_path: Path) -> None:
+    told = run_ranks(2, _save_own, tmp_path, [True, True], True)
+    assert told == ["The checkpoint of step 1 could not be written. No space left on device: a shard."] * 2
+    assert [*tmp_path.iterdir()] == []
