@@ -45,6 +45,7 @@ from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.clock import clock_of
 from trainkit.training.layout import make_deterministic, placed
 from trainkit.training.loop import train
+from trainkit.training.o2 import O2, halve
 from trainkit.training.outcome import Keeper, go_on
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Precision, choose_precision
@@ -107,13 +108,15 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     if config.train.compile == "off":
         compiler.put_off()
     make_deterministic(config.train.deterministic)
-    precision = Precision(choose_precision(config.train.precision, dist.device), dist)
-    strategy = build_strategy(config.strategy, dist, precision.name)
+    name = choose_precision(config.train.precision, dist.device)
+    precision = (O2 if name == "o2" else Precision)(name, dist)
+    strategy = build_strategy(config.strategy, dist, name)
     plain = build_model(config.model, splits.info, config.seed) if model is None else model
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
     freeze(plain, config.model.freeze)
-    model = strategy.parallelize(placed(plain, config, dist.device))
+    plain = placed(plain, config, dist.device)
+    model = strategy.parallelize(halve(plain, dist) if name == "o2" else plain)
     return Parts(
         config=config,
         dist=dist,

@@ -86,6 +86,11 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("fsdp", 4, (), 1e-5),
         ("single", 1, ("train.micro_batch_size=2", "data.workers=1"), 1e-5),
     ],
+    # Measured: at most 1.1e-4 off, as is autocast's fp16. Few samples, for CPUs are slow at fp16.
+    (*BATCHNORM, "train.global_batch_size=32"): [
+        ("single", 1, ("train.precision=o2",), 5e-4),
+        ("ddp", 2, ("train.precision=o2",), 5e-4),
+    ],
     DROPOUT: [("ddp", 2, (), 1e-5), ("fsdp", 4, (), 1e-5)],
 }
 """Settings of both -> preset, ranks and settings of the one that is compared, and how far it may be off, relatively."""

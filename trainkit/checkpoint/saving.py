@@ -80,7 +80,11 @@ class Checkpoints:
             RunFailedError: it, or the one before, could not be written (a full disk); on every rank, or the others
                 would wait in the next collective.
         """
-        stems: dict[str, Mapping[str, Tensor]] = {"model": weights_of(model)}
+        # A model that computes in fp16 has fp32 weights to save; its buffers are saved as such.
+        weights = {
+            name: value.float() if value.dtype == torch.float16 else value for name, value in weights_of(model).items()
+        }
+        stems: dict[str, Mapping[str, Tensor]] = {"model": weights}
         if optimizer is not None:
             stems["optimizer"] = moments_of(model, optimizer)
         self._writer.start({**stems, **(extra or {})}, Sketch(step, state, best_step, done))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainkit.checkpoint.source import Held, Sent
-from trainkit.checkpoint.state import load_where_named, plain_name, weights_of
+from trainkit.checkpoint.state import follow_masters, load_where_named, plain_name, weights_of
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import TrainkitError, UserError
 
@@ -41,6 +41,7 @@ def start_from(file: Path, model: nn.Module, dist: Distributed) -> tuple[str, ..
             error = refusal
     dist.raise_together(error)
     load_where_named(own, Sent(Held(taken), dist), dist)
+    follow_masters(model.parameters())
     return tuple(dist.broadcast_json(list(anew)))
 
 

@@ -5,7 +5,8 @@ A tensor stays where it is, sharded or not: who saves takes of it what is a rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Name in the plain model -> the model's own tensor, a sharded one as it is."""
-    state = _inner(model).state_dict()
+    """Name in the plain model -> the model's own tensor, a sharded one as it is; where it has one, its master."""
+    inner = _inner(model)
+    state = inner.state_dict()
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        if hasattr(parameter, "master") and name in state:
+            state[name] = parameter.master.detach()
     return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -51,6 +56,7 @@ def load_weights(model: nn.Module, source: Source, dist: Distributed) -> None:
     own = weights_of(model)
     dist.raise_together(_misfit({name: tuple(value.shape) for name, value in own.items()}, source.facts))
     _fill(own, source)
+    follow_masters(model.parameters())
 
 
 def load_where_named(into: Mapping[str, Tensor], source: Source, dist: Distributed) -> None:
@@ -118,6 +124,20 @@ def _fill(into: Mapping[str, Tensor], source: Source) -> None:
                 local(target).copy_(value)
 
 
+def master_of(parameter: Tensor) -> nn.Parameter:
+    """What learns and what is saved: the fp32 weights of a parameter that computes in fp16; else it does so itself."""
+    return cast(nn.Parameter, getattr(parameter, "master", parameter))
+
+
+@torch.no_grad()
+def follow_masters(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each parameter the value of its master, which has changed."""
+    pairs = [(parameter, parameter.master) for parameter in parameters if hasattr(parameter, "master")]
+    if pairs:
+        halves, masters = zip(*pairs, strict=True)
+        torch._foreach_copy_(halves, masters)
+
+
 def plain_name(name: str) -> str:
     """A parameter's name in the plain model."""
     for wrapper in _WRAPPERS:
@@ -131,7 +151,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): parameter for name, parameter in _inner(model).named_parameters()}
+    return {plain_name(name): master_of(parameter) for name, parameter in _inner(model).named_parameters()}
 
 
 def _misfit(own: Mapping[str, tuple[int, ...] | None], there: Mapping[str, Facts]) -> UserError | None:

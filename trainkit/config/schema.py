@@ -62,8 +62,9 @@ class TrainConfig(Section):
     """Samples per optimizer update over all ranks. Keep it fixed when you change the number of GPUs."""
     micro_batch_size: PositiveInt | None = None
     """Samples per rank per forward pass; null: the rank's whole share at once. Lower it when memory runs out."""
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """auto picks what the device is fast at; fp16 scales the loss."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "o2"] = "auto"
+    """auto picks what the device is fast at; fp16 scales the loss; o2: all of the model in fp16 but its BatchNorm, with
+    fp32 weights for the optimizer, and gradients of half the size."""
     channels_last: bool = False
     """Images as [N, H, W, C] in memory: convolutions are faster that way on GPUs and on CPUs with bf16."""
     compile: Literal["off", "model", "blocks"] = "off"
@@ -243,6 +244,15 @@ class Config(Section):
                 keys=(f"train.{name}", "augment.mixup_alpha", "augment.cutmix_alpha"),
                 why="Both of a pair are in one micro batch.",
                 fix=f"Use train.{name}={odd + 1}.",
+            )
+        if self.train.precision == "o2" and self.strategy.name in ("fsdp", "hivemind"):
+            raise ImpossibleError(
+                f"train.precision=o2 does not go with strategy.name={self.strategy.name}",
+                keys=("train.precision", "strategy.name"),
+                why="Peers average fp32 weights."
+                if self.strategy.name == "hivemind"
+                else "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
+                fix="Use train.precision=fp16.",
             )
         return self
 

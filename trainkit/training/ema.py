@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.state import plain_name
+from trainkit.checkpoint.state import follow_masters, master_of, plain_name
 
 
 def decay_at(updates: int, decay: float) -> float:
@@ -33,7 +33,10 @@ class Ema:
         """Plain name -> the model's own tensor, and its average."""
         averages: dict[int, Tensor] = {}  # tied weights have several names
         for name, own in _tensors_of(model).items():
-            trained = own.requires_grad if isinstance(own, nn.Parameter) else own.is_floating_point()
+            # Buffers in fp16 are no statistics, which need more digits.
+            trained = (
+                own.requires_grad if isinstance(own, nn.Parameter) else own.dtype in (torch.float32, torch.float64)
+            )
             if trained:
                 average = averages.setdefault(id(own), own.detach().clone())
                 self._pairs[name] = (own, average)
@@ -93,6 +96,7 @@ class Ema:
             kept = own.clone()
             own.copy_(average)
             average.copy_(kept)
+        follow_masters(self._model.parameters())
 
     def _local(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's parts of the model's tensors and their averages, each once."""
@@ -113,7 +117,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Plain name -> the model's own parameter or buffer, sharded ones as they are."""
     inner = model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
     state = inner.state_dict(keep_vars=True)
-    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    return {plain_name(name): master_of(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _local(value: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def _record(
     }
     if norm is not None:
         record["grad_norm"] = norm.item()
-    if parts.precision.name == "fp16":
+    if parts.precision.scales_loss:
         record["skipped_steps"] = parts.precision.skipped_steps
     if device.type == "cuda":
         record["max_memory_mb"] = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)

@@ -53,7 +53,7 @@ class NonFinite:
         self._parts, self._remark, self._seed = parts, remark, seed
         self._pending: list[tuple[int, int, Update]] = []
         self.in_a_row = in_a_row
-        self._fp16 = parts.precision.name == "fp16"  # it has asked the device already
+        self._fp16 = parts.precision.scales_loss  # it has asked the device already
         self._at_once = self._fp16 or parts.dist.device.type == "cpu"
         self._most = _FOR_EVER if self._fp16 or parts.config.train.on_nonfinite == "skip" else _DIVERGED
 

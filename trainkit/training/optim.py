@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.checkpoint.state import master_of
 from trainkit.config.schema import OptimConfig
 from trainkit.errors import UserError
 
@@ -22,6 +23,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     2502.16982, so that rates and decay are AdamW's) timm's.
     """
     groups = _by_decay(model, config) if config.layer_decay == 1 else _by_layer(model, config)
+    for group in groups:
+        group["params"] = [master_of(parameter) for parameter in group["params"]]
     if config.name == "sgd":
         # torch has no sharded version of that fused kernel.
         fused = not any(hasattr(parameter, "to_local") for parameter in model.parameters())

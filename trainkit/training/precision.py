@@ -85,10 +85,15 @@ class Precision:
         self.skipped_steps = 0
         self._dist = dist
         self._dtype = _DTYPES.get(name)
-        self._scaler = torch.amp.GradScaler(dist.device.type, enabled=name == "fp16")
+        self._scaler = torch.amp.GradScaler(dist.device.type, enabled=name in ("fp16", "o2"))
         self._one = torch.ones((), device=dist.device)
         if dist.device.type == "cuda":
             allow_tf32(name == "tf32")
+
+    @property
+    def scales_loss(self) -> bool:
+        """fp16 and o2: an update whose gradients overflow is skipped and tried again with a smaller scale."""
+        return self._scaler.is_enabled()
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward pass and loss."""
@@ -109,7 +114,7 @@ class Precision:
         device for the answer; elsewhere it stays there, and the fused optimizers skip by themselves.
         """
         parameters = list(parameters)
-        scaled = self._scaler.is_enabled()
+        scaled = self.scales_loss
         if scaled:
             self._scaler.unscale_(optimizer)
             (nonfinite,) = self._scaler._found_inf_per_device(optimizer).values()  # one device a rank
