@@ -40,9 +40,11 @@ from trainkit.records.lease import StaleAttemptError
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.strategies import build_strategy
+from trainkit.strategies.base import TakesHollow
 from trainkit.training import compiler
 from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.clock import clock_of
+from trainkit.training.hollow import build_hollow, spread
 from trainkit.training.layout import make_deterministic, placed
 from trainkit.training.loop import train
 from trainkit.training.o2 import O2, halve
@@ -111,12 +113,19 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     name = choose_precision(config.train.precision, dist.device)
     precision = (O2 if name == "o2" else Precision)(name, dist)
     strategy = build_strategy(config.strategy, dist, name)
-    plain = build_model(config.model, splits.info, config.seed) if model is None else model
+    plain = model or (
+        build_hollow(config, splits.info)
+        if isinstance(strategy, TakesHollow) and not dist.is_main
+        else build_model(config.model, splits.info, config.seed)
+    )
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
     freeze(plain, config.model.freeze)
-    plain = placed(plain, config, dist.device)
-    model = strategy.parallelize(halve(plain, dist) if name == "o2" else plain)
+    if isinstance(strategy, TakesHollow):
+        model = spread(plain, strategy, config, dist)
+    else:
+        plain = placed(plain, config, dist.device)
+        model = strategy.parallelize(halve(plain, dist) if name == "o2" else plain)
     return Parts(
         config=config,
         dist=dist,

@@ -2,68 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.rank_functions import run_ranks
+from tests.strategies.held import bytes_held, trained
 from trainkit import plugins
-from trainkit.config.schema import OptimConfig
-from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
-from trainkit.training.optim import build_optimizer
-
-
-class SmallViT(nn.Module):
-    """Parameters of all shapes that a vision transformer has; those of [1, N, D] are 2 % of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 64, 4, 4)
-        self.position = nn.Parameter(torch.zeros(1, 64, 64))
-        layers = (nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4))
-        self.blocks = nn.Sequential(*layers)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.position
-        scores: Tensor = self.head(self.blocks(tokens).mean(1))
-        return scores
-
-
-def _bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Of parameters, gradients and optimizer state on this rank."""
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor))
-    local = (getattr(item, "to_local", lambda item=item: item)() for item in chain(parameters, gradients, state))
-    return sum(item.numel() * item.element_size() for item in local)
-
-
-def _trained(dist: Distributed, strategy: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    chosen = plugins.load("trainkit.strategies", strategy)(dist, **options)
-    model = chosen.parallelize(SmallViT())
-    optimizer = build_optimizer(model, OptimConfig())
-    with chosen.grad_sync(model, enabled=True):
-        model(torch.randn(2, 3, 32, 32)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 def _held(env: RankEnv, options: dict[str, Any]) -> int:
     with distributed(env, use_gpu=False) as dist:
-        return _bytes_held(*_trained(dist, "fsdp", **options))
+        return bytes_held(*trained(dist, "fsdp", **options))
 
 
 @pytest.fixture(scope="module")
 def whole() -> int:
     with distributed(RankEnv.single(), use_gpu=False) as dist:
-        return _bytes_held(*_trained(dist, "single"))
+        return bytes_held(*trained(dist, "single"))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +72,6 @@ def test_weights_are_gathered_as_they_compute_and_norms_stay_as_they_are() -> No
 
 def _mesh(env: RankEnv, nodes: list[int]) -> tuple[list[Any], tuple[str, str]]:
     """The ranks of each node, where rank i is on node ``nodes[i]``."""
-    from dataclasses import replace
-
     env = replace(env, node_rank=nodes[env.rank], num_nodes=max(nodes) + 1)
     with distributed(env, use_gpu=False) as dist:
         strategy = plugins.load("trainkit.strategies", "fsdp")(dist, shard_within="node")

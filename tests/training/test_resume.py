@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
 from tests.training.test_parity import AUGMENT
 from trainkit.checkpoint import files
@@ -26,7 +28,13 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
 
 @pytest.mark.parametrize(
     ("preset", "world_size", "more"),
-    [("single", 1, ()), ("ddp", 4, ()), ("ddp", 2, ("strategy.comm_hook=bf16",)), ("fsdp", 2, AUGMENT)],
+    [
+        ("single", 1, ()),
+        ("ddp", 4, ()),
+        ("ddp", 2, ("strategy.comm_hook=bf16",)),
+        ("fsdp", 2, AUGMENT),
+        ("zero", 2, ()),
+    ],
 )
 def test_a_run_interrupted_anywhere_ends_with_the_weights_of_one_that_was_not(
     tmp_path: Path, preset: str, world_size: int, more: tuple[str, ...]
@@ -44,6 +52,19 @@ def test_a_run_interrupted_anywhere_ends_with_the_weights_of_one_that_was_not(
     assert [(r["step"], r["acc1"]) for r in read_metrics(RunDir(broken), "val")] == [
         (r["step"], r["acc1"]) for r in read_metrics(RunDir(whole), "val")
     ]
+
+
+def test_ddp_and_zero_go_on_from_each_others_checkpoints_to_the_last_bit(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    settings = ("train.max_steps=12", "checkpoint.every_epochs=null", "optim.name=lamb")
+    run_ranks(3, train_run, whole, "ddp", (*settings, "train.global_batch_size=63"))
+    for preset, stop_after in (("zero", 5), ("ddp", 5), ("zero", None)):
+        run_ranks(3, train_run, broken, preset, (*settings, "train.global_batch_size=63"), stop_after)
+    assert len(read_events(RunDir(broken), "started")) == 3
+    for stem in ("model", "optimizer"):
+        before, after = (tensors(run / "checkpoints", stem) for run in (whole, broken))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:

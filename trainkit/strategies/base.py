@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 
@@ -17,6 +18,26 @@ class Strategy(Protocol):
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         """Whether backward passes inside exchange gradients; off for all but the last micro batch of an update."""
+        ...
+
+
+@runtime_checkable
+class SharesOptimizer(Protocol):
+    """A strategy that has this verb as well spreads the optimizer over the ranks, beside or instead of the model."""
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        """Change ``optimizer``, which has made no update yet."""
+        ...
+
+
+@runtime_checkable
+class TakesHollow(Strategy, Protocol):
+    """A strategy that has this as well parallelizes a model whose tensors are on the meta device: each rank gets its
+    share of their numbers afterwards, and none has the whole."""
+
+    @property
+    def home(self) -> torch.device:
+        """Where the parameters are kept."""
         ...
 
 

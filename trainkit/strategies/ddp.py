@@ -2,64 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import UserError
-from trainkit.strategies.batchnorm import synchronize_batchnorm
-
-
-@dataclass(frozen=True)
-class DDP:
-    """`DistributedDataParallel` with gradients living in the communication buckets. Fields: see `build`."""
-
-    dist: Distributed
-    bucket_cap_mb: int
-    find_unused_parameters: bool
-    static_graph: bool
-    comm_hook: str
-    sync_batchnorm: bool
-
-    def parallelize(self, model: nn.Module) -> nn.Module:
-        if self.sync_batchnorm:
-            model = synchronize_batchnorm(model, self.dist)
-        device = self.dist.device
-        ddp = DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=True,
-            static_graph=self.static_graph,
-        )
-        if self.comm_hook != "none":
-            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-            hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-            ddp.register_comm_hook(None, hooks[self.comm_hook])
-        if device.type == "cpu" and not self.find_unused_parameters:
-            # After its first step DDP lays out its buckets anew, which changes the order in which three and more ranks
-            # are summed. Have it do so before the first step: else that step differs in its last bits between a run
-            # that goes on there and one that was never interrupted.
-            ddp.reducer._push_all_rebuilt_params()
-        return ddp
-
-    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
-        assert isinstance(model, DistributedDataParallel)
-        if self.static_graph and not enabled:  # torch then fails an assertion of its own, in the first backward pass
-            raise UserError(
-                "strategy.static_graph=true cannot accumulate gradients.",
-                why="torch learns the graph from a first backward pass that exchanges gradients; one of several micro "
-                "batches does not.",
-                fix="Leave out strategy.static_graph, or give micro batches of train.global_batch_size / ranks.",
-                key="strategy.static_graph",
-            )
-        return nullcontext() if enabled else model.no_sync()
+from trainkit.strategies.replicated import Replicated
 
 
 def build(
@@ -70,10 +16,10 @@ def build(
     static_graph: bool = False,
     comm_hook: Literal["none", "fp16", "bf16"] = "none",
     sync_batchnorm: bool = False,
-) -> DDP:
+) -> Replicated:
     """Options: see `torch.nn.parallel.DistributedDataParallel`; ``sync_batchnorm`` needs GPUs.
 
     ``comm_hook``: what gradients travel as; ``fp16`` and ``bf16`` halve the traffic and round each rank's gradients,
     fp16 to more digits of a smaller range. The model computes as `train.precision` says.
     """
-    return DDP(dist, bucket_cap_mb, find_unused_parameters, static_graph, comm_hook, sync_batchnorm)
+    return Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, comm_hook, sync_batchnorm)

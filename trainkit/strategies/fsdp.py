@@ -38,6 +38,10 @@ class FSDP:
     min_block_params: int
     sync_batchnorm: bool
 
+    @property
+    def home(self) -> torch.device:
+        return torch.device("cpu") if self.cpu_offload else self.dist.device
+
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.sync_batchnorm:
             model = synchronize_batchnorm(model, self.dist)

@@ -15,7 +15,7 @@ from trainkit.data.base import Splits, normalize
 from trainkit.data.broken import Broken
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.process_group import Distributed
-from trainkit.strategies.base import Strategy
+from trainkit.strategies.base import SharesOptimizer, Strategy
 from trainkit.training.class_weights import class_weights
 from trainkit.training.ema import Ema
 from trainkit.training.optim import build_optimizer
@@ -45,7 +45,10 @@ class Parts:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """Made when it is first asked for: who evaluates has none, nor the seconds that torch takes to import it."""
-        return build_optimizer(self.model, self.config.optim)
+        optimizer = build_optimizer(self.model, self.config.optim)
+        if isinstance(self.strategy, SharesOptimizer):
+            self.strategy.share(optimizer)
+        return optimizer
 
     @cached_property
     def ema(self) -> Ema | None:

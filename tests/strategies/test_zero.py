@@ -1,0 +1,50 @@
+"""ZeRO-1: the updates of ddp, with a part of the optimizer's state on each rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rank_functions import run_ranks
+from tests.strategies.held import bytes_held, trained
+from trainkit.distributed.process_group import distributed
+from trainkit.ranks.env import RankEnv
+from trainkit.strategies.zero import balanced
+
+
+def _held(env: RankEnv, strategy: str) -> tuple[int, int]:
+    """Bytes of parameters and optimizer state, and how many parameters this rank has state of."""
+    with distributed(env, use_gpu=False) as dist:
+        model, optimizer = trained(dist, strategy)
+        optimizer.zero_grad()
+        return bytes_held(model, optimizer), len(optimizer.state)
+
+
+def test_each_rank_keeps_its_part_of_the_optimizers_state() -> None:
+    ((whole, number),) = run_ranks(1, _held, "ddp")
+    model = whole / 3  # AdamW has two numbers per weight
+    held = run_ranks(4, _held, "zero")
+    assert sum(own for _, own in held) == number
+    assert [size for size, _ in held] == pytest.approx([model + model * 2 / 4] * 4, rel=0.02)
+
+
+def _weights(env: RankEnv, optimizer: str) -> list[bool]:
+    """Of each weight after three updates: whether it is the very same with zero and with ddp."""
+    with distributed(env, use_gpu=False) as dist:
+        models = [trained(dist, strategy, optimizer_name=optimizer, updates=3)[0] for strategy in ("ddp", "zero")]
+        one, other = (model.state_dict() for model in models)
+    return [torch.equal(value, other[name]) for name, value in one.items()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "muon"])
+def test_its_updates_are_those_of_ddp_to_the_last_bit(optimizer: str) -> None:
+    assert all(same for rank in run_ranks(3, _weights, optimizer) for same in rank)
+
+
+def test_parts_differ_by_no_more_than_the_largest_parameter() -> None:
+    sizes = [7, 1, 100, 40, 30, 30, 5, 60]
+    parts = balanced([torch.empty(size) for size in sizes], 3)
+    assert sorted(item.numel() for part in parts for item in part) == sorted(sizes)
+    held = [sum(item.numel() for item in part) for part in parts]
+    assert max(held) - min(held) <= 100
+    assert max(held) == 100, "the largest alone"

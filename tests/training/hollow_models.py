@@ -1,0 +1,43 @@
+"""Models of a user's that are hard to make without their numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.data.base import DataInfo
+
+
+class Odd(nn.Module):
+    """Tied, frozen and uneven weights, buffers of all kinds."""
+
+    def __init__(self, info: DataInfo, looks: bool, keeps: bool) -> None:
+        super().__init__()
+        pixels = info.in_chans * info.image_size**2
+        self.body = nn.Sequential(nn.Linear(pixels, 35), nn.BatchNorm1d(35), nn.Linear(35, 35, bias=False))
+        self.tied = nn.Linear(35, 35, bias=False)
+        self.tied.weight = self.body[2].weight  # type: ignore[assignment]
+        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.head = nn.Linear(35, info.num_classes)
+        self.order: Tensor
+        self.register_buffer("order", torch.randperm(35), persistent=False)
+        if looks and self.frozen.sum().item() < 0:
+            raise AssertionError
+        self.kept = [torch.arange(35.0)] if keeps else []
+
+    def forward(self, images: Tensor) -> Tensor:
+        inner = self.tied(self.body(images.flatten(1)))[:, self.order] + self.frozen.sum()
+        scores: Tensor = self.head(inner + sum(self.kept))
+        return scores
+
+
+def odd(info: DataInfo, *, looks: bool = False, keeps: bool = False) -> Odd:
+    """Args: looks: at its numbers while it is made. keeps: some that no module knows of."""
+    return Odd(info, looks, keeps)
+
+
+def large(info: DataInfo) -> nn.Sequential:
+    """128 MiB."""
+    pixels = info.in_chans * info.image_size**2
+    blocks = [nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(32)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 1024), *blocks, nn.Linear(1024, info.num_classes))

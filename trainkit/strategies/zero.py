@@ -1,0 +1,89 @@
+"""ZeRO-1 (Rajbhandari et al., arXiv 1910.02054): like ddp, but the optimizer's state is spread over the ranks.
+
+torch's `ZeroRedundancyOptimizer` is not used: it knows no fused optimizer that skips an update by itself, hides its
+state from checkpoints until it is gathered pickled, and gives up at groups with settings of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor, nn
+
+from trainkit.distributed.process_group import Distributed
+from trainkit.strategies.replicated import Replicated
+
+_AT_ONCE = 25 << 20
+"""Bytes of parameters that travel together."""
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Each rank updates its part of the parameters, with the state that this takes, and gives them to the others."""
+
+    ddp: Replicated
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        return self.ddp.parallelize(model)
+
+    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
+        return self.ddp.grad_sync(model, enabled=enabled)
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``optimizer`` keep state of this rank's part only.
+
+        It goes on knowing all parameters, so that clipping, loss scaling and skipped updates are those of ddp: what
+        makes it pass by the others is that they have no gradient when it makes an update.
+        """
+        dist = self.ddp.dist
+        parts = balanced([item for group in optimizer.param_groups for item in group["params"]], dist.world_size)
+        others = [parameter for rank, part in enumerate(parts) if rank != dist.rank for parameter in part]
+
+        def only_own(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for parameter in others:
+                parameter.grad = None
+
+        def give(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for rank, part in enumerate(parts):
+                # What DDP gives its first weights with: in buckets, two of them under way.
+                whole = [item.detach() for item in part]
+                c10d._broadcast_coalesced(c10d.GroupMember.WORLD, whole, _AT_ONCE, rank)  # type: ignore[attr-defined, arg-type]
+
+        def forget(optimizer: torch.optim.Optimizer) -> None:
+            for parameter in others:
+                optimizer.state.pop(parameter, None)
+
+        if dist.world_size > 1:
+            optimizer.register_step_pre_hook(only_own)
+            optimizer.register_step_post_hook(give)
+            optimizer.register_load_state_dict_post_hook(forget)
+
+
+def balanced(parameters: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
+    """``parameters`` in ``parts`` of nearly the same size, the same on every rank: the largest first, each to the part
+    that has the least. No part is smaller than another by more than the largest parameter."""
+    shares: list[list[Tensor]] = [[] for _ in range(parts)]
+    sizes = [0] * parts
+    for parameter in sorted(parameters, key=lambda item: -item.numel()):
+        least = sizes.index(min(sizes))
+        shares[least].append(parameter)
+        sizes[least] += parameter.numel()
+    return shares
+
+
+def build(
+    dist: Distributed,
+    *,
+    bucket_cap_mb: int = 25,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    comm_hook: Literal["none", "fp16", "bf16"] = "none",
+    sync_batchnorm: bool = False,
+) -> Zero:
+    """Options: those of ddp."""
+    return Zero(Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, comm_hook, sync_batchnorm))
