@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
 from trainkit import plugins
-from trainkit.data import prepare_data
+from trainkit.data import pack_data, prepare_data
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -23,12 +25,40 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument(
         "--archive", metavar="FILE", nargs="+", default=[], help="archives fetched before; also looked for in --root"
     )
+    parser.add_argument(
+        "--pack",
+        type=_side,
+        metavar="SIDE",
+        help="also pack all images into one file that is mapped into memory, their shorter side SIDE pixels (256 for "
+        "training at 224); several times faster to read. A call that was killed goes on where it was",
+    )
+    parser.add_argument(
+        "--pack-format",
+        choices=("jpeg", "raw"),
+        default="jpeg",
+        help="jpeg: quality 90, some 30 GB for ImageNet; raw: pixels, some 340 GB, twice as fast (default: jpeg)",
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that pack (default: CPUs)")
     args = parser.parse_args(argv)
-    if not prepare_data(args.dataset, Path(args.root), [Path(archive) for archive in args.archive], _say):
+    root = Path(args.root)
+    prepared = prepare_data(args.dataset, root, [Path(archive) for archive in args.archive], _say)
+    if args.pack is not None:
+        folder = pack_data(args.dataset, root, args.pack, args.pack_format, workers=args.workers, say=_say)
+        print(f"{folder} is complete and verified.")
+    elif not prepared:
         print(f"{args.dataset} has nothing to prepare.")
         return 0
-    print(f"Train on it: data.name={args.dataset}" + (f" data.root={args.root}" if args.root != "data" else ""))
+    settings = [f"data.name={args.dataset}"]
+    settings += [f"data.root={args.root}"] * (args.root != "data")
+    settings += [f"data.pack={args.pack}"] * (args.pack is not None)
+    print(f"Train on it: {' '.join(settings)}")
     return 0
+
+
+def _side(text: str) -> int:
+    if not text.isdecimal() or not 8 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError("a number of pixels from 8 to 4096")
+    return int(text)
 
 
 def _say(line: str) -> None:

@@ -19,6 +19,8 @@ class Choice:
     name: str = "digits"
     root: str = "nowhere"
     options: dict[str, Any] = field(default_factory=dict)
+    pack: int | None = None
+    stage: bool = False
 
 
 OWN = """

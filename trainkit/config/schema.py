@@ -48,9 +48,24 @@ class DataConfig(PluginSection):
     """DataLoader processes per rank. auto: the CPUs of the rank, none for data that fits in memory."""
     device: Literal["auto", "cpu"] = "auto"
     """Where data that fits in memory lies. auto: on the GPU, if it takes less than a tenth of what is free there."""
+    pack: PositiveInt | None = None
+    """Read the images from the pack that `python -m jobs.prepare DATASET --pack 256` has made: their shorter side."""
+    stage: bool | Literal["auto"] = False
+    """Copy the pack to this node's own disk first ($SLURM_TMPDIR, $TMPDIR), once a node. auto: where there is room."""
     max_broken: NonNegativeInt = 0
     """So many images that cannot be decoded are skipped: another stands in; evaluation leaves them out of its counts.
     One more ends the run."""
+
+    @model_validator(mode="after")
+    def _only_packs_are_staged(self) -> DataConfig:
+        if self.stage is not False and self.pack is None:
+            raise ImpossibleError(
+                f"data.stage={str(self.stage).lower()} without data.pack",
+                keys=("data.stage", "data.pack"),
+                why="Only packs are copied to a node's own disk: one large file instead of a million small ones.",
+                fix="Make one by `python -m jobs.prepare DATASET --pack 256`, and set data.pack=256.",
+            )
+        return self
 
 
 class TrainConfig(Section):

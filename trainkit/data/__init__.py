@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import options, plugins
-from trainkit.data.tree import Listing, Tree
+from trainkit.data.pack import pack_folder, require_pack
+from trainkit.data.source import opened_pack, shared_tree
+from trainkit.data.tree import Files
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trainkit.data.base import Splits
+    from trainkit.data.packing import Kind
+    from trainkit.data.source import Stage
     from trainkit.distributed.process_group import Distributed
 
 
@@ -31,6 +35,10 @@ class DataChoice(Protocol):
     @property
     def root(self) -> str: ...
     @property
+    def pack(self) -> int | None: ...
+    @property
+    def stage(self) -> Stage: ...
+    @property
     def options(self) -> Mapping[str, Any]: ...
 
 
@@ -40,7 +48,10 @@ def check_data(config: DataChoice) -> None:
     if ":" in config.name:
         return  # importing the user's module may import torch: its own complaints come when the run starts
     module = importlib.import_module(f"{__name__}.{config.name}")
-    if hasattr(module, "locate"):
+    if config.pack is not None:
+        _require_files(config.name, module)
+        require_pack(pack_folder(Path(config.root), config.name, config.pack), config.name, config.pack)
+    elif hasattr(module, "locate"):
         module.locate(Path(config.root), **options.fill(module.build, config.options, where="data"))
 
 
@@ -55,14 +66,52 @@ def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:
     build = plugins.load(__name__, config.name)
     filled = options.fill(build, config.options, where="data")
     root, module = Path(config.root), sys.modules[build.__module__]
-    if dist is None:
-        return build(root, **filled)  # type: ignore[no-any-return]
-    if ":" in config.name or not hasattr(module, "build_from"):
-        return dist.together(lambda: build(root, **filled))  # type: ignore[no-any-return]
-    dist.together(lambda: module.locate(root, **filled))
-    folder, splits = module.where(root)
-    listing = Listing.from_bytes(dist.from_main(lambda: Listing.walk(folder, splits).to_bytes()))
-    return dist.together(lambda: module.build_from(Tree(folder, listing), **filled))  # type: ignore[no-any-return]
+    together: Callable[[Callable[[], Any]], Any] = _alone if dist is None else dist.together
+    if config.pack is not None:
+        _require_files(config.name, module)
+        files: Files = opened_pack(root, config.name, config.pack, config.stage, dist)
+    elif dist is None or ":" in config.name or not hasattr(module, "build_from"):
+        return together(lambda: build(root, **filled))  # type: ignore[no-any-return]
+    else:
+        together(lambda: module.locate(root, **filled))
+        files = shared_tree(root, module.where, dist)
+    return together(lambda: module.build_from(files, **filled))  # type: ignore[no-any-return]
+
+
+def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Callable[[str], None]) -> Path:
+    """Pack a data set of image files that lies in ``root``; the folder of the pack, which is verified if it is there.
+
+    Raises:
+        UserError: it is none of image files, it is not there, or a file of it cannot be read.
+    """
+    from trainkit.data.packing import write_pack
+
+    plugins.require(__name__, name)
+    module = importlib.import_module(f"{__name__}.{name}")
+    _require_files(name, module)
+    module.locate(root, **options.fill(module.build, {}, where="data"))
+    final = pack_folder(root, name, side)
+    try:
+        broken = write_pack(final, module.where(root), side, kind, workers=workers, say=say).verify()
+    except OSError as error:
+        raise _unwritable(name, root, error) from None
+    if broken:
+        say(f"{len(broken)} images are broken, which data.max_broken={len(broken)} lets pass: {', '.join(broken[:5])}")
+    return final
+
+
+def _alone(make: Callable[[], Any]) -> Any:
+    return make()
+
+
+def _require_files(name: str, module: Any) -> None:
+    if ":" in name or not hasattr(module, "build_from"):
+        raise UserError(
+            f"The data set '{name}' cannot be packed.",
+            why="It is none of image files in folders.",
+            fix="Leave data.pack and --pack out.",
+            key="data.pack",
+        )
 
 
 def prepare_data(name: str, root: Path, archives: Sequence[Path], say: Callable[[str], None]) -> bool:
@@ -80,9 +129,13 @@ def prepare_data(name: str, root: Path, archives: Sequence[Path], say: Callable[
     try:
         module.prepare(root, list(archives), say)
     except OSError as error:
-        raise UserError(
-            f"The data set '{name}' could not be written to {root}.",
-            why=f"{error}.",
-            fix="Check its permissions, the disk's free space and your quota, or give another --root.",
-        ) from None
+        raise _unwritable(name, root, error) from None
     return True
+
+
+def _unwritable(name: str, root: Path, error: OSError) -> UserError:
+    return UserError(
+        f"The data set '{name}' could not be written to {root}.",
+        why=f"{error}.",
+        fix="Check its permissions, the disk's free space and your quota, or give another --root.",
+    )

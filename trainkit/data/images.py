@@ -35,7 +35,7 @@ def read_image(path: Path, in_chans: int) -> Tensor:
         UserError: naming the file, for what cannot be read or is no file.
         BrokenImageError: for what cannot be decoded.
     """
-    return decode_image(_content(path), in_chans, str(path))
+    return decode_image(read_content(path), in_chans, str(path))
 
 
 def decode_image(data: numpy.ndarray[Any, Any], in_chans: int, name: str) -> Tensor:
@@ -47,18 +47,23 @@ def decode_image(data: numpy.ndarray[Any, Any], in_chans: int, name: str) -> Ten
 
     Raises BrokenImageError naming the file.
     """
+    import torch
+
+    # In memory the channels stay side by side, as the decoder writes them and resizing likes them.
+    return torch.from_numpy(decode_pixels(data, in_chans, name)).permute(2, 0, 1)
+
+
+def decode_pixels(data: numpy.ndarray[Any, Any], in_chans: int, name: str) -> numpy.ndarray[Any, Any]:
+    """The same as uint8 [H, W, in_chans], without torch."""
     if data[:3].tobytes() == b"\xff\xd8\xff" and _is_of_sane_size(data):
         import simplejpeg
-        import torch
 
         with suppress(ValueError):  # Pillow says what is wrong with it, or makes what it can of it
-            pixels = simplejpeg.decode_jpeg(data, "GRAY" if in_chans == 1 else "RGB")
-            # In memory the channels stay side by side, as the decoder writes them and resizing likes them.
-            return torch.from_numpy(pixels).permute(2, 0, 1)
+            return simplejpeg.decode_jpeg(data, "GRAY" if in_chans == 1 else "RGB")  # type: ignore[no-any-return]
     return _decode_with_pillow(data, name, in_chans)
 
 
-def _content(path: Path) -> numpy.ndarray[Any, Any]:
+def read_content(path: Path) -> numpy.ndarray[Any, Any]:
     """A file's bytes. A FIFO called x.jpg would be waited for without end."""
     import numpy
 
@@ -93,11 +98,10 @@ def _is_of_sane_size(data: numpy.ndarray[Any, Any]) -> bool:
     return False  # let Pillow make what it can of it
 
 
-def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int) -> Tensor:
+def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int) -> numpy.ndarray[Any, Any]:
     import io
 
     import numpy
-    import torch
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -113,4 +117,4 @@ def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int)
             fix="Replace the file, or delete it: a damaged image helps nobody. Or skip some with data.max_broken=10.",
             file=name,
         ) from None
-    return torch.from_numpy(pixels[None] if in_chans == 1 else pixels.transpose(2, 0, 1).copy())
+    return pixels[:, :, None] if in_chans == 1 else pixels
