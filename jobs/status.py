@@ -19,7 +19,7 @@ from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.running import course_of
 from trainkit.errors import TrainkitError, UserError
-from trainkit.records import index, space
+from trainkit.records import index, reading, space
 from trainkit.records.events import read_events
 from trainkit.records.forecast import Forecast
 from trainkit.records.history import Life, life_of
@@ -247,6 +247,8 @@ def _print_detail(item: Shown) -> None:
     if item.forecast is not None:
         end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + item.forecast.seconds))
         print(f"ends    about {end}, {words(item.forecast)}")
+    if isinstance(hint := reading.read_object(item.run.summary).get("advice"), str):
+        print(f"faster  {terminal.one_line(hint)}")
     try:
         for smell in course_of(item.run).smells if item.state.state == "RUNNING" else ():
             print(f"smells  {smell.where}  {smell.text}")

@@ -30,7 +30,7 @@ from trainkit.errors import TrainkitError, UserError
 from trainkit.models import build_model, expected_input
 from trainkit.models.freezing import freeze
 from trainkit.monitor.base import open_loggers
-from trainkit.monitor.hardware import sample_hardware
+from trainkit.monitor.hardware import sample_host
 from trainkit.monitor.oom import snapshot_on_oom
 from trainkit.monitor.profiler import profiling
 from trainkit.ranks.env import RankEnv
@@ -44,6 +44,7 @@ from trainkit.strategies.base import TakesHollow
 from trainkit.training import compiler
 from trainkit.training.batch_size import check_batch_sizes
 from trainkit.training.clock import clock_of
+from trainkit.training.flops import flops_per_image, peak_flops
 from trainkit.training.hollow import build_hollow, spread
 from trainkit.training.layout import make_deterministic, placed
 from trainkit.training.loop import train
@@ -121,6 +122,8 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
     workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
     freeze(plain, config.model.freeze)
+    known = peak_flops(device_name(dist.device), precision.name) is not None
+    flops = flops_per_image(plain, splits.info.in_chans, splits.info.image_size) if known else None
     if isinstance(strategy, TakesHollow):
         model = spread(plain, strategy, config, dist)
     else:
@@ -134,6 +137,7 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
         strategy=strategy,
         precision=precision,
         workers=workers,
+        flops_per_image=flops,
     )
 
 
@@ -206,7 +210,7 @@ def _trained(
     gpu, monitor = dist.device.type == "cuda", config.monitor
     with (
         loggers as metrics,
-        _hardware(config, run_dir, dist),
+        sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), dist.env),
         _watched(parts, node, hosts, beat) as beat,
         profiling(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main) as profiler,
         snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
@@ -287,13 +291,3 @@ def _watched(
             own()
 
         yield both
-
-
-@contextmanager
-def _hardware(config: Config, run_dir: RunDir, dist: Distributed) -> Iterator[None]:
-    """Samples of this host, by its first rank."""
-    if dist.env.local_rank != 0 or (dist.env.node_rank != 0 and dist.env.launcher == "submitit-local"):
-        yield
-        return
-    with sample_hardware(run_dir, socket.gethostname(), config.monitor.hardware_every_seconds, str(dist.device)):
-        yield

@@ -97,3 +97,11 @@ def test_writing_needs_no_import_of_tensorboard(run_dir: RunDir) -> None:
     code += f"it.build(RunDir(Path({str(run_dir.path)!r})), Config(), Start(total_steps=1)).close(); "
     code += "print([name for name in ('torch', 'tensorboard') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_where_the_time_goes_is_a_group_of_its_own(run_dir: RunDir) -> None:
+    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
+    logger.log({**TRAIN, "step": 10, "seconds_data": 1.5, "seconds_exposed": None, "mfu": 41.0})
+    logger.close()
+    assert scalars(run_dir, "seconds/data") == [(10, 1.5)]
+    assert scalars(run_dir, "mfu/train") == [(10, 41.0)]

@@ -125,3 +125,10 @@ def test_a_folder_that_cannot_be_made_is_an_error(make_run: MakeRun, tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Cannot write the log book"):
         write_logbook([make_run()], tmp_path / "file" / "out")
+
+
+def test_the_gpus_are_in_the_log_book_as_nvidia_smi_shows_them(make_run: MakeRun, tmp_path: Path) -> None:
+    run_dir = make_run("ddp-0001")
+    (run_dir.path / "nvidia-smi-node1.txt").write_text("driver 550.54\nGPU 0  NVIDIA T4\n``` \x1b[31mred\n")
+    text = write_logbook([run_dir], tmp_path / "out")[0].read_text()
+    assert "GPUs of node1:\n\n```\ndriver 550.54\nGPU 0 NVIDIA T4\n''' red\n```" in text

@@ -112,3 +112,41 @@ def test_each_gpu_has_a_row_of_its_own(make_run: MakeRun) -> None:
     rows = tables.hardware_rows(collect([make_run(gpus=2)])[0])
     assert rows[1] == ("GPU 1 of node1", "91 %", "91 %", "9.3 GB of 16.0 GB", "65 W", "–")  # noqa: RUF001
     assert rows[2][:2] == ("CPUs of node1", "85 %")
+
+
+def summarized(run_dir: RunDir, **more: object) -> Facts:
+    run_dir.summary.write_text(json.dumps({**json.loads(run_dir.summary.read_text()), **more}))
+    return Facts(run_dir, run_dir.name)
+
+
+def test_where_the_time_went_adds_up_to_all_of_it(make_run: MakeRun) -> None:
+    facts = summarized(make_run("ddp-0001"), seconds={"start": 5.0, "data": 15.0, "exposed": 0.0, "forward": 80.0})
+    assert tables.spent_rows(facts) == [
+        ("start", "5.0", "5.0 %"), ("data", "15.0", "15.0 %"), ("forward", "80.0", "80.0 %"), ("all", "100.0", "100 %"),
+    ]  # fmt: skip
+
+
+def test_of_a_run_that_goes_on_it_is_as_far_as_its_records_tell(make_run: MakeRun) -> None:
+    run_dir = make_run("ddp-0001", finished=False)
+    assert tables.spent_rows(Facts(run_dir, "x")) == []
+    for step in (401, 402):
+        spent = {"seconds_data": 1.5, "seconds_forward": 0.5, "seconds_exposed": None}
+        jsonl.append(run_dir.metrics, {"step": step, "split": "train", **spent})
+    assert tables.spent_rows(Facts(run_dir, "x"))[0] == ("data", "3.0", "75.0 %")
+
+
+def test_memory_of_all_ranks_energy_utilisation_and_advice_are_costs(make_run: MakeRun) -> None:
+    told = {"max_memory_mb_of_ranks": [900.0, 2048.0], "mfu": 41.234, "advice": "62% data wait: data.workers=4"}
+    rows = tables.cost_rows(summarized(make_run("ddp-0001"), energy={"gpu_kwh": 1.23456}, **told))
+    costs = {row[0]: row[1] for row in rows}
+    assert costs["peak memory of all ranks"] == "900 MB to 2.0 GB"
+    assert costs["energy"] == "GPUs 1.23 kWh"
+    assert costs["model FLOPs utilisation"] == "41.2 %"
+    assert costs["would be faster"] == "62% data wait: data.workers=4"
+
+
+def test_a_run_that_tells_nothing_of_them_has_no_such_rows(make_run: MakeRun) -> None:
+    silent = summarized(make_run("ddp-0001"), energy=None, mfu=None, advice=None, max_memory_mb_of_ranks=[812.4])
+    assert not {"energy", "model FLOPs utilisation", "would be faster", "peak memory of all ranks"} & {
+        row[0] for row in tables.cost_rows(silent)
+    }

@@ -98,7 +98,7 @@ def test_each_part_has_what_is_done_in_it(tmp_path: Path, monkeypatch: pytest.Mo
     parts = keeper.parts
     parts.optimizer.register_step_pre_hook(time.second)
     monkeypatch.setattr(Checkpoints, "save", time.before(Checkpoints.save))
-    monkeypatch.setattr(outcome, "evaluate", time.before(outcome.evaluate))  # type: ignore[attr-defined]
+    monkeypatch.setattr(outcome, "measure", time.before(outcome.measure))  # type: ignore[attr-defined]
     monkeypatch.setattr(Notes, "log", time.before(Notes.log))
     spent = trained(keeper)
     records = 6 + 2

@@ -183,7 +183,11 @@ def test_the_summary_says_what_came_of_it(tmp_path: Path) -> None:
         "device": "cpu", "params": 7 * 48 + 7, "rounds": 7,
     }  # fmt: skip
     assert expected.items() <= summary.items()
-    assert set(summary) - set(expected) == {"max_memory_mb", "seconds"}
+    assert set(summary) - set(expected) == {
+        "seconds", "mfu", "flops_per_image", "max_memory_mb", "max_memory_mb_of_ranks",
+        "max_memory_reserved_mb_of_ranks", "energy", "advice",
+    }  # fmt: skip
+    assert summary["max_memory_mb_of_ranks"] == [summary["max_memory_mb"]]
 
 
 def test_a_run_that_trained_nothing_has_no_speed(tmp_path: Path) -> None:

@@ -110,12 +110,12 @@ def cpus_of_rank(env: RankEnv) -> int | None:
     """
     if env.launcher in ("slurm", "single"):
         return None
-    return max(1, _visible_cpus() // env.local_world_size)
+    return max(1, visible_cpus() // env.local_world_size)
 
 
 def intra_op_threads(env: RankEnv) -> int:
     """Threads of a rank: processes x threads <= cores."""
-    cores = _visible_cpus()
+    cores = visible_cpus()
     granted = os.environ.get("SLURM_CPUS_PER_TASK", "")
     return max(1, min(cores, int(granted)) if granted.isdigit() else cores // max(1, env.local_world_size))
 
@@ -142,6 +142,12 @@ def peak_memory_mb(device: torch.device) -> float:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
-def _visible_cpus() -> int:
+def reserved_memory_mb(device: torch.device) -> float | None:
+    """Most memory that the GPU's allocator has taken, in use or kept, in MiB; None on CPU."""
+    return round(torch.cuda.max_memory_reserved(device) / 2**20, 1) if device.type == "cuda" else None
+
+
+def visible_cpus() -> int:
+    """CPUs that this process may use."""
     # Not on macOS: it has no affinity.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

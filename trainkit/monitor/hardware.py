@@ -17,6 +17,7 @@ Keys of a sample::
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -30,11 +31,22 @@ import psutil
 
 from trainkit.monitor.energy import Energy, last_sample
 from trainkit.monitor.gpus import MB, Gpus
+from trainkit.ranks.env import RankEnv
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
 _NOTEWORTHY = 1.01
 """So much more memory than ever, and the GPUs are shown anew."""
+
+
+@contextmanager
+def sample_host(run_dir: RunDir, every_seconds: float, device: str, rank: RankEnv) -> Iterator[None]:
+    """`sample_hardware` of this host, by its first rank."""
+    if rank.local_rank != 0 or (rank.node_rank != 0 and rank.launcher == "submitit-local"):
+        yield
+        return
+    with sample_hardware(run_dir, socket.gethostname(), every_seconds, device):
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,8 @@ from trainkit.records import jsonl, reading
 from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
+
+_SHOWN_BYTES = 16384
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,17 @@ class Facts:
                 found.append(HostSamples(file.stem.removeprefix("system-"), samples))
         return found
 
+    @cached_property
+    def gpus_shown(self) -> list[tuple[str, str]]:
+        """For each host the text that shows its GPUs as `nvidia-smi` does, when they held most memory."""
+        found = []
+        for file in sorted(self.run_dir.path.glob("nvidia-smi-*.txt")):
+            with suppress(OSError):
+                lines = reading.read_text(file, _SHOWN_BYTES).replace("`", "'").splitlines()
+                host = terminal.one_line(file.stem.removeprefix("nvidia-smi-"))
+                found.append((host, "\n".join(terminal.one_line(line, 200) for line in lines)))
+        return found
+
     def started(self, key: str) -> Any:
         """A field of the newest ``started`` event, or of the summary, or None."""
         for event in reversed(self.events):
@@ -161,6 +175,19 @@ class Facts:
             total += (record["step"] - before) * batch / speed
             before = record["step"]
         return total or None
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds of rank 0 by what they went on, over all attempts; of a run without an end, as far as recorded."""
+        told = self.summary.get("seconds")
+        if not isinstance(told, dict):
+            told = {}
+            for record in self.train:
+                for key, value in record.items():
+                    if key.startswith("seconds_") and reading.is_number(value):
+                        name = key.removeprefix("seconds_")
+                        told[name] = told.get(name, 0.0) + value
+        return {name: float(value) for name, value in told.items() if reading.is_number(value) and value > 0}
 
     @property
     def wall_seconds(self) -> float | None:

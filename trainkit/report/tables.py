@@ -30,7 +30,7 @@ def settings_rows(facts: Facts) -> list[Row]:
     params = facts.started("params")
     rows = [
         ("model", _named(get("model")) + (f", {params:,} parameters" if isinstance(params, int) else "")),
-        ("data", _named(get("data"), hide=("root", "workers"))),
+        ("data", _named(get("data"), hide=("root", "workers", "device", "max_broken"))),
         ("images as expected by", _input(facts.started("input"))),
         ("strategy", _named(get("strategy"))),
         ("ranks", _ranks(facts)),
@@ -68,8 +68,26 @@ def cost_rows(facts: Facts) -> list[Row]:
         ("throughput, median", number(facts.images_per_sec, ",.0f", " images/s")),
         ("peak memory of rank 0", memory(facts.max_memory_mb)),
     ]
+    ranks = [value for value in _list(facts.summary.get("max_memory_mb_of_ranks")) if reading.is_number(value)]
+    if len(ranks) > 1:
+        rows.append(("peak memory of all ranks", f"{memory(min(ranks))} to {memory(max(ranks))}"))
+    rows.append(("model FLOPs utilisation", number(facts.summary.get("mfu"), ".1f", " %")))
+    rows.append(("energy", _energy(facts.summary.get("energy"))))
+    rows.append(("would be faster", _text(facts.summary.get("advice"))))
     rows.append(("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE))
     return [row for row in rows if row[1] != NONE]
+
+
+SPENT = ("time of rank 0 went on", "seconds", "of all")
+
+
+def spent_rows(facts: Facts) -> list[Row]:
+    """On what time went, in the order of an update; the columns are those of `SPENT`."""
+    total = sum(facts.spent.values())
+    rows = [
+        (name, number(value, ",.1f"), number(100 * value / total, ".1f", " %")) for name, value in facts.spent.items()
+    ]
+    return [*rows, ("all", number(total, ",.1f"), "100 %")] if rows else []
 
 
 HARDWARE = ("device", "utilisation, mean", "highest", "memory, highest", "power, mean", "temperature, highest")
@@ -245,6 +263,16 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def _energy(energy: Any) -> str:
+    told = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"} if isinstance(energy, dict) else {}
+    kwh = [f"{name} {number(energy[key], '.3g', ' kWh')}" for name, key in told.items() if key in energy]
+    return ", ".join(kwh) or NONE
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:

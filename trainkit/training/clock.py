@@ -46,7 +46,7 @@ _MOST_PENDING = 4096
 
 
 class Spent(Protocol):
-    """What the clock keeps up to date: see `trainkit.training.outcome.Progress`."""
+    """What the clock keeps up to date: see `trainkit.training.progress.Progress`."""
 
     train_seconds: float
     seconds: dict[str, float]

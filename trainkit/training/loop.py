@@ -15,6 +15,7 @@ from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import StopVote
 from trainkit.monitor.stragglers import Stragglers
 from trainkit.training.clock import END, Lap
+from trainkit.training.costs import mfu
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.outcome import Keeper, Progress
 from trainkit.training.parts import Parts
@@ -184,6 +185,8 @@ def _record(
         "images_per_sec": round(lap.steps * size / lap.training, 2) if lap.training > 0 else None,
         **lap.fields(ranks=parts.dist.world_size),
     }
+    if parts.flops_per_image is not None:
+        record["mfu"] = mfu(parts, record["images_per_sec"])
     if norm is not None:
         record["grad_norm"] = norm.item()
     if parts.precision.scales_loss:

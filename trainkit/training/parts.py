@@ -36,6 +36,8 @@ class Parts:
     precision: Precision
     workers: int
     """Loader processes of this rank."""
+    flops_per_image: float | None = None
+    """Forward and backward; None where nobody can tell what share of a device's they are, or what they are."""
 
     @cached_property
     def broken(self) -> Broken:

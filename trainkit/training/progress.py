@@ -1,0 +1,77 @@
+"""How far a training is: what a checkpoint holds besides tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """How far a run is. Everything else of its state is in the model and the optimizer."""
+
+    step: int = 0
+    """Updates. One that fp16 skips is none; one that came to nothing for other reasons is."""
+    position: int = 0
+    """Global batches taken from the data: ``step``, and those that fp16 skipped or a rollback passed over."""
+    nonfinite: int = 0
+    """How many updates in a row, up to here, were not finite."""
+    rollbacks: int = 0
+    validated_step: int = 0
+    """Step of the last finished validation; behind ``step`` if a stop request fell into it."""
+    best: float | None = None
+    best_step: int | None = None
+    best_by: str | None = None
+    """What ``best`` was judged by."""
+    train_seconds: float = 0.0
+    """Seconds spent in training steps over all attempts, validation and saving excluded."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """And on what all time went, by the names of `trainkit.training.clock.PARTS`."""
+    images: int = 0
+    """Images trained on over all attempts."""
+    val: dict[str, float] = field(default_factory=dict)
+    """The last validation's metrics."""
+    window: list[float] = field(default_factory=list)
+    """What has been measured since the last train record: `Meter.sums`."""
+    ema_updates: int = 0
+    """How many updates are in the averaged weights; 0: there are none."""
+    broken: list[str] = field(default_factory=list)
+    """Files of images that are broken, of those that any rank has met."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Progress:
+        """As `Keeper.save` left it.
+
+        Raises KeyError, TypeError or ValueError for what it has not written.
+        """
+        progress = cls(**state["progress"])
+        if not 0 <= progress.validated_step <= progress.step or progress.position < 0:
+            raise ValueError(f"its progress is impossible: {progress}")
+        return progress
+
+    def take_over(self, other: Progress) -> None:
+        """Be where ``other`` is."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(other, item.name))
+
+    def judge(self, val: dict[str, float], by: str) -> bool:
+        """Take note of a validation after the present step. Is this model the best so far?
+
+        What is not a finite number is never better.
+
+        Args:
+            by: ``checkpoint.best``: what it is judged by. A loss should be small, everything else large.
+        """
+        name = by.removeprefix("val/")
+        value = val[name]
+        self.val, self.validated_step = val, self.step
+        small = name in ("loss", "ema_loss")
+        if self.best_by not in (None, by):  # two measures do not compare
+            self.best = None
+        better = self.best is None or (value < self.best if small else value > self.best)
+        better = better and math.isfinite(value)
+        if better:
+            self.best, self.best_step, self.best_by = value, self.step, by
+        return better
