@@ -1,4 +1,4 @@
-"""Models of a user's that are hard to make without their numbers."""
+"""Models of a user's: odd ones, a large one, and one of several blocks."""
 
 from __future__ import annotations
 
@@ -41,3 +41,10 @@ def large(info: DataInfo) -> nn.Sequential:
     pixels = info.in_chans * info.image_size**2
     blocks = [nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(32)]
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 1024), *blocks, nn.Linear(1024, info.num_classes))
+
+
+def stacked(info: DataInfo) -> nn.Sequential:
+    """Four blocks with BatchNorm and dropout."""
+    pixels = info.in_chans * info.image_size**2
+    blocks = (nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1)) for _ in range(4))
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 128), *blocks, nn.Linear(128, info.num_classes))

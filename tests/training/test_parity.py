@@ -41,6 +41,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 # What a micro batch decides (BatchNorm's statistics, what dropout draws) is alike where micro batches are.
 BATCHNORM = ("model.norm=batch", "train.micro_batch_size=16")
+BLOCKS = ("model.name=tests.training.hollow_models:stacked", "train.micro_batch_size=16")
 BF16 = ("train.precision=bf16",)
 WEIGHTED = ("train.class_weights=[4, 1, 1, 0.2, 1, 1, 2, 1, 3, 1]",)
 # What is drawn for a sample, or for a pair of neighbours in the data, does not depend on micro batches either.
@@ -72,6 +73,11 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("hsdp", 4, (), 1e-5),
         ("zero", 2, (), 1e-5),
         ("fsdp", 2, ("strategy.reduce_dtype=bf16",), 2e-4),  # measured: 2.2e-5
+    ],
+    BLOCKS: [
+        ("ddp", 2, ("train.activation_checkpointing=full",), 1e-5),
+        ("fsdp", 2, ("train.activation_checkpointing=2",), 1e-5),
+        ("fsdp", 4, (), 1e-5),
     ],
     BATCHNORM: [("ddp", 2, (), 1e-5), ("ddp", 4, (), 1e-5), ("fsdp", 2, (), 1e-5)],
     # In bf16 two ranks differ from one by 4.6e-4: gradients are rounded before they are summed. What FSDP gathers in

@@ -82,6 +82,9 @@ class TrainConfig(Section):
     fp32 weights for the optimizer, and gradients of half the size."""
     channels_last: bool = False
     """Images as [N, H, W, C] in memory: convolutions are faster that way on GPUs and on CPUs with bf16."""
+    activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
+    """What blocks have computed is computed again in the backward pass instead of being kept: less memory, a third more
+    time. full: of all blocks; a number: of every so manyth."""
     compile: Literal["off", "model", "blocks"] = "off"
     """torch.compile of the whole model, or of each repeated block, which starts sooner. CPUs need a C++ compiler."""
     deterministic: bool = False

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainkit.config.schema import Config
 from trainkit.strategies.blocks import repeated_blocks
+from trainkit.training.activations import checkpoint_activations
 
 _MIN_BLOCK_PARAMS = 10_000
 """Smaller blocks are not worth a compilation of their own."""
@@ -24,6 +25,7 @@ def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     model = model.to(device)
     if train.channels_last and config.strategy.name != "fsdp":
         model = model.to(memory_format=torch.channels_last)
+    checkpoint_activations(model, train.activation_checkpointing)
     for module in {"off": [], "model": [model], "blocks": repeated_blocks(model, _MIN_BLOCK_PARAMS)}[train.compile]:
         module.compile()
     return model
