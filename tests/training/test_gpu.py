@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.rank_functions import run_ranks, train_run
+from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
+from trainkit.data.loader import train_batches
+from trainkit.data.tensors import TensorSamples
+from trainkit.distributed.process_group import Distributed
+from trainkit.ranks.env import RankEnv
 from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
+from trainkit.training.parts import Parts
+from trainkit.training.update import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -60,3 +69,43 @@ def test_o2_on_the_gpu_learns_what_fp32_learns(tmp_path: Path) -> None:
         run_ranks(1, train_run, tmp_path / precision, "ddp", settings)
         traces.append([record["loss"] for record in read_metrics(RunDir(tmp_path / precision), "train")])
     assert traces[1] == pytest.approx(traces[0], rel=5e-3)
+
+
+ALL = (
+    "augment.mixup_alpha=0.8", "augment.cutmix_alpha=1", "augment.rand_augment_ops=2",
+    "augment.random_erasing_prob=0.5", "augment.random_erasing_mode=pixel",
+    "data.augment=true", "data.image_size=8", "launch.gpus_per_node=1", "strategy.name=single",
+)  # fmt: skip
+
+
+def batches_of(parts: Parts, steps: int) -> Any:
+    sizes: Any = {"global_batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1}
+    return train_batches(
+        parts.splits, seed=0, start_step=0, stop_step=steps, workers=0, device=parts.dist.device, **sizes
+    )
+
+
+@pytest.mark.parametrize("where", ["auto", "cpu"])
+def test_no_update_waits_for_the_gpu(where: str) -> None:
+    gpu = Distributed(RankEnv.single(), torch.device("cuda", 0))
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(7))
+    model(torch.zeros(1, 3, 8, 8))
+    parts = parts_of(*ALL, f"data.device={where}", dist=gpu, model=model)
+    assert isinstance(parts.splits.train, TensorSamples)
+    assert parts.splits.train.images.is_cuda == (where == "auto")
+    update, batches = Updater(parts), batches_of(parts, 3)
+    update(batches, lr=0.1, seed=0)
+    if where == "cpu":  # memory of the host is pinned for the first time: that waits
+        update(batches, lr=0.1, seed=1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        update(batches, lr=0.1, seed=2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_batch_is_the_same_wherever_the_data_lies() -> None:
+    gpu = Distributed(RankEnv.single(), torch.device("cuda", 0))
+    there, here = (parts_of(*ALL, f"data.device={where}", dist=gpu) for where in ("auto", "cpu"))
+    for one, other in zip(batches_of(there, 3), batches_of(here, 3), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -130,6 +130,11 @@ def seed_random(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def is_free_to_ask(device: torch.device) -> bool:
+    """Whether a value that it has computed is there at once: a GPU would have to finish all that it has been given."""
+    return device.type == "cpu"
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's own name, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

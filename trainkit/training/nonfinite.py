@@ -8,6 +8,7 @@ import torch
 
 from trainkit.checkpoint.state import plain_name
 from trainkit.data.order import global_batch
+from trainkit.distributed.device import is_free_to_ask
 from trainkit.errors import RunFailedError
 from trainkit.training.parts import Parts
 from trainkit.training.update import Update
@@ -54,7 +55,7 @@ class NonFinite:
         self._pending: list[tuple[int, int, Update]] = []
         self.in_a_row = in_a_row
         self._fp16 = parts.precision.scales_loss  # it has asked the device already
-        self._at_once = self._fp16 or parts.dist.device.type == "cpu"
+        self._at_once = self._fp16 or is_free_to_ask(parts.dist.device)
         self._most = _FOR_EVER if self._fp16 or parts.config.train.on_nonfinite == "skip" else _DIVERGED
 
     def add(self, position: int, step: int, update: Update) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainkit.distributed.device import is_free_to_ask
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
 
@@ -179,8 +180,9 @@ class Precision:
 
 def _step_unless(nonfinite: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Make the update if ``nonfinite`` is 0.0, without asking the device for it where the optimizer can do without."""
-    on_cpu = nonfinite.device.type == "cpu"  # where asking costs nothing, and not asking does
-    if not on_cpu and getattr(optimizer, "_step_supports_amp_scaling", False):  # the fused ones
+    if not is_free_to_ask(nonfinite.device) and getattr(
+        optimizer, "_step_supports_amp_scaling", False
+    ):  # the fused ones
         optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
         optimizer.step()
     elif not nonfinite.item():
