@@ -1,0 +1,103 @@
+"""A process, or two, killed at any moment while checkpoints are written behind training: none is ever torn."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.checkpoint.reading import tensors
+from tests.rank_functions import _CONTEXT, rank_env
+from trainkit.checkpoint import files
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.distributed.process_group import distributed
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.rendezvous import free_port
+
+SIZE = 400_000
+
+
+def _save_for_ever(env: RankEnv, folder: Path) -> None:
+    """Save step after step of a model whose weights are the step, while they already change for the next one."""
+    torch.set_num_threads(1)
+    with distributed(env, use_gpu=False) as dist:
+        model: nn.Module = nn.Linear(SIZE // 100, 100, bias=False)
+        if dist.world_size > 1:
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.world_size,)))
+        checkpoints = Checkpoints(folder, keep=2, dist=dist, asynchronous=True)
+        (weight,) = model.parameters()
+        found = checkpoints.restore(model, None)
+        for step in range(found.step + 1 if found else 1, 10**6):
+            with torch.no_grad():
+                weight.fill_(float(step))
+            checkpoints.save(model, None, step=step, state={}, best_step=step - step % 3)
+            for _ in range(3):
+                with torch.no_grad():
+                    weight.add_(0.125)
+                votes = torch.tensor([-checkpoints.over()])
+                if dist.world_size > 1:
+                    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX)
+                checkpoints.go_on(-int(votes))
+
+
+def killed(folder: Path, world_size: int, seconds: float) -> None:
+    """Let ranks save for ``seconds`` from their first new checkpoint on, and kill them."""
+    before, port = files.pointed(folder, "latest"), free_port()
+    ranks = [
+        _CONTEXT.Process(target=_save_for_ever, args=(rank_env(rank, world_size, port), folder))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        deadline = time.monotonic() + 60
+        while files.pointed(folder, "latest") == before and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(seconds)
+    finally:
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGKILL)
+        for rank in ranks:
+            rank.join()
+
+
+def none_is_torn(folder: Path) -> int:
+    """All that counts as a checkpoint is whole, and of one moment; the newest."""
+    for step in files.steps(folder):
+        files.verified(folder, step)
+        (weights,) = tensors(folder, which=str(step)).values()
+        assert torch.equal(weights, torch.full_like(weights, float(step)))
+    latest = files.pointed(folder, "latest")
+    assert latest is not None
+    assert latest in files.steps(folder), "what `latest` names is gone"
+    assert latest >= files.steps(folder)[-1] - 1
+    assert files.pointed(folder, "best") in (None, *files.steps(folder))
+    return latest
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kills"),
+    [
+        (1, 2),
+        (2, 2),
+        pytest.param(1, 50, marks=pytest.mark.long),
+        pytest.param(2, 50, marks=pytest.mark.long),
+    ],
+)
+def test_a_kill_at_any_moment_tears_none_and_the_next_attempt_goes_on(
+    tmp_path: Path, world_size: int, kills: int
+) -> None:
+    moments, newest = random.Random(kills), 0
+    for _ in range(kills):
+        killed(tmp_path, world_size, moments.uniform(0, 0.3))
+        latest = none_is_torn(tmp_path)
+        assert latest > newest, "it has begun anew"
+        newest = latest
