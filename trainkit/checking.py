@@ -39,7 +39,7 @@ def _check_weights(config: Config) -> None:
         raise UserError(
             f"There is no file {file}.",
             why="Training is to start from the weights in it.",
-            fix="Give a .safetensors or .pth file, such as runs/RUN/checkpoints/best/model.safetensors.",
+            fix="Give a .safetensors or .pth file, such as `python -m jobs.export RUN FILE` writes.",
             key="model.checkpoint",
         )
 

@@ -27,7 +27,7 @@ from trainkit.checkpoint.state import moments_of, weights_of
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
 
-ROUNDS = 9
+ROUNDS = 5
 
 
 def main() -> int:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
+from trainkit.checkpoint.saving import Checkpoints
 from trainkit.data.loader import train_batches
 from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import Distributed
@@ -109,3 +111,18 @@ def test_a_batch_is_the_same_wherever_the_data_lies() -> None:
     there, here = (parts_of(*ALL, f"data.device={where}", dist=gpu) for where in ("auto", "cpu"))
     for one, other in zip(batches_of(there, 3), batches_of(here, 3), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_a_save_copies_from_the_gpu_is_the_model_as_it_was(tmp_path: Path) -> None:
+    """The copies are the GPU's, into pinned memory, and are awaited before they are written."""
+    device = torch.device("cuda", 0)
+    model = nn.Linear(4096, 4096, device=device)
+    checkpoints = Checkpoints(tmp_path, keep=1, dist=Distributed(RankEnv.single(), device), asynchronous=True)
+    with torch.no_grad():
+        for value in (1.0, 2.0):  # the second time into the memory of the first
+            model.weight.fill_(value)
+            checkpoints.save(model, None, step=int(value), state={}, best_step=None)
+            model.weight.fill_(9.0)
+            checkpoints.settle()
+            assert bool((tensors(tmp_path)["weight"] == value).all())
+    assert all(buffer.is_pinned() for buffer in checkpoints._writer._snapshot._buffers.values())
