@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from jobs import cli
 from trainkit import plugins
 from trainkit.config.loading import load
 from trainkit.records.jsonl import append, plain
 from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import find_run
+from trainkit.records.rundir import RunDir, find_run, is_url
 from trainkit.terminal import one_line
 
 _SHOWN = 5
@@ -21,7 +25,9 @@ _SHOWN = 5
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, evaluate, print."""
     parser = cli.Parser("evaluate", __doc__)
-    parser.add_argument("run", metavar="RUN", help="a run folder or its name")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
     parser.add_argument(
         "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
@@ -37,7 +43,21 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     cli.add_allow_code_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(argv)
-    run_dir = find_run(args.run, env)
+    with ExitStack() as held:
+        return _evaluate(args, _found(args.run, env, held))
+
+
+def _found(reference: str, env: Mapping[str, str], held: ExitStack) -> RunDir:
+    """The run, or a copy of one that is elsewhere, for as long as it takes."""
+    if not is_url(reference):
+        return find_run(reference, env)
+    from trainkit.checkpoint.fetching import fetch_run
+
+    folder = held.enter_context(TemporaryDirectory(prefix="trainkit-"))
+    return fetch_run(reference, Path(folder), wanted=lambda name: not name.startswith("optimizer"))
+
+
+def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
     loaded = load(str(run_dir.config), args.overrides)
     require_own_code(run_dir.path, loaded, allow_code=args.allow_code)
     plugins.search_first(run_dir.code)  # the model as it was when it was trained, from any folder
@@ -46,7 +66,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     done = evaluate_checkpoint(loaded.config, run_dir, args.checkpoint, args.split, args.weights)
     metrics, counts, names = done.found.metrics, done.found.counts, done.info.class_names
     result = {"step": done.step, **metrics}
-    if args.split == "test":  # for the log book, which shows the newest
+    if args.split == "test" and not is_url(args.run):  # for the log book, which shows the newest
         try:
             append(run_dir.metrics, {"time": round(time.time(), 3), "split": args.split, **result})
         except OSError as error:  # somebody else's run, or an archive: the result is what was asked for

@@ -20,23 +20,25 @@ from trainkit.config import loading, yaml
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
 from trainkit.data import check_data
-from trainkit.errors import UserError
+from trainkit.errors import RefusedError, UserError
 from trainkit.launch import submission
 from trainkit.launch.plan import make_plan
 from trainkit.launch.restarts import excluded_nodes
 from trainkit.launch.validation import validate
-from trainkit.records import reading
+from trainkit.records import index, reading
 from trainkit.records.history import Life, life_of
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir, find_runs
+from trainkit.records.rundir import RunDir, find_runs, is_url, runs_root
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser(
         "resume", "Queue a run again, or what has failed of a sweep. Resources may change, settings may not."
     )
-    parser.add_argument("run", metavar="RUN", help="a run's name or folder")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run's name or folder, or the URL of its copy: s3://bucket/prefix/NAME"
+    )
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
@@ -44,7 +46,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("resume", argv, args.host, env)
-    runs = find_runs(args.run, env)
+    runs = [_fetched(args, env)] if is_url(args.run) else find_runs(args.run, env)
     if len(runs) > 1:
         return _resume_sweep(runs, args, env)
     run = runs[0]
@@ -80,6 +82,22 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if plan.executor == "debug":  # this very process becomes the run's writer
         start(run.path, [run], plan, cwd, env)
     return follow([run], plan, args)
+
+
+def _fetched(args: argparse.Namespace, env: Mapping[str, str]) -> RunDir:
+    """The run whose copy is elsewhere, with a folder here; what it would run is somebody's code."""
+    if not args.allow_code:
+        raise RefusedError(
+            f"{args.run} brings the program that it runs.",
+            why="Whoever can write there decides what that program does here, with your rights.",
+            fix="If only you, or people you trust, can write there, give the same command with --allow-code.",
+        )
+    from trainkit.checkpoint.fetching import fetch_run
+
+    run = fetch_run(args.run, runs_root(env))
+    index.remember(run.path)  # from now on it is found by its name
+    print(f"Fetched {args.run} to {run.path}.", flush=True)
+    return run
 
 
 def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping[str, str]) -> int:

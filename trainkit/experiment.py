@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from torch import nn
 from trainkit import lifetime
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.checkpoint.starting import start_from
+from trainkit.checkpoint.uploading import Uploads, kept_elsewhere
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -25,7 +25,6 @@ from trainkit.data.memory import placed as placed_data
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag, hand_back
-from trainkit.distributed.watchdog import Place, watchdog
 from trainkit.errors import TrainkitError, UserError
 from trainkit.models import build_model, expected_input
 from trainkit.models.freezing import freeze
@@ -52,8 +51,14 @@ from trainkit.training.o2 import O2, halve
 from trainkit.training.outcome import Keeper, go_on
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Precision, choose_precision
+from trainkit.training.watching import watched
 
 Outcome = Literal["finished", "preempted"]
+
+_WAIT_AT_STOP = 20.0
+"""Seconds that a run which was told to stop gives what is on its way to `checkpoint.remote`."""
+_WAIT_AT_END = 600.0
+"""Seconds without any progress after which a run that has finished waits no longer for it."""
 
 
 def run(
@@ -85,12 +90,20 @@ def run(
         # Longer than the watchdog's patience: it knows more than a collective that times out.
         collective_timeout=timedelta(seconds=2 * max(config.launch.hang_seconds, 300)),
     )
-    with group as dist:
-        splits = build_data(config.data, dist)
-        check_batch_sizes(config, dist.world_size, splits)
-        writer = _meet(config, dist, open_run)
-        with _failures_recorded(writer.attempt, dist):
-            outcome = _run(build(config, dist, splits), stop, writer, node, beat)
+    uploads: Uploads | None = None
+    waits = _WAIT_AT_STOP
+    try:
+        with group as dist:
+            splits = build_data(config.data, dist)
+            check_batch_sizes(config, dist.world_size, splits)
+            writer = _meet(config, dist, open_run)
+            with _failures_recorded(writer.attempt, dist):
+                uploads = kept_elsewhere(config.checkpoint.remote, writer, dist)
+                outcome = _run(build(config, dist, splits), stop, writer, node, beat, uploads)
+        waits = _WAIT_AT_END if outcome == "finished" else 0.0
+    finally:
+        if uploads is not None:  # the other ranks have gone
+            uploads.finish(waits, give_up=lambda: stop.requested and not uploads.wait(waits and _WAIT_AT_STOP))
     return outcome, writer.run
 
 
@@ -146,7 +159,14 @@ def alone(config: Config) -> Config:
     return config.model_copy(update={"strategy": type(config.strategy)(name="single")})
 
 
-def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, beat: Callable[[], None]) -> Outcome:
+def _run(
+    parts: Parts,
+    stop: StopFlag,
+    writer: Writer,
+    node: Attempt | None,
+    beat: Callable[[], None],
+    uploads: Uploads | None,
+) -> Outcome:
     checkpoint = parts.config.checkpoint
     checkpoints = Checkpoints(
         writer.run.checkpoints,
@@ -156,7 +176,7 @@ def _run(parts: Parts, stop: StopFlag, writer: Writer, node: Attempt | None, bea
         asynchronous=checkpoint.asynchronous,
     )
     with closing(checkpoints):
-        return _trained(parts, stop, writer, checkpoints, node, beat)
+        return _trained(parts, stop, writer, checkpoints, node, beat, uploads)
 
 
 def _trained(
@@ -166,6 +186,7 @@ def _trained(
     checkpoints: Checkpoints,
     node: Attempt | None,
     beat: Callable[[], None],
+    uploads: Uploads | None,
 ) -> Outcome:
     config, dist, run_dir = parts.config, parts.dist, writer.run
     restored, progress = go_on(parts, checkpoints)
@@ -211,15 +232,20 @@ def _trained(
     with (
         loggers as metrics,
         sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), dist.env),
-        _watched(parts, node, hosts, beat) as beat,
+        watched(parts, node, hosts, beat) as beat,
         profiling(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main) as profiler,
         snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
     ):
-        keeper = Keeper(parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts, profiler)
+        saved = uploads.look if uploads is not None else lambda: None
+        keeper = Keeper(
+            parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts, saved, profiler
+        )
         is_done = train(parts, keeper, lambda: stop.requested)
         profiler.close(progress.step)
         if not is_done:
             signals = [name for names in dist.gather_json(stop.signals) for name in names]
+            if uploads is not None:  # afterwards the job may be taken away at any moment
+                uploads.wait(min(_WAIT_AT_STOP, config.launch.lead_seconds() / 3))
             hand_back(writer.attempt if dist.is_main else node, dist.env, signals, step=progress.step)
             return "preempted"
         epoch = progress.step / parts.steps_per_epoch
@@ -268,26 +294,3 @@ def _failures_recorded(attempt: Attempt, dist: Distributed) -> Iterator[None]:
             words = told if isinstance(error, TrainkitError) else f"{type(error).__name__}: {told}"
             attempt.failed(words, rank=dist.rank)
         raise
-
-
-@contextmanager
-def _watched(
-    parts: Parts, node: Attempt | None, hosts: list[str], beat: Callable[[], None]
-) -> Iterator[Callable[[], None]]:
-    """A rank that somebody has started in a job ends if it hangs; one that a person looks at may stand still."""
-    if node is None or (sys.stdin is not None and sys.stdin.isatty()):
-        yield beat
-        return
-    place = Place(parts.dist.rank, hosts, node.logs)
-    passes = parts.grad_accum_steps + 2  # of `Updater`
-    with watchdog(node, place, hang_seconds=parts.config.launch.hang_seconds, beats_per_step=passes) as own:
-        made = 0
-
-        def both() -> None:
-            nonlocal made
-            made += 1
-            if made >= passes:  # until its first update is made, which may compile the model, it still starts
-                beat()
-            own()
-
-        yield both

@@ -135,9 +135,10 @@ def _wrong_value(key: str, given: Any, cause: Any, layer: Layer) -> UserError:
 
 def _impossible(problem: ImpossibleError, layer: Layer) -> UserError:
     written = [f"{key} ({_source(key, layer)})" for key in problem.keys if key in layer]
+    where = "" if problem.secret else f"Written: {', '.join(written) or 'by default'}."
     return UserError(
         f"{problem}.",
-        why=f"{problem.why} ".lstrip() + f"Written: {', '.join(written) or 'by default'}.",
+        why=f"{problem.why} {where}".strip(),
         fix=problem.fix,
         key=problem.keys[0],
     )

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from trainkit.config.augment import AugmentConfig
+from trainkit.config.checkpoint import CheckpointConfig
 from trainkit.config.launch import LaunchConfig
 from trainkit.config.section import ImpossibleError, PluginSection, Section
 
@@ -142,21 +143,6 @@ class ScheduleConfig(Section):
 class StrategyConfig(PluginSection):
     name: str = "ddp"
     """A file in trainkit/strategies (single, ddp, fsdp, ...), or package.module:function of your own."""
-
-
-class CheckpointConfig(Section):
-    every_steps: PositiveInt | None = None
-    """Save after every so many updates as well."""
-    every_epochs: PositiveInt | None = 1
-    """Save after every so many epochs."""
-    every_minutes: PositiveFloat | None = 15.0
-    """Save when so many minutes have passed since the last time: what a power cut may cost at most."""
-    keep: PositiveInt = 3
-    """How many checkpoints to keep besides the best."""
-    asynchronous: bool = True
-    """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
-    best: Literal["val/acc1", "val/acc5", "val/loss", "val/ema_acc1", "val/ema_acc5", "val/ema_loss"] = "val/acc1"
-    """What `best` is judged by; ema_: of the averaged weights (train.ema_decay)."""
 
 
 class MonitorConfig(Section):

@@ -8,11 +8,14 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class ImpossibleError(ValueError):
-    """Settings that are each well-formed and cannot hold together. ``keys``: those that one may change."""
+    """Settings that are each well-formed and cannot hold together.
 
-    def __init__(self, what: str, *, keys: tuple[str, ...], why: str, fix: str) -> None:
+    ``keys``: those that one may change; ``secret``: what was written must not be repeated.
+    """
+
+    def __init__(self, what: str, *, keys: tuple[str, ...], why: str, fix: str, secret: bool = False) -> None:
         super().__init__(what)
-        self.keys, self.why, self.fix = keys, why, fix
+        self.keys, self.why, self.fix, self.secret = keys, why, fix, secret
 
 
 class Section(BaseModel):

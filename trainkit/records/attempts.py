@@ -35,7 +35,10 @@ from trainkit.records.lease import writing_attempt
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
-Remark = Literal["skipped", "nonfinite", "rolled_back", "broken_image", "straggler", "peer_joined", "peer_left"]
+Remark = Literal[
+    "skipped", "nonfinite", "rolled_back", "broken_image", "straggler", "peer_joined", "peer_left",
+    "uploaded", "upload_failed", "upload_recovered", "not_uploaded",
+]  # fmt: skip
 
 RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
 """Environment variables by which whoever starts ranks tells them which attempt they are."""

@@ -232,6 +232,11 @@ def list_runs(root: Path) -> list[RunDir]:
     return sorted(runs, key=RunDir.made)
 
 
+def is_url(reference: str) -> bool:
+    """Whether a run is named by where its copy is (`checkpoint.remote`)."""
+    return reference.startswith(("s3://", "gs://", "file://"))
+
+
 def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
     """The run of a path, of a name in the runs folder, or of a name that this user has submitted from any folder."""
     given = Path(reference).expanduser()

@@ -66,6 +66,8 @@ class Keeper:
     clock: Clock = field(default_factory=Clock)
     hosts: Sequence[str] = ()
     """Of each rank, where that is known."""
+    saved: Callable[[], None] = lambda: None
+    """Called on rank 0 when a checkpoint is on disk."""
     profiler: Profiler = field(default_factory=lambda: Profiler(RunDir(Path()), None, gpu=False))
 
     def validation_is_due(self) -> bool:
@@ -127,10 +129,15 @@ class Keeper:
             },
             best_step=progress.best_step,
             extra={**({} if parts.ema is None else {STEMS["ema"]: parts.ema.tensors()}), **(extra or {})},
-            done=partial(self.writer.attempt.saved, progress.step, **more) if parts.dist.is_main else lambda: None,
+            done=partial(self._is_saved, progress.step, more),
         )
         self.beat()
         self.clock.to(before)
+
+    def _is_saved(self, step: int, more: Mapping[str, Any]) -> None:
+        if self.parts.dist.is_main:
+            self.writer.attempt.saved(step, **more)
+            self.saved()
 
     def settle(self) -> None:
         """Wait until what has been saved is on the disk. Raises RunFailedError if that cannot be."""

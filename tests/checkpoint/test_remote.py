@@ -1,0 +1,309 @@
+"""A run's copy in a bucket: complete or absent, behind the training, and enough to go on from."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.bucket import Trouble
+from trainkit.checkpoint import files, remote
+from trainkit.checkpoint.fetching import bring_back, fetch_run
+from trainkit.checkpoint.remote import Pointers
+from trainkit.checkpoint.store import Store, StoreError
+from trainkit.checkpoint.uploading import Uploads
+from trainkit.config.loading import load, to_yaml
+from trainkit.errors import UserError
+from trainkit.records.attempts import Attempt
+from trainkit.records.events import read_events
+from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
+
+Bucket = tuple[str, Trouble]
+SOON = 60.0
+
+
+def run_in(folder: Path, *, code: str = "print('hello')\n") -> Writer:
+    run = RunDir.create(folder, to_yaml(load("single").config))
+    (run.code / "jobs").mkdir(parents=True)
+    (run.code / "jobs" / "own.py").write_text(code)
+    return Writer(Attempt.begin(run), check=lambda: None)
+
+
+def save(writer: Writer, step: int, *, best: int | None = None, size: int = 1000) -> None:
+    weights = {"weight": torch.full((size,), float(step))}
+    files.write(writer.run.checkpoints, step, {"model": weights, "optimizer": weights}, {"progress": {"step": step}})
+    if best is not None:
+        files.point(writer.run.checkpoints, "best", best)
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SOON
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def events(writer: Writer, kind: str) -> list[dict[str, Any]]:
+    return read_events(writer.run, kind)
+
+
+@pytest.fixture
+def uploads(bucket: Bucket, tmp_path: Path) -> Any:
+    """A run whose copy is kept in the bucket, with short tries."""
+    writer = run_in(tmp_path / "first")
+    store = remote.claim(bucket[0], writer.run)
+    quick = Store(store.url, seconds=0.5, slowest_part=2.0)
+    uploads = Uploads(quick, writer, pause=0.05)
+    yield uploads, writer, quick
+    bucket[1].over()
+    uploads.finish(0.0, lambda: True)
+
+
+def test_latest_and_best_go_up_and_what_nothing_names_goes_away(uploads: Any) -> None:
+    thread, writer, store = uploads
+    for step, best in ((1, 1), (2, 1), (3, 3), (4, 3)):
+        save(writer, step, best=best)
+        thread.look()
+        assert thread.wait(SOON)
+    assert Pointers.read(store) == Pointers(4, 3)
+    assert sorted(store.names("checkpoints")) == ["step-00000003", "step-00000004"]
+    assert [event["step"] for event in events(writer, "uploaded")] == [1, 2, 3, 4]
+
+
+def test_the_newest_wins_while_one_is_on_its_way(bucket: Bucket, uploads: Any) -> None:
+    thread, writer, store = uploads
+    bucket[1].refuse = True
+    save(writer, 1)
+    thread.look()
+    until(lambda: events(writer, "upload_failed"))
+    for step in (2, 3):
+        save(writer, step)
+        thread.look()
+    bucket[1].over()
+    assert thread.wait(SOON)
+    assert [event["step"] for event in events(writer, "uploaded")] == [3]
+    assert store.names("checkpoints") == ["step-00000003"]
+
+
+@pytest.mark.parametrize("trouble", [{"refuse": True}, {"stall": True}, {"cut_after": 300_000}], ids=str)
+def test_a_bucket_that_is_away_is_tried_again_until_it_is_back(
+    bucket: Bucket, uploads: Any, trouble: dict[str, Any]
+) -> None:
+    thread, writer, store = uploads
+    for name, value in trouble.items():
+        setattr(bucket[1], name, value)
+    save(writer, 5, size=500_000)
+    thread.look()
+    until(lambda: events(writer, "upload_failed"))
+    assert not thread.wait(0.2)
+    assert files.verified(writer.run.checkpoints, 5).step == 5
+    bucket[1].over()
+    assert thread.wait(SOON)
+    assert Pointers.read(store) == Pointers(5, None)
+    assert remote.record_of(store, 5) == files.verified(writer.run.checkpoints, 5)
+    assert len(events(writer, "upload_failed")) == len(events(writer, "upload_recovered")) == 1
+
+
+def test_a_checkpoint_without_its_last_file_is_none(uploads: Any, tmp_path: Path) -> None:
+    thread, writer, store = uploads
+    save(writer, 1)
+    thread.look()
+    assert thread.wait(SOON)
+    store.remove("checkpoints/step-00000001/state.json")
+    with pytest.raises(UserError, match="is whole"):
+        fetch_run(store.url, tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere" / "first").exists()
+
+
+def test_one_that_is_deleted_here_while_it_goes_up_arrives_whole(
+    bucket: Bucket, uploads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, writer, store = uploads
+    put = store.put
+
+    def delete_first(file: Path, name: str) -> None:
+        shutil.rmtree(files.path_of(writer.run.checkpoints, 1), ignore_errors=True)
+        put(file, name)
+
+    monkeypatch.setattr(store, "put", delete_first)
+    save(writer, 1)
+    thread.look()
+    assert thread.wait(SOON)
+    assert remote.record_of(store, 1).step == 1
+    assert sorted(store.names("checkpoints/step-00000001")) == [
+        "model.safetensors", "optimizer.safetensors", "state.json",
+    ]  # fmt: skip
+
+
+def test_other_weights_of_the_same_step_replace_the_first(uploads: Any, tmp_path: Path) -> None:
+    thread, writer, store = uploads
+    for content in (1, 2):
+        weights = {"weight": torch.full((10,), float(content))}
+        files.write(writer.run.checkpoints, 7, {"model": weights}, {})
+        thread.look()
+        assert thread.wait(SOON)
+    run = fetch_run(store.url, tmp_path / "elsewhere")
+    assert files.verified(run.checkpoints, 7) == files.verified(writer.run.checkpoints, 7)
+
+
+def test_what_an_attempt_had_no_time_for_goes_up_at_the_next_start_and_nothing_twice(
+    bucket: Bucket, uploads: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thread, writer, store = uploads
+    save(writer, 1)
+    thread.look()
+    assert thread.wait(SOON)
+    bucket[1].refuse = True
+    save(writer, 2, best=1)
+    thread.look()
+    thread.finish(0.2)
+    assert len(events(writer, "not_uploaded")) == 1
+    assert "goes there at the next start" in capsys.readouterr().err
+    bucket[1].over()
+    again = Uploads(Store(store.url), writer)
+    again.look()
+    assert again.wait(SOON)
+    again.finish(1.0)
+    assert Pointers.read(store) == Pointers(2, 1)
+    assert [event["step"] for event in events(writer, "uploaded")] == [1, 2]
+
+
+def test_a_whole_run_folder_comes_back(uploads: Any, tmp_path: Path) -> None:
+    thread, writer, store = uploads
+    writer.attempt.started(step=0)
+    save(writer, 1, best=1)
+    save(writer, 2)
+    thread.look()
+    assert thread.wait(SOON)
+    run = fetch_run(store.url, tmp_path / "elsewhere")
+    assert run.path == tmp_path / "elsewhere" / "first"
+    assert run.config.read_text() == writer.run.config.read_text()
+    assert (run.code / "jobs" / "own.py").read_text() == "print('hello')\n"
+    assert (files.pointed(run.checkpoints, "latest"), files.pointed(run.checkpoints, "best")) == (2, 1)
+    for step in (1, 2):
+        assert files.verified(run.checkpoints, step) == files.verified(writer.run.checkpoints, step)
+    assert Attempt.begin(run).number == 1, "the number of the attempt that is known there is taken"
+    assert remote.claim(store.url.rpartition("/")[0], run).url == store.url
+    # Again: what is here already is not fetched, and what is newer is.
+    save(writer, 3)
+    thread.look()
+    assert thread.wait(SOON)
+    assert fetch_run(store.url, tmp_path / "elsewhere").path == run.path
+    assert files.pointed(run.checkpoints, "latest") == 3
+    assert bring_back(store, run) == []
+
+
+def test_a_change_on_the_way_is_seen_and_the_other_checkpoint_taken(
+    uploads: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thread, writer, store = uploads
+    save(writer, 1, best=1)
+    save(writer, 2)
+    thread.look()
+    assert thread.wait(SOON)
+    name = "checkpoints/step-00000002/model.safetensors"
+    content = bytearray(store.read(name, limit=10**6))
+    content[-1] ^= 1
+    store.write(bytes(content), name)
+    run = fetch_run(store.url, tmp_path / "elsewhere")
+    assert files.pointed(run.checkpoints, "latest") == 1
+    assert "the content of model.safetensors has changed" in capsys.readouterr().err
+
+
+def packed(name: str, content: bytes = b"x", kind: bytes = tarfile.REGTYPE) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        item = tarfile.TarInfo(name)
+        item.size, item.type, item.linkname = len(content), kind, "/etc"
+        archive.addfile(item, io.BytesIO(content))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "code/../../outside", "outside"])
+def test_code_that_would_lie_elsewhere_is_refused(uploads: Any, tmp_path: Path, name: str) -> None:
+    thread, writer, store = uploads
+    save(writer, 1)
+    thread.look()
+    assert thread.wait(SOON)
+    store.write(packed(name), remote.CODE)
+    with pytest.raises(UserError, match="cannot be used"):
+        fetch_run(store.url, tmp_path / "elsewhere")
+    assert not list(tmp_path.rglob("outside"))
+
+
+def test_another_run_of_that_name_is_never_written_over(bucket: Bucket, tmp_path: Path) -> None:
+    first = run_in(tmp_path / "here" / "ddp-0001")
+    remote.claim(bucket[0], first.run)
+    second = run_in(tmp_path / "there" / "ddp-0001")
+    with pytest.raises(UserError, match="another run") as caught:
+        remote.claim(bucket[0], second.run)
+    assert f"jobs.resume {bucket[0]}/ddp-0001" in caught.value.fix
+    with pytest.raises(UserError, match="is another run"):
+        fetch_run(f"{bucket[0]}/ddp-0001", tmp_path / "there")
+
+
+def test_a_bucket_that_is_not_there_is_found_before_anything_else(bucket: Bucket, tmp_path: Path) -> None:
+    writer = run_in(tmp_path / "run")
+    with pytest.raises(UserError, match=r"s3://no-such-bucket/x/run cannot be used") as caught:
+        remote.claim("s3://no-such-bucket/x", writer.run)
+    assert "bucket" in caught.value.why
+    assert caught.value.exit_code == 2
+
+
+def test_no_credentials_are_found_before_anything_else(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(UserError, match="cannot be used") as caught:
+        remote.claim(bucket[0], run_in(tmp_path / "run").run)
+    assert "AWS_ACCESS_KEY_ID" in caught.value.fix
+
+
+def test_a_folder_does_as_well(tmp_path: Path) -> None:
+    writer = run_in(tmp_path / "run")
+    store = remote.claim(f"file://{tmp_path}/copies", writer.run)
+    thread = Uploads(store, writer)
+    save(writer, 1)
+    thread.look()
+    thread.finish(SOON)
+    assert json.loads((tmp_path / "copies" / "run" / "pointers.json").read_text()) == {"latest": 1, "best": None}
+    assert fetch_run(store.url, tmp_path / "elsewhere").name == "run"
+
+
+def test_a_place_whose_package_is_missing_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="gs:// needs the package gcsfs") as caught:
+        Store("gs://bucket/prefix")
+    assert "trainkit[gcs]" in caught.value.fix
+
+
+def test_what_is_too_long_is_not_read(bucket: Bucket) -> None:
+    store = Store(bucket[0])
+    store.write(b"x" * 100, "long.json")
+    assert store.read("long.json", limit=100) == b"x" * 100
+    with pytest.raises(StoreError, match="longer than 99"):
+        store.read("long.json", limit=99)
+
+
+@pytest.mark.parametrize("place", ["s3://key:secret@bucket/x", "s3://bucket/x?key=secret"])
+def test_a_place_with_a_key_in_it_is_refused_and_not_repeated(place: str) -> None:
+    with pytest.raises(UserError, match="more than a place") as caught:
+        load("single", (f"checkpoint.remote={place}",))
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["ftp://host/x", "bucket/x", "s3://", "s3://bucket/../x", "file://relative"])
+def test_what_is_no_place_is_refused(place: str) -> None:
+    with pytest.raises(UserError, match="s3://bucket/prefix"):
+        load("single", (f"checkpoint.remote={place}",))

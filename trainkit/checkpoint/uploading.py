@@ -1,0 +1,249 @@
+"""Sends `latest` and `best` away behind the training: a thread, one upload at a time, the newest first."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainkit.checkpoint import files, remote
+from trainkit.checkpoint.fetching import bring_back
+from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, parse
+from trainkit.checkpoint.remote import Pointers
+from trainkit.checkpoint.store import AbsentError, Store, StoreError
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import TrainkitError, UserError
+from trainkit.records.writer import Writer
+
+_LONGEST_PAUSE = 60.0
+_STAGE = ".sending"
+
+
+class Uploads:
+    """The thread of one run, on rank 0.
+
+    What cannot be sent is tried again, with pauses of 1, 2, 4, ... 60 seconds, as long as the run goes on; events say
+    when that begins and when it ends. Training never waits for it.
+
+    Args:
+        pause: seconds before the second try.
+    """
+
+    def __init__(self, store: Store, writer: Writer, *, pause: float = 1.0) -> None:
+        self._store, self._writer, self._pause = store, writer, pause
+        self._folder = writer.run.checkpoints
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._idle = threading.Condition()
+        self._asked = self._done = 0
+        self._described = False
+        self._failing_since: float | None = None
+        self._sent: dict[int, Record] = {}
+        self._thread = threading.Thread(target=self._work, name="trainkit-uploads", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """There may be something new in the folder."""
+        with self._idle:
+            self._asked += 1
+        self._wake.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Until everything that was to be sent by now is there, at most so long. Is it?"""
+        with self._idle:
+            asked = self._asked
+            self._idle.wait_for(lambda: self._done >= asked or not self._thread.is_alive(), seconds)
+            return self._done >= asked
+
+    def finish(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all is there; end, and say what is not, when nothing has come through for so long.
+
+        Args:
+            give_up: asked every second; True ends the waiting.
+        """
+        if seconds:
+            self.look()  # the last records, and the summary
+        deadline = time.monotonic() + seconds
+        while not self.wait(1.0) and self._thread.is_alive() and not give_up():
+            if self._failing_since is None:  # it takes its time, but it goes
+                deadline = time.monotonic() + seconds
+            elif time.monotonic() > deadline:
+                break
+        self._over.set()
+        self._wake.set()
+        if self._done < self._asked:
+            self._say("not_uploaded")
+
+    def _work(self) -> None:
+        tries = 0
+        while not self._over.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            with self._idle:
+                asked = self._asked
+            while not self._over.is_set():
+                try:
+                    self._bring_up_to_date()
+                except StoreError as error:
+                    if self._over.is_set():
+                        return
+                    tries += 1
+                    if tries == 1:
+                        self._failing_since = time.monotonic()
+                        self._say("upload_failed", why=str(error))
+                    self._over.wait(min(self._pause * 2 ** (tries - 1), _LONGEST_PAUSE))
+                    continue
+                except TrainkitError:  # another attempt writes the run by now
+                    return
+                except OSError as error:  # the run folder is gone, or its disk full: the run itself will say so
+                    self._say("upload_failed", why=f"{error.strerror}: {error.filename}")
+                break
+            else:
+                return
+            if tries:
+                assert self._failing_since is not None
+                self._say("upload_recovered", tries=tries, seconds=round(time.monotonic() - self._failing_since, 1))
+                tries, self._failing_since = 0, None
+            with self._idle:
+                self._done = asked
+                self._idle.notify_all()
+
+    def _bring_up_to_date(self) -> None:
+        """Send what is not there yet, then point at it, then remove what nothing points at."""
+        if not self._described:
+            self._describe()
+        there = Pointers.read(self._store)
+        # Asked anew before each: while the one was on its way, training may have gone on.
+        while (wanted := self._next()) is not None:
+            self._send(*wanted)
+        now = Pointers(files.pointed(self._folder, "latest"), files.pointed(self._folder, "best"))
+        up = Pointers(
+            *(step if step in self._sent else old for step, old in ((now.latest, there.latest), (now.best, there.best)))
+        )
+        for name in remote.RECORDS:
+            self._send_copy(self._writer.run.path / name, name)
+        if up != there:
+            self._writer.check()
+            up.write(self._store)
+        self._prune(up)
+
+    def _next(self) -> tuple[int, Record] | None:
+        self._writer.check()
+        for name in ("latest", "best"):
+            step = files.pointed(self._folder, name)
+            if step is None:
+                continue
+            with suppress(OSError, BrokenCheckpointError):
+                state = (files.path_of(self._folder, step) / "state.json").read_bytes()[: LONGEST + 1]
+                record = parse(state, step)
+                if self._sent.get(step) != record:
+                    return step, record
+        return None
+
+    def _send(self, step: int, record: Record) -> None:
+        began = time.monotonic()
+        if remote.is_there(self._store, record):  # sent by the attempt before this one
+            self._sent[step] = record
+            return
+        folder = remote.folder_of(step)
+        with self._held(step, record) as held:
+            same = False
+            with suppress(AbsentError, BrokenCheckpointError):
+                same = remote.record_of(self._store, step).files == record.files
+            if not same:
+                self._store.remove(f"{folder}/state.json")  # that of other weights of this step, before a rollback
+                for name in record.files:
+                    if self._over.is_set():
+                        raise StoreError("the run is over")
+                    self._store.put(held / name, f"{folder}/{name}")
+            self._writer.check()
+            self._store.write(record.to_json().encode(), f"{folder}/state.json")
+        self._sent[step] = record
+        size = sum(facts.bytes for facts in record.files.values())
+        self._say("uploaded", step=step, bytes=size, seconds=round(time.monotonic() - began, 3))
+
+    @contextmanager
+    def _held(self, step: int, record: Record) -> Iterator[Path]:
+        """The checkpoint's files by other names of theirs, so that they stay when it is deleted meanwhile."""
+        here, stage = files.path_of(self._folder, step), self._folder / _STAGE
+        shutil.rmtree(stage, ignore_errors=True)  # left by a process that was killed
+        try:
+            stage.mkdir()
+            for name in record.files:
+                os.link(here / name, stage / name)
+        except OSError:  # a file system without links: it will be tried again, should they go away
+            shutil.rmtree(stage, ignore_errors=True)
+            stage = here
+        try:
+            yield stage
+        except FileNotFoundError as gone:
+            raise StoreError(f"{gone.filename} was deleted meanwhile") from None
+        finally:
+            if stage != here:
+                shutil.rmtree(stage, ignore_errors=True)
+
+    def _describe(self) -> None:
+        """What makes a run folder of it again."""
+        run = self._writer.run
+        for name in remote.RUN_FILES:
+            self._send_copy(run.path / name, name)
+        if run.code.is_dir():
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+                archive.add(run.code, "code", filter=lambda item: None if "__pycache__" in item.name else item)
+            self._store.write(packed.getvalue(), remote.CODE)
+        self._described = True
+
+    def _send_copy(self, file: Path, name: str) -> None:
+        """As it is now: it may grow while it is sent."""
+        with suppress(FileNotFoundError):
+            self._store.write(file.read_bytes(), name)
+
+    def _prune(self, up: Pointers) -> None:
+        """What cannot be removed now stays for the next time; it harms nobody."""
+        with suppress(StoreError):
+            for step in [remote.step_of(name) for name in self._store.names("checkpoints")]:
+                if step is not None and step not in up.steps:
+                    self._writer.check()
+                    remote.remove_step(self._store, step)
+                    self._sent.pop(step, None)
+
+    def _say(self, kind: str, **facts: object) -> None:
+        with suppress(TrainkitError, OSError):
+            self._writer.attempt.remark(kind, url=self._store.url, **facts)  # type: ignore[arg-type]
+        told = {
+            "upload_failed": f"Not sent to {self._store.url} for now: {facts.get('why')}. Training goes on.",
+            "not_uploaded": f"The newest checkpoint is not in {self._store.url}: it goes there at the next start.",
+        }
+        if kind in told:
+            print(told[kind], file=sys.stderr, flush=True)
+
+
+def kept_elsewhere(url: str | None, writer: Writer, dist: Distributed) -> Uploads | None:
+    """Begin to keep a run's copy in ``url``, on rank 0; None elsewhere, and without a URL. Every rank calls it.
+
+    What is there of this run and not in its folder, whose disk may have been lost, is fetched first.
+
+    Raises:
+        UserError: on every rank: the place cannot be used, or another run is there.
+    """
+    uploads, error = None, None
+    if dist.is_main and url is not None:
+        try:
+            store = remote.claim(url, writer.run)
+            if steps := bring_back(store, writer.run):
+                print(f"Fetched from {store.url}: step {', '.join(map(str, steps))}.", flush=True)
+            uploads = Uploads(store, writer)
+            uploads.look()  # what the attempt before this one had no time for
+        except StoreError as problem:
+            error = remote.unreachable(url, problem)
+        except UserError as refusal:
+            error = refusal
+    dist.raise_together(error)
+    return uploads
