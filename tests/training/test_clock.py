@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,16 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from tests.rank_functions import run_ranks
+from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.distributed.process_group import distributed
 from trainkit.monitor.stragglers import Stragglers
 from trainkit.ranks.env import RankEnv
 from trainkit.records.events import read_events
+from trainkit.records.rundir import RunDir
 from trainkit.training import clock, loop, outcome
 from trainkit.training.loop import train
 from trainkit.training.outcome import Keeper, Progress
@@ -135,6 +138,20 @@ def test_time_is_kept_over_a_save_and_a_lap_begins_where_the_last_one_ended(monk
     time.second()
     assert (watch.lap(progress).training, watch.lap(progress).training) == (2.0, 0.0)
     assert (progress.seconds["data"], progress.train_seconds) == (7.0, 2.0)
+
+
+def _run(env: RankEnv, folder: Path) -> tuple[float, float]:
+    """A whole run: seconds from the start of this process to its summary, and what that counts."""
+    process_began = psutil.Process().create_time()
+    train_run(env, folder, "ddp", ("train.max_steps=19", "data.name=synthetic"))
+    file = RunDir(folder).summary
+    counted = json.loads(file.read_text())["seconds"]
+    return file.stat().st_mtime - process_began, sum(counted.values())
+
+
+def test_a_whole_run_accounts_for_its_time_from_the_start_of_the_process_to_its_summary(tmp_path: Path) -> None:
+    (wall, counted), _ = run_ranks(2, _run, tmp_path / "run")
+    assert counted == pytest.approx(wall, rel=0.02, abs=0.05)
 
 
 def _slow_rank(env: RankEnv, folder: Path) -> dict[str, float]:

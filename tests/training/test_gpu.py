@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from trainkit.ranks.env import RankEnv
 from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
+from trainkit.training.clock import DATA, FORWARD, OTHER, clock_of
 from trainkit.training.parts import Parts
+from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -126,3 +130,45 @@ def test_what_a_save_copies_from_the_gpu_is_the_model_as_it_was(tmp_path: Path) 
             checkpoints.settle()
             assert bool((tensors(tmp_path)["weight"] == value).all())
     assert all(buffer.is_pinned() for buffer in checkpoints._writer._snapshot._buffers.values())
+
+
+def _timed(env: RankEnv) -> tuple[float, float, dict[str, float]]:
+    """Seconds of the host for many matrix products, until they were queued and until they were done,
+    and what the clock makes of them."""
+    device = torch.device("cuda")
+    clock, progress = clock_of(device), Progress()
+    matrix = torch.randn(4096, 4096, device=device)
+    (matrix @ matrix).sum().item()
+    clock.lap(progress)
+    began = time.perf_counter()
+    for _ in range(100):
+        clock.to(FORWARD)
+        matrix @ matrix
+        clock.to(OTHER)
+    queued = time.perf_counter() - began
+    torch.cuda.synchronize()
+    done = time.perf_counter() - began
+    clock.to(DATA)
+    time.sleep(0.1)
+    lap = clock.lap(progress)
+    return queued, done, {"forward": lap.seconds[FORWARD], "other": lap.seconds[OTHER], "data": lap.seconds[DATA]}
+
+
+def test_time_is_that_of_the_gpu_and_not_of_queueing() -> None:
+    ((queued, done, spent),) = run_ranks(1, _timed)
+    assert queued < 0.5 * done
+    assert spent["forward"] == pytest.approx(done, rel=0.1)
+    assert spent["other"] < 0.1 * done
+    assert spent["data"] == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_run_on_a_gpu_tells_its_time_its_memory_its_energy_and_its_use(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = ("launch.gpus_per_node=1", "train.max_steps=30", "monitor.profile_steps=[10,12]")
+    run_ranks(1, train_run, folder, "single", settings)
+    summary = json.loads(RunDir(folder).summary.read_text())
+    assert summary["seconds"]["forward"] > 0
+    assert summary["max_memory_reserved_mb_of_ranks"][0] >= summary["max_memory_mb_of_ranks"][0] > 0
+    assert summary["energy"]["gpu_kwh"] > 0
+    assert list(folder.glob("nvidia-smi-*.txt"))
+    assert [file.name for file in (folder / "profile").glob("*.json.gz")] == ["steps-00000010-00000012-rank-0.json.gz"]

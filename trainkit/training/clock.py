@@ -13,7 +13,7 @@ The parts, in the words of records (``seconds_<part>``) and of the summary (``se
     optimizer   clipping, update, clearing
     checkpoint  what training waits for
     evaluation  validation and test
-    other       the loop itself: schedule, meters, records, votes
+    other       the loop itself: schedule, meters, records, votes, with waiting for other ranks in them
     end         after the last update, but for the last checkpoint and the test
 
 On a GPU the passes are queued, not done, when Python goes on: so time is taken there by events in the stream, which
