@@ -123,6 +123,16 @@ def test_the_loss_trace_does_not_depend_on_strategy_ranks_micro_batch_or_workers
     assert trained(tmp_path / "run", world_size, preset, *both, *own) == pytest.approx(reference(*both), rel=rel)
 
 
+def test_powersgd_trains_alike_on_any_number_of_ranks(tmp_path: Path, reference: Trace) -> None:
+    """Its matrices are linear in the gradients, so that what all ranks leave out together is what one would."""
+    settings = ("strategy.comm_hook=powersgd", "strategy.powersgd_start_step=5")
+    one, two = (trained(tmp_path / str(ranks), ranks, "ddp", *settings) for ranks in (1, 2))
+    assert two == pytest.approx(one, rel=1e-4)
+    assert two[:6] == pytest.approx(reference()[:6], rel=1e-5)
+    assert two != pytest.approx(reference(), rel=1e-2), "nothing was left out"
+    assert two[-1] < two[5]
+
+
 def test_another_seed_gives_another_trace(tmp_path: Path, reference: Trace) -> None:
     assert trained(tmp_path / "run", 1, "single", "seed=1") != pytest.approx(reference(), rel=1e-2)
 

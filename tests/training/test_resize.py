@@ -99,5 +99,7 @@ def test_each_start_on_another_number_of_ranks_says_what_stays_as_it_was(resized
 def test_where_the_micro_batches_become_others_it_says_what_does_not_stay(
     ranks: int, saved: dict[str, Any], told: str
 ) -> None:
-    parts: Any = SimpleNamespace(dist=SimpleNamespace(world_size=ranks), micro_batch_size=BATCH // ranks)
+    parts: Any = SimpleNamespace(
+        config=load("ddp").config, dist=SimpleNamespace(world_size=ranks), micro_batch_size=BATCH // ranks
+    )
     assert Parts.differs_from(parts, saved) == told

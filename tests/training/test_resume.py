@@ -20,6 +20,8 @@ from trainkit.records.rundir import RunDir
 # 19 updates an epoch: two validations, and a model with dropout, whose random numbers must go on as well.
 SETTINGS = ("train.max_steps=40", "model.dropout=0.2", "schedule.name=cosine")
 
+POWERSGD = ("strategy.comm_hook=powersgd", "strategy.powersgd_start_step=5")
+
 
 def final_weights(folder: Path) -> Mapping[str, FileFacts]:
     """Hashes of the files with the weights and the optimizer's state."""
@@ -31,7 +33,7 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
     [
         ("single", 1, ()),
         ("ddp", 4, ()),
-        ("ddp", 2, ("strategy.comm_hook=bf16",)),
+        ("ddp", 2, POWERSGD),
         ("fsdp", 2, AUGMENT),
         ("zero", 2, ()),
     ],
@@ -73,6 +75,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     started = files.steps(folder / "checkpoints")[-1]
     assert run_ranks(1, train_run, folder, "fsdp", SETTINGS) == ["finished"]
     assert [event["step"] for event in read_events(RunDir(folder), "started")] == [0, started]
+
+
+def test_what_powersgd_has_not_sent_is_given_up_on_another_number_of_ranks_and_that_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for world_size, stop_after in ((2, 9), (1, None)):
+        run_ranks(world_size, train_run, folder, "ddp", ("train.max_steps=14", *POWERSGD), stop_after)
+    assert read_events(RunDir(folder), "started")[1]["resized"].endswith("; what PowerSGD had not sent yet is given up")
+    (kept,) = (name for name in tensors(folder / "checkpoints", "strategy") if name.startswith("kept"))
+    assert kept == "kept.0-of-1.0"
+    assert read_metrics(RunDir(folder), "train")[-1]["step"] == 14
 
 
 def test_a_broken_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path) -> None:

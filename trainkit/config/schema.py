@@ -249,6 +249,13 @@ class Config(Section):
                 why="Both of a pair are in one micro batch.",
                 fix=f"Use train.{name}={odd + 1}.",
             )
+        if self.train.precision in ("fp16", "o2") and self.strategy.options.get("comm_hook") == "powersgd":
+            raise ImpossibleError(
+                f"strategy.comm_hook=powersgd does not go with train.precision={self.train.precision}",
+                keys=("strategy.comm_hook", "train.precision"),
+                why="What it keeps back for the next update is in units of a loss scale that changes.",
+                fix="Use train.precision=bf16, or strategy.comm_hook=fp16.",
+            )
         if self.train.precision == "o2" and self.strategy.name in ("fsdp", "hivemind"):
             raise ImpossibleError(
                 f"train.precision=o2 does not go with strategy.name={self.strategy.name}",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Strategy(Protocol):
@@ -27,6 +28,16 @@ class SharesOptimizer(Protocol):
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """Change ``optimizer``, which has made no update yet."""
+        ...
+
+
+@runtime_checkable
+class HasTensors(Protocol):
+    """A strategy that has this as well goes on from them after a restart."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Name -> tensor that belongs into a checkpoint and is filled from one, in place; the same on every rank, or
+        with the rank in its name. Complete once a model is parallelized."""
         ...
 
 

@@ -6,7 +6,7 @@ state from checkpoints until it is gathered pickled, and gives up at groups with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ import torch.distributed as c10d
 from torch import Tensor, nn
 
 from trainkit.distributed.process_group import Distributed
-from trainkit.strategies.replicated import Replicated
+from trainkit.strategies.replicated import Replicated, hook_of
 
 _AT_ONCE = 25 << 20
 """Bytes of parameters that travel together."""
@@ -33,6 +33,9 @@ class Zero:
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         return self.ddp.grad_sync(model, enabled=enabled)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.ddp.tensors()
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer`` keep state of this rank's part only.
@@ -78,12 +81,23 @@ def balanced(parameters: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
 
 def build(
     dist: Distributed,
+    precision: str = "fp32",
     *,
     bucket_cap_mb: int = 25,
     find_unused_parameters: bool = False,
     static_graph: bool = False,
-    comm_hook: Literal["none", "fp16", "bf16"] = "none",
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none",
+    powersgd_rank: int = 4,
+    powersgd_start_step: int = 1000,
     sync_batchnorm: bool = False,
 ) -> Zero:
     """Options: those of ddp."""
-    return Zero(Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, comm_hook, sync_batchnorm))
+    hook = hook_of(
+        comm_hook,
+        dist,
+        precision,
+        rank=powersgd_rank,
+        start_step=powersgd_start_step,
+        find_unused_parameters=find_unused_parameters,
+    )
+    return Zero(Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, hook, sync_batchnorm))

@@ -40,7 +40,7 @@ def go_on(parts: Parts, checkpoints: Checkpoints) -> tuple[Restored | None, Prog
     restored = checkpoints.restore(
         parts.model,
         parts.optimizer,
-        into={} if ema is None else {STEMS["ema"]: ema.tensors()},
+        into=parts.further_tensors(),
         accept=lambda found: Progress.of(found.state),
     )
     progress = Progress() if restored is None else Progress.of(restored.state)
@@ -128,7 +128,7 @@ class Keeper:
                 **more,
             },
             best_step=progress.best_step,
-            extra={**({} if parts.ema is None else {STEMS["ema"]: parts.ema.tensors()}), **(extra or {})},
+            extra={**parts.further_tensors(), **(extra or {})},
             done=partial(self._is_saved, progress.step, more),
         )
         self.beat()

@@ -15,7 +15,7 @@ from trainkit.data.base import Splits, normalize
 from trainkit.data.broken import Broken
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.process_group import Distributed
-from trainkit.strategies.base import SharesOptimizer, Strategy
+from trainkit.strategies.base import HasTensors, SharesOptimizer, Strategy
 from trainkit.training.class_weights import class_weights
 from trainkit.training.ema import Ema
 from trainkit.training.optim import build_optimizer
@@ -63,6 +63,14 @@ class Parts:
         weights = class_weights(self.config.train.class_weights, self.splits)
         return None if weights is None else torch.tensor(weights, dtype=torch.float32, device=self.dist.device)
 
+    def further_tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """What belongs into a checkpoint beside model and optimizer: file stem -> name -> tensor."""
+        own = self.strategy.tensors() if isinstance(self.strategy, HasTensors) else {}
+        return {
+            **({"ema": self.ema.tensors()} if self.ema is not None else {}),
+            **({"strategy": own} if own else {}),
+        }
+
     @cached_property
     def steps_per_epoch(self) -> int:
         return steps_per_epoch(len(self.splits.train), self.config.train.global_batch_size)
@@ -100,10 +108,15 @@ class Parts:
             f"{who} on where {before} {'has' if before == 1 else 'have'} saved, with the same data in the same order"
         )
         size, now = saved.get("micro_batch_size"), self.micro_batch_size
+        powersgd = self.config.strategy.options.get("comm_hook") == "powersgd"  # each rank has kept something back
+        lost = "; what PowerSGD had not sent yet is given up" if powersgd else ""
         if size == now:
-            return f"{words} and micro batch; sums may differ in their last bits"
+            return f"{words} and micro batch; sums may differ in their last bits{lost}"
         was = str(size) if isinstance(size, int) else "another size"
-        return f"{words}; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
+        return (
+            f"{words}; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
+            + lost
+        )
 
     def normalized(self, images: Tensor) -> Tensor:
         """Images, uint8 [N, C, H, W], as the model takes them: float32, normalised, in its layout."""
