@@ -17,7 +17,7 @@ PROJECT = Path(__file__).parents[2]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that shard the model."""
     folder = tmp_path_factory.mktemp("evaluate") / "run"
-    run_ranks(2, train_run, folder, "fsdp", ("train.max_steps=40",))
+    run_ranks(2, train_run, folder, "fsdp", ("train.max_steps=40", "train.ema_decay=0.9"))
     return folder
 
 
@@ -33,6 +33,37 @@ def test_one_process_finds_the_test_metrics_that_two_ranks_found(run: Path) -> N
     assert result["samples"] == summary["test"]["samples"]
     assert result["acc1"] == pytest.approx(summary["test"]["acc1"])
     assert result["loss"] == pytest.approx(summary["test"]["loss"], rel=1e-5)
+
+
+def test_averaged_weights_are_told_from_the_models_own_and_classes_from_one_another(run: Path) -> None:
+    test = json.loads((run / "summary.json").read_text())["test"]
+    both, raw, ema = (
+        json.loads(evaluate(str(run), "--json", *weights).stdout)
+        for weights in ((), ("--weights", "raw"), ("--weights", "ema"))
+    )
+    assert both["ema_loss"] == pytest.approx(test["ema_loss"], rel=1e-5)
+    assert raw["loss"] == both["loss"]
+    assert ema["ema_loss"] == both["ema_loss"]
+    assert "ema_loss" not in raw
+    assert "loss" not in ema
+    for kind, acc1 in (("raw", both["acc1"]), ("ema", both["ema_acc1"])):
+        counts = both["confusion"][kind]
+        assert sum(count for _, _, count in counts) == both["samples"]
+        right = sum(count for label, told, count in counts if label == told)
+        assert 100 * right / both["samples"] == pytest.approx(acc1)
+    assert both["classes"] == [str(digit) for digit in range(10)]
+
+
+def test_the_worst_classes_are_listed_with_what_they_were_taken_for(run: Path) -> None:
+    done = evaluate(str(run), "--checkpoint", "latest")
+    assert "averaged weights: acc1" in done.stdout
+    told = json.loads(evaluate(str(run), "--checkpoint", "latest", "--json").stdout)["confusion"]["raw"]
+    wrong = {label for label, other, _ in told if label != other}
+    listed = done.stdout.partition("worst classes:\n")[2].partition("worst classes (")[0].splitlines()
+    assert len(listed) == min(5, len(wrong))
+    shares = [float(line.split("%")[0]) for line in listed]
+    assert shares == sorted(shares)
+    assert all("taken for" in line for line in listed)
 
 
 def test_another_checkpoint_and_split_can_be_asked_for(run: Path) -> None:

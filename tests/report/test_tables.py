@@ -84,6 +84,16 @@ def test_results_are_those_of_best_last_and_test(make_run: MakeRun) -> None:
     assert rows[2] == ("test, best checkpoint", "380", "0.0600", "98.90 %", "100.00 %")
 
 
+def test_averaged_weights_have_rows_of_their_own(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    both = {"loss": 0.04, "acc1": 99.0, "acc5": 100, "ema_loss": 0.03, "ema_acc1": 99.5, "ema_acc5": 100}
+    jsonl.append(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", **both})
+    run_dir.summary.write_text(json.dumps({"best_step": 380}))
+    rows = tables.results_rows(Facts(run_dir, "r"))
+    assert rows[1] == ("val, best checkpoint, averaged weights", "380", "0.0300", "99.50 %", "100.00 %")
+    assert [name for name, *_ in rows if "averaged" in name] == ["val, best checkpoint, averaged weights"]
+
+
 def test_twice_the_ranks_at_nearly_twice_the_speed(make_run: MakeRun) -> None:
     one = make_run("single-0001", preset="single", ranks=1, speed=990.0)
     two = make_run("ddp-0002", ranks=2, speed=1850.0)

@@ -47,14 +47,16 @@ def settings_rows(facts: Facts) -> list[Row]:
 
 
 def results_rows(facts: Facts) -> list[Row]:
-    """Split, step, loss, acc1, acc5 of the best and the last evaluation and of the test."""
+    """Split, step, loss, acc1, acc5 of the best and the last evaluation and the test; of averaged weights as well."""
     found = []
     best, last = facts.best_val, facts.val[-1] if facts.val else None
     for name, record in (("val, best checkpoint", best), ("val, last", last), ("test, best checkpoint", facts.test)):
         if record is not None:
-            percent = [number(record.get(key), ".2f", " %") for key in ("acc1", "acc5")]
             step = facts.summary.get("best_step") if record is facts.test else record["step"]
-            found.append((name, _text(step), number(record.get("loss"), ".4f"), *percent))
+            for prefix, whose in (("", ""), ("ema_", ", averaged weights")):
+                if not prefix or "ema_loss" in record:
+                    percent = [number(record.get(f"{prefix}{key}"), ".2f", " %") for key in ("acc1", "acc5")]
+                    found.append((name + whose, _text(step), number(record.get(f"{prefix}loss"), ".4f"), *percent))
     return found
 
 
