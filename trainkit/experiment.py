@@ -41,13 +41,14 @@ from trainkit.records.writer import Writer
 from trainkit.strategies import build_strategy
 from trainkit.strategies.base import TakesHollow
 from trainkit.training import compiler
-from trainkit.training.batch_size import check_batch_sizes
+from trainkit.training.batch_size import check_batch_sizes, settled
 from trainkit.training.clock import clock_of
 from trainkit.training.flops import flops_per_image, peak_flops
 from trainkit.training.hollow import build_hollow, spread
 from trainkit.training.layout import make_deterministic, placed
 from trainkit.training.loop import train
 from trainkit.training.o2 import O2, halve
+from trainkit.training.oom import memory_explained
 from trainkit.training.outcome import Keeper, go_on
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Precision, choose_precision
@@ -99,6 +100,7 @@ def run(
             writer = _meet(config, dist, open_run)
             with _failures_recorded(writer.attempt, dist):
                 uploads = kept_elsewhere(config.checkpoint.remote, writer, dist)
+                config = settled(config, dist, writer, lambda one: build(one, dist, splits))
                 outcome = _run(build(config, dist, splits), stop, writer, node, beat, uploads)
         waits = _WAIT_AT_END if outcome == "finished" else 0.0
     finally:
@@ -175,7 +177,7 @@ def _run(
         may_write=writer.check,
         asynchronous=checkpoint.asynchronous,
     )
-    with closing(checkpoints):
+    with closing(checkpoints), memory_explained(parts.config, parts.dist):
         return _trained(parts, stop, writer, checkpoints, node, beat, uploads)
 
 
@@ -213,6 +215,8 @@ def _trained(
             device=device_name(dist.device),
             precision=parts.precision.name,
             params=parts.num_parameters,
+            micro_batch_size=parts.micro_batch_size,
+            grad_accum_steps=parts.grad_accum_steps,
             **({"trained_anew": anew} if anew else {}),
             **({"input": asdict(parts.splits.expected)} if parts.splits.expected else {}),
             **({"resized": resized} if resized else {}),

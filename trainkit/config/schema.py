@@ -76,8 +76,12 @@ class TrainConfig(Section):
     """Optimizer updates; replaces `epochs` when given."""
     global_batch_size: PositiveInt = 64
     """Samples per optimizer update over all ranks. Keep it fixed when you change the number of GPUs."""
-    micro_batch_size: PositiveInt | None = None
-    """Samples per rank per forward pass; null: the rank's whole share at once. Lower it when memory runs out."""
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
+    """Samples per rank per forward pass; null: the rank's whole share at once; auto: as many as fit into memory, found
+    before the first update. Lower it when memory runs out."""
+    memory_limit_mb: PositiveFloat | None = None
+    """MiB that a rank may use, for micro_batch_size=auto; null: all that is free: of its GPU, or on CPU its share of
+    what the job (SLURM's --mem) or the machine has."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "o2"] = "auto"
     """auto picks what the device is fast at; fp16 scales the loss; o2: all of the model in fp16 but its BatchNorm, with
     fp32 weights for the optimizer, and gradients of half the size."""
@@ -105,6 +109,11 @@ class TrainConfig(Section):
     measure both: `ema_acc1`. null: no average."""
     eval_every_epochs: PositiveInt = 1
     """Validate after every so many epochs, and always at the end."""
+
+    @property
+    def given_micro_batch_size(self) -> int | None:
+        """`micro_batch_size`, if it is a number."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
 
 class OptimConfig(Section):
@@ -224,7 +233,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        batch, micro = self.train.global_batch_size, self.train.micro_batch_size
+        batch, micro = self.train.global_batch_size, self.train.given_micro_batch_size
         if micro is not None and batch % micro:
             possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
             raise ImpossibleError(
@@ -255,6 +264,13 @@ class Config(Section):
                 keys=("strategy.comm_hook", "train.precision"),
                 why="What it keeps back for the next update is in units of a loss scale that changes.",
                 fix="Use train.precision=bf16, or strategy.comm_hook=fp16.",
+            )
+        if self.train.micro_batch_size == "auto" and self.strategy.name == "hivemind":
+            raise ImpossibleError(
+                "train.micro_batch_size=auto does not go with strategy.name=hivemind",
+                keys=("train.micro_batch_size", "strategy.name"),
+                why="A peer has no time to try sizes: its rounds begin and end by the clock.",
+                fix="Give a number; each peer may have its own.",
             )
         if self.train.precision == "o2" and self.strategy.name in ("fsdp", "hivemind"):
             raise ImpossibleError(

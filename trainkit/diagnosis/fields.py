@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.slurm_jobs import JobState
+from trainkit.config.batch_sizes import smaller
 from trainkit.diagnosis.evidence import Failure, lagging_ranks
 from trainkit.errors import UserError
 from trainkit.ranks.hostlist import expand
@@ -50,7 +51,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     seconds = plan.get("time_limit_seconds")
     ranks = max(int(life.started.get("world_size") or plan.get("world_size") or 1), 1)
     share = max(int(config.get("global_batch_size") or 64) // ranks, 1)
-    micro = int(config.get("micro_batch_size") or share)
+    micro = int(config.get("micro_batch_size") or life.started.get("micro_batch_size") or share)
     memory = _more_memory(plan) if state.executor == "slurm" else ""
     behind, at = lagging_ranks(run, attempt), _place(failure)
     return Fields(
@@ -81,7 +82,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "more_memory": memory,
             "all_of_it": " (0: all that it has)" if memory == " --mem 0" else "",
             "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
-            "half_the_batch": str(max((size for size in range(1, micro // 2 + 1) if share % size == 0), default=1)),
+            "half_the_batch": str(smaller(micro, share)),
             "half_the_lr": f"{float(config.get('lr') or 1e-3) / 2:g}",
         }
     )

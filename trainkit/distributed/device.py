@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +134,13 @@ def seed_random(seed: int, device: torch.device) -> None:
 def is_free_to_ask(device: torch.device) -> bool:
     """Whether a value that it has computed is there at once: a GPU would have to finish all that it has been given."""
     return device.type == "cpu"
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Whatever the body draws from torch's generators, afterwards they go on where they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 def device_name(device: torch.device) -> str:

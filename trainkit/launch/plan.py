@@ -181,7 +181,7 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
 
 def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
     train = loaded.config.train
-    size, micro = train.global_batch_size, train.micro_batch_size
+    size, micro = train.global_batch_size, train.given_micro_batch_size
     if strategy_traits(loaded.config.strategy.name).loop == "collaborative":
         world_size = 1  # every peer trains with its own batches
     unit = world_size * (micro or 1)
@@ -194,6 +194,12 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
             fix=f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks.",
             key="train.global_batch_size",
         )
+    if train.micro_batch_size == "auto":
+        most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
+        return [
+            Decision("micro_batch_size", "auto", loaded.source("train.micro_batch_size"), most),
+            Decision("grad_accum_steps", "auto", DERIVED, f"{size} / ({world_size} x micro_batch_size)"),
+        ]
     per_pass = micro or size // world_size
     accumulate = size // (world_size * per_pass)
     passes = f"{accumulate} passes per update" if accumulate > 1 else "the rank's whole share in one pass"

@@ -36,7 +36,7 @@ from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 Remark = Literal[
-    "skipped", "nonfinite", "rolled_back", "broken_image", "straggler", "peer_joined", "peer_left",
+    "probed", "skipped", "nonfinite", "rolled_back", "broken_image", "straggler", "peer_joined", "peer_left",
     "uploaded", "upload_failed", "upload_recovered", "not_uploaded",
 ]  # fmt: skip
 
@@ -168,7 +168,7 @@ class Attempt:
 
     def started(self, **facts: Any) -> None:
         """The ranks have met. ``facts``: step, total_steps, steps_per_epoch, world_size, hosts, device, precision,
-        params."""
+        params, micro_batch_size, grad_accum_steps."""
         self._write("started", **facts)
 
     def saved(self, step: int, **facts: Any) -> None:

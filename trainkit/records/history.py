@@ -174,3 +174,12 @@ def _seconds(value: Any) -> float:
 
 def _text(value: Any) -> str:
     return str(value)[:2000] if isinstance(value, str | int) and not isinstance(value, bool) else ""
+
+
+def micro_batch_found(run: RunDir, world_size: int, device: str) -> int | None:
+    """What `train.micro_batch_size=auto` has last found on as many ranks with such a device, if it has."""
+    for event in reversed(read_events(run, "probed")):
+        size = event.get("micro_batch_size")
+        if (event.get("world_size"), event.get("device")) == (world_size, device) and isinstance(size, int):
+            return size
+    return None

@@ -82,7 +82,9 @@ class Parts:
     @cached_property
     def micro_batch_size(self) -> int:
         """Samples per rank and forward pass."""
-        return self.config.train.micro_batch_size or self.config.train.global_batch_size // self.dist.world_size
+        train = self.config.train
+        assert train.micro_batch_size != "auto", "`settled` makes a number of it, before there are parts"
+        return train.given_micro_batch_size or train.global_batch_size // self.dist.world_size
 
     @cached_property
     def grad_accum_steps(self) -> int:

@@ -1,0 +1,93 @@
+"""A model that takes 64 MiB and more for each sample, and a data set for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tests.rank_functions import train_run
+from trainkit.data.base import DataInfo, Splits
+from trainkit.errors import TrainkitError
+from trainkit.ranks.env import RankEnv
+
+BATCH = 16
+SETTINGS = (
+    "data.name=tests.training.hungry:data",
+    "model.name=tests.training.hungry:model",
+    f"train.global_batch_size={BATCH}",
+    "train.max_steps=2",
+    "train.grad_clip_norm=1",
+)
+
+
+class Noise:
+    """Images [1, 4, 4]."""
+
+    def __init__(self, size: int) -> None:
+        self.images = torch.randint(0, 256, (size, 1, 4, 4), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        return self.images[index], index % 2
+
+
+def data(root: Path) -> Splits:
+    info = DataInfo("noise", 2, 1, 4, ("even", "odd"), (0.5,), (0.3,))
+    return Splits(info, Noise(3 * BATCH), Noise(2), Noise(2), same, same, in_memory=True)
+
+
+def same(image: Tensor) -> Tensor:
+    return image
+
+
+class Hungry(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.3)
+        self.last = nn.Linear(64, 2)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(images.flatten(1))))
+        if self.training:
+            wide = (
+                hidden[:, :1].expand(len(images), 1 << 23) * self.scale
+            )  # 32 MiB a sample: the C library keeps smaller blocks
+            hidden = hidden + (wide * wide).mean(1, keepdim=True)  # which the backward pass asks for
+        logits: Tensor = self.last(hidden)
+        return logits
+
+
+def model(info: DataInfo) -> nn.Module:
+    return Hungry()
+
+
+class Failing(nn.Module):
+    """Runs out of memory with more than 2 samples, on the last rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        if self.training and len(images) > 2 and last:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+def failing(info: DataInfo) -> nn.Module:
+    return Failing()
+
+
+def train_and_tell(env: RankEnv, folder: Path, preset: str, settings: tuple[str, ...], stop: int | None = None) -> str:
+    """How it ended, or what it said."""
+    try:
+        return train_run(env, folder, preset, (*SETTINGS, *settings), stop)
+    except TrainkitError as error:
+        return f"{error.exit_code}: {error}"
