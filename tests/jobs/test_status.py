@@ -298,3 +298,13 @@ def test_a_thousand_runs_take_less_than_a_second(no_slurm: dict[str, str], tmp_p
         best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert len(done.stdout.splitlines()) == 1001
     assert best < 1.0, "seconds of the processor: nothing in it waits"
+
+
+def test_what_would_have_made_a_run_faster_stands_in_its_details(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    run = make(tmp_path / "runs" / "ddp-0001")
+    run.summary.write_text(json.dumps({"advice": "62% data wait: data.workers=4"}))
+    assert "faster  62% data wait: data.workers=4" in command("status", "ddp-0001").out
+    run.summary.write_text(json.dumps({"advice": None}))
+    assert "faster" not in command("status", "ddp-0001").out

@@ -30,7 +30,7 @@ def settings_rows(facts: Facts) -> list[Row]:
     params = facts.started("params")
     rows = [
         ("model", _named(get("model")) + (f", {params:,} parameters" if isinstance(params, int) else "")),
-        ("data", _named(get("data"), hide=("root", "workers", "device", "max_broken"))),
+        ("data", _named(get("data"), hide=("root", "workers", "device", "max_broken", "stage"))),
         ("images as expected by", _input(facts.started("input"))),
         ("strategy", _named(get("strategy"))),
         ("ranks", _ranks(facts)),

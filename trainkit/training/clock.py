@@ -4,13 +4,13 @@ The parts, in the words of records (``seconds_<part>``) and of the summary (``se
 
     start       from the start of the process to the first batch: imports, meeting the others, model, first data
     data        waiting for the next batch, and for its copy to the GPU where that is not over in time
-    copy        making of it what the model takes: float32, normalised, in the model's layout
+    copy        making of it what the model takes: augmented, float32, normalised, in the model's layout
     forward     with the loss
     backward    until this rank has its own gradients
     exposed     communication that no computation hides: from there until the gradients are the sum of all ranks', which
                 includes waiting for slower ranks. Not all of it: what a strategy does inside the passes (the gathers of
                 ``fsdp``, BatchNorm's sums) is counted as the pass in which it is waited for
-    optimizer   clipping, update, clearing
+    optimizer   clipping, update, the weights' average, clearing
     checkpoint  what training waits for
     evaluation  validation and test
     other       the loop itself: schedule, meters, records, votes, with waiting for other ranks in them

@@ -71,7 +71,8 @@ def flops_per_image(model: nn.Module, chans: int, image_size: int) -> float | No
     model.train()
     try:
         with FlopCounterMode(display=False) as counter:
-            functional_call(model, state, (images,)).sum().backward()
+            trained = [tensor for tensor in state.values() if tensor.requires_grad]
+            torch.autograd.grad(functional_call(model, state, (images,)).sum(), trained, allow_unused=True)
         return counter.get_total_flops() / _IMAGES or None
     except Exception:  # code of the user's own may look at values; then there is no MFU, and no harm done
         return None

@@ -14,7 +14,7 @@ from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import StopVote
 from trainkit.monitor.stragglers import Stragglers
-from trainkit.training.clock import END, Lap
+from trainkit.training.clock import END, OPTIMIZER, OTHER, Lap
 from trainkit.training.costs import mfu
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.outcome import Keeper, Progress
@@ -103,8 +103,10 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
             progress.images += config.train.global_batch_size
             counts = made.stepped.skip is None  # schedule and step stand still on one that fp16 skips
             if parts.ema is not None and counts:
+                clock.to(OPTIMIZER)
                 parts.ema.update(made.stepped.nonfinite, updates=progress.ema_updates)
                 progress.ema_updates += 1
+                clock.to(OTHER)
             progress.step += counts
             is_final = progress.step == parts.total_steps
             log = counts and (progress.step % config.monitor.log_every == 0 or is_final)
