@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.benchmarks.step_cost import describe
+from tests.benchmarks.measuring import describe
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.checkpoint.state import moments_of, weights_of
 from trainkit.distributed.process_group import Distributed

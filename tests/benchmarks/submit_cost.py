@@ -1,9 +1,7 @@
 """``python -m tests.benchmarks.submit_cost``: from the command to the first update, on 2 nodes with 2 ranks each.
 
 One arm is `jobs.submit`; the other is what a user would write by hand, an sbatch script with srun and a bare DDP loop
-over the same digits with a network of the same size. On the development cluster (root, Debian). The arms alternate
-(A B B A) and wall time is measured; a control of the script against itself must lie within 0.9 to 1.1, or the run is
-void.
+over the same digits with a network of the same size. On the development cluster (root, Debian). Wall time is measured.
 """
 
 from __future__ import annotations
@@ -11,18 +9,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.benchmarks.step_cost import describe
+from tests.benchmarks.measuring import Figure, against, take_turns
 
 PROJECT = Path(__file__).resolve().parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
-ROUNDS = 4
+ROUNDS = 3
+WHAT = "command to the first update on 2 nodes with 2 ranks each, to an sbatch script with srun and a bare loop"
 PATIENCE_SECONDS = 180.0
 
 LOOP = """
@@ -65,8 +63,10 @@ srun --kill-on-bad-exit=1 {python} {folder}/loop.py {folder}/first
 """
 
 
-def main() -> int:
-    """Measure and print; 1 if the control says that the run is void."""
+def measure() -> list[Figure]:
+    """The line of the table."""
+    if os.geteuid() != 0 or shutil.which("slurmctld") is None:
+        return [Figure(WHAT, "", note="not measured: it needs root and SLURM's programs")]
     folder = Path(tempfile.mkdtemp(prefix="submit-cost-"))
     place = {"DEVCLUSTER_DIR": f"{folder}/cluster", "DEVCLUSTER_NET": f"10.229.{os.getpid() % 256}"}
     bare_env = {**os.environ, **place, "SLURM_CONF": f"{folder}/cluster/etc/slurm.conf", "OMP_NUM_THREADS": "1"}
@@ -76,24 +76,12 @@ def main() -> int:
     subprocess.run(up, env=env, check=True, stdout=subprocess.DEVNULL)
     try:
         by_hand(folder, env), by_submit(folder, env)  # files are in memory from here on
-        ratios, controls, times = [], [], []
-        for _ in range(ROUNDS):
-            a1, b1, b2, a2, a3 = (arm(folder, env) for arm in (by_hand, by_submit, by_submit, by_hand, by_hand))
-            ratios.append((b1 + b2) / (a1 + a2))
-            controls.append(a3 / a2)
-            times.append(((a1 + a2) / 2, (b1 + b2) / 2))
+        arms = {"by hand": lambda: by_hand(folder, env), "submit": lambda: by_submit(folder, env)}
+        measured = take_turns(arms, ROUNDS)
     finally:
         subprocess.run([str(DEVCLUSTER), "down", "--purge"], env=env, check=True, stdout=subprocess.DEVNULL)
         shutil.rmtree(folder)
-    control = statistics.median(controls)
-    print(f"2 nodes x 2 ranks, {ROUNDS} rounds, {os.cpu_count()} cores")
-    print(f"jobs.submit / by hand  {describe(ratios)}")
-    print(f"by hand / by hand      {describe(controls)}  (control)")
-    print("seconds by hand, by jobs.submit: " + ", ".join(f"{a:.1f} {b:.1f}" for a, b in times))
-    if not 0.9 <= control <= 1.1:
-        print("void: the control is off; the machine is busy")
-        return 1
-    return 0
+    return [against(measured, "submit", what=WHAT, goal=1.0, tolerance=0.1)]
 
 
 def by_submit(folder: Path, env: dict[str, str]) -> float:
@@ -139,4 +127,6 @@ def wait_for_queue(env: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from tests.benchmarks.__main__ import main
+
+    raise SystemExit(main(["--only", "submit_cost"]))

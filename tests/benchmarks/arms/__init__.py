@@ -1,0 +1,1 @@
+"""What others would write: scripts, each whole."""
