@@ -25,7 +25,7 @@ from tests.benchmarks.measuring import CONTROL, Figure, ratios, take_turns
 
 PROJECT = Path(__file__).resolve().parents[2]
 RATE = ("rate", "200mbit", "burst", "256kb", "latency", "50ms")
-WARMUP, STEPS, ROUNDS = 2, 5, 2
+WARMUP, STEPS, ROUNDS = 1, 4, 2
 LINK, LOOPBACK = ("10.77.0.1", "10.77.0.2"), ("127.0.0.1", "127.0.0.1")
 _ENDS_WITH_US = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGKILL)"
 
