@@ -16,6 +16,7 @@ from trainkit.data import draws
 from trainkit.data.batch import Batch
 from trainkit.errors import UserError
 from trainkit.training.augment import Augment, Target
+from trainkit.training.batch_size import check_batch_sizes
 
 KEYS = draws.keys(0, 0, torch.arange(64))
 IMAGES = torch.randint(0, 256, (64, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -85,3 +86,11 @@ def test_rand_augment_of_images_that_are_neither_gray_nor_rgb_is_refused() -> No
     parts = parts_of("data.in_chans=2", "augment.rand_augment_ops=1")
     with pytest.raises(UserError, match="2 channels"):
         Augment(parts.config.augment, parts.splits.info, parts.normalized)
+
+
+def test_a_rank_whose_share_has_no_pairs_is_refused_where_pairs_are_mixed() -> None:
+    sizes = ("train.global_batch_size=6", "train.micro_batch_size=null")
+    plain, mixing = parts_of(*sizes), parts_of(*sizes, "augment.mixup_alpha=0.2")
+    check_batch_sizes(plain.config, 2, plain.splits)
+    with pytest.raises(UserError, match=r"3 images, an odd number(.|\n)*global_batch_size=8"):
+        check_batch_sizes(mixing.config, 2, mixing.splits)
