@@ -80,3 +80,8 @@ def test_a_global_batch_by_its_position_is_what_all_ranks_took_there(position: i
     found = global_batch(22, seed=7, position=position, global_batch_size=4)
     assert len(found) == 4
     assert set(found) == taken
+
+
+def test_the_order_is_torchs_permutation_whatever_it_is_drawn_in() -> None:
+    generator = torch.Generator().manual_seed(derive_seed(5, 2))
+    assert torch.equal(epoch_order(70_000, 5, 2), torch.randperm(70_000, generator=generator))

@@ -53,7 +53,8 @@ class RandomPart:
         height, width = image.shape[-2:]
         top, left, tall, wide = random_part(height, width)
         part = _resized(image[:, top : top + tall, left : left + wide], (self.image_size, self.image_size), self.mode)
-        return part.flip(-1) if torch.rand(()).item() < 0.5 else part
+        # As they are collated, which is quicker image by image.
+        return (part.flip(-1) if torch.rand(()).item() < 0.5 else part).contiguous()
 
 
 class Centre:
@@ -92,11 +93,14 @@ def random_part(height: int, width: int) -> tuple[int, int, int, int]:
 def _resized(image: Tensor, size: tuple[int, int], mode: str) -> Tensor:
     if image.shape[-2:] == size:
         return image
+    import torch
     import torch.nn.functional as F
 
     if mode not in ("bilinear", "bicubic"):  # of few weights; torchvision knows them
         from torchvision.transforms import InterpolationMode, v2
 
         return v2.functional.resize(image, list(size), InterpolationMode(mode), antialias=True)  # type: ignore[no-any-return]
-    # uint8 in, uint8 out: the kernel for bytes is the fast one, and rounds as an image viewer does.
-    return F.interpolate(image[None], size=size, mode=mode, align_corners=False, antialias=True)[0]
+    # uint8 in, uint8 out: the kernel for bytes is the fast one, and rounds as an image viewer does. It takes half
+    # of the time for channels that lie side by side, and does not see it of a part that was cut out.
+    image = image[None].contiguous(memory_format=torch.channels_last)
+    return F.interpolate(image, size=size, mode=mode, align_corners=False, antialias=True)[0]

@@ -1,0 +1,169 @@
+"""``python -m tests.benchmarks.image_files``: photos a second from JPEG files and from packs, beside torchvision's
+reference.
+
+The reference is what torchvision's own training script does with Pillow: open, RandomResizedCrop to 224, mirror, to a
+tensor, to floats, normalise, collate. The kit's arms are its whole loader (order, keys, collate) and `normalize`, from
+the same files, from their pack of JPEG and from their pack of pixels, 256 on the shorter side. One process, one thread,
+CPU time, arms interleaved, a control of reference against reference. Before a time is printed the arms must agree in
+the mean and the deviation of what they give to the model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy
+import torch
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torch.utils.data import default_collate
+from torchvision import transforms
+
+from trainkit.config.schema import DataConfig
+from trainkit.data import build_data, pack_data
+from trainkit.data.base import normalize
+from trainkit.data.loader import train_batches
+from trainkit.data.photos import PHOTO_MEAN, PHOTO_STD
+
+PHOTOS, BATCH, ROUNDS = 64, 32, 9
+
+
+def main() -> int:
+    """Measure and print; 1 if the control says that the run is void, or the arms give other pixels."""
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        files = write_photos(root)
+        arms: dict[str, Callable[[int], Tensor]] = {
+            "torchvision, Pillow": reference(files),
+            "JPEG files": kit(root, root, None),
+            "pack of JPEG": kit(root, packed(root, "jpeg"), 256),
+            "pack of pixels": kit(root, packed(root, "raw"), 256),
+        }
+        if not agree(arms):
+            return 1
+        seconds: dict[str, list[float]] = {name: [] for name in (*arms, "control")}
+        for round_ in range(ROUNDS):
+            for name in seconds:
+                arm = arms.get(name, arms["torchvision, Pillow"])
+                began = time.process_time()
+                arm(round_)
+                seconds[name].append(time.process_time() - began)
+        sizes = [file.stat().st_size for file in files]
+        print(
+            f"torch {torch.__version__}, torchvision {torchvision.__version__}, one thread, {PHOTOS} photos of 500x375,"
+        )
+        print(f"{statistics.mean(sizes) / 1e3:.0f} kB each; medians of {ROUNDS} rounds")
+        base = seconds["torchvision, Pillow"]
+        for name, of_arm in seconds.items():
+            ratios = sorted(one / other for one, other in zip(base, of_arm, strict=True))
+            rate = PHOTOS / statistics.median(of_arm)
+            print(f"{name:20} {rate:6.0f}/s  {statistics.median(ratios):5.2f} x  ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        for kind in ("jpeg", "raw"):
+            size = (root / kind / "image_folder-256.pack" / "images.bin").stat().st_size / len(files) / 1e3
+            print(f"a photo in the pack of {kind}: {size:.0f} kB, ImageNet's 1.33 million: {size * 1.331:.0f} GB")
+    control = statistics.median(one / other for one, other in zip(base, seconds["control"], strict=True))
+    if not 0.97 <= control <= 1.03:
+        print("void: the control is off; the machine is busy")
+        return 1
+    return 0
+
+
+def write_photos(root: Path) -> list[Path]:
+    """Parts of two real photographs, as JPEG of several qualities, in folders of two classes and two splits."""
+    random, files = numpy.random.default_rng(0), []
+    photos = load_sample_images().images
+    for number in range(PHOTOS):
+        top, left = random.integers(0, 427 - 375 + 1), random.integers(0, 640 - 500 + 1)
+        part = photos[number % 2][top : top + 375, left : left + 500]
+        file = root / "train" / ("temple", "flower")[number % 2] / f"{number:03}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(part).save(file, quality=(85, 90, 92, 95)[number % 4])
+        files.append(file)
+    for name in ("temple", "flower"):  # a split to validate on, so that all of train is trained on
+        (root / "val" / name).mkdir(parents=True)
+        (root / "val" / name / "0.jpg").write_bytes(files[0].read_bytes())
+    return files
+
+
+def packed(root: Path, kind: str) -> Path:
+    """A folder beside the photos with their pack."""
+    pack_data("image_folder", root, 256, "raw" if kind == "raw" else "jpeg", workers=1, say=lambda line: None)
+    (root / kind).mkdir()
+    (root / "image_folder-256.pack").rename(root / kind / "image_folder-256.pack")
+    return root / kind
+
+
+def reference(files: list[Path]) -> Callable[[int], Tensor]:
+    """As references/classification of torchvision, without its data loader's processes."""
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(224),
+            transforms.RandomHorizontalFlip(),
+            transforms.PILToTensor(),
+            transforms.ConvertImageDtype(torch.float),
+            transforms.Normalize(PHOTO_MEAN, PHOTO_STD),
+        ]
+    )
+
+    def read(file: Path) -> Tensor:
+        with file.open("rb") as opened:
+            return transform(Image.open(opened).convert("RGB"))  # type: ignore[no-any-return]
+
+    def epoch(number: int) -> Tensor:
+        torch.manual_seed(number)
+        starts = range(0, len(files), BATCH)
+        return torch.stack([moments(default_collate([read(f) for f in files[at : at + BATCH]])) for at in starts])
+
+    return epoch
+
+
+def kit(photos: Path, root: Path, pack: int | None) -> Callable[[int], Tensor]:
+    """The kit's loader, in this process."""
+    data = build_data(DataConfig(name="image_folder", root=str(root if pack else photos), pack=pack))
+    steps = PHOTOS // BATCH
+
+    def epoch(number: int) -> Tensor:
+        found = train_batches(
+            data,
+            seed=0,
+            start_step=number * steps,
+            stop_step=(number + 1) * steps,
+            global_batch_size=BATCH,
+            micro_batch_size=BATCH,
+            rank=0,
+            world_size=1,
+            workers=0,
+        )
+        with found as batches:
+            return torch.stack([moments(normalize(batch.images, data.info)) for batch in batches])
+
+    return epoch
+
+
+def moments(images: Tensor) -> Tensor:
+    """Mean and deviation of a batch, of a few of its pixels: so that measuring them costs nothing."""
+    some = images[:, :, ::16, ::16]
+    return torch.stack([some.mean(), some.std()])
+
+
+def agree(arms: dict[str, Callable[[int], Tensor]]) -> bool:
+    """Whether mean and deviation over some epochs differ by chance only, which is 0.025: each arm draws its own parts."""
+    found = {name: torch.cat([arm(100 + number) for number in range(20)]).mean(0) for name, arm in arms.items()}
+    first = next(iter(found.values()))
+    worst = max(float((other - first).abs().max()) for other in found.values())
+    for name, (mean, deviation) in found.items():
+        print(f"{name:20} mean {mean:+.3f}, deviation {deviation:.3f} after normalising")
+    if worst > 0.08:
+        print("the arms do not give the same pixels, so their times say nothing")
+    return worst <= 0.08
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
