@@ -154,7 +154,7 @@ def moments(images: Tensor) -> Tensor:
 
 
 def agree(arms: dict[str, Callable[[int], Tensor]]) -> bool:
-    """Whether mean and deviation over some epochs differ by chance only, which is 0.025: each arm draws its own parts."""
+    """Whether mean and deviation over some epochs differ by chance only, which is 0.025: each arm draws its own."""
     found = {name: torch.cat([arm(100 + number) for number in range(20)]).mean(0) for name, arm in arms.items()}
     first = next(iter(found.values()))
     worst = max(float((other - first).abs().max()) for other in found.values())
