@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks
 from tests.strategies.held import bytes_held, trained
 from trainkit import plugins
+from trainkit.checkpoint.saving import Checkpoints
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
@@ -97,6 +100,27 @@ def test_nodes_that_cannot_hold_a_replica_each_are_refused_on_every_rank(nodes: 
     assert [told for _, told in run_ranks(len(nodes), _mesh, nodes)] == [
         ("strategy.shard_within=node is not possible here.", why)
     ] * len(nodes)
+
+
+def _saved(env: RankEnv, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Saves, and tells whole tensors and what of the restored ones is not the same."""
+    with distributed(env, use_gpu=False) as dist:
+        model, optimizer = trained(dist, "fsdp", **options)
+        checkpoints = Checkpoints(folder, keep=3, dist=dist)
+        checkpoints.save(model, optimizer, step=1, state={}, best_step=None)
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        checkpoints.restore(model, optimizer)
+        again = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        assert [name for name, value in whole.items() if not torch.equal(value, again[name])] == []
+        return {name: value.tolist() for name, value in whole.items()}
+
+
+def test_what_is_cut_along_another_dimension_is_saved_and_restored_like_all(tmp_path: Path) -> None:
+    whole, *_ = run_ranks(4, _saved, tmp_path, {"shard_within": "node"}, nodes=2)
+    assert any(abs(number) > 0 for row in whole["position"][0] for number in row)
+    assert {name: value.tolist() for name, value in tensors(tmp_path).items()} == whole
 
 
 def test_offloading_to_the_host_is_refused_where_the_model_is_there_already() -> None:

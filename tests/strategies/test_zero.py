@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.rank_functions import run_ranks
 from tests.strategies.held import bytes_held, trained
+from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.state import moments_of
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
 from trainkit.strategies.zero import balanced
@@ -39,6 +43,25 @@ def _weights(env: RankEnv, optimizer: str) -> list[bool]:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "muon"])
 def test_its_updates_are_those_of_ddp_to_the_last_bit(optimizer: str) -> None:
     assert all(same for rank in run_ranks(3, _weights, optimizer) for same in rank)
+
+
+def _restored(env: RankEnv, folder: Path) -> tuple[int, list[str]]:
+    """How many parameters this rank has state of once it has restored it, and whose is not as it was."""
+    with distributed(env, use_gpu=False) as dist:
+        (model, optimizer), (other, resumed) = (trained(dist, "zero", updates=count) for count in (2, 1))
+        checkpoints = Checkpoints(folder, keep=3, dist=dist)
+        checkpoints.save(model, optimizer, step=1, state={}, best_step=None)
+        checkpoints.restore(other, resumed)
+        there, here = moments_of(model, optimizer), moments_of(other, resumed)
+        wrong = [name for name, value in there.items() if name not in here or not torch.equal(value, here[name])]
+        return len(resumed.state), wrong
+
+
+def test_a_rank_restores_its_part_only(tmp_path: Path) -> None:
+    ((_, number),) = run_ranks(1, _held, "ddp")
+    restored = run_ranks(3, _restored, tmp_path)
+    assert sum(own for own, _ in restored) == number
+    assert [wrong for _, wrong in restored] == [[]] * 3
 
 
 def test_parts_differ_by_no_more_than_the_largest_parameter() -> None:

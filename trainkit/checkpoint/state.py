@@ -89,7 +89,9 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
         shapes[name] = shape if fits and name == f"state.{parameter}.{kind}" else None
     dist.raise_together(_misfit(shapes, source.facts))
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    held = {id(parameter) for parameter in order}
+    # Ids of parameters whose state is another rank's to keep.
+    elsewhere: frozenset[int] = getattr(optimizer, "elsewhere", frozenset())
+    held = {id(parameter) for parameter in order} - elsewhere
     loaded: dict[nn.Parameter, dict[str, Tensor]] = {}
     counts: dict[str, Tensor] = {}
     for name, (dtype, shape) in source.facts.items():

@@ -57,14 +57,10 @@ class Zero:
                 whole = [item.detach() for item in part]
                 c10d._broadcast_coalesced(c10d.GroupMember.WORLD, whole, _AT_ONCE, rank)  # type: ignore[attr-defined, arg-type]
 
-        def forget(optimizer: torch.optim.Optimizer) -> None:
-            for parameter in others:
-                optimizer.state.pop(parameter, None)
-
         if dist.world_size > 1:
             optimizer.register_step_pre_hook(only_own)
             optimizer.register_step_post_hook(give)
-            optimizer.register_load_state_dict_post_hook(forget)
+            optimizer.elsewhere = frozenset(map(id, others))  # type: ignore[attr-defined]  # who restores looks at it
 
 
 def balanced(parameters: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
