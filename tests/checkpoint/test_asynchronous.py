@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -92,6 +94,21 @@ def test_nothing_names_it_and_nobody_hears_of_it_before_it_is_on_the_disk(tmp_pa
         checkpoints.go_on(checkpoints.over())
     assert (heard, files.steps(tmp_path)) == ([2], [2])
     assert [files.pointed(tmp_path, name) for name in ("latest", "best")] == [2, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
+def test_the_thread_that_writes_gives_way_to_those_that_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def write(*args: Any) -> Any:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return _write(*args)
+
+    monkeypatch.setattr(tensorfile, "write", write)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    begun(tmp_path)[0].settle()
+    assert seen == [max(10, before)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
