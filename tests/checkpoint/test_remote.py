@@ -113,6 +113,25 @@ def test_a_bucket_that_is_away_is_tried_again_until_it_is_back(
     assert len(events(writer, "upload_failed")) == len(events(writer, "upload_recovered")) == 1
 
 
+def test_where_saves_come_faster_than_they_go_up_the_copy_follows_all_the_same(
+    uploads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, writer, store = uploads
+    put, steps = store.put, iter(range(2, 40))
+
+    def another_is_saved(file: Path, name: str) -> None:
+        if (step := next(steps, None)) is not None:
+            save(writer, step)
+            thread.look()
+        put(file, name)
+
+    monkeypatch.setattr(store, "put", another_is_saved)
+    save(writer, 1)
+    thread.look()
+    until(lambda: Pointers.read(store).latest is not None)
+    assert next(steps, None) is not None, "it was pointed at before the saves had ended"
+
+
 def test_a_checkpoint_without_its_last_file_is_none(uploads: Any, tmp_path: Path) -> None:
     thread, writer, store = uploads
     save(writer, 1)

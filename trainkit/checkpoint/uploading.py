@@ -119,13 +119,8 @@ class Uploads:
         if not self._described:
             self._describe()
         there = Pointers.read(self._store)
-        # Asked anew before each: while the one was on its way, training may have gone on.
-        while (wanted := self._next()) is not None:
-            self._send(*wanted)
-        now = Pointers(files.pointed(self._folder, "latest"), files.pointed(self._folder, "best"))
-        up = Pointers(
-            *(step if step in self._sent else old for step, old in ((now.latest, there.latest), (now.best, there.best)))
-        )
+        # One of each, then the pointers: where saves come faster than they go up, there is always a newer one.
+        up = Pointers(self._sent_of("latest", there.latest), self._sent_of("best", there.best))
         for name in remote.RECORDS:
             self._send_copy(self._writer.run.path / name, name)
         if up != there:
@@ -133,18 +128,20 @@ class Uploads:
             up.write(self._store)
         self._prune(up)
 
-    def _next(self) -> tuple[int, Record] | None:
+    def _sent_of(self, name: str, there: int | None) -> int | None:
+        """The step that ``name`` names here, once it has been sent; else what it names there."""
         self._writer.check()
-        for name in ("latest", "best"):
-            step = files.pointed(self._folder, name)
-            if step is None:
-                continue
-            with suppress(OSError, BrokenCheckpointError):
-                state = (files.path_of(self._folder, step) / "state.json").read_bytes()[: LONGEST + 1]
-                record = parse(state, step)
-                if self._sent.get(step) != record:
-                    return step, record
-        return None
+        step = files.pointed(self._folder, name)
+        if step is None:
+            return there
+        try:
+            state = (files.path_of(self._folder, step) / "state.json").read_bytes()[: LONGEST + 1]
+            record = parse(state, step)
+        except (OSError, BrokenCheckpointError):  # deleted meanwhile: there is a newer one
+            return there
+        if self._sent.get(step) != record:
+            self._send(step, record)
+        return step
 
     def _send(self, step: int, record: Record) -> None:
         began = time.monotonic()
