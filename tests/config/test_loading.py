@@ -492,3 +492,9 @@ def test_a_written_configuration_loads_as_an_equal_one(write: Write, overrides: 
 
 def test_a_source_reads_as_a_person_would_say_it() -> None:
     assert (str(Source("flag", "--nodes")), str(DEFAULT)) == ("flag --nodes", "default")
+
+
+def test_peers_of_a_swarm_give_their_micro_batch_as_a_number() -> None:
+    error = refused("hivemind", ["train.micro_batch_size=auto"])
+    assert error.what == "train.micro_batch_size=auto does not go with strategy.name=hivemind."
+    assert load("ddp", ["train.micro_batch_size=auto"]).config.train.micro_batch_size == "auto"

@@ -279,3 +279,8 @@ def test_a_plan_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -> No
 )
 def test_times_are_written_as_sbatch_reads_them(minutes: float, text: str) -> None:
     assert slurm_time(minutes) == text
+
+
+def test_a_micro_batch_that_is_to_be_found_is_shown_as_auto(loaded: Load) -> None:
+    plan = make_plan(loaded("train.micro_batch_size=auto", nodes=2), LAPTOP, RUN)
+    assert (value(plan, "micro_batch_size"), value(plan, "grad_accum_steps")) == ("auto", "auto")

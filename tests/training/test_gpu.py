@@ -16,6 +16,7 @@ from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
 from trainkit.checkpoint.saving import Checkpoints
+from trainkit.config.batch_sizes import micro_batch_sizes
 from trainkit.data.loader import train_batches
 from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import Distributed
@@ -172,3 +173,29 @@ def test_a_run_on_a_gpu_tells_its_time_its_memory_its_energy_and_its_use(tmp_pat
     assert summary["energy"]["gpu_kwh"] > 0
     assert list(folder.glob("nvidia-smi-*.txt"))
     assert [file.name for file in (folder / "profile").glob("*.json.gz")] == ["steps-00000010-00000012-rank-0.json.gz"]
+
+
+@pytest.mark.parametrize("preset", ["single", "ddp", "fsdp"])
+def test_auto_is_the_largest_micro_batch_that_trains_in_nine_tenths_of_the_limit(tmp_path: Path, preset: str) -> None:
+    settings = (
+        "launch.gpus_per_node=1", "train.precision=fp32", "train.max_steps=2", "model.name=resnet18",
+        "data.name=synthetic", "data.train_size=720", "data.val_size=8", "data.test_size=8", "data.image_size=64",
+        "train.global_batch_size=720", "monitor.loggers=[jsonl]",
+    )  # fmt: skip
+    auto = (*settings, "train.micro_batch_size=auto", "train.memory_limit_mb=2000")
+    assert run_ranks(1, train_run, tmp_path / "auto", preset, auto) == ["finished"]
+    (probed,) = read_events(RunDir(tmp_path / "auto"), "probed")
+    size, sizes = probed["micro_batch_size"], micro_batch_sizes(720)
+    assert probed["peak_mb"] <= 0.9 * probed["room_mb"] <= 0.9 * 2000
+    following = sizes[sizes.index(size) + 1]
+    run_ranks(1, train_run, tmp_path / "next", preset, (*settings, f"train.micro_batch_size={following}"))
+    told = json.loads((tmp_path / "next/summary.json").read_text())["max_memory_mb"]
+    # Sizes lie up to a fifth apart; what the allocator takes is up to a twentieth more than what tensors take.
+    assert told * 1.05 > 0.9 * 2000, "the next size would not have fitted"
+
+
+def test_a_gpu_without_memory_says_what_to_change(tmp_path: Path) -> None:
+    settings = ("launch.gpus_per_node=1", "model.name=tests.training.hungry:failing", "train.micro_batch_size=8")
+    (told,) = run_ranks(1, train_and_tell, tmp_path / "run", "single", settings)
+    assert told.startswith("1: Rank 0 on ")
+    assert "ran out of GPU memory with micro batches of 8." in told

@@ -267,3 +267,22 @@ def test_o2_that_is_interrupted_ends_with_the_very_weights_of_a_run_that_was_not
     assert files[0] == files[1]
     scales = [json.loads((folder / "checkpoints/latest/state.json").read_text())["state"] for folder in (whole, broken)]
     assert scales[0]["precision"] == scales[1]["precision"]
+
+
+def test_an_optimizer_that_the_ranks_share_updates_the_fp32_weights(tmp_path: Path) -> None:
+    settings = (
+        "train.precision=o2", "train.max_steps=4", "train.global_batch_size=8", "data.name=synthetic",
+        "data.train_size=32", "data.val_size=8", "data.test_size=8", "data.image_size=8", "data.num_classes=3",
+    )  # fmt: skip
+    for name in ("ddp", "zero"):
+        told = run_ranks(2, train_run, tmp_path / name, "ddp", (*settings, f"strategy.name={name}"))
+        assert told == ["finished"] * 2
+    saved = [
+        [
+            (file.name, file.read_bytes())
+            for file in sorted((tmp_path / name / "checkpoints/latest").glob("model*.safetensors"))
+        ]
+        for name in ("ddp", "zero")
+    ]
+    assert saved[0] == saved[1]
+    assert saved[0]

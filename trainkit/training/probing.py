@@ -22,7 +22,7 @@ from trainkit.distributed.memory import MemoryGauge
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
-from trainkit.strategies.base import AsItIs
+from trainkit.strategies.base import AsItIs, SharesOptimizer
 from trainkit.training.oom import is_out_of_memory
 from trainkit.training.parts import Parts
 from trainkit.training.update import Updater
@@ -70,6 +70,7 @@ def probe(parts: Parts, sizes: Sequence[int]) -> Probed:
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules())
     sizes = [size for size in sizes if size >= 2] or sizes if norms else sizes  # one sample has no variance
     sample, own = _sample(parts), _without_exchange(parts)
+    average = parts.ema  # it is there while the model trains
     trials = _Trials(own, dist, gauge, sample, alone=own is not parts or dist.world_size == 1)
     trials.first(sizes[0])
     gauge.start()
@@ -89,6 +90,7 @@ def probe(parts: Parts, sizes: Sequence[int]) -> Probed:
         raise _too_small(
             sizes[0], f"An update takes {peaks[min(peaks)] / _MB:,.0f} MiB, and a rank has {room / _MB:,.0f}."
         )
+    del average
     return Probed(size, round(peaks[size] / _MB, 1), round(room / _MB, 1))
 
 
@@ -193,7 +195,9 @@ def largest(sizes: Sequence[int], measure: Callable[[int], float], budget: float
 def _without_exchange(parts: Parts) -> Parts:
     """The model of this rank alone, where that is whole and its forward pass asks no other rank; else ``parts``."""
     model = parts.model
-    if not isinstance(model, DistributedDataParallel) or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+    if isinstance(parts.strategy, SharesOptimizer) or not isinstance(model, DistributedDataParallel):
+        return parts
+    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         return parts
     dist = Distributed(RankEnv.single(), parts.dist.device)
     config = parts.config.train.model_copy(update={"global_batch_size": PASSES * parts.micro_batch_size})

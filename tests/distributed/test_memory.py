@@ -1,0 +1,43 @@
+"""What a job may use of its node's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.distributed.memory import cgroup_free
+
+GIB = 1 << 30
+
+
+def group(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def member_of(root: Path, line: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(f"9:name=systemd:/x\n{line}\n")
+
+
+def test_slurms_limit_counts_whichever_group_of_the_job_has_it(tmp_path: Path) -> None:
+    member_of(tmp_path, "0::/job_7/step_0/task_0")
+    top = tmp_path / "sys/fs/cgroup"
+    group(top / "job_7", memory__max=str(8 * GIB), memory__current=str(3 * GIB), memory__stat=f"inactive_file {GIB}")
+    group(top / "job_7/step_0", memory__max="max", memory__current=str(3 * GIB), memory__stat="inactive_file 0")
+    assert cgroup_free(tmp_path) == 6 * GIB, "files in memory do not count"
+
+
+def test_the_first_version_of_cgroups_is_read_as_well(tmp_path: Path) -> None:
+    member_of(tmp_path, "4:memory:/slurm/job_7")
+    limits = {"memory__limit_in_bytes": str(4 * GIB), "memory__usage_in_bytes": str(GIB)}
+    group(tmp_path / "sys/fs/cgroup/memory/slurm/job_7", **limits, memory__stat="cache 5\ntotal_inactive_file 0")
+    assert cgroup_free(tmp_path) == 3 * GIB
+
+
+@pytest.mark.parametrize("line", ["0::/", "4:memory:/gone", "3:cpu:/"])
+def test_where_there_is_no_limit_there_is_room(tmp_path: Path, line: str) -> None:
+    member_of(tmp_path, line)
+    assert cgroup_free(tmp_path) > 1000 * GIB
