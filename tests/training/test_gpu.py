@@ -25,6 +25,7 @@ from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 from trainkit.training.clock import DATA, FORWARD, OTHER, clock_of
+from trainkit.training.ema import Ema
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
@@ -199,3 +200,20 @@ def test_a_gpu_without_memory_says_what_to_change(tmp_path: Path) -> None:
     (told,) = run_ranks(1, train_and_tell, tmp_path / "run", "single", settings)
     assert told.startswith("1: Rank 0 on ")
     assert "ran out of GPU memory with micro batches of 8." in told
+
+
+def _averaged(env: RankEnv) -> tuple[bool, bool]:
+    torch.cuda.set_device(0)
+    model = nn.Linear(64, 64).cuda()
+    ema, before = Ema(model, 0.5), model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    torch.cuda.set_sync_debug_mode("error")  # neither the update nor the answer whether it counts waits for the GPU
+    ema.update(torch.ones((), device="cuda"), updates=100)
+    kept = ema.tensors()["weight"].clone()
+    ema.update(torch.zeros((), device="cuda"), updates=100)
+    torch.cuda.set_sync_debug_mode("default")
+    return torch.equal(kept, before), torch.equal(ema.tensors()["weight"], before / 2)
+
+
+def test_weights_are_averaged_without_asking_the_gpu() -> None:
+    assert run_ranks(1, _averaged) == [(True, True)]
