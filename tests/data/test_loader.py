@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trainkit import lifetime
+from trainkit.data import loader
 from trainkit.data.base import DataInfo, Splits
 from trainkit.data.batch import Batch
 from trainkit.data.loader import Batches, default_workers, eval_batches, resolve_workers, train_batches
@@ -312,3 +314,20 @@ def test_the_first_batch_after_a_resume_at_nine_tenths_of_a_million_reads_nothin
     position = per_epoch * 9 // 10 * 256 + 3 * 32
     assert samples.read == epoch_order(len(samples), 0, 0)[position : position + 32].tolist()
     assert min(seconds) < 0.05
+
+
+def test_the_first_order_is_drawn_before_the_workers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of its pages would first be copied for them."""
+    workers: list[int] = []
+
+    def drawn(num_samples: int, seed: int, epoch: int) -> Tensor:
+        workers.append(len(multiprocessing.active_children()))
+        return epoch_order(num_samples, seed, epoch)
+
+    monkeypatch.setattr(loader, "epoch_order", drawn)
+    with train_batches(
+        splits(Numbers()), seed=0, start_step=0, stop_step=3, global_batch_size=16, micro_batch_size=16,
+        rank=0, world_size=1, workers=1,
+    ) as found:  # fmt: skip
+        next(found)
+    assert workers == [0]

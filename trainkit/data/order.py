@@ -26,13 +26,13 @@ def derive_seed(*parts: int) -> int:
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """The permutation of ``range(num_samples)`` (int64) that epoch ``epoch`` walks through."""
+    """The permutation of ``range(num_samples)`` that epoch ``epoch`` walks through: int32, or int64 if need be."""
     import torch
 
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     # The same numbers in half of the memory are drawn in less than half of the time.
     dtype = torch.int32 if num_samples < 1 << 31 else torch.int64
-    return torch.randperm(num_samples, generator=generator, dtype=dtype).to(torch.int64)
+    return torch.randperm(num_samples, generator=generator, dtype=dtype)
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -57,7 +57,7 @@ def share_of(order: Tensor, micro_batch_size: int, *, rank: int, world_size: int
     Each micro step takes ``world_size * micro_batch_size`` samples, of which rank ``r`` takes the r-th part: together
     the ranks see exactly ``order``.
     """
-    return order.view(-1, world_size, micro_batch_size)[:, rank]
+    return order.view(-1, world_size, micro_batch_size)[:, rank].long()
 
 
 def global_batch(num_samples: int, seed: int, position: int, global_batch_size: int) -> list[int]:
