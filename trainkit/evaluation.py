@@ -14,10 +14,10 @@ from trainkit.data import build_data
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
-from trainkit.experiment import alone, build, wants_gpu
 from trainkit.ranks.env import RankEnv
 from trainkit.records.rundir import RunDir
 from trainkit.training.broken import too_many
+from trainkit.training.building import alone, build, wants_gpu
 from trainkit.training.testing import STEMS, Measured, measure_saved
 
 

@@ -1,4 +1,4 @@
-"""Composition: configuration + run folder + ranks -> everything built, loop called, results written."""
+"""Composition: configuration + run folder + ranks -> what trains is built, the loop called, results written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
-
 from trainkit import lifetime
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.checkpoint.starting import start_from
@@ -19,15 +17,10 @@ from trainkit.checkpoint.uploading import Uploads, kept_elsewhere
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.data.base import Splits
-from trainkit.data.loader import resolve_workers
-from trainkit.data.memory import placed as placed_data
-from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
+from trainkit.distributed.device import device_name
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.errors import TrainkitError, UserError
-from trainkit.models import build_model, expected_input
-from trainkit.models.freezing import freeze
 from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_host
 from trainkit.monitor.oom import snapshot_on_oom
@@ -38,20 +31,13 @@ from trainkit.records.attempts import Attempt
 from trainkit.records.lease import StaleAttemptError
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
-from trainkit.strategies import build_strategy
-from trainkit.strategies.base import TakesHollow
-from trainkit.training import compiler
 from trainkit.training.batch_size import check_batch_sizes, settled
+from trainkit.training.building import build, wants_gpu
 from trainkit.training.clock import clock_of
-from trainkit.training.flops import flops_per_image, peak_flops
-from trainkit.training.hollow import build_hollow, spread
-from trainkit.training.layout import make_deterministic, placed
 from trainkit.training.loop import train
-from trainkit.training.o2 import O2, halve
 from trainkit.training.oom import memory_explained
 from trainkit.training.outcome import Keeper, go_on
 from trainkit.training.parts import Parts
-from trainkit.training.precision import Precision, choose_precision
 from trainkit.training.watching import watched
 
 Outcome = Literal["finished", "preempted"]
@@ -107,58 +93,6 @@ def run(
         if uploads is not None:  # the other ranks have gone
             uploads.finish(waits, give_up=lambda: stop.requested and not uploads.wait(waits and _WAIT_AT_STOP))
     return outcome, writer.run
-
-
-def wants_gpu(config: Config) -> bool:
-    """Train on GPU: there is one, and the configuration does not say zero.
-
-    Raises RefusedError where GPUs are granted and none is seen.
-    """
-    return config.launch.gpus_per_node != 0 and gpu_is_here()
-
-
-def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module | None = None) -> Parts:
-    """Everything that trains or evaluates, on this rank's device.
-
-    Args:
-        model: the plain model, where the caller had to have it before there was a device.
-    """
-    if config.train.compile == "off":
-        compiler.put_off()
-    make_deterministic(config.train.deterministic)
-    name = choose_precision(config.train.precision, dist.device)
-    precision = (O2 if name == "o2" else Precision)(name, dist)
-    strategy = build_strategy(config.strategy, dist, name)
-    plain = model or (
-        build_hollow(config, splits.info)
-        if isinstance(strategy, TakesHollow) and not dist.is_main
-        else build_model(config.model, splits.info, config.seed)
-    )
-    splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
-    workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
-    freeze(plain, config.model.freeze)
-    known = peak_flops(device_name(dist.device), precision.name) is not None
-    flops = flops_per_image(plain, splits.info.in_chans, splits.info.image_size) if known else None
-    if isinstance(strategy, TakesHollow):
-        model = spread(plain, strategy, config, dist)
-    else:
-        plain = placed(plain, config, dist.device)
-        model = strategy.parallelize(halve(plain, dist) if name == "o2" else plain)
-    return Parts(
-        config=config,
-        dist=dist,
-        splits=placed_data(splits, config.data.device, dist.device, workers=workers),
-        model=model,
-        strategy=strategy,
-        precision=precision,
-        workers=workers,
-        flops_per_image=flops,
-    )
-
-
-def alone(config: Config) -> Config:
-    """``config`` for one process that holds the whole model."""
-    return config.model_copy(update={"strategy": type(config.strategy)(name="single")})
 
 
 def _run(

@@ -29,15 +29,16 @@ from trainkit.data import build_data
 from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.experiment import build
 from trainkit.monitor.base import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
+from trainkit.training.building import build
 from trainkit.training.loop import train
 from trainkit.training.optim import set_lr
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper
+from trainkit.training.progress import Progress
 from trainkit.training.schedule import lr_at
 
 BLOCK = 50

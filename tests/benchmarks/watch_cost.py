@@ -22,15 +22,15 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.experiment import build
 from trainkit.monitor.base import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
+from trainkit.training.building import build
 from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.loop import train
-from trainkit.training.outcome import Progress
+from trainkit.training.progress import Progress
 
 ROUNDS = 9
 STEPS = 114  # 6 epochs of digits

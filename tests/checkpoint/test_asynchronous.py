@@ -28,7 +28,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 from trainkit.training.loop import train
-from trainkit.training.outcome import Progress
+from trainkit.training.progress import Progress
 
 DIST = Distributed(RankEnv.single(), torch.device("cpu"))
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests.rank_functions import QUICK
-from trainkit import experiment
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import load, to_yaml
 from trainkit.data import build_data
@@ -20,8 +19,10 @@ from trainkit.ranks.env import RankEnv
 from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.building import build
+from trainkit.training.outcome import Keeper
 from trainkit.training.parts import Parts
+from trainkit.training.progress import Progress
 
 SMALL = (
     "data.name=synthetic", "data.train_size=24", "data.val_size=10", "data.test_size=6", "data.image_size=4",
@@ -34,7 +35,7 @@ def parts_of(*overrides: str, dist: Distributed | None = None, model: nn.Module 
     preset = "single" if dist is None else "ddp"
     config = load(preset, (*QUICK, *SMALL, *overrides)).config
     dist = dist or Distributed(RankEnv.single(), torch.device("cpu"))
-    return experiment.build(config, dist, build_data(config.data), model=model or Linear())
+    return build(config, dist, build_data(config.data), model=model or Linear())
 
 
 @dataclass

@@ -26,7 +26,8 @@ from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 from trainkit.training import clock, loop, outcome
 from trainkit.training.loop import train
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper
+from trainkit.training.progress import Progress
 
 RARELY = ("checkpoint.every_epochs=1000", "train.eval_every_epochs=1000")
 

@@ -21,7 +21,7 @@ from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 from trainkit.training.ema import Ema, decay_at
 from trainkit.training.loop import train
-from trainkit.training.outcome import Progress
+from trainkit.training.progress import Progress
 
 FINITE, NONFINITE = torch.zeros(()), torch.ones(())
 

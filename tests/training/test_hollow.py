@@ -11,13 +11,13 @@ from torch import nn
 
 from tests.rank_functions import QUICK, run_ranks
 from tests.training.parts import SMALL
-from trainkit import experiment
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.distributed.process_group import distributed
 from trainkit.models import build_model
 from trainkit.ranks.env import RankEnv
+from trainkit.training.building import build
 from trainkit.training.hollow import build_hollow
 
 LARGE = 32 * 4  # MiB
@@ -32,7 +32,7 @@ def _differences(env: RankEnv, config: Config) -> list[str]:
     """Names of the tensors that are others than those of the plain model; and how a batch goes through it."""
     with distributed(env, use_gpu=False) as dist:
         splits = build_data(config.data)
-        parts, plain = experiment.build(config, dist, splits), build_model(config.model, splits.info, config.seed)
+        parts, plain = build(config, dist, splits), build_model(config.model, splits.info, config.seed)
         own = dict(parts.model.named_parameters()) | dict(parts.model.named_buffers())
         full = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in own.items()}
         there = dict(plain.named_parameters()) | dict(plain.named_buffers())
@@ -69,7 +69,7 @@ def _grown(env: RankEnv, config: Config) -> float:
         splits = build_data(config.data)
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         before = peak()
-        parts = experiment.build(config, dist, splits)
+        parts = build(config, dist, splits)
         assert sum(parameter.numel() for parameter in parts.model.parameters()) * 4 > LARGE << 20
         return (peak() - before) / 1024
 

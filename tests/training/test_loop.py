@@ -19,17 +19,18 @@ from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.distributed.process_group import distributed
-from trainkit.experiment import build
 from trainkit.monitor.base import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.records.attempts import Attempt
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
+from trainkit.training.building import build
 from trainkit.training.loop import train
 from trainkit.training.nonfinite import DivergedError, NonFinite
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Stepped
+from trainkit.training.progress import Progress
 from trainkit.training.update import Update
 
 TRAINKIT = Path(trainkit.__file__).parent

@@ -20,7 +20,8 @@ from tests.training.parts import keeper_of, parts_of
 from trainkit.data.tensors import TensorSamples
 from trainkit.training import nonfinite, precision
 from trainkit.training.loop import train
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper
+from trainkit.training.progress import Progress
 
 # What gives the host a number, or a shape that depends on numbers.
 FETCHING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_consecutive", "bincount"}

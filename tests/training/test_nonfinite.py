@@ -135,7 +135,7 @@ def test_best_never_holds_what_is_not_a_number(folder: Path) -> None:
     ("values", "best"), [([float("nan"), 2.0, float("nan"), 3.0], 2.0), ([float("inf"), 9.0], 9.0)]
 )
 def test_any_finite_loss_is_better_than_one_that_is_not(values: list[float], best: float) -> None:
-    from trainkit.training.outcome import Progress
+    from trainkit.training.progress import Progress
 
     progress = Progress()
     judged = [progress.judge({"loss": value}, "val/loss") for value in values]

@@ -13,7 +13,8 @@ from tests.training.parts import Linear, Notes, keeper_of, parts_of
 from trainkit.checkpoint import files
 from trainkit.data.batch import Batch
 from trainkit.records.events import read_events
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper
+from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
 
 BAD, GOOD = {"loss": 2.0, "acc1": 10.0, "acc5": 50.0}, {"loss": 1.0, "acc1": 20.0, "acc5": 60.0}

@@ -11,7 +11,6 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from tests.rank_functions import QUICK, run_ranks, train_run
-from trainkit import experiment
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.data.base import ModelInput
@@ -21,6 +20,7 @@ from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 from trainkit.report.facts import Facts
 from trainkit.report.tables import settings_rows
+from trainkit.training.building import build
 from trainkit.training.parts import Parts
 
 NAME = "test_vit.r160_in1k"
@@ -48,13 +48,13 @@ def parts_of(tmp_path: Path) -> Callable[..., Parts]:
             pixels = torch.randint(0, 256, (90, 120, 3), dtype=torch.uint8, generator=random)
             Image.fromarray(pixels.numpy()).save(tmp_path / name / f"{number}.png")
 
-    def build(*overrides: str) -> Parts:
+    def made(*overrides: str) -> Parts:
         data = ("data.name=image_folder", f"data.root={tmp_path}", "data.image_size=38", "train.global_batch_size=2")
         config = load("single", (*QUICK, *data, *overrides)).config
         dist = Distributed(RankEnv.single(), torch.device("cpu"))
-        return experiment.build(config, dist, build_data(config.data))
+        return build(config, dist, build_data(config.data))
 
-    return build
+    return made
 
 
 def test_mean_std_interpolation_and_crop_are_those_of_the_weights(

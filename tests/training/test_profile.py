@@ -19,7 +19,7 @@ from trainkit.monitor.oom import snapshot_on_oom
 from trainkit.monitor.profiler import ON_REQUEST, Profiler, profiling
 from trainkit.records.rundir import RunDir
 from trainkit.training.loop import train
-from trainkit.training.outcome import Progress
+from trainkit.training.progress import Progress
 
 FEW = ("train.epochs=5", "checkpoint.every_epochs=1000", "train.eval_every_epochs=1000", "monitor.log_every=2")
 

@@ -17,7 +17,8 @@ from trainkit.collaborative.rounds import Box
 from trainkit.distributed.device import device_name
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper
+from trainkit.training.progress import Progress
 
 # Validation and saving may take this share of a round, on average; a long one is made in fewer rounds.
 _SHARE_FOR_RECORDS = 0.25

@@ -23,8 +23,9 @@ from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.errors import RunFailedError
 from trainkit.training.nonfinite import DivergedError, NonFinite, Remark
-from trainkit.training.outcome import MOST_ROLLBACKS, Progress
+from trainkit.training.outcome import MOST_ROLLBACKS
 from trainkit.training.parts import Parts
+from trainkit.training.progress import Progress
 from trainkit.training.schedule import lr_at
 from trainkit.training.update import Updater
 

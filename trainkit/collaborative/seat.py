@@ -20,14 +20,14 @@ from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import distributed
-from trainkit.experiment import alone, build, wants_gpu
 from trainkit.models import build_model
 from trainkit.monitor.base import Logger, open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
 from trainkit.records.writer import Writer
-from trainkit.training.outcome import Progress
+from trainkit.training.building import alone, build, wants_gpu
 from trainkit.training.parts import Parts
+from trainkit.training.progress import Progress
 
 
 @dataclass(frozen=True)

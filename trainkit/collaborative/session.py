@@ -23,7 +23,8 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RunFailedError, UserError
 from trainkit.records.rundir import RunDir
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper
+from trainkit.training.progress import Progress
 
 # A newcomer asks so long for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0

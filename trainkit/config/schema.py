@@ -22,10 +22,11 @@ from pydantic.fields import FieldInfo
 
 from trainkit.config.augment import AugmentConfig
 from trainkit.config.checkpoint import CheckpointConfig
+from trainkit.config.combinations import check_combinations
 from trainkit.config.launch import LaunchConfig
-from trainkit.config.section import ImpossibleError, PluginSection, Section
+from trainkit.config.section import Fraction, ImpossibleError, PluginSection, Section
+from trainkit.config.train import TrainConfig
 
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what torch, numpy and scikit-learn all take
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -67,53 +68,6 @@ class DataConfig(PluginSection):
                 fix="Make one by `python -m jobs.prepare DATASET --pack 256`, and set data.pack=256.",
             )
         return self
-
-
-class TrainConfig(Section):
-    epochs: PositiveInt = 20
-    """Passes over the training data."""
-    max_steps: PositiveInt | None = None
-    """Optimizer updates; replaces `epochs` when given."""
-    global_batch_size: PositiveInt = 64
-    """Samples per optimizer update over all ranks. Keep it fixed when you change the number of GPUs."""
-    micro_batch_size: PositiveInt | Literal["auto"] | None = None
-    """Samples per rank per forward pass; null: the rank's whole share at once; auto: as many as fit into memory, found
-    before the first update. Lower it when memory runs out."""
-    memory_limit_mb: PositiveFloat | None = None
-    """MiB that a rank may use, for micro_batch_size=auto; null: all that is free: of its GPU, or on CPU its share of
-    what the job (SLURM's --mem) or the machine has."""
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "o2"] = "auto"
-    """auto picks what the device is fast at; fp16 scales the loss; o2: all of the model in fp16 but its BatchNorm, with
-    fp32 weights for the optimizer, and gradients of half the size."""
-    channels_last: bool = False
-    """Images as [N, H, W, C] in memory: convolutions are faster that way on GPUs and on CPUs with bf16."""
-    activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
-    """What blocks have computed is computed again in the backward pass instead of being kept: less memory, a third more
-    time. full: of all blocks; a number: of every so manyth."""
-    compile: Literal["off", "model", "blocks"] = "off"
-    """torch.compile of the whole model, or of each repeated block, which starts sooner. CPUs need a C++ compiler."""
-    deterministic: bool = False
-    """The same numbers from the same GPUs each time, at some cost; on CPUs they always are."""
-    grad_clip_norm: PositiveFloat | None = None
-    """Largest global norm of the gradients; null: no clipping."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do about gradients that are infinite or not a number, which never reach the weights. stop: end the run
-    after 3 such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint
-    and go on with the data after them, at most 3 times."""
-    label_smoothing: Fraction = 0.0
-    class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
-    """How much a sample's loss counts, by its class: one number for each, or balanced: rare classes as much as common
-    ones. The loss is the weighted mean over the global batch."""
-    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
-    measure both: `ema_acc1`. null: no average."""
-    eval_every_epochs: PositiveInt = 1
-    """Validate after every so many epochs, and always at the end."""
-
-    @property
-    def given_micro_batch_size(self) -> int | None:
-        """`micro_batch_size`, if it is a number."""
-        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
 
 class OptimConfig(Section):
@@ -232,55 +186,8 @@ class Config(Section):
     collaborative: CollaborativeConfig = CollaborativeConfig()
 
     @model_validator(mode="after")
-    def _combinations(self) -> Config:
-        batch, micro = self.train.global_batch_size, self.train.given_micro_batch_size
-        if micro is not None and batch % micro:
-            possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
-            raise ImpossibleError(
-                f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro}",
-                keys=("train.global_batch_size", "train.micro_batch_size"),
-                why="An update takes whole micro batches.",
-                fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
-            )
-        if self.checkpoint.best.startswith("val/ema_") and self.train.ema_decay is None:
-            raise ImpossibleError(
-                f"checkpoint.best={self.checkpoint.best} and train.ema_decay=null",
-                keys=("checkpoint.best", "train.ema_decay"),
-                why="There are no averaged weights to judge by.",
-                fix="Use train.ema_decay=0.9999, or checkpoint.best=val/acc1.",
-            )
-        odd = micro if micro is not None else batch
-        if self.augment.mixes and odd % 2:
-            name = "micro_batch_size" if micro is not None else "global_batch_size"
-            raise ImpossibleError(
-                f"train.{name}={odd} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images",
-                keys=(f"train.{name}", "augment.mixup_alpha", "augment.cutmix_alpha"),
-                why="Both of a pair are in one micro batch.",
-                fix=f"Use train.{name}={odd + 1}.",
-            )
-        if self.train.precision in ("fp16", "o2") and self.strategy.options.get("comm_hook") == "powersgd":
-            raise ImpossibleError(
-                f"strategy.comm_hook=powersgd does not go with train.precision={self.train.precision}",
-                keys=("strategy.comm_hook", "train.precision"),
-                why="What it keeps back for the next update is in units of a loss scale that changes.",
-                fix="Use train.precision=bf16, or strategy.comm_hook=fp16.",
-            )
-        if self.train.micro_batch_size == "auto" and self.strategy.name == "hivemind":
-            raise ImpossibleError(
-                "train.micro_batch_size=auto does not go with strategy.name=hivemind",
-                keys=("train.micro_batch_size", "strategy.name"),
-                why="A peer has no time to try sizes: its rounds begin and end by the clock.",
-                fix="Give a number; each peer may have its own.",
-            )
-        if self.train.precision == "o2" and self.strategy.name in ("fsdp", "hivemind"):
-            raise ImpossibleError(
-                f"train.precision=o2 does not go with strategy.name={self.strategy.name}",
-                keys=("train.precision", "strategy.name"),
-                why="Peers average fp32 weights."
-                if self.strategy.name == "hivemind"
-                else "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
-                fix="Use train.precision=fp16.",
-            )
+    def _goes_together(self) -> Config:
+        check_combinations(self)
         return self
 
 

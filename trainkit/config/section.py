@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ImpossibleError(ValueError):

@@ -17,8 +17,9 @@ from trainkit.monitor.stragglers import Stragglers
 from trainkit.training.clock import END, OPTIMIZER, OTHER, Lap
 from trainkit.training.costs import mfu
 from trainkit.training.nonfinite import DivergedError, NonFinite
-from trainkit.training.outcome import Keeper, Progress
+from trainkit.training.outcome import Keeper
 from trainkit.training.parts import Parts
+from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
 
 _MOST_UNCOLLECTED = 100
@@ -78,6 +79,13 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
     nonfinite = NonFinite(parts, keeper.remark, seed=config.seed, in_a_row=progress.nonfinite)
     end = progress.position + parts.total_steps - progress.step
     update.meter.go_on(progress.window)
+
+    def take_note() -> None:
+        """Have in ``progress``, which is about to be saved, what is still on the device."""
+        nonfinite.look()
+        progress.nonfinite = nonfinite.in_a_row
+        progress.window = list(update.meter.sums())
+
     parts.model.train()
     loader = train_batches(
         parts.splits,
@@ -126,18 +134,14 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
                     print(straggler, flush=True)
                 profiler.look(progress.step)
             if validate:
-                progress.window = list(update.meter.sums())
+                take_note()
                 if not _validate(parts, keeper, should_stop):
                     return _stop(keeper)
             if should_stop() and not is_final:
-                nonfinite.look()
-                progress.nonfinite = nonfinite.in_a_row
-                progress.window = list(update.meter.sums())
+                take_note()
                 return _stop(keeper)
             if save or (counts and minutes_are_over()):
-                nonfinite.look()
-                progress.nonfinite = nonfinite.in_a_row
-                progress.window = list(update.meter.sums())
+                take_note()
                 keeper.save()
     return True
 

@@ -24,7 +24,7 @@ from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
 from trainkit.training.confusion import told
 from trainkit.training.costs import costs
 from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress as Progress
+from trainkit.training.progress import Progress
 from trainkit.training.testing import STEMS, measure, measure_saved
 
 # A run that diverges after each of so many checkpoints does so whatever the data.

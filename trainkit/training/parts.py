@@ -25,7 +25,7 @@ from trainkit.training.schedule import lr_at
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a training, as `trainkit.experiment.build` makes them: the same for every loop."""
+    """The parts of a training, as `trainkit.training.building.build` makes them: the same for every loop."""
 
     config: Config
     dist: Distributed

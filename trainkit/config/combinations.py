@@ -1,0 +1,62 @@
+"""Which settings of different sections cannot hold together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainkit.config.section import ImpossibleError
+
+if TYPE_CHECKING:
+    from trainkit.config.schema import Config
+
+
+def check_combinations(config: Config) -> None:
+    """Raises ImpossibleError for the first that cannot."""
+    batch, micro = config.train.global_batch_size, config.train.given_micro_batch_size
+    if micro is not None and batch % micro:
+        possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
+        raise ImpossibleError(
+            f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro}",
+            keys=("train.global_batch_size", "train.micro_batch_size"),
+            why="An update takes whole micro batches.",
+            fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
+        )
+    if config.checkpoint.best.startswith("val/ema_") and config.train.ema_decay is None:
+        raise ImpossibleError(
+            f"checkpoint.best={config.checkpoint.best} and train.ema_decay=null",
+            keys=("checkpoint.best", "train.ema_decay"),
+            why="There are no averaged weights to judge by.",
+            fix="Use train.ema_decay=0.9999, or checkpoint.best=val/acc1.",
+        )
+    odd = micro if micro is not None else batch
+    if config.augment.mixes and odd % 2:
+        name = "micro_batch_size" if micro is not None else "global_batch_size"
+        raise ImpossibleError(
+            f"train.{name}={odd} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images",
+            keys=(f"train.{name}", "augment.mixup_alpha", "augment.cutmix_alpha"),
+            why="Both of a pair are in one micro batch.",
+            fix=f"Use train.{name}={odd + 1}.",
+        )
+    if config.train.precision in ("fp16", "o2") and config.strategy.options.get("comm_hook") == "powersgd":
+        raise ImpossibleError(
+            f"strategy.comm_hook=powersgd does not go with train.precision={config.train.precision}",
+            keys=("strategy.comm_hook", "train.precision"),
+            why="What it keeps back for the next update is in units of a loss scale that changes.",
+            fix="Use train.precision=bf16, or strategy.comm_hook=fp16.",
+        )
+    if config.train.micro_batch_size == "auto" and config.strategy.name == "hivemind":
+        raise ImpossibleError(
+            "train.micro_batch_size=auto does not go with strategy.name=hivemind",
+            keys=("train.micro_batch_size", "strategy.name"),
+            why="A peer has no time to try sizes: its rounds begin and end by the clock.",
+            fix="Give a number; each peer may have its own.",
+        )
+    if config.train.precision == "o2" and config.strategy.name in ("fsdp", "hivemind"):
+        raise ImpossibleError(
+            f"train.precision=o2 does not go with strategy.name={config.strategy.name}",
+            keys=("train.precision", "strategy.name"),
+            why="Peers average fp32 weights."
+            if config.strategy.name == "hivemind"
+            else "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
+            fix="Use train.precision=fp16.",
+        )
