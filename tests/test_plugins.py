@@ -96,7 +96,7 @@ def test_an_unknown_plugin_is_answered_with_the_nearest() -> None:
     with pytest.raises(UserError) as caught:
         plugins.load(STRATEGIES, "dpd")
     assert caught.value.what == "Unknown strategy 'dpd'."
-    assert "ddp, dp, fsdp, hivemind, single;" in caught.value.why
+    assert "ddp, dp, fsdp, hivemind, single, zero;" in caught.value.why
     assert caught.value.fix.startswith("Did you mean 'd")
 
 

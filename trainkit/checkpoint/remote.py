@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit import terminal
 from trainkit.checkpoint import files
 from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, parse
 from trainkit.checkpoint.store import AbsentError, Store, StoreError
@@ -105,7 +106,8 @@ def claim(remote: str, run: RunDir) -> Store:
             raise UserError(
                 f"There is another run in {url} already.",
                 why="It was not made by this run folder, and would be lost.",
-                fix=f"Go on with it: `python -m jobs.resume {url}`; or give another checkpoint.remote or --job-name.",
+                fix=f"Go on with it: `{terminal.command('resume', url)}`; or give another checkpoint.remote or "
+                "--job-name.",
                 key="checkpoint.remote",
             )
         store.write(content, PLACE)
