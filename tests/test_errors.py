@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import ast
 import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from trainkit.config.schema import SECTIONS, field_of
+from trainkit.config.section import PluginSection
 from trainkit.errors import RefusedError, RunFailedError, SchedulerError, TrainkitError, UserError, did_you_mean
 
 
@@ -34,3 +40,43 @@ def test_the_nearest_name_is_suggested() -> None:
 
 def test_nothing_is_suggested_where_nothing_is_near() -> None:
     assert did_you_mean("zzz", ["model", "optim"], otherwise="Look it up.") == "Look it up."
+
+
+FILES = [file for room in ("trainkit", "jobs") for file in Path(__file__).parents[1].joinpath(room).rglob("*.py")]
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """What a file says to somebody: its strings, without those that document it."""
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            yield node.value
+
+
+def options_in(room: str) -> set[str]:
+    """Names of the keyword-only arguments of functions there: a plugin's options among them."""
+    return {
+        argument.arg
+        for file in FILES
+        if room in file.parts
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        for argument in node.args.kwonlyargs
+    }
+
+
+def test_every_setting_that_a_text_tells_somebody_to_give_exists() -> None:
+    written = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_0-9]+)=")
+    rooms = {"strategy": "strategies", "data": "data", "model": "models"}
+    options = {
+        name: options_in(rooms[name]) for name, section in SECTIONS.items() if issubclass(section, PluginSection)
+    }
+    options["model"] |= {"pretrained", "weights"}  # of timm and torchvision
+    named = {
+        (section, name)
+        for file in FILES
+        for text in texts(ast.parse(file.read_text("utf-8")))
+        for section, name in written.findall(text)
+    }
+    assert ("train", "activation_checkpointing") in named, "nothing was looked at"
+    assert {f"{s}.{n}" for s, n in named if field_of(f"{s}.{n}") is None and n not in options.get(s, ())} == set()

@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rank_functions import run_ranks
 from tests.training.hungry import BATCH, train_and_tell
+from trainkit.config.loading import load
 from trainkit.diagnosis.gpu_cases import GPUS
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import RunFailedError
+from trainkit.ranks.env import RankEnv
 from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
+from trainkit.training.oom import memory_explained
 from trainkit.training.probing import largest
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
@@ -134,8 +140,28 @@ def test_a_rank_that_runs_out_of_memory_says_what_to_change_and_why_names_it(tmp
     assert what.startswith("1: Rank 0 on ")
     assert what.endswith("ran out of memory with micro batches of 8.")
     assert why == "  why: CUDA out of memory. Tried to allocate 20.00 MiB."
-    assert fix.startswith(
-        "  fix: Use train.micro_batch_size=4 (the result stays the same) or auto, or strategy.name=fsdp"
+    assert fix == (
+        "  fix: Use train.micro_batch_size=4 (the result stays the same) or auto, or strategy.name=fsdp, or "
+        "train.activation_checkpointing=full (for models of blocks), or more memory for the job (--mem)."
     )
     (failed,) = read_events(RunDir(tmp_path / "run"), "failed")
     assert any(re.search(case.pattern, failed["error"]) for case in GPUS if case.name == "gpu-out-of-memory")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ((), "train.micro_batch_size=3 (the result stays the same) or auto, or "),
+        (("augment.mixup_alpha=0.2",), "train.micro_batch_size=2 (the result stays the same) or auto, or "),
+        (("train.micro_batch_size=2", "augment.mixup_alpha=0.2"), ""),
+        (("train.micro_batch_size=1",), ""),
+    ],
+)
+def test_the_smaller_micro_batch_that_is_advised_is_one_that_can_be(settings: tuple[str, ...], fix: str) -> None:
+    config = load("single", ("train.global_batch_size=12", "train.micro_batch_size=6", *settings)).config
+    with (
+        pytest.raises(RunFailedError) as failed,
+        memory_explained(config, Distributed(RankEnv.single(), torch.device("cpu"))),
+    ):
+        raise MemoryError
+    assert failed.value.fix.startswith(f"Use {fix}strategy.name=fsdp")

@@ -8,6 +8,6 @@ def micro_batch_sizes(share: int, *, even: bool = False) -> list[int]:
     return [size for size in range(1, share + 1) if share % size == 0 and not (even and size % 2)]
 
 
-def smaller(micro: int, share: int) -> int:
-    """The largest size at most half as large as ``micro``."""
-    return max((size for size in micro_batch_sizes(share) if size <= micro // 2), default=1)
+def smaller(micro: int, share: int, *, even: bool = False) -> int:
+    """The largest of them that is at most half as large as ``micro``; 0 if none is."""
+    return max((size for size in micro_batch_sizes(share, even=even) if size <= micro // 2), default=0)

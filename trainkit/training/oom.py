@@ -42,10 +42,11 @@ def memory_explained(config: Config, dist: Distributed) -> Iterator[None]:
         micro = given if isinstance(given, int) else share
         words = str(error).strip().splitlines()
         gpu = dist.device.type == "cuda"
-        half = f"train.micro_batch_size={smaller(micro, share)} (the result stays the same) or auto"
-        advice = [half] if micro > 1 else []
+        half = smaller(micro, share, even=config.augment.mixes)
+        advice = [f"train.micro_batch_size={half} (the result stays the same) or auto"] if half else []
         advice += ["strategy.name=fsdp"] * (config.strategy.name != "fsdp")
-        advice += ["strategy.activation_checkpointing=full (fsdp)"]
+        if config.train.activation_checkpointing != "full":
+            advice += ["train.activation_checkpointing=full (for models of blocks)"]
         advice += [] if gpu else ["more memory for the job (--mem)"]
         who = f"Rank {dist.rank} on {socket.gethostname()}"
         raise RunFailedError(
