@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +23,7 @@ from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import files, tensorfile
 from trainkit.checkpoint.record import file_name
 from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError, RunFailedError
 from trainkit.ranks.env import RankEnv
@@ -46,7 +48,7 @@ class Gate:
         return _write(*args, **kwargs)
 
 
-_write = tensorfile.write
+_write, _take = tensorfile.write, Snapshot.take
 
 
 @pytest.fixture
@@ -153,13 +155,54 @@ def test_the_memory_of_a_copy_is_used_again(tmp_path: Path) -> None:
     assert {key: value.data_ptr() for key, value in checkpoints._writer._snapshot._buffers.items()} == before != {}
 
 
+def test_memory_that_was_got_ahead_is_what_the_first_save_copies_to(tmp_path: Path) -> None:
+    checkpoints, model = Checkpoints(tmp_path, keep=1, dist=DIST, asynchronous=True), nn.Linear(3, 2)
+    snapshot = checkpoints._writer._snapshot
+    checkpoints.warm(model, None)
+    snapshot._warming[0].join()
+    before = {key: value.data_ptr() for key, value in snapshot._buffers.items()}
+    checkpoints.save(model, None, step=1, state={}, best_step=None)
+    checkpoints.settle()
+    assert {key: value.data_ptr() for key, value in snapshot._buffers.items()} == before != {}
+
+
+def test_getting_memory_again_leaves_what_is_being_written_alone(tmp_path: Path, gate: Gate) -> None:
+    torch.manual_seed(0)
+    checkpoints, model = begun(tmp_path)
+    checkpoints.warm(model, None)
+    for thread in checkpoints._writer._snapshot._warming:
+        thread.join()
+    gate.opened.set()
+    checkpoints.settle()
+    assert torch.equal(load_file(files.path_of(tmp_path, 1) / "model.safetensors")["bias"], model.bias)
+
+
 def test_what_is_written_at_once_is_not_copied(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST)
+    checkpoints.warm(nn.Linear(3, 2), None)
+    assert checkpoints._writer._snapshot._warming == []
     checkpoints.save(nn.Linear(3, 2), None, step=1, state={}, best_step=None)
     assert (checkpoints._writer._snapshot._buffers, files.steps(tmp_path)) == ({}, [1])
 
 
 # In the loop
+
+
+def test_the_first_copy_of_a_run_finds_memory_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing: list[set[Any]] = []
+
+    def take(self: Snapshot, tensors: Any) -> Any:
+        for thread in self._warming:
+            thread.join()
+        missing.append({*tensors} - {*self._buffers})
+        return _take(self, tensors)
+
+    monkeypatch.setattr(Snapshot, "take", take)
+    parts = parts_of("train.max_steps=2", "checkpoint.every_epochs=null", "train.eval_every_epochs=99")
+    keeper = keeper_of(parts, tmp_path / "run", Progress(), asynchronous=True)
+    train(parts, keeper, lambda: False)
+    keeper.settle()
+    assert missing == [set()]
 
 
 def test_who_is_told_to_stop_waits_for_the_disk(tmp_path: Path, gate: Gate) -> None:

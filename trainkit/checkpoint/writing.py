@@ -7,9 +7,7 @@ main thread's alone.
 
 from __future__ import annotations
 
-import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +20,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from trainkit.checkpoint import files, sending, tensorfile
+from trainkit.checkpoint.priority import give_way
 from trainkit.checkpoint.record import FileFacts, Record
 from trainkit.checkpoint.shares import Shares
 from trainkit.checkpoint.snapshot import Snapshot
@@ -29,7 +28,6 @@ from trainkit.checkpoint.tensorfile import Entry
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 
-_NICE = 10
 _Files = Mapping[str, Mapping[Entry, Tensor]]
 _Facts = dict[str, FileFacts]
 
@@ -77,7 +75,7 @@ class Background:
 
     def _run(self) -> None:
         if self._thread is not None:
-            _give_way()
+            give_way()
         try:
             self._facts = self._function()
         except BaseException as error:
@@ -151,6 +149,11 @@ class Checkpointer:
         while self._flight is not None:
             self.go_on(self._phase)
 
+    def warm(self, stems: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Begin to get the memory for the first copy of these tensors, if any is taken."""
+        if self._asynchronous:
+            self._snapshot.warm(_keyed(self._shares.of(stems).files))
+
     def close(self) -> None:
         """Wait for what this rank still does. Nobody hears of it: something else has gone wrong, or all is settled."""
         if self._flight is not None:
@@ -219,8 +222,7 @@ class Checkpointer:
         """This rank's share as it is now. What is written at once needs no copy."""
         if not self._asynchronous:
             return held, lambda: None
-        keyed = {(name, entry): value for name, named in held.items() for entry, value in named.items()}
-        copies, wait = self._snapshot.take(keyed)
+        copies, wait = self._snapshot.take(_keyed(held))
         return {name: {entry: copies[name, entry] for entry in named} for name, named in held.items()}, wait
 
     def _write(self, step: int, held: _Files, blind: list[int]) -> _Facts:
@@ -260,12 +262,8 @@ class Checkpointer:
             return {}, refusal
 
 
-def _give_way() -> None:
-    """Let threads that train go first where a core has both: hashing is in no hurry."""
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        with suppress(OSError):
-            nice = max(os.getpriority(os.PRIO_PROCESS, 0), _NICE)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+def _keyed(held: _Files) -> dict[tuple[str, Entry], Tensor]:
+    return {(name, entry): value for name, named in held.items() for entry, value in named.items()}
 
 
 def _written(file: Path, held: Mapping[Entry, Tensor]) -> FileFacts:

@@ -79,6 +79,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
     nonfinite = NonFinite(parts, keeper.remark, seed=config.seed, in_a_row=progress.nonfinite)
     end = progress.position + parts.total_steps - progress.step
     update.meter.go_on(progress.window)
+    is_warm = False
 
     def take_note() -> None:
         """Have in ``progress``, which is about to be saved, what is still on the device."""
@@ -116,6 +117,9 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
                 progress.ema_updates += 1
                 clock.to(OTHER)
             progress.step += counts
+            if counts and not is_warm:
+                keeper.warm()
+                is_warm = True
             is_final = progress.step == parts.total_steps
             log = counts and (progress.step % config.monitor.log_every == 0 or is_final)
             validate, save = counts and keeper.validation_is_due(), counts and keeper.saving_is_due()

@@ -101,6 +101,10 @@ class Keeper:
         self.metrics.log({**where, "split": "val", **result})
         return better
 
+    def warm(self) -> None:
+        """Get ready for the first `save`; after an update, for only then the optimizer has a state."""
+        self.checkpoints.warm(self.parts.model, self.parts.optimizer, self.parts.further_tensors())
+
     def save(
         self, *, optimizer: bool = True, extra: Mapping[str, Mapping[str, Tensor]] | None = None, **more: Any
     ) -> None:
