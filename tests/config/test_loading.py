@@ -408,6 +408,8 @@ def test_a_mistake_is_answered_with_what_is_right(override: str, what: str, fix:
         ("optim.name=x", "adamw, sgd, lamb or muon."),
         ("optim.nesterov=maybe", "true or false."),
         ("monitor.loggers=3", "a list of texts: [a, b]."),
+        ("train.class_weights=[0, 1]", "balanced, or a list, each item a number above 0, or null."),
+        ("monitor.profile_steps=5", "2 whole numbers of at least 0, as in [20, 25], or null."),
         ("launch.sbatch=3", "a mapping, as in {name: value}."),
         ("launch.time=soon", "a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00."),
         ("launch.mem=lots", "a size as sbatch writes it: 32G, 500M, 0."),
@@ -492,6 +494,13 @@ def test_a_written_configuration_loads_as_an_equal_one(write: Write, overrides: 
 
 def test_a_source_reads_as_a_person_would_say_it() -> None:
     assert (str(Source("flag", "--nodes")), str(DEFAULT)) == ("flag --nodes", "default")
+
+
+@pytest.mark.parametrize("given", ["null", "8"])
+def test_a_memory_limit_without_a_size_to_be_found_is_refused(given: str) -> None:
+    error = refused("ddp", [f"train.micro_batch_size={given}", "train.memory_limit_mb=100"])
+    assert f"train.memory_limit_mb=100 and train.micro_batch_size={given}" in str(error)
+    assert load("ddp", ["train.micro_batch_size=auto", "train.memory_limit_mb=100"]).config.train.memory_limit_mb == 100
 
 
 def test_peers_of_a_swarm_give_their_micro_batch_as_a_number() -> None:

@@ -73,6 +73,14 @@ def test_what_users_have_met_elsewhere_is_known_for_what_it_is(run: RunDir, said
     assert not re.search(r"[{}]|--exclude *$", cause.what + cause.command)
 
 
+def test_what_an_error_says_already_is_not_said_twice(run: RunDir) -> None:
+    what, why = "train.class_weights has 2 weights, and digits has 10 classes.", "Each class has one."
+    append_event(run, "failed", attempt=0, rank=1, host="n2", error=f"{what} {why}")
+    cause = diagnose(run, rank=f"{what}\n  why: {why}\n  fix: Give 10.")
+    assert cause is not None
+    assert cause.what == f"{what} {why}"
+
+
 def test_every_row_of_the_tables_has_a_recorded_text() -> None:
     rows = {row.name for row in (*HARDWARE, *ENDINGS, *RANKS)}
     told = {item["cause"] for item in [*RECORDED, *IN_THE_WILD]}

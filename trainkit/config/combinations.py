@@ -44,6 +44,13 @@ def check_combinations(config: Config) -> None:
             why="What it keeps back for the next update is in units of a loss scale that changes.",
             fix="Use train.precision=bf16, or strategy.comm_hook=fp16.",
         )
+    if config.train.memory_limit_mb is not None and config.train.micro_batch_size != "auto":
+        raise ImpossibleError(
+            f"train.memory_limit_mb={config.train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}",
+            keys=("train.memory_limit_mb", "train.micro_batch_size"),
+            why="It bounds the size that is looked for, and none is looked for.",
+            fix="Use train.micro_batch_size=auto, or leave train.memory_limit_mb out.",
+        )
     if config.train.micro_batch_size == "auto" and config.strategy.name == "hivemind":
         raise ImpossibleError(
             "train.micro_batch_size=auto does not go with strategy.name=hivemind",

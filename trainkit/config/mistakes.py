@@ -96,9 +96,15 @@ def wanted(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
         return ", or ".join(wanted(part) for part in arguments)
     if origin is tuple and arguments[-1] is Ellipsis:
         choices = ", ".join(_choices(arguments[0]))
-        return f"a list of any of: {choices}" if choices else "a list of texts: [a, b]"
+        if choices:
+            return f"a list of any of: {choices}"
+        item = wanted(arguments[0])
+        return "a list of texts: [a, b]" if item.startswith("text") else f"a list, each item {item}"
     if origin is tuple:
-        return f"{len(arguments)} numbers{wanted(arguments[0]).removeprefix('a number')}, as in [0.9, 0.99]"
+        whole = all("whole" in wanted(item) for item in arguments)
+        example = "[20, 25]" if whole else "[0.9, 0.99]"
+        limits = wanted(arguments[0]).removeprefix("a whole number").removeprefix("a number")
+        return f"{len(arguments)} {'whole ' if whole else ''}numbers{limits}, as in {example}"
     if origin is dict:
         return "a mapping, as in {name: value}"
     words = {NoneType: "null", bool: "true or false", str: "text", int: "a whole number", float: "a number"}

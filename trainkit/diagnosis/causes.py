@@ -35,6 +35,8 @@ _TOLD = re.compile(rf"^(srun: error|{STEPD}|srun: fatal|bash:|.*No such file|.*n
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
+_SETTING = re.compile(r"\b(model|data|train|augment|optim|schedule|strategy)\.[a-z_]+\b(?!\.py)")
+"""What a run is trained with, which stays as it is when it is resumed."""
 _SHOWN = 6
 """Lines of evidence."""
 
@@ -156,8 +158,9 @@ def _otherwise(
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
     if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
-        what = f"{failure.error} {failure.traceback[1][7:]}".strip()
-        again = AGAIN if "submit again" in fix else RESUME
+        why = failure.traceback[1][7:]
+        what = failure.error if failure.error.endswith(why) else f"{failure.error} {why}".strip()
+        again = AGAIN if "submit again" in fix or _SETTING.search(f"{failure.error} {fix}") else RESUME
         return _for(run, Cause("said-by-the-kit", what, quotes, fix, again.format_map(found), failure))
     if is_lost_connection(failure.error):
         what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
