@@ -50,6 +50,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if len(runs) > 1:
         return _resume_sweep(runs, args, env)
     run = runs[0]
+    if life_of(run).finished and not args.dry_run and (url := loading.load(str(run.config)).config.checkpoint.remote):
+        return _send(run, url)
     _require_unfinished(run)
     require_no_job(run, force=args.force)
     before = life_of(run).submission
@@ -98,6 +100,15 @@ def _fetched(args: argparse.Namespace, env: Mapping[str, str]) -> RunDir:
     index.remember(run.path)  # from now on it is found by its name
     print(f"Fetched {args.run} to {run.path}.", flush=True)
     return run
+
+
+def _send(run: RunDir, url: str) -> int:
+    """Of a finished run whatever is not in its copy elsewhere yet."""
+    from trainkit.checkpoint.uploading import send_rest
+
+    where = send_rest(run, url)
+    print(f"{run.name} has finished, and all that it keeps in {where} is there.")
+    return 0
 
 
 def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping[str, str]) -> int:

@@ -7,11 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.bucket import Trouble
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
 from trainkit.checkpoint import files
 from trainkit.checkpoint.fetching import fetch_run
+from trainkit.checkpoint.uploading import send_rest
+from trainkit.config.loading import load, to_yaml
+from trainkit.errors import UserError
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 
@@ -80,6 +84,22 @@ def test_a_bucket_that_is_not_there_ends_the_run_before_it_trains(
     assert not list(runs.glob("*/checkpoints/step-*"))
 
 
+def test_what_a_finished_run_could_not_send_goes_later(bucket: tuple[str, Trouble], tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "single-0001", to_yaml(load("single").config))
+    run.attempt_logs(0).mkdir(parents=True)
+    weights = {"weight": torch.ones(3)}
+    files.write(run.checkpoints, 7, {"model": weights, "optimizer": weights}, {"progress": {"step": 7}})
+    bucket[1].refuse = True
+    with pytest.raises(UserError, match="cannot be used"):
+        send_rest(run, bucket[0])
+    bucket[1].over()
+    assert send_rest(run, bucket[0]) == f"{bucket[0]}/single-0001"
+    shutil.rmtree(run.path)
+    back = fetch_run(f"{bucket[0]}/single-0001", tmp_path)
+    assert files.resolve(back.checkpoints, "latest") == 7
+    assert not back.lease.exists()
+
+
 @pytest.mark.long
 def test_a_run_is_resumed_straight_from_its_bucket_once_its_code_is_allowed(
     bucket: tuple[str, Trouble], runs: Path, tmp_path: Path
@@ -92,6 +112,6 @@ def test_a_run_is_resumed_straight_from_its_bucket_once_its_code_is_allowed(
     assert "--allow-code" in refused.stderr
     assert not (runs / "single-0001").exists()
     finished = run_command("resume", url, "--allow-code", cwd=tmp_path)
-    assert finished.returncode == 2
-    assert "has finished" in finished.stderr
+    assert finished.returncode == 0, finished.stderr
+    assert "has finished" in finished.stdout
     assert (runs / "single-0001" / "code" / "jobs" / "train.py").is_file()

@@ -106,8 +106,7 @@ def claim(remote: str, run: RunDir) -> Store:
             raise UserError(
                 f"There is another run in {url} already.",
                 why="It was not made by this run folder, and would be lost.",
-                fix=f"Go on with it: `{terminal.command('resume', url)}`; or give another checkpoint.remote or "
-                "--job-name.",
+                fix=f"Go on with it: `{terminal.command('resume', url)}`; or give another checkpoint.remote.",
                 key="checkpoint.remote",
             )
         store.write(content, PLACE)

@@ -13,13 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainkit import terminal
 from trainkit.checkpoint import files, remote
 from trainkit.checkpoint.fetching import bring_back
 from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, parse
 from trainkit.checkpoint.remote import Pointers
 from trainkit.checkpoint.store import AbsentError, Store, StoreError
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import TrainkitError, UserError
+from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.records.attempts import Attempt
+from trainkit.records.lease import Holder, lease_on
+from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 
 _LONGEST_PAUSE = 60.0
@@ -61,8 +65,8 @@ class Uploads:
             self._idle.wait_for(lambda: self._done >= asked or not self._thread.is_alive(), seconds)
             return self._done >= asked
 
-    def finish(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all is there; end, and say what is not, when nothing has come through for so long.
+    def finish(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all is there; end, and say what is not, when nothing has come through for so long. Is it there?
 
         Args:
             give_up: asked every second; True ends the waiting.
@@ -79,6 +83,7 @@ class Uploads:
         self._wake.set()
         if self._done < self._asked:
             self._say("not_uploaded")
+        return self._done >= self._asked
 
     def _work(self) -> None:
         tries = 0
@@ -216,10 +221,33 @@ class Uploads:
             self._writer.attempt.remark(kind, url=self._store.url, **facts)  # type: ignore[arg-type]
         told = {
             "upload_failed": f"Not sent to {self._store.url} for now: {facts.get('why')}. Training goes on.",
-            "not_uploaded": f"The newest checkpoint is not in {self._store.url}: it goes there at the next start.",
+            "not_uploaded": f"The newest checkpoint is not in {self._store.url} yet. It goes there by: "
+            f"{terminal.command('resume', self._writer.run.path)}",
         }
         if kind in told:
             print(told[kind], file=sys.stderr, flush=True)
+
+
+def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:
+    """Send what is not in ``url`` yet of a run that nobody writes. Where it is then.
+
+    Args:
+        seconds: how long to go on when nothing comes through.
+
+    Raises:
+        UserError: the place cannot be used, or somebody writes the run.
+        RunFailedError: not all of it is there.
+    """
+    with lease_on(run, Holder.me()) as lease:
+        store = remote.claim(url, run)
+        writer = Writer(Attempt(run, max(run.attempts(), default=0), lease.check), lease.check)
+        if not Uploads(store, writer).finish(seconds):
+            raise RunFailedError(
+                f"Not all of {run.name} is in {store.url}.",
+                why="It did not answer, or broke off, for a minute.",
+                fix="Give the same command again once it is back.",
+            )
+    return store.url
 
 
 def kept_elsewhere(url: str | None, writer: Writer, dist: Distributed) -> Uploads | None:
