@@ -103,8 +103,8 @@ def wanted(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     if origin is tuple:
         whole = all("whole" in wanted(item) for item in arguments)
         example = "[20, 25]" if whole else "[0.9, 0.99]"
-        limits = wanted(arguments[0]).removeprefix("a whole number").removeprefix("a number")
-        return f"{len(arguments)} {'whole ' if whole else ''}numbers{limits}, as in {example}"
+        bounds = wanted(arguments[0]).removeprefix("a whole number").removeprefix("a number")
+        return f"{len(arguments)} {'whole ' if whole else ''}numbers{bounds}, as in {example}"
     if origin is dict:
         return "a mapping, as in {name: value}"
     words = {NoneType: "null", bool: "true or false", str: "text", int: "a whole number", float: "a number"}
