@@ -104,6 +104,10 @@ def test_sbatch_options_are_text_and_true_is_an_option_without_a_value() -> None
             "micro_batch_size=3.*mixup_alpha",
         ),
         ({"train": {"global_batch_size": 9}, "augment": {"cutmix_alpha": 1}}, "global_batch_size=9.*cutmix_alpha"),
+        (
+            {"train": {"micro_batch_size": "auto"}, "strategy": {"static_graph": True}},
+            "micro_batch_size=auto.*static_graph=true",
+        ),
         ({"collaborative": {"round_seconds": 3}}, "round_seconds=3.*matchmaking_seconds=3"),
     ],
 )

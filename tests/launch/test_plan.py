@@ -284,3 +284,10 @@ def test_times_are_written_as_sbatch_reads_them(minutes: float, text: str) -> No
 def test_a_micro_batch_that_is_to_be_found_is_shown_as_auto(loaded: Load) -> None:
     plan = make_plan(loaded("train.micro_batch_size=auto", nodes=2), LAPTOP, RUN)
     assert (value(plan, "micro_batch_size"), value(plan, "grad_accum_steps")) == ("auto", "auto")
+
+
+def test_a_static_graph_that_would_accumulate_is_refused_before_anything_starts(loaded: Load) -> None:
+    settings = ("strategy.static_graph=true", "train.global_batch_size=64", "train.micro_batch_size=16")
+    make_plan(loaded(*settings, nodes=1, ntasks_per_node=4), LAPTOP, RUN)
+    with pytest.raises(UserError, match="cannot accumulate gradients"):
+        make_plan(loaded(*settings, nodes=1, ntasks_per_node=2), LAPTOP, RUN)

@@ -30,15 +30,6 @@ def test_sync_batchnorm_on_cpu_is_refused(name: str) -> None:
         strategy.parallelize(nn.Sequential(nn.BatchNorm2d(3)))
 
 
-def test_a_static_graph_and_several_micro_batches_are_refused() -> None:
-    with distributed(RankEnv.single(), use_gpu=False) as dist:
-        strategy = plugins.load("trainkit.strategies", "ddp")(dist, static_graph=True)
-        model = strategy.parallelize(nn.Linear(2, 2))
-        strategy.grad_sync(model, enabled=True)
-        with pytest.raises(UserError, match="cannot accumulate gradients"):
-            strategy.grad_sync(model, enabled=False)
-
-
 @pytest.mark.parametrize(
     ("hook", "dtype"), [("none", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
 )

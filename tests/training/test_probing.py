@@ -103,10 +103,19 @@ TINY = ("model.name=tests.training.poisoned:model", "model.dropout=0.3", "train.
 AUTO = (*TINY, "train.micro_batch_size=auto")
 
 
-@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
-def test_nothing_of_a_run_shows_that_sizes_were_tried_before_it(tmp_path: Path, preset: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("preset", "world_size", "more"),
+    [
+        ("single", 1, ()),
+        ("ddp", 2, ("strategy.comm_hook=powersgd", "strategy.powersgd_start_step=2")),
+        ("fsdp", 2, ("augment.mixup_alpha=0.8",)),  # of pairs: only even sizes can be tried
+    ],
+)
+def test_nothing_of_a_run_shows_that_sizes_were_tried_before_it(
+    tmp_path: Path, preset: str, world_size: int, more: tuple[str, ...]
+) -> None:
     for name, settings in (("auto", AUTO), ("whole", TINY)):
-        told = run_ranks(world_size, train_and_tell, tmp_path / name, preset, settings)
+        told = run_ranks(world_size, train_and_tell, tmp_path / name, preset, (*settings, *more))
         assert told == ["finished"] * world_size
     assert read_events(RunDir(tmp_path / "auto"), "probed")[0]["micro_batch_size"] == BATCH // world_size
     assert losses(tmp_path / "auto") == losses(tmp_path / "whole")

@@ -67,3 +67,10 @@ def check_combinations(config: Config) -> None:
             else "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
             fix="Use train.precision=fp16.",
         )
+    if config.train.micro_batch_size == "auto" and config.strategy.options.get("static_graph") is True:
+        raise ImpossibleError(
+            "train.micro_batch_size=auto does not go with strategy.static_graph=true",
+            keys=("train.micro_batch_size", "strategy.static_graph"),
+            why="Sizes are tried in updates of several micro batches, and a static graph cannot accumulate gradients.",
+            fix="Leave out strategy.static_graph, or use train.micro_batch_size=null: each rank's share at once.",
+        )

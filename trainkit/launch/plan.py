@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from trainkit.cluster.site import Site
+from trainkit.config.batch_sizes import check_accumulation
 from trainkit.config.layers import Source
 from trainkit.config.loading import Loaded
 from trainkit.config.times import time_minutes
@@ -194,6 +195,7 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
             fix=f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks.",
             key="train.global_batch_size",
         )
+    check_accumulation(loaded.config, world_size)
     if train.micro_batch_size == "auto":
         most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
         return [

@@ -91,12 +91,4 @@ class Replicated:
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         assert isinstance(model, DistributedDataParallel)
-        if self.static_graph and not enabled:  # torch then fails an assertion of its own, in the first backward pass
-            raise UserError(
-                "strategy.static_graph=true cannot accumulate gradients.",
-                why="torch learns the graph from a first backward pass that exchanges gradients; one of several micro "
-                "batches does not.",
-                fix="Leave out strategy.static_graph, or give micro batches of train.global_batch_size / ranks.",
-                key="strategy.static_graph",
-            )
         return nullcontext() if enabled else model.no_sync()

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from trainkit.config.batch_sizes import micro_batch_sizes
+from trainkit.config.batch_sizes import check_accumulation, micro_batch_sizes
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.order import steps_per_epoch
@@ -22,7 +22,8 @@ from trainkit.training.probing import PASSES, Probed, probe
 
 
 def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
-    """Refuse a global batch that cannot be split evenly over the ranks, or that the data cannot fill."""
+    """Refuse a global batch that cannot be split evenly over the ranks, or not as the strategy and the mixing of images
+    want it, or that the data cannot fill."""
     size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
     steps_per_epoch(len(splits.train), size)  # refuses data of less than one batch
     one = world_size * (micro or 1)
@@ -34,6 +35,7 @@ def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
             why=f"One pass over all ranks takes a multiple of {one} samples.",
             fix=f"Use train.global_batch_size={f'{low} or ' if low else ''}{low + one}.",
         )
+    check_accumulation(config, world_size)
     share = size // world_size
     if config.augment.mixes and not micro and share % 2:
         raise UserError(
