@@ -113,6 +113,29 @@ def test_a_bucket_that_is_away_is_tried_again_until_it_is_back(
     assert len(events(writer, "upload_failed")) == len(events(writer, "upload_recovered")) == 1
 
 
+def test_a_place_that_comes_back_empty_gets_all_that_makes_a_run(
+    uploads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, writer, store = uploads
+    save(writer, 1, best=1)
+    thread.look()
+    assert thread.wait(SOON)
+
+    def is_away(*request: Any, **options: Any) -> None:
+        raise StoreError("it is away")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(store, "_call", is_away)
+        save(writer, 2)
+        thread.look()
+        until(lambda: events(writer, "upload_failed"))
+        Store(store.url)._fs.rm(store.url, recursive=True)
+    assert thread.wait(SOON)
+    back = fetch_run(store.url, tmp_path / "elsewhere")
+    assert (files.resolve(back.checkpoints, "latest"), files.resolve(back.checkpoints, "best")) == (2, 1)
+    assert (back.path / "config.yaml").is_file()
+
+
 def test_where_saves_come_faster_than_they_go_up_the_copy_follows_all_the_same(
     uploads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,6 +189,14 @@ def test_a_run_without_results_has_a_summary_too(run_dir: RunDir) -> None:
     assert summary_lines(run_dir) == ["No results yet.", f"run folder       {run_dir.path}"]
 
 
+def test_the_end_says_what_is_not_in_the_copy_elsewhere(run_dir: RunDir) -> None:
+    append_event(run_dir, "uploaded", url="s3://bucket/ddp-0001", step=3)
+    assert not [line for line in summary_lines(run_dir) if line.startswith("not sent")]
+    append_event(run_dir, "upload_failed", url="s3://bucket/ddp-0001", why="it is away")
+    told = f"not sent yet     python -m jobs.resume {run_dir.path} sends it to s3://bucket/ddp-0001"
+    assert summary_lines(run_dir)[-1] == told
+
+
 def test_a_broken_summary_file_is_as_good_as_none(run_dir: RunDir) -> None:
     run_dir.summary.write_text('{"train_sec')
     assert summary_lines(run_dir)[0] == "No results yet."

@@ -99,6 +99,8 @@ class Uploads:
                     if self._over.is_set():
                         return
                     tries += 1
+                    self._described = False  # who knows what is left there
+                    self._sent.clear()
                     if tries == 1:
                         self._failing_since = time.monotonic()
                         self._say("upload_failed", why=str(error))
@@ -193,6 +195,8 @@ class Uploads:
     def _describe(self) -> None:
         """What makes a run folder of it again."""
         run = self._writer.run
+        if not remote.small_object(self._store, remote.PLACE):
+            self._send_copy(run.path / remote.PLACE, remote.PLACE)
         for name in remote.RUN_FILES:
             self._send_copy(run.path / name, name)
         if run.code.is_dir():

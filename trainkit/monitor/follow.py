@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from trainkit import terminal
 from trainkit.monitor import lines
 from trainkit.records import reading
+from trainkit.records.events import read_events
 from trainkit.records.events import typed as typed_event
 from trainkit.records.metrics import read_metrics
 from trainkit.records.metrics import typed as typed_metrics
@@ -72,6 +73,11 @@ def summary_lines(run_dir: RunDir) -> list[str]:
         ),
         ("log book", terminal.command("report", run_dir.path), run_dir.metrics.exists()),
     ]
+    sent = read_events(run_dir, ("uploaded", "upload_recovered", "upload_failed", "not_uploaded"))[-1:]
+    if sent and sent[0]["event"] in ("upload_failed", "not_uploaded"):
+        places.append(
+            ("not sent yet", f"{terminal.command('resume', run_dir.path)} sends it to {sent[0]['url']}", True)
+        )
     return found + [f"{name:16} {place}" for name, place, exists in places if exists]
 
 
