@@ -75,7 +75,12 @@ def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:
     else:
         together(lambda: module.locate(root, **filled))
         files = shared_tree(root, module.where, dist)
-    return together(lambda: module.build_from(files, **filled))  # type: ignore[no-any-return]
+    splits: Splits = together(lambda: module.build_from(files, **filled))
+    if config.pack is None:
+        return splits
+    from trainkit.data.mapped import mapped
+
+    return mapped(splits)
 
 
 def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Callable[[str], None]) -> Path:

@@ -178,17 +178,20 @@ class _FetchTrain:
         try:
             if isinstance(self.samples, TensorSamples) and isinstance(self.transform, TensorTransform):
                 return train_batch(self.samples, self.transform, torch.tensor(indices), drawn_by)
-            images, labels = _collated([self._one(epoch, index, met) for index in indices])
+            images, labels = _collated(
+                [self._one(epoch, index, key, met) for index, key in zip(indices, drawn_by, strict=True)]
+            )
         except TrainkitError as error:
             return error
         batch = Batch(images, labels, drawn_by)
         return Mended(batch, met) if met else batch
 
-    def _one(self, epoch: int, index: int, met: dict[str, str]) -> tuple[Tensor, int]:
-        with _random_state(
-            derive_seed(self.seed, epoch, index)
-        ):  # a data set of the user's own may draw while it reads
+    def _one(self, epoch: int, index: int, key: Tensor, met: dict[str, str]) -> tuple[Tensor, int]:
+        seed = derive_seed(self.seed, epoch, index)
+        with _random_state(seed):  # a data set of the user's own may draw while it reads
             image, label, _ = read_whole(self.samples, index, self.most_broken, met)
+            if isinstance(self.transform, TensorTransform):  # the very numbers as for a set in memory
+                return self.transform.batch(image[None], self.transform.draw(key[None]))[0], label
             return self.transform(image), label
 
 

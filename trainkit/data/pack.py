@@ -79,6 +79,21 @@ class Pack:
         with (self.folder / IMAGES).open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if self.size else memoryview(b"")
 
+    @cached_property
+    def stacked(self) -> Tensor | None:
+        """All images, uint8 [N, 3, H, W], where they are mapped; None if they are not pixels of one size."""
+        import torch
+
+        index = self._index
+        height, width = int(index["height"][0]), int(index["width"][0])
+        size = height * width * 3
+        alike = (index["kind"] == PIXELS) & (index["height"] == height) & (index["width"] == width)
+        if not size or not alike.all() or self.size != size * len(self):
+            return None
+        with (self.folder / IMAGES).open("rb") as file:  # a tensor may be written to: that would be ours alone
+            pixels = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        return pixels.view(len(self), height, width, 3).permute(0, 3, 1, 2)
+
     def name(self, position: int) -> str:
         """Below its class's folder."""
         return self._listing.name(position)
