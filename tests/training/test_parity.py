@@ -72,6 +72,7 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("ddp", 4, ("strategy.comm_hook=bf16",), 2e-4),
         ("hsdp", 4, (), 1e-5),
         ("zero", 2, (), 1e-5),
+        ("zero", 4, (), 1e-5),
         ("fsdp", 2, ("strategy.reduce_dtype=bf16",), 2e-4),  # measured: 2.2e-5
     ],
     BLOCKS: [
