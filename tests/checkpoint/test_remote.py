@@ -113,6 +113,14 @@ def test_a_bucket_that_is_away_is_tried_again_until_it_is_back(
     assert len(events(writer, "upload_failed")) == len(events(writer, "upload_recovered")) == 1
 
 
+def test_of_a_checkpoint_that_is_removed_no_folder_is_left(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/far")
+    for step in (1, 2):
+        store.write(b"{}", f"{remote.folder_of(step)}/state.json")
+    remote.remove_step(store, 1)
+    assert store.names("checkpoints") == ["step-00000002"]
+
+
 def test_a_place_that_comes_back_empty_gets_all_that_makes_a_run(
     uploads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -503,6 +503,12 @@ def test_a_memory_limit_without_a_size_to_be_found_is_refused(given: str) -> Non
     assert load("ddp", ["train.micro_batch_size=auto", "train.memory_limit_mb=100"]).config.train.memory_limit_mb == 100
 
 
+def test_peers_of_a_swarm_keep_no_average_of_their_own() -> None:
+    error = refused("hivemind", ["train.ema_decay=0.9"])
+    assert error.what == "train.ema_decay=0.9 does not go with strategy.name=hivemind."
+    assert load("ddp", ["train.ema_decay=0.9"]).config.train.ema_decay == 0.9
+
+
 def test_peers_of_a_swarm_give_their_micro_batch_as_a_number() -> None:
     error = refused("hivemind", ["train.micro_batch_size=auto"])
     assert error.what == "train.micro_batch_size=auto does not go with strategy.name=hivemind."

@@ -85,6 +85,7 @@ def remove_step(store: Store, step: int) -> None:
     store.remove(f"{folder}/state.json")
     for name in store.names(folder):
         store.remove(f"{folder}/{name}")
+    store.remove_folder(folder)
 
 
 def claim(remote: str, run: RunDir) -> Store:

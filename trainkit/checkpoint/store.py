@@ -111,6 +111,11 @@ class Store:
         except AbsentError:
             return
 
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder; buckets have none."""
+        if not self._fs.async_impl:
+            self._call("rmdir", name, self._path(name), limit=self._seconds)
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 

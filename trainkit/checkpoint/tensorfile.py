@@ -81,7 +81,11 @@ def write(
         def put(data: memoryview) -> None:
             nonlocal size
             while data:  # what a disk that is nearly full takes may be less
-                done = out.write(data[:_CHUNK])
+                try:
+                    done = out.write(data[:_CHUNK])
+                except OSError as error:
+                    error.filename = str(file)  # which a write does not tell
+                    raise
                 digest.update(data[:done])  # while the processor has it near
                 data, size = data[done:], size + done
 

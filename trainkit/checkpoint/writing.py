@@ -274,5 +274,5 @@ def _cannot_write(step: int, problem: OSError) -> RunFailedError:
     return RunFailedError(
         f"The checkpoint of step {step} could not be written.",
         why=f"{problem.strerror}: {problem.filename}.",
-        fix="Make room, then `python -m jobs.resume`; the checkpoint before it is whole.",
+        fix="Make room, then `python -m jobs.resume RUN`; the checkpoint before it is whole.",
     )

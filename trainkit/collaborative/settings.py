@@ -43,13 +43,6 @@ def require_collaborative(config: Config) -> None:
             why="Peers of a swarm train with strategy.name=hivemind.",
             fix="Use the preset hivemind, or add strategy.name=hivemind.",
         )
-    if config.train.ema_decay is not None:
-        raise UserError(
-            f"train.ema_decay={config.train.ema_decay:g} is not for a swarm.",
-            why="Its peers average their weights with one another after each round.",
-            fix="Remove it.",
-            key="train.ema_decay",
-        )
     plugins.check_options("trainkit.strategies", config.strategy.name, config.strategy.options, where="strategy")
 
 

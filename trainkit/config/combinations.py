@@ -58,6 +58,13 @@ def check_combinations(config: Config) -> None:
             why="A peer has no time to try sizes: its rounds begin and end by the clock.",
             fix="Give a number; each peer may have its own.",
         )
+    if config.train.ema_decay is not None and config.strategy.name == "hivemind":
+        raise ImpossibleError(
+            f"train.ema_decay={config.train.ema_decay:g} does not go with strategy.name=hivemind",
+            keys=("train.ema_decay", "strategy.name"),
+            why="Peers average their weights with one another after each round.",
+            fix="Leave train.ema_decay out.",
+        )
     if config.train.precision == "o2" and config.strategy.name in ("fsdp", "hivemind"):
         raise ImpossibleError(
             f"train.precision=o2 does not go with strategy.name={config.strategy.name}",
