@@ -1,69 +1,78 @@
 """``python -m tests.benchmarks``: all measurements, one after the other, and the table of their figures.
 
-    python -m tests.benchmarks --only loop_cost
+    python -m tests.benchmarks --only loop_cost    # one of them, also as python -m tests.benchmarks.loop_cost
     python -m tests.benchmarks --peers PYTHON      # that has tests/benchmarks/requirements.txt
+    python -m tests.benchmarks --rounds 1          # whether they run; says nothing
+    python -m tests.benchmarks --write             # the table into README.md here, its headlines into the project's
 
-A measurement is a file here with ``measure() -> list[Figure]``; it may take ``peers``, the python of the others. One
-that has only a ``main`` says in its own words what it has found.
+A measurement is a file here with ``measure(rounds=ROUNDS) -> list[Figure]``; it may take ``peers``, the python of the
+others. Each is in a process of its own, which ends with this one however that ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import os
 import platform
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-NOT_MEASUREMENTS = ("__init__", "__main__", "measuring")
+from tests.benchmarks.processes import measured
+
+HERE = Path(__file__).parent
+NOT_MEASUREMENTS = ("__init__", "__main__", "measuring", "processes")
+BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print; 1 if a measurement failed or is void."""
-    names = sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in NOT_MEASUREMENTS)
+    names = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in NOT_MEASUREMENTS)
     parser = argparse.ArgumentParser("python -m tests.benchmarks", description=__doc__)
     parser.add_argument("--only", action="append", choices=names, help="one of them; repeatable")
     parser.add_argument("--peers", help="the python of an environment that has the peers")
+    parser.add_argument("--rounds", type=int, help="how often the arms take turns; otherwise each file's own")
+    parser.add_argument("--write", action="store_true", help="put the tables into the two READMEs")
     args = parser.parse_args(argv)
-    rows, failed = [], False
+    if args.write and (args.only or args.rounds):
+        parser.error("--write is for the whole table: without --only, without --rounds")
+    found, began = [], time.monotonic()
     for name in args.only or names:
-        began = time.monotonic()
-        module = importlib.import_module(f"tests.benchmarks.{name}")
-        if not hasattr(module, "measure"):
-            done = subprocess.run([sys.executable, "-m", module.__name__])
-            failed |= done.returncode != 0
-            print(f"{name} took {time.monotonic() - began:.0f} s", flush=True)
-            continue
-        takes_peers = "peers" in inspect.signature(module.measure).parameters
-        try:
-            figures = module.measure(peers=args.peers) if takes_peers else module.measure()
-        except Exception:
-            traceback.print_exc()
-            failed = True
-            continue
+        started = time.monotonic()
+        figures = measured(name, args.peers, args.rounds)
+        found += [(name, figure) for figure in figures]
         for figure in figures:
-            rows.append(figure.row())
-            failed |= figure.note.startswith("void")
-            print(f"{name}: {figure.what}: {figure.figure} {figure.note}", flush=True)
-        print(f"{name} took {time.monotonic() - began:.0f} s", flush=True)
-    print(f"\n{where(args.peers)}\n\n| what | figure | goal | |\n|---|---|---|---|", *rows, sep="\n")
-    return int(failed)
+            print(figure.row(name), flush=True)
+        print(f"{name} took {time.monotonic() - started:.0f} s", flush=True)
+    place = where(args.peers)
+    table = [place, "", "| file | what | figure | control | goal | met |", "|---|---|---|---|---|---|"]
+    table += [figure.row(name) for name, figure in found]
+    headlines = [place, "", "| | figure | goal | met |", "|---|---|---|---|"]
+    headlines += [figure.short_row() for _, figure in found if figure.headline]
+    print("", *table, "", f"All took {time.monotonic() - began:.0f} s", sep="\n")
+    if args.write:
+        write(HERE / "README.md", table)
+        write(HERE.parents[1] / "README.md", headlines)
+    return int(any(figure.void or figure.note.startswith("failed") for _, figure in found))
 
 
 def where(peers: str | None) -> str:
     """Date, machine and versions."""
-    packages = ["torch"] if peers is None else ["torch", "lightning", "accelerate"]
+    packages = ["torch", "torchvision"] + ([] if peers is None else ["lightning", "accelerate"])
     ask = f"import importlib.metadata as m; print(', '.join(f'{{p}} {{m.version(p)}}' for p in {packages}))"
     versions = subprocess.run([peers or sys.executable, "-c", ask], capture_output=True, text=True).stdout.strip()
     cores, python = f"{os.cpu_count()} CPU cores ({platform.machine()})", f"Python {platform.python_version()}"
-    return f"{date.today()}, {cores}, {python}, {versions}"
+    return f"{date.today()}, {cores}, no GPU, {python}, {versions}"
+
+
+def write(file: Path, lines: Sequence[str]) -> None:
+    """Put the lines between the file's two marks."""
+    before, rest = file.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    file.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
 """``python -m tests.benchmarks.data_start``: how long a run waits for its data before the first batch.
 
 A tree of 100,000 empty files is listed, as one rank does it, and read from what that rank tells the others; and the
-first batch is fetched at 90 % of an epoch of 1,281,167 samples that cost nothing. CPU time of this process, medians.
+first batch is fetched at 90 % of an epoch of 1,281,167 samples that cost nothing. CPU time of this process.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
+from tests.benchmarks.measuring import Figure, alone, cpu_seconds, fast_folder
 from trainkit.data.base import DataInfo, Splits
 from trainkit.data.loader import train_batches
 from trainkit.data.tree import Listing
 
-CLASSES, OF_EACH, SAMPLES, ROUNDS = 100, 1000, 1_281_167, 9
+CLASSES, OF_EACH, SAMPLES, ROUNDS = 100, 1000, 1_281_167, 15
 
 
 class Nothing:
@@ -32,10 +32,16 @@ class Nothing:
         return torch.zeros((3, 8, 8), dtype=torch.uint8), index % 2
 
 
-def main() -> int:
-    """Measure and print."""
+def measure(rounds: int = ROUNDS) -> list[Figure]:
+    """The lines of the table."""
     torch.set_num_threads(1)
-    with TemporaryDirectory() as name:
+
+    def taken(what: str, work: Callable[[], object], at_most: float | None = None, note: str = "") -> Figure:
+        work()
+        times = [cpu_seconds(work) * 1e3 for _ in range(rounds)]
+        return alone(times, what=what, shown="{:.0f} ms".format, at_most=at_most, note=note)
+
+    with TemporaryDirectory(dir=fast_folder(1 << 30)) as name:
         folder = Path(name)
         for label in range(CLASSES):
             (folder / "train" / f"n{label:08}").mkdir(parents=True)
@@ -43,13 +49,18 @@ def main() -> int:
                 (folder / "train" / f"n{label:08}" / f"n{label:08}_{number}.JPEG").touch()
         told = Listing.walk(folder, ("train",)).to_bytes()
         assert Listing.from_bytes(told).to_bytes() == told
-        report("100,000 files listed", lambda: Listing.walk(folder, ("train",)))
-        report(f"and read from {len(told) / 1e6:.1f} MB of another rank", lambda: Listing.from_bytes(told))
+        listing = [
+            taken("100,000 files listed, by one rank", partial(Listing.walk, folder, ("train",))),
+            taken(f"and read by another, from {len(told) / 1e6:.1f} MB", partial(Listing.from_bytes, told)),
+        ]
     samples, info = Nothing(), DataInfo("nothing", 2, 3, 8, ("a", "b"), (0.5,) * 3, (0.5,) * 3)
     splits = Splits(info, samples, samples, samples, lambda image: image, lambda image: image)
-    for workers in (0, 2):
-        report(f"first batch after a resume, {workers} workers", lambda workers=workers: first(splits, workers))  # type: ignore[misc]
-    return 0
+    what = "first batch after a resume at 90 % of 1.28 million samples"
+    return [
+        *listing,
+        taken(what, partial(first, splits, 0), at_most=50),
+        taken(f"{what}, 2 loader processes", partial(first, splits, 2), at_most=50, note="each is a fork, 10 to 20 ms"),
+    ]
 
 
 def first(splits: Splits, workers: int) -> None:
@@ -70,16 +81,7 @@ def first(splits: Splits, workers: int) -> None:
         next(batches)
 
 
-def report(what: str, work: Callable[[], object]) -> None:
-    """Print the median."""
-    work()
-    times = []
-    for _ in range(ROUNDS):
-        began = time.process_time()
-        work()
-        times.append((time.process_time() - began) * 1e3)
-    print(f"{what:48} {statistics.median(times):6.1f} ms  ({min(times):.1f} to {max(times):.1f})")
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from tests.benchmarks.__main__ import main
+
+    raise SystemExit(main(["--only", "data_start"]))

@@ -3,28 +3,27 @@ reference.
 
 The reference is what torchvision's own training script does with Pillow: open, RandomResizedCrop to 224, mirror, to a
 tensor, to floats, normalise, collate. The kit's arms are its whole loader (order, keys, collate) and `normalize`, from
-the same files, from their pack of JPEG and from their pack of pixels, 256 on the shorter side. One process, one thread,
-CPU time, arms interleaved, a control of reference against reference. Before a time is printed the arms must agree in
-the mean and the deviation of what they give to the model.
+the same files, from their pack of pixels and from their pack of JPEG, 256 on the shorter side. One process, one thread,
+CPU time. Before a time is printed the arms must agree in the mean and the deviation of what they give to the model.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy
 import torch
-import torchvision
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision import transforms
 
+from tests.benchmarks.measuring import Figure, against, cpu_seconds, take_turns
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, pack_data
 from trainkit.data.base import normalize
@@ -34,8 +33,11 @@ from trainkit.data.photos import PHOTO_MEAN, PHOTO_STD
 PHOTOS, BATCH, ROUNDS = 64, 32, 9
 
 
-def main() -> int:
-    """Measure and print; 1 if the control says that the run is void, or the arms give other pixels."""
+def measure(rounds: int = ROUNDS) -> list[Figure]:
+    """The lines of the table.
+
+    Raises AssertionError where the arms give other pixels.
+    """
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         root = Path(folder)
@@ -43,36 +45,38 @@ def main() -> int:
         arms: dict[str, Callable[[int], Tensor]] = {
             "torchvision, Pillow": reference(files),
             "JPEG files": kit(root, root, None),
-            "pack of JPEG": kit(root, packed(root, "jpeg"), 256),
             "pack of pixels": kit(root, packed(root, "raw"), 256),
+            "pack of JPEG": kit(root, packed(root, "jpeg"), 256),
         }
-        if not agree(arms):
-            return 1
-        seconds: dict[str, list[float]] = {name: [] for name in (*arms, "control")}
-        for round_ in range(ROUNDS):
-            for name in seconds:
-                arm = arms.get(name, arms["torchvision, Pillow"])
-                began = time.process_time()
-                arm(round_)
-                seconds[name].append(time.process_time() - began)
-        sizes = [file.stat().st_size for file in files]
-        print(
-            f"torch {torch.__version__}, torchvision {torchvision.__version__}, one thread, {PHOTOS} photos of 500x375,"
-        )
-        print(f"{statistics.mean(sizes) / 1e3:.0f} kB each; medians of {ROUNDS} rounds")
-        base = seconds["torchvision, Pillow"]
-        for name, of_arm in seconds.items():
-            ratios = sorted(one / other for one, other in zip(base, of_arm, strict=True))
-            rate = PHOTOS / statistics.median(of_arm)
-            print(f"{name:20} {rate:6.0f}/s  {statistics.median(ratios):5.2f} x  ({ratios[0]:.2f} to {ratios[-1]:.2f})")
-        for kind in ("jpeg", "raw"):
-            size = (root / kind / "image_folder-256.pack" / "images.bin").stat().st_size / len(files) / 1e3
-            print(f"a photo in the pack of {kind}: {size:.0f} kB, ImageNet's 1.33 million: {size * 1.331:.0f} GB")
-    control = statistics.median(one / other for one, other in zip(base, seconds["control"], strict=True))
-    if not 0.97 <= control <= 1.03:
-        print("void: the control is off; the machine is busy")
-        return 1
-    return 0
+        assert_alike(arms)
+        epochs = count()
+        timed = {name: lambda arm=arm: cpu_seconds(lambda: arm(next(epochs))) for name, arm in arms.items()}
+        measured = take_turns(timed, rounds)
+        sizes = {kind: (root / kind / "image_folder-256.pack/images.bin").stat().st_size for kind in ("raw", "jpeg")}
+    of_one = {kind: f"{size / PHOTOS / 1e3:.0f} kB a photo" for kind, size in sizes.items()}
+    what, photos = "photos of 500x375 to 224 a second and core, from {}, to torchvision's reference with Pillow", rate
+    pixels, jpeg = of_one["raw"], of_one["jpeg"]
+    headline = "photos a second and core from a pack, to torchvision's reference with Pillow"
+    return [
+        versus(measured, "JPEG files", what=what.format("JPEG files"), at_least=2, shown=photos),
+        versus(
+            measured,
+            "pack of pixels",
+            what=what.format(f"a pack of pixels, {pixels}"),
+            at_least=4,
+            shown=photos,
+            headline=headline,
+        ),
+        versus(measured, "pack of JPEG", what=what.format(f"a pack of JPEG, {jpeg}"), shown=photos),
+    ]
+
+
+versus = partial(against, faster=True, tolerance=0.03)
+
+
+def rate(seconds: float) -> str:
+    """In words."""
+    return f"{PHOTOS / seconds:,.0f}/s"
 
 
 def write_photos(root: Path) -> list[Path]:
@@ -153,17 +157,15 @@ def moments(images: Tensor) -> Tensor:
     return torch.stack([some.mean(), some.std()])
 
 
-def agree(arms: dict[str, Callable[[int], Tensor]]) -> bool:
-    """Whether mean and deviation over some epochs differ by chance only, which is 0.025: each arm draws its own."""
+def assert_alike(arms: dict[str, Callable[[int], Tensor]]) -> None:
+    """Mean and deviation over some epochs differ by chance only, which is 0.025: each arm draws its own."""
     found = {name: torch.cat([arm(100 + number) for number in range(20)]).mean(0) for name, arm in arms.items()}
     first = next(iter(found.values()))
     worst = max(float((other - first).abs().max()) for other in found.values())
-    for name, (mean, deviation) in found.items():
-        print(f"{name:20} mean {mean:+.3f}, deviation {deviation:.3f} after normalising")
-    if worst > 0.08:
-        print("the arms do not give the same pixels, so their times say nothing")
-    return worst <= 0.08
+    assert worst <= 0.08, f"the arms do not give the same pixels: {found}"
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from tests.benchmarks.__main__ import main
+
+    raise SystemExit(main(["--only", "image_files"]))

@@ -6,11 +6,15 @@ what that is off, the machine is too busy to say anything, and the figure is voi
 
 from __future__ import annotations
 
+import shutil
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 CONTROL = "control"
+MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -19,15 +23,35 @@ class Figure:
 
     what: str
     figure: str
+    control: float | None = None
+    """The first arm to itself; None where nothing is compared."""
     goal: str = ""
     met: bool | None = None
-    """None where there is no goal, or the figure is void."""
+    """None where there is no goal."""
+    tolerance: float = 0.05
+    """What the control may be off before the figure is void."""
     note: str = ""
+    headline: str = ""
+    """What it is called in the project's README, if it is one of the few that are there."""
 
-    def row(self) -> str:
-        """In Markdown."""
-        met = {None: "", True: "met", False: "missed"}[self.met]
-        return f"| {self.what} | {self.figure} | {self.goal} | {met or self.note} |"
+    @property
+    def void(self) -> bool:
+        return self.control is not None and not abs(self.control - 1) <= self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """yes, no, void; with what there is to say about it."""
+        word = "void" if self.void else {None: "", True: "yes", False: "no"}[self.met]
+        return ": ".join(filter(None, (word, self.note)))
+
+    def row(self, name: str) -> str:
+        """In Markdown, of the measurement of this name."""
+        control = "" if self.control is None else f"{self.control:.3f}"
+        return f"| `{name}` | {self.what} | {self.figure} | {control} | {self.goal} | {self.verdict} |"
+
+    def short_row(self) -> str:
+        """In Markdown, for the project's README."""
+        return f"| {self.headline} | {self.figure} | {self.goal} | {self.verdict} |"
 
 
 def take_turns(arms: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -49,26 +73,75 @@ def ratios(measured: Mapping[str, Sequence[float]], name: str) -> list[float]:
     return [own / one for own, one in zip(measured[name], both, strict=True)]
 
 
+def control_of(measured: Mapping[str, Sequence[float]]) -> float:
+    """The median ratio of the first arm to itself."""
+    return statistics.median(ratios(measured, CONTROL))
+
+
 def against(
-    measured: Mapping[str, Sequence[float]], name: str, *, what: str, goal: float, tolerance: float = 0.05
+    measured: Mapping[str, Sequence[float]],
+    name: str,
+    *,
+    what: str,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    faster: bool = False,
+    shown: Callable[[float], str] = "{:.2f} s".format,
+    tolerance: float = 0.05,
+    note: str = "",
+    headline: str = "",
 ) -> Figure:
-    """An arm's ratio to the first one, which should be at most ``goal``; void if the control is off by more than
-    ``tolerance``."""
-    values, control = ratios(measured, name), statistics.median(ratios(measured, CONTROL))
-    valid = abs(control - 1) <= tolerance
-    first, own = (statistics.median(measured[arm]) for arm in (next(iter(measured)), name))
-    return Figure(
-        what,
-        f"{describe(values)}; control {control:.3f}; {own:.2f} to {first:.2f} s",
-        f"at most {goal:g}",
-        statistics.median(values) <= goal if valid else None,
-        "" if valid else "void: the control is off",
-    )
+    """An arm's ratio to the first one, or with ``faster`` how many times as fast it is; ``shown`` says in which words
+    what both have measured."""
+    values, form = ratios(measured, name), "{:.3f}"
+    if faster:
+        values, form = [1 / value for value in values], "{:.2f} x"
+    first, own = (shown(statistics.median(measured[arm])) for arm in (next(iter(measured)), name))
+    figure = f"{describe(values, form.format)}; {own}, against {first}"
+    goal, met = _reached(statistics.median(values), at_most, at_least, form.format)
+    return Figure(what, figure, control_of(measured), goal, met, tolerance, note, headline)
 
 
-def describe(values: Sequence[float]) -> str:
+def alone(
+    values: Sequence[float], *, what: str, shown: Callable[[float], str], at_most: float | None = None, note: str = ""
+) -> Figure:
+    """What one thing takes, compared with nothing."""
+    goal, met = _reached(statistics.median(values), at_most, None, shown)
+    return Figure(what, describe(values, shown), goal=goal, met=met, note=note)
+
+
+def _reached(
+    value: float, at_most: float | None, at_least: float | None, shown: Callable[[float], str]
+) -> tuple[str, bool | None]:
+    if at_most is not None:
+        return f"at most {shown(at_most)}", value <= at_most
+    if at_least is not None:
+        return f"at least {shown(at_least)}", value >= at_least
+    return "", None
+
+
+def describe(values: Sequence[float], shown: Callable[[float], str] = "{:.3f}".format) -> str:
     """Median, and all but a twentieth of the measurements; all of them if they are few."""
     ordered = sorted(values)
     spared = len(ordered) // 40
     low, high = ordered[spared], ordered[len(ordered) - 1 - spared]
-    return f"{statistics.median(ordered):.3f} ({low:.3f} to {high:.3f}, {len(ordered)} rounds)"
+    return f"{shown(statistics.median(ordered))} ({shown(low)} to {shown(high)}, {len(ordered)} rounds)"
+
+
+def fast_folder(size: int) -> Path | None:
+    """Where temporary files of so many bytes do not depend on a disk; None for the usual place, if there is no room."""
+    return MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > size else None
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """That this process spends on it."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def wall_seconds(work: Callable[[], object]) -> float:
+    """Until it returns."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

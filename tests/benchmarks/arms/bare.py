@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 
@@ -115,9 +114,8 @@ def main(steps: int, out: str, same: str | None = None) -> None:
             print(f"epoch {epoch} acc1 {100 * right / len(val):.1f}", flush=True)
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, out + ".pt")
     if rank == 0:
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         with open(out, "w") as file:
-            json.dump({"train_seconds": seconds, "rss_mb": rss, "losses": losses}, file)
+            json.dump({"train_seconds": seconds, "losses": losses}, file)
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 
@@ -52,9 +51,8 @@ def main(steps: int, out: str) -> None:
         accelerator.save_state(out + ".state")
     accelerator.end_training()
     if accelerator.is_main_process:
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         with open(out, "w") as file:
-            json.dump({"train_seconds": seconds, "rss_mb": rss}, file)
+            json.dump({"train_seconds": seconds}, file)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""The measurements of tests/benchmarks: what their table says, and (`long`) that each of them runs."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.benchmarks.__main__ import BEGIN, END, write
+from tests.benchmarks.measuring import CONTROL, against
+from tests.benchmarks.processes import measured
+
+PROJECT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-m", "tests.benchmarks"]
+
+
+@pytest.mark.parametrize(
+    ("own", "control", "verdict"), [(0.8, 1.0, "yes"), (1.2, 1.0, "no"), (0.8, 1.3, "void"), (1.2, 0.7, "void")]
+)
+def test_a_goal_is_met_or_not_unless_the_control_is_off(own: float, control: float, verdict: str) -> None:
+    figure = against({"first": [1.0], "own": [own], CONTROL: [control]}, "own", what="it", at_most=1.0)
+    assert figure.verdict == verdict
+
+
+def test_how_many_times_as_fast_is_the_inverse_of_the_times_ratio() -> None:
+    times = {"first": [2.0, 2.0], "own": [1.0, 0.5], CONTROL: [2.0, 2.0]}
+    figure = against(times, "own", what="it", at_least=2.5, faster=True)
+    assert figure.figure.startswith("3.00 x (2.00 x to 4.00 x")
+    assert figure.met
+
+
+def test_a_measurement_that_fails_is_a_row_that_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    (figure,) = measured("not_there", None, None)
+    assert figure.verdict == "failed: No module named 'tests.benchmarks.not_there'"
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_table_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text(f"before\n{BEGIN}old\n{END}after\n")
+    write(file, ["new"])
+    write(file, ["newer"])
+    assert file.read_text() == f"before\n{BEGIN}\nnewer\n\n{END}after\n"
+
+
+@pytest.mark.parametrize("name", ["README.md", "tests/benchmarks/README.md"])
+def test_a_readme_has_one_place_for_a_table(name: str) -> None:
+    assert re.findall(f"{BEGIN}|{END}", (PROJECT / name).read_text()) == [BEGIN, END]
+
+
+@pytest.mark.long
+def test_each_measurement_runs() -> None:
+    done = subprocess.run([*COMMAND, "--rounds", "1"], cwd=PROJECT, capture_output=True, text=True, timeout=1200)
+    table = done.stdout.split("|---|")[-1]
+    assert "failed" not in table, done.stderr
+    ran = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    files = {file.stem for file in (PROJECT / "tests" / "benchmarks").glob("*.py")}
+    assert ran == files - {"__init__", "__main__", "measuring", "processes"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_killed_measurement_leaves_no_process_and_no_namespace() -> None:
+    process = subprocess.Popen([*COMMAND, "--only", "slow_link"], cwd=PROJECT, start_new_session=True)
+
+    def started() -> list[psutil.Process]:
+        found = psutil.Process(process.pid).children(recursive=True)
+        return found if sum("tests.benchmarks.slow_link" in child.cmdline() for child in found) == 2 else []
+
+    deadline = time.monotonic() + 60
+    while not (children := started()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    spaces = {os.readlink(f"/proc/{child.pid}/ns/net") for child in children} - {os.readlink("/proc/self/ns/net")}
+    assert len(spaces) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert not spaces & {_space(pid) for pid in psutil.pids()}
+
+
+def _space(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
