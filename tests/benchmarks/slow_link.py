@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -247,13 +248,13 @@ def _update(
     from trainkit.strategies import ddp
 
     built = ddp.build(Distributed(RankEnv.from_mapping(os.environ), torch.device("cpu")), **options)
-    wrapped = built.parallelize(model)
+    wrapped = built.parallelize(model) if exchange else model  # ddp's forward may wait for the others without sync, too
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch, labels = torch.randn(images, 3, 64, 64, generator=generator), torch.arange(images) % 10
 
     def update() -> None:
-        with built.grad_sync(wrapped, enabled=exchange):
+        with built.grad_sync(wrapped, enabled=True) if exchange else nullcontext():
             loss = cross_entropy(wrapped(batch), labels)
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
