@@ -113,8 +113,8 @@ def _go_on(images: IO[bytes], index: IO[bytes]) -> int:
     import numpy
 
     index.seek(0)
-    raw = index.read()
-    records = numpy.frombuffer(raw[: len(raw) // numpy.dtype(RECORD).itemsize * numpy.dtype(RECORD).itemsize], RECORD)
+    raw, size_of_one = index.read(), numpy.dtype(RECORD).itemsize
+    records = numpy.frombuffer(raw[: len(raw) // size_of_one * size_of_one], RECORD)
     done = end = 0
     images.seek(0)
     for start, size, crc, _, _, _ in records.tolist():
@@ -122,7 +122,7 @@ def _go_on(images: IO[bytes], index: IO[bytes]) -> int:
             break
         done, end = done + 1, end + size
     images.truncate(end)
-    index.truncate(done * numpy.dtype(RECORD).itemsize)
+    index.truncate(done * size_of_one)
     return done
 
 

@@ -33,11 +33,11 @@ class Ema:
         """Plain name -> the model's own tensor, and its average."""
         averages: dict[int, Tensor] = {}  # tied weights have several names
         for name, own in _tensors_of(model).items():
-            # Buffers in fp16 are no statistics, which need more digits.
-            trained = (
-                own.requires_grad if isinstance(own, nn.Parameter) else own.dtype in (torch.float32, torch.float64)
-            )
-            if trained:
+            if isinstance(own, nn.Parameter):
+                changes = own.requires_grad
+            else:  # buffers in fp16 are no statistics, which need more digits
+                changes = own.dtype in (torch.float32, torch.float64)
+            if changes:
                 average = averages.setdefault(id(own), own.detach().clone())
                 self._pairs[name] = (own, average)
 

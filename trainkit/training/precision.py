@@ -180,9 +180,8 @@ class Precision:
 
 def _step_unless(nonfinite: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Make the update if ``nonfinite`` is 0.0, without asking the device for it where the optimizer can do without."""
-    if not is_free_to_ask(nonfinite.device) and getattr(
-        optimizer, "_step_supports_amp_scaling", False
-    ):  # the fused ones
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if is_fused and not is_free_to_ask(nonfinite.device):
         optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
         optimizer.step()
     elif not nonfinite.item():
