@@ -95,9 +95,16 @@ class Augment:
             else None
         )
 
-    @torch.no_grad()
+        self._is_plain = self._rand_augment is None and self._erase is None and self._mix is None
+
     def __call__(self, batch: Batch) -> tuple[Tensor, Target]:
         """Images, float32 [N, C, H, W], and what they show."""
+        if self._is_plain:  # bytes have no gradient
+            return self._normalized(batch.images), Target(batch.labels)
+        return self._augmented(batch)
+
+    @torch.no_grad()
+    def _augmented(self, batch: Batch) -> tuple[Tensor, Target]:
         images, labels, keys = batch
         if self._rand_augment is not None:
             images = self._rand_augment(images, keys)

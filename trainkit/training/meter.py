@@ -47,7 +47,8 @@ class Meter:
         if not self._pending:
             return
         losses, logits, labels = zip(*self._pending, strict=True)
-        self._loss += torch.stack(losses).double().sum() * len(labels[0])  # all pending batches are of one size
+        total = torch.stack(losses).sum(dtype=torch.float64)
+        self._loss.add_(total, alpha=len(labels[0]))  # all pending batches are of one size
         every = torch.cat(labels)
         self._samples += len(every)
         self._add_hits(_hits(torch.cat(logits), every))
@@ -71,12 +72,14 @@ class Meter:
             tell: a number for the other ranks, for which there is room on the way: see `told`.
         """
         self._add_pending()
+        if self._dist.world_size == 1:  # nothing to put together for the way
+            hits = self._hits.tolist()
+            return self._loss.item(), int(self._samples), hits[0], sum(hits)
         samples = torch.as_tensor(self._samples, device=self._hits.device).view(1)
-        loss, counts = self._loss.view(1), torch.cat([samples, self._hits])
-        if self._dist.world_size > 1:  # each rank has a place of its own, in which all others add nothing
-            told = [tell if rank == self._dist.rank else 0.0 for rank in range(self._dist.world_size)]
-            loss = self._dist.all_reduce_sum(torch.cat([loss, loss.new_tensor(told)]))
-        count, *hits = self._dist.all_reduce_sum(counts).tolist()
+        # Each rank has a place of its own, in which all others add nothing.
+        told = [tell if rank == self._dist.rank else 0.0 for rank in range(self._dist.world_size)]
+        loss = self._dist.all_reduce_sum(torch.cat([self._loss.view(1), self._loss.new_tensor(told)]))
+        count, *hits = self._dist.all_reduce_sum(torch.cat([samples, self._hits])).tolist()
         total, *self.told = loss.tolist()
         return total, count, hits[0], sum(hits)
 

@@ -63,6 +63,9 @@ class NonFinite:
 
         Raises DivergedError as `look` does.
         """
+        if self._at_once and not update.stepped.nonfinite.item():  # as nearly all are, and nothing is pending
+            self.in_a_row = 0
+            return
         self._pending.append((position, step, update))
         if self._at_once or len(self._pending) >= _MOST_PENDING:
             self.look()

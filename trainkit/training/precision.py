@@ -146,10 +146,10 @@ class Precision:
         if sharded:
             gradients = [gradient.to_local() for gradient in gradients]  # type: ignore[attr-defined]
         # FSDP can keep gradients in host memory.
-        device = gradients[0].device if gradients else self._dist.device
-        found = torch.zeros((), device=device)
+        one = self._one.to(gradients[0].device) if gradients else self._one
+        found = one.new_zeros(())
         # The scaler's own kernel: one pass over all gradients, here multiplied by one.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._one.to(device))
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
         if sharded:  # elsewhere the ranks have averaged their gradients, and all hold the same
             self._agree(found)
         return found
