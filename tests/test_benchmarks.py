@@ -34,7 +34,10 @@ def test_how_many_times_as_fast_is_the_inverse_of_the_times_ratio() -> None:
     assert figure.met
 
 
-def test_a_measurement_that_fails_is_a_row_that_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_that_fails_is_a_row_that_says_so(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(PROJECT)  # for the process of its own, which begins with this one's path
     (figure,) = measured("not_there", None, None)
     assert figure.verdict == "failed: No module named 'tests.benchmarks.not_there'"
     assert "Traceback" in capfd.readouterr().err

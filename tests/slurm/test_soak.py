@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slurm
 NODES = ("n1", "n2", "n3", "n4")
 
 
+@pytest.mark.long
 def test_a_run_that_is_interrupted_at_random_ends_as_if_nothing_had_happened(devcluster: Cluster) -> None:
     cluster = soaked.Cluster(devcluster.home, devcluster.env, (), NODES)
     soak = Soak(cluster, random.Random(3), kinds=("kill", "usr2"), nodes=1)

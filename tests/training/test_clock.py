@@ -150,6 +150,7 @@ def _run(env: RankEnv, folder: Path) -> tuple[float, float]:
     return file.stat().st_mtime - process_began, sum(counted.values())
 
 
+@pytest.mark.long
 def test_a_whole_run_accounts_for_its_time_from_the_start_of_the_process_to_its_summary(tmp_path: Path) -> None:
     (wall, counted), _ = run_ranks(2, _run, tmp_path / "run")
     assert counted == pytest.approx(wall, rel=0.02, abs=0.05)

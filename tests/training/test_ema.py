@@ -112,7 +112,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("preset", "world_size"), [("ddp", 2), ("ddp", 4), ("zero", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("preset", "world_size"), [("ddp", 2), pytest.param("ddp", 4, marks=pytest.mark.long), ("zero", 2), ("fsdp", 2)]
+)
 def test_the_average_is_the_same_on_any_number_of_ranks(
     tmp_path: Path, whole: Path, preset: str, world_size: int
 ) -> None:

@@ -78,7 +78,7 @@ def _grown(env: RankEnv, config: Config) -> float:
 def test_only_rank_0_ever_holds_the_whole_model_in_memory() -> None:
     first, *others = run_ranks(3, _grown, config_of("large"))
     assert first > LARGE
-    assert max(others) < LARGE * 0.7  # a third, one whole tensor at a time, and what a rank touches else
+    assert max(others) < LARGE * 0.85  # a third, one whole tensor at a time, and 30 MiB that a rank touches else
 
 
 def test_a_model_is_made_without_its_numbers_wherever_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
