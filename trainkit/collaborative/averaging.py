@@ -8,21 +8,19 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.matchmaking import MatchmakingException
-from hivemind.compression import Float16Compression, NoCompression
 from torch import Tensor
 
-from trainkit.collaborative import processes
+from trainkit.collaborative.averager import GRACE
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.outer import PROBE_SIZE, OuterState
 from trainkit.config.schema import CollaborativeConfig
@@ -30,8 +28,6 @@ from trainkit.errors import RunFailedError
 
 # An average more than so many times longer than this peer's own pseudo-gradient is refused.
 _LARGEST_RATIO = 10.0
-# A round has failed if no group is found within so many seconds after its end.
-_GRACE = 2.0
 # How long the averager's process may take to answer; it does so in milliseconds.
 _ANSWER_SECONDS = 30.0
 # Relative distance of those beyond which a peer takes over the senior peer's state. Rounding to fp16 gives about 1e-5.
@@ -52,22 +48,6 @@ class Round:
     """Of the whole group."""
     drifted: bool
     """This peer's weights are no longer those of the group."""
-
-
-class _Averager(DecentralizedAverager):  # type: ignore[misc]
-    """hivemind's averager. Its class name is part of the protocol between peers."""
-
-    outer: OuterState
-    parent: int
-
-    def run(self) -> None:
-        processes.become_helper(self._parent_pid)
-        super().run()
-
-    def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, Tensor], None]:
-        outer = self.outer
-        with outer.lock:
-            return {"round": outer.round, "age": outer.age}, (outer.theta.clone(), outer.momentum.clone()), None
 
 
 class Averaging:
@@ -123,7 +103,7 @@ class Averaging:
             self._control = self._averager.step(
                 gather=about,
                 scheduled_time=max(boundary, time.time() + 0.3),
-                timeout=max(boundary - time.time(), 0.0) + _GRACE,
+                timeout=max(boundary - time.time(), 0.0) + GRACE,
                 require_trigger=True,
                 wait=False,
             )
@@ -189,7 +169,7 @@ class Averaging:
             return None, {}, "the round was too short to look for others"
         (shared,) = self._averager._averaged_tensors
         lock = self._averager.lock_averaged_tensors
-        if not lock.acquire(timeout=_GRACE):
+        if not lock.acquire(timeout=GRACE):
             control.cancel()
             return None, {}, "the round before is still being exchanged"
         try:
@@ -200,7 +180,7 @@ class Averaging:
         control.allow_allreduce()
         # What is left before the search of the next round begins, so that a slow round is not followed by a missed one.
         config = self._config
-        patience = max(_GRACE, config.round_seconds - config.matchmaking_seconds) + 0.5
+        patience = max(GRACE, config.round_seconds - config.matchmaking_seconds) + 0.5
         try:
             members = self._wait(control, patience, alone=alone)
         except (FutureTimeoutError, CancelledError, AllreduceException, MatchmakingException, OSError) as error:
@@ -209,7 +189,7 @@ class Averaging:
             return None, {}, "no others" if "could not find a group" in str(error) else _first_line(error)
         except Exception as error:  # of libp2p, by way of the averager's process: what it is does not matter here
             return None, {}, _first_line(error)
-        if not lock.acquire(timeout=_GRACE):
+        if not lock.acquire(timeout=GRACE):
             return None, {}, "the averager holds on to its result"
         average = shared.clone()
         lock.release()
@@ -248,45 +228,6 @@ class Averaging:
             return False
         theirs, own = torch.frombuffer(bytearray(probe), dtype=torch.float32), self._outer.probe()
         return not float((theirs - own).norm()) <= _DRIFT * float(own.norm())  # also for not-a-number
-
-
-@contextmanager
-def open_averaging(dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig, run_id: str) -> Iterator[Averaging]:
-    """Start the averager; on leaving, end its process.
-
-    Open it before the first use of CUDA: the process is forked.
-    """
-    import signal
-
-    client = bool(dht.node.client_mode)
-    interrupt = signal.getsignal(signal.SIGINT)
-    averager = _Averager(
-        [torch.zeros_like(outer.theta)],
-        dht.node,
-        start=False,
-        prefix=f"{run_id}_outer",
-        min_matchmaking_time=config.matchmaking_seconds,
-        request_timeout=min(1.0, config.matchmaking_seconds / 2),
-        compression=Float16Compression() if config.compression == "fp16" else NoCompression(),
-        state_compression=NoCompression(),
-        client_mode=client,
-        allow_state_sharing=False,
-        allreduce_timeout=max(_GRACE, config.round_seconds - config.matchmaking_seconds),
-        next_chunk_timeout=min(10.0, max(1.0, config.round_seconds / 4)),
-        shutdown_timeout=2.0,
-        daemon=True,
-    )
-    averager.outer = outer
-    try:
-        averager.run_in_background(await_ready=True, timeout=30.0)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, interrupt)  # hivemind has switched Ctrl-C off in this process
-        yield Averaging(averager, dht, outer, config)
-    finally:
-        mine = processes.family(averager.pid)
-        with suppress(OSError, ValueError):
-            averager.shutdown()
-        processes.end(mine)
 
 
 def _number(value: Any) -> float:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from trainkit import plugins
 from trainkit.checkpoint.saving import Checkpoints
-from trainkit.collaborative.averaging import Averaging, open_averaging
+from trainkit.collaborative.averager import open_averager
+from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.outer import OuterState
@@ -66,9 +67,10 @@ def averaged(
     """
     whole = replace(seat.env, rank=0, world_size=1)  # a peer is a whole of its own
     with (
-        open_averaging(dht, outer, config.collaborative, run_id) as averaging,
+        open_averager(dht, outer, config.collaborative, run_id) as averager,
         distributed(whole, use_gpu=wants_gpu(config)) as dist,
     ):
+        averaging = Averaging(averager, dht, outer, config.collaborative)
         yield build(alone(config), dist, splits, model=outer.model), averaging
 
 
