@@ -40,6 +40,17 @@ class Progress:
     group: int
     """Peers that averaged together, itself included; 0: it went on alone."""
     time: float
+    client: bool = False
+    """It only calls out, as behind a router, and so neither reduces nor gives its state away."""
+    parts: int = 0
+    """Parts of the average that reached it, of ``expected``."""
+    expected: int = 0
+    sent: int = 0
+    """Bytes that it has sent for the round, and received."""
+    received: int = 0
+    val_loss: float | None = None
+    """The last validation, of those who validate the common model."""
+    val_acc1: float | None = None
 
 
 def manifests_in(found: Any) -> dict[str, Manifest]:

@@ -6,6 +6,7 @@ updates a round has.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -210,17 +211,23 @@ def _update(p: Peer, inner: _Inner, now: float) -> float:
 
 def _publish(p: Peer, index: int, samples: int, rate: float, loss: float, group: int) -> None:
     """Tell the others about this round; they forget it when the next ones bring no news."""
-    finite = loss if loss == loss and abs(loss) != float("inf") else 0.0
     progress = PeerProgress(
         name=p.name,
         round=index,
         samples=samples,
         samples_per_sec=float(rate),
-        loss=float(finite),
+        loss=_finite(loss) or 0.0,
         group=group,
         time=time.time(),
+        client=bool(p.dht.node.client_mode),
+        val_loss=_finite(p.progress.val.get("loss")),
+        val_acc1=_finite(p.progress.val.get("acc1")),
     )
     p.dht.publish_progress(progress, _LOST_AFTER * p.clock.seconds + 5.0)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _check_lost(p: Peer, box: Box) -> None:

@@ -58,6 +58,13 @@ class _ProgressRecord(v1.BaseModel):
     loss: v1.confloat(strict=True)  # type: ignore[valid-type]
     group: _Count  # type: ignore[valid-type]
     time: _Number  # type: ignore[valid-type]
+    client: v1.StrictBool = False
+    parts: _Count = 0  # type: ignore[valid-type]
+    expected: _Count = 0  # type: ignore[valid-type]
+    sent: _Count = 0  # type: ignore[valid-type]
+    received: _Count = 0  # type: ignore[valid-type]
+    val_loss: v1.confloat(strict=True) | None = None  # type: ignore[valid-type]
+    val_acc1: v1.confloat(strict=True, ge=0.0, le=100.0) | None = None  # type: ignore[valid-type]
 
 
 class _Records(v1.BaseModel):
