@@ -1,0 +1,143 @@
+"""The run's key and what its owner has decided, in the run folder: ``owner.key``, ``invited.jsonl``, ``revoked``.
+
+Only ``owner.key`` is a secret: whoever has it decides who takes part. It never leaves the run folder, where only its
+owner can read it (0600). The list of invitations has no secret in it: a token is printed once and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import time
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from trainkit.collaborative.admission import revoked_list
+from trainkit.collaborative.invitation import Pass, Role, grant
+from trainkit.collaborative.signing import Key
+from trainkit.errors import UserError
+from trainkit.records import jsonl
+
+KEY_FILE = "owner.key"
+INVITED_FILE = "invited.jsonl"
+REVOKED_FILE = "revoked"
+
+# What the owner grants itself lasts longer than any run.
+_FOR_EVER = 20 * 365 * 86400.0
+
+
+class Owner:
+    """The owner of a run, by its folder."""
+
+    def __init__(self, folder: Path, key: Key) -> None:
+        self._folder, self._key = folder, key
+        self.public = key.public
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._folder.name
+
+    def own_pass(self, name: str, role: Role = "owner") -> Pass:
+        """A pass for a peer of the owner's own; it is on no list."""
+        return grant(self._key, self.run, name, role, time.time() + _FOR_EVER)
+
+    def invite(self, name: str, role: Role, seconds: float) -> Pass:
+        """An invitation for so long, and a line about it in the list.
+
+        Raises UserError when the name is none.
+        """
+        if not (0 < len(name) <= 64 and name.isprintable()):
+            raise UserError("That is no name for an invitation.", why="It has 1 to 64 letters.", fix="Use a short one.")
+        made = grant(self._key, self.run, name, role, time.time() + seconds)
+        about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
+        jsonl.append(self._folder / INVITED_FILE, about)
+        return made
+
+    def revoke(self, name: str) -> bytes:
+        """Revoke all invitations of that name; the signed list of everything that was revoked so far.
+
+        Raises UserError when nobody of that name was invited.
+        """
+        invited = list(jsonl.read(self._folder / INVITED_FILE))
+        ids = [str(line["id"]) for line in invited if line.get("name") == name]
+        if not ids:
+            names = sorted({str(line.get("name")) for line in invited})
+            raise UserError(
+                f"Nobody was invited as '{name}'.",
+                why=f"Invited to {self.run}: {', '.join(names) or 'nobody'}.",
+                fix="Give the name of an invitation, as `python -m jobs.swarm invite` was given it.",
+            )
+        for item in ids:
+            jsonl.append(self._folder / INVITED_FILE, {"time": time.time(), "id": item, "revoked": True})
+        revoked = {*ids, *(str(line["id"]) for line in invited if line.get("revoked"))}
+        # Those that have expired need not be named any more.
+        expired = {str(line["id"]) for line in invited if float(line.get("expires") or math.inf) <= time.time()}
+        return self._write_revoked(revoked - expired)
+
+    def revoked(self) -> bytes | None:
+        """The list that `revoke` has made last; None if nobody was revoked yet."""
+        try:
+            return base64.b64decode((self._folder / REVOKED_FILE).read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def _write_revoked(self, ids: set[str]) -> bytes:
+        # Time makes a good serial: it grows, whichever machine with this folder it is.
+        statement = revoked_list(self.own_pass("owner"), time.time_ns() // 1_000_000, ids)
+        file = self._folder / REVOKED_FILE
+        partial = file.with_name(f".{REVOKED_FILE}.partial")
+        partial.write_bytes(base64.b64encode(statement))
+        partial.replace(file)
+        return statement
+
+
+def owner_of(folder: Path, *, create: bool = False) -> Owner:
+    """The owner of the run in ``folder``; ``create``: make its key if there is none.
+
+    Raises UserError when there is no key here, it can be read by others, or it is none.
+    """
+    file = folder / KEY_FILE
+    if not file.exists():
+        if not create:
+            raise UserError(
+                f"{folder.name} was not created here.",
+                why=f"There is no {KEY_FILE} in {folder}: only the creator of a swarm has it.",
+                fix="Name a run that `python -m jobs.swarm create` has made on this machine.",
+            )
+        return Owner(folder, _write(file, Key.generate()))
+    try:
+        if file.stat().st_mode & 0o077:
+            raise UserError(
+                f"Others can read {file}.",
+                why="Whoever has that key decides who takes part in the run.",
+                fix=f"chmod 600 {file}",
+            )
+        private = serialization.load_pem_private_key(file.read_bytes(), password=None)
+        if not isinstance(private, Ed25519PrivateKey):
+            raise ValueError("it is a key of another kind")
+        return Owner(folder, Key(private.private_bytes_raw()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{file} is no key of a run.",
+            why=f"{getattr(error, 'strerror', None) or error}.",
+            fix="Restore it from a copy; without it nobody can be invited any more.",
+        ) from None
+
+
+def _write(file: Path, key: Key) -> Key:
+    pem = Ed25519PrivateKey.from_private_bytes(key.seed).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    # Never readable for others, not even for a moment; and whole or absent.
+    partial = file.with_name(f".{KEY_FILE}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
+        out.write(pem)
+        out.flush()
+        os.fsync(out.fileno())
+    partial.replace(file)
+    return key
