@@ -43,6 +43,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 BATCHNORM = ("model.norm=batch", "train.micro_batch_size=16")
 BLOCKS = ("model.name=tests.training.hollow_models:stacked", "train.micro_batch_size=16")
 BF16 = ("train.precision=bf16",)
+COMPILED = "train.compile=model"
 WEIGHTED = ("train.class_weights=[4, 1, 1, 0.2, 1, 1, 2, 1, 3, 1]",)
 # What is drawn for a sample, or for a pair of neighbours in the data, does not depend on micro batches either.
 AUGMENT = (
@@ -74,6 +75,10 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("zero", 2, (), 1e-5),
         ("zero", 4, (), 1e-5),
         ("fsdp", 2, ("strategy.reduce_dtype=bf16",), 2e-4),  # measured: 2.2e-5
+        ("single", 1, (COMPILED,), 1e-5),
+        ("ddp", 2, (COMPILED, "train.micro_batch_size=16"), 1e-5),
+        ("fsdp", 2, (COMPILED,), 1e-5),
+        ("zero", 2, (COMPILED,), 1e-5),
     ],
     BLOCKS: [
         ("ddp", 2, ("train.activation_checkpointing=full",), 1e-5),
@@ -107,12 +112,13 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
 @pytest.mark.parametrize(
     ("both", "preset", "world_size", "own", "rel"),
     [
-        # What two ranks do alike, four have always done alike: of each feature they are looked at by `pytest -m long`.
+        # What two ranks do alike, four have always done alike: of each feature they are looked at by `pytest -m long`,
+        # as is what compiles for half a minute.
         pytest.param(
             both,
             *row,
             id="+".join((row[0], str(row[1]), *both, *row[2])),
-            marks=[pytest.mark.long] if row[1] == 4 and (both or row[2]) else [],
+            marks=[pytest.mark.long] if (row[1] == 4 and (both or row[2])) or COMPILED in row[2] else [],
         )
         for both, rows in SAME.items()
         for row in rows

@@ -23,7 +23,11 @@ DROPOUT = ("model.dropout=0.2",)
 # With dropout of its own, and BatchNorm.
 BLOCKS = ("model.name=tests.training.hollow_models:stacked",)
 
+HALVES = ("train.precision=bf16", "strategy.comm_hook=bf16")
+HALF_SHARDS = ("train.precision=bf16", "strategy.reduce_dtype=bf16", "train.micro_batch_size=16")
 POWERSGD = ("strategy.comm_hook=powersgd", "strategy.powersgd_start_step=5")
+
+LONG = pytest.mark.long
 
 
 def final_weights(folder: Path) -> Mapping[str, FileFacts]:
@@ -39,9 +43,15 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
         ("ddp", 2, (*DROPOUT, *POWERSGD)),
         ("fsdp", 2, (*DROPOUT, *AUGMENT)),
         ("zero", 2, DROPOUT),
+        ("ddp", 2, (*DROPOUT, *HALVES, "train.micro_batch_size=16", "train.class_weights=balanced")),
         ("fsdp", 2, (*BLOCKS, "train.activation_checkpointing=full")),
-        pytest.param("hsdp", 4, BLOCKS, marks=pytest.mark.long),  # two nodes of two
+        pytest.param("hsdp", 4, BLOCKS, marks=LONG),  # two nodes of two
+        pytest.param("single", 1, (*DROPOUT, *AUGMENT, "train.compile=model"), marks=LONG),
+        pytest.param("ddp", 2, (*BLOCKS, "train.compile=blocks", "strategy.static_graph=true"), marks=LONG),
+        pytest.param("fsdp", 2, (*DROPOUT, *HALF_SHARDS, "train.channels_last=true"), marks=LONG),
+        pytest.param("ddp", 2, (*DROPOUT, "strategy.comm_hook=fp16", "train.deterministic=true"), marks=LONG),
     ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
 )
 def test_a_run_interrupted_anywhere_ends_with_the_weights_of_one_that_was_not(
     tmp_path: Path, preset: str, world_size: int, more: tuple[str, ...]
