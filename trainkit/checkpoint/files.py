@@ -39,11 +39,17 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """Step of a checkpoint's folder; None for other names."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and name == path_of(Path(), int(match[1])).name else None
+
+
 def steps(folder: Path) -> list[int]:
     """Steps with a checkpoint, whole or broken, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(step for entry in folder.iterdir() if (step := _step_of(entry.name)) is not None)
+    return sorted(step for entry in folder.iterdir() if (step := step_of(entry.name)) is not None)
 
 
 def write(
@@ -151,7 +157,7 @@ def point(folder: Path, name: str, step: int) -> None:
 def pointed(folder: Path, name: str) -> int | None:
     """Step that ``latest`` or ``best`` names; None if it is not a link to a checkpoint of this folder."""
     link = folder / name
-    return _step_of(os.readlink(link)) if link.is_symlink() else None
+    return step_of(os.readlink(link)) if link.is_symlink() else None
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -225,11 +231,6 @@ def resolve(folder: Path, which: str) -> int:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _step_of(name: str) -> int | None:
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match and name == path_of(Path(), int(match[1])).name else None
 
 
 def _compare(file: Path, expected: FileFacts) -> None:

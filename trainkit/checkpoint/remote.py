@@ -63,12 +63,6 @@ def folder_of(step: int) -> str:
     return f"checkpoints/{files.path_of(Path(), step).name}"
 
 
-def step_of(name: str) -> int | None:
-    """Step of a checkpoint's folder; None for other names."""
-    match = re.fullmatch(r"step-([0-9]{8,15})", name)
-    return int(match[1]) if match and name == files.path_of(Path(), int(match[1])).name else None
-
-
 def record_of(store: Store, step: int) -> Record:
     """What the checkpoint of ``step`` says of itself there.
 

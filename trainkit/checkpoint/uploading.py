@@ -214,7 +214,7 @@ class Uploads:
     def _prune(self, up: Pointers) -> None:
         """What cannot be removed now stays for the next time; it harms nobody."""
         with suppress(StoreError):
-            for step in [remote.step_of(name) for name in self._store.names("checkpoints")]:
+            for step in [files.step_of(name) for name in self._store.names("checkpoints")]:
                 if step is not None and step not in up.steps:
                     self._writer.check()
                     remote.remove_step(self._store, step)
