@@ -26,6 +26,10 @@ def anything(info, **options):
 
 def nothing(info):
     pass
+
+@functools.wraps(build)
+def wrapping(*args, **options):
+    pass
 """
 
 
@@ -85,6 +89,15 @@ def test_an_option_without_default_must_be_given(own: str) -> None:
 
 def test_a_function_that_takes_anything_takes_any_option(own: str) -> None:
     plugins.check_options("trainkit.models", f"{own}:anything", {"whatever": 1}, where="model")
+
+
+def test_a_function_that_wraps_another_has_the_options_of_that(own: str, tmp_path: Path) -> None:
+    (tmp_path / "another.py").write_text(
+        f"from {own} import wrapping as inner\n\n@wraps(inner)\ndef build(*args, **options):\n    pass\n"
+    )
+    whole = plugins.signature("trainkit.models", f"{own}:build")
+    assert plugins.signature("trainkit.models", f"{own}:wrapping") == whole
+    assert plugins.signature("trainkit.models", "another:build") == whole
 
 
 def test_a_function_without_options_says_so(own: str) -> None:

@@ -79,7 +79,7 @@ def load(package: str, name: str) -> Callable[..., Any]:
 
 def signature(package: str, name: str) -> Signature:
     """The options of plugin ``name``, read without importing it."""
-    node = _find_function(_file_of(package, name), name.partition(":")[2] or "build")
+    node = _unwrapped(_file_of(package, name), name.partition(":")[2] or "build")
     if node is None:
         # It may be assigned or imported there; only importing could tell, so let the run decide.
         return Signature((), (), takes_any=True)
@@ -226,6 +226,21 @@ def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     return None
+
+
+def _unwrapped(file: Path, name: str) -> ast.FunctionDef | None:
+    """The function, or the one that it `functools.wraps`, whose parameters it then has: as for `inspect.signature`."""
+    node = _find_function(file, name)
+    for decorator in node.decorator_list if node is not None else ():
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in ("wraps", "functools.wraps"):
+            wrapped = ast.unparse(decorator.args[0])
+            imported = [item for item in sources.parse(file, None).body if isinstance(item, ast.ImportFrom)]
+            for item, alias in [(one, name) for one in imported for name in one.names]:
+                if wrapped == (alias.asname or alias.name):
+                    origin = sources.find_module(str(item.module))
+                    return _unwrapped(origin, alias.name) if origin is not None else None
+            return _unwrapped(file, wrapped)
+    return node
 
 
 @cache

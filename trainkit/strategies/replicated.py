@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,39 +18,9 @@ if TYPE_CHECKING:
     from trainkit.strategies.powersgd import PowerSGD
 
 
-def hook_of(
-    name: str, dist: Distributed, precision: str, *, rank: int, start_step: int, find_unused_parameters: bool
-) -> str | PowerSGD:
-    """The communication hook ``name``, with the options of PowerSGD.
-
-    Raises UserError where PowerSGD cannot be.
-    """
-    if name != "powersgd":
-        return name
-    if precision in ("fp16", "o2") or find_unused_parameters or start_step < 2 or rank < 1:
-        which, why = (
-            (f"train.precision={precision}", "What it keeps back is in units of a loss scale that changes.")
-            if precision in ("fp16", "o2")
-            else ("strategy.find_unused_parameters=true", "What it keeps back needs buckets that stay as they are.")
-            if find_unused_parameters
-            else (f"strategy.powersgd_start_step={start_step}", "torch exchanges the first two whole.")
-            if start_step < 2
-            else (f"strategy.powersgd_rank={rank}", "Its matrices have at least one column.")
-        )
-        raise UserError(
-            f"strategy.comm_hook=powersgd does not go with {which}.",
-            why=why,
-            fix="Change that, or use strategy.comm_hook=bf16.",
-            key="strategy.comm_hook",
-        )
-    from trainkit.strategies.powersgd import PowerSGD
-
-    return PowerSGD(dist, rank, start_step)
-
-
 @dataclass(frozen=True)
 class Replicated:
-    """`DistributedDataParallel` with gradients living in the communication buckets. Fields: options of ddp."""
+    """`DistributedDataParallel` with gradients living in the communication buckets. Fields: see `replicated`."""
 
     dist: Distributed
     bucket_cap_mb: int
@@ -92,3 +62,57 @@ class Replicated:
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         assert isinstance(model, DistributedDataParallel)
         return nullcontext() if enabled else model.no_sync()
+
+
+def replicated(
+    dist: Distributed,
+    precision: str = "fp32",
+    *,
+    bucket_cap_mb: int = 25,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none",
+    powersgd_rank: int = 4,
+    powersgd_start_step: int = 1000,
+    sync_batchnorm: bool = False,
+) -> Replicated:
+    """Options: see `torch.nn.parallel.DistributedDataParallel`; ``sync_batchnorm`` needs GPUs.
+
+    ``comm_hook``: what gradients travel as; the model computes as `train.precision` says. ``fp16`` and ``bf16`` halve
+    the traffic and round each rank's gradients, fp16 to more digits of a smaller range. ``powersgd`` sends matrices of
+    ``powersgd_rank`` columns, after ``powersgd_start_step`` exchanges of whole gradients, and adds what they leave out
+    to the next ones; a rank keeps that for itself, as much as it has weights, and a checkpoint holds it for all ranks.
+
+    Raises UserError where PowerSGD cannot be.
+    """
+    hook: str | PowerSGD = comm_hook
+    if comm_hook == "powersgd":
+        for cannot_be, setting, why in (
+            (
+                precision in ("fp16", "o2"),
+                f"train.precision={precision}",
+                "What it keeps back is in units of a loss scale that changes.",
+            ),
+            (
+                find_unused_parameters,
+                "strategy.find_unused_parameters=true",
+                "What it keeps back needs buckets that stay as they are.",
+            ),
+            (
+                powersgd_start_step < 2,
+                f"strategy.powersgd_start_step={powersgd_start_step}",
+                "torch exchanges the first two whole.",
+            ),
+            (powersgd_rank < 1, f"strategy.powersgd_rank={powersgd_rank}", "Its matrices have at least one column."),
+        ):
+            if cannot_be:
+                raise UserError(
+                    f"strategy.comm_hook=powersgd does not go with {setting}.",
+                    why=why,
+                    fix="Change that, or use strategy.comm_hook=bf16.",
+                    key="strategy.comm_hook",
+                )
+        from trainkit.strategies.powersgd import PowerSGD
+
+        hook = PowerSGD(dist, powersgd_rank, powersgd_start_step)
+    return Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, hook, sync_batchnorm)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
 
-from trainkit.distributed.process_group import Distributed
-from trainkit.strategies.replicated import Replicated, hook_of
+from trainkit.strategies.replicated import Replicated, replicated
 
 _AT_ONCE = 25 << 20
 """Bytes of parameters that travel together."""
@@ -75,25 +75,6 @@ def balanced(parameters: Sequence[Tensor], parts: int) -> list[list[Tensor]]:
     return shares
 
 
-def build(
-    dist: Distributed,
-    precision: str = "fp32",
-    *,
-    bucket_cap_mb: int = 25,
-    find_unused_parameters: bool = False,
-    static_graph: bool = False,
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none",
-    powersgd_rank: int = 4,
-    powersgd_start_step: int = 1000,
-    sync_batchnorm: bool = False,
-) -> Zero:
-    """Options: those of ddp."""
-    hook = hook_of(
-        comm_hook,
-        dist,
-        precision,
-        rank=powersgd_rank,
-        start_step=powersgd_start_step,
-        find_unused_parameters=find_unused_parameters,
-    )
-    return Zero(Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, hook, sync_batchnorm))
+@wraps(replicated)
+def build(*args: Any, **options: Any) -> Zero:
+    return Zero(replicated(*args, **options))
