@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as c10d
 from torch import Tensor
@@ -30,6 +30,7 @@ from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 
 _Files = Mapping[str, Mapping[Entry, Tensor]]
 _Facts = dict[str, FileFacts]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,12 @@ class Checkpointer:
         flight = self._flight
         if flight is None or over < self._phase:
             return
-        facts, error = self._outcome(flight)
+        facts, error = _tried(flight.sketch.step, flight.work.result)
         if not flight.commits:
             told: list[Any] = self._dist.gather_json(
                 {
                     "error": None if error is None else error.to_json(),
-                    "files": {name: [fact.bytes, fact.sha256] for name, fact in facts.items()},
+                    "files": {name: [fact.bytes, fact.sha256] for name, fact in (facts or {}).items()},
                 }
             )
             self._flight = None
@@ -167,14 +168,9 @@ class Checkpointer:
         """
         self.settle()
         began = time.monotonic()
-        error: TrainkitError | None = None
+        error = None
         if self._dist.is_main:
-            try:
-                files.begin(self._folder, sketch.step, self._may_write)
-            except OSError as problem:
-                error = _cannot_write(sketch.step, problem)
-            except TrainkitError as refusal:
-                error = refusal
+            _, error = _tried(sketch.step, lambda: files.begin(self._folder, sketch.step, self._may_write))
         self._dist.raise_together(error)
         share = self._shares.of(stems)
         blind: list[int] = []
@@ -253,14 +249,6 @@ class Checkpointer:
             files.prune(self._folder, self._keep)
         return {}
 
-    def _outcome(self, flight: _Flight) -> tuple[_Facts, TrainkitError | None]:
-        try:
-            return flight.work.result(), None
-        except OSError as problem:
-            return {}, _cannot_write(flight.sketch.step, problem)
-        except TrainkitError as refusal:
-            return {}, refusal
-
 
 def _keyed(held: _Files) -> dict[tuple[str, Entry], Tensor]:
     return {(name, entry): value for name, named in held.items() for entry, value in named.items()}
@@ -270,9 +258,15 @@ def _written(file: Path, held: Mapping[Entry, Tensor]) -> FileFacts:
     return tensorfile.write(file, [*held], lambda entry: tensorfile.as_bytes(held[entry]))
 
 
-def _cannot_write(step: int, problem: OSError) -> RunFailedError:
-    return RunFailedError(
-        f"The checkpoint of step {step} could not be written.",
-        why=f"{problem.strerror}: {problem.filename}.",
-        fix="Make room, then `python -m jobs.resume RUN`; the checkpoint before it is whole.",
-    )
+def _tried(step: int, work: Callable[[], _T]) -> tuple[_T | None, TrainkitError | None]:
+    """What ``work`` at the checkpoint of ``step`` gives, or why it could not be done, for all ranks to hear."""
+    try:
+        return work(), None
+    except OSError as problem:
+        return None, RunFailedError(
+            f"The checkpoint of step {step} could not be written.",
+            why=f"{problem.strerror}: {problem.filename}.",
+            fix="Make room, then `python -m jobs.resume RUN`; the checkpoint before it is whole.",
+        )
+    except TrainkitError as refusal:
+        return None, refusal
