@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainkit import plugins
 from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed
+from trainkit.distributed.sharded import local_part
 from trainkit.strategies.base import SharesOptimizer
 from trainkit.training.optim import build_optimizer
 
@@ -37,8 +38,8 @@ def bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor))
-    local = (getattr(item, "to_local", lambda item=item: item)() for item in chain(parameters, gradients, state))
-    return sum(item.numel() * item.element_size() for item in local)
+    held = (local_part(item) for item in chain(parameters, gradients, state))
+    return sum(item.numel() * item.element_size() for item in held)
 
 
 def trained(

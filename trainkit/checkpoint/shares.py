@@ -15,6 +15,7 @@ from torch import Tensor
 from trainkit.checkpoint.record import file_name
 from trainkit.checkpoint.tensorfile import Entry
 from trainkit.distributed.process_group import Distributed
+from trainkit.distributed.sharded import local_part
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,6 @@ def place_of(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def local(value: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    held: Tensor = value.to_local() if hasattr(value, "to_local") else value
-    return held.detach()
-
-
 def _split(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Entry, Tensor]]:
     """Tensors that this rank has as a whole, and the parts of others that are its to write."""
     whole: dict[str, Tensor] = {}
@@ -88,11 +83,11 @@ def _split(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Entry, 
     for name, value in named.items():
         offset, shape = place_of(value)
         if shape == tuple(value.shape):
-            whole[name] = local(value)
+            whole[name] = local_part(value).detach()
         elif math.prod(value.shape) == 0:  # nobody has anything of it
             whole[name] = torch.empty(value.shape, dtype=value.dtype)
         elif math.prod(shape) and _is_first_copy(value):
-            parts[Entry(name, value.dtype, shape, tuple(value.shape), offset)] = local(value)
+            parts[Entry(name, value.dtype, shape, tuple(value.shape), offset)] = local_part(value).detach()
     return whole, parts
 
 

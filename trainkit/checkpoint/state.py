@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.shares import local
 from trainkit.checkpoint.source import Facts, Source
 from trainkit.distributed.process_group import Distributed
+from trainkit.distributed.sharded import local_part
 from trainkit.errors import UserError
 
 # What wrappers put into the names of parameters, beside the `module.` of DDP and DataParallel.
@@ -106,7 +106,7 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
         elif shape == tuple(target.shape) and shape != ():
             with torch.no_grad():
                 value = torch.empty_like(target, dtype=dtype)
-                local(value).copy_(source.take(name, target))
+                local_part(value).copy_(source.take(name, target))
             loaded.setdefault(target, {})[kind] = value
         else:  # on the CPU, where optimizers keep their counts; what needs them on the GPU moves them
             loaded.setdefault(target, {})[kind] = source.take(name, number)
@@ -123,7 +123,7 @@ def _fill(into: Mapping[str, Tensor], source: Source) -> None:
             target = into.get(name)
             value = source.take(name, target)
             if target is not None:
-                local(target).copy_(value)
+                local_part(target).copy_(value)
 
 
 def master_of(parameter: Tensor) -> nn.Parameter:

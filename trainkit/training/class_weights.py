@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.data.base import Samples, Splits
 from trainkit.distributed.process_group import Distributed
+from trainkit.distributed.sharded import local_part
 from trainkit.errors import UserError
 
 _KEY = "train.class_weights"
@@ -58,7 +59,7 @@ def divide_by_mean(mean: Tensor, parameters: Iterable[nn.Parameter], dist: Distr
         torch.distributed.all_reduce(mean)  # equally many samples a rank
         mean /= dist.world_size
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_div_([getattr(gradient, "_local_tensor", gradient) for gradient in gradients], mean)
+    torch._foreach_div_([local_part(gradient) for gradient in gradients], mean)
 
 
 def _labels(samples: Samples, splits: Splits) -> Iterable[int]:

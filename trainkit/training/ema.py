@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.state import follow_masters, master_of, plain_name
+from trainkit.distributed.sharded import local_part
 
 
 def decay_at(updates: int, decay: float) -> float:
@@ -101,7 +102,7 @@ class Ema:
     def _local(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's parts of the model's tensors and their averages, each once."""
         unique = {id(average): (own, average) for own, average in self._pairs.values()}
-        return [(_local(own), _local(average)) for own, average in unique.values()]
+        return [(local_part(own), local_part(average)) for own, average in unique.values()]
 
     def _by_device(self) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
         lists: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
@@ -118,9 +119,3 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     inner = model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
     state = inner.state_dict(keep_vars=True)
     return {plain_name(name): master_of(value) for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _local(value: Tensor) -> Tensor:
-    # `to_local` would make a view through autograd, for each tensor of each update.
-    local: Tensor = getattr(value, "_local_tensor", value)
-    return local

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainkit.checkpoint.state import master_of
 from trainkit.config.schema import OptimConfig
+from trainkit.distributed.sharded import is_sharded
 from trainkit.errors import UserError
 
 
@@ -27,7 +28,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         group["params"] = [master_of(parameter) for parameter in group["params"]]
     if config.name == "sgd":
         # torch has no sharded version of that fused kernel.
-        fused = not any(hasattr(parameter, "to_local") for parameter in model.parameters())
+        fused = not any(is_sharded(parameter) for parameter in model.parameters())
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
     if config.name == "adamw":
         # The fused kernel updates all parameters in one pass, on GPU and CPU alike.

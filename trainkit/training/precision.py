@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainkit.distributed.device import is_free_to_ask
 from trainkit.distributed.process_group import Distributed
+from trainkit.distributed.sharded import is_sharded, local_part
 from trainkit.errors import RefusedError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -142,9 +143,8 @@ class Precision:
 
     def _nonfinite(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sharded = bool(gradients) and hasattr(gradients[0], "to_local")
-        if sharded:
-            gradients = [gradient.to_local() for gradient in gradients]  # type: ignore[attr-defined]
+        sharded = bool(gradients) and is_sharded(gradients[0])
+        gradients = [local_part(gradient) for gradient in gradients] if sharded else gradients
         # FSDP can keep gradients in host memory.
         one = self._one.to(gradients[0].device) if gradients else self._one
         found = one.new_zeros(())
@@ -156,8 +156,8 @@ class Precision:
 
     def _first_nonfinite(self, parameters: Sequence[nn.Parameter]) -> int:
         gradients = [(index, item.grad) for index, item in enumerate(parameters) if item.grad is not None]
-        local = ((index, getattr(grad, "to_local", lambda grad=grad: grad)()) for index, grad in gradients)
-        own = next((index for index, grad in local if not torch.isfinite(grad).all()), len(parameters) - 1)
+        bad = (index for index, gradient in gradients if not torch.isfinite(local_part(gradient)).all())
+        own = next(bad, len(parameters) - 1)
         first = torch.tensor(own, device=self._dist.device)
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN)

@@ -20,6 +20,7 @@ from trainkit.data.batch import Batch
 from trainkit.data.loader import train_batches
 from trainkit.distributed.memory import MemoryGauge
 from trainkit.distributed.process_group import Distributed
+from trainkit.distributed.sharded import local_part
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
 from trainkit.strategies.base import AsItIs, SharesOptimizer
@@ -133,7 +134,7 @@ class _Trials:
 
     def held(self) -> float:
         """Bytes that are held before there is any sample, gradients included."""
-        own = (getattr(item, "_local_tensor", item) for item in self._parts.model.parameters() if item.requires_grad)
+        own = (local_part(item) for item in self._parts.model.parameters() if item.requires_grad)
         return self._agreed(self._gauge.held() + sum(item.numel() * item.element_size() for item in own))
 
     def peak(self, size: int) -> float:
