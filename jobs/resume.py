@@ -29,6 +29,7 @@ from trainkit.records import index, reading
 from trainkit.records.history import Life, life_of
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.ownership import require_own_code
+from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir, find_runs, is_url, runs_root
 
 
@@ -194,9 +195,8 @@ def _store(path: Path, config: Config) -> None:
     default = {"launch": type(config.launch)().model_dump(mode="json")}
     dumped = config.model_dump(mode="json")
     tree = {name: _known(value, stored[name], default.get(name)) for name, value in dumped.items() if name in stored}
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(yaml.dump(tree), encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(yaml.dump(tree), encoding="utf-8")
 
 
 def _known(value: Any, stored: Any, default: Mapping[str, Any] | None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from trainkit.checkpoint.record import BrokenCheckpointError
 from trainkit.checkpoint.stored import Stored
 from trainkit.checkpoint.tensorfile import Entry
 from trainkit.errors import UserError
+from trainkit.records.replacing import replacing
 
 
 def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: Mapping[str, str]) -> tuple[int, str]:
@@ -47,11 +47,6 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
 
 
 def _write(file: Path, stored: Stored, notes: Mapping[str, str]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
     entries = [Entry(name, dtype, shape, shape, (0,) * len(shape)) for name, (dtype, shape) in stored.facts.items()]
-    try:
+    with replacing(file) as partial:
         tensorfile.write(partial, entries, lambda entry: tensorfile.as_bytes(stored.read(entry.name)), notes)
-        os.replace(partial, file)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

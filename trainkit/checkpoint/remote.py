@@ -25,6 +25,7 @@ from trainkit.checkpoint import files
 from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, parse
 from trainkit.checkpoint.store import AbsentError, Store, StoreError
 from trainkit.errors import UserError
+from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 
 PLACE, POINTERS, CODE = "remote.json", "pointers.json", "code.tar.gz"
@@ -110,9 +111,8 @@ def claim(remote: str, run: RunDir) -> Store:
     except StoreError as error:
         raise unreachable(url, error) from None
     if own is None or own["url"] != url:
-        partial = run.path / f".{PLACE}.partial"
-        partial.write_bytes(content)
-        partial.replace(run.path / PLACE)
+        with replacing(run.path / PLACE) as partial:
+            partial.write_bytes(content)
     return store
 
 

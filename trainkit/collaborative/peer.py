@@ -24,6 +24,7 @@ from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.attempts import Attempt
+from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 
@@ -222,10 +223,8 @@ def leave_on_interrupt(stop: StopFlag, say: Callable[[str], None]) -> Iterator[N
 
 
 def _write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
-    file = run_dir.path / ADDRESS_FILE
-    partial = file.with_name(f".{ADDRESS_FILE}.partial")
-    partial.write_text("".join(f"{item}\n" for item in addresses), encoding="utf-8")
-    partial.replace(file)
+    with replacing(run_dir.path / ADDRESS_FILE) as partial:
+        partial.write_text("".join(f"{item}\n" for item in addresses), encoding="utf-8")
 
 
 def _addresses_from(store: Any) -> list[str]:

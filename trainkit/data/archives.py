@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainkit.errors import UserError
+from trainkit.records.replacing import replacing
 
 Say = Callable[[str], None]
 """How progress reaches the user."""
@@ -34,37 +35,34 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
             return
         say(f"{target} is damaged or cut short; fetching it again.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
     say(f"Downloading {url}")
     digest = hashlib.md5(usedforsecurity=False)
-    try:
-        request = urllib.request.Request(url, headers={"User-Agent": "trainkit"})
-        with urllib.request.urlopen(request, timeout=30) as response, partial.open("wb") as out:
-            total = int(response.headers.get("Content-Length") or 0)
-            done, shown = 0, 0
-            while chunk := response.read(CHUNK):
-                out.write(chunk)
-                digest.update(chunk)
-                done += len(chunk)
-                if total and done * 10 // total > shown:
-                    shown = done * 10 // total
-                    say(f"  {shown * 10} % of {total / 1e6:.0f} MB")
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        partial.unlink(missing_ok=True)
-        reason = getattr(error, "reason", None) or error
-        raise UserError(
-            f"{url} could not be downloaded.",
-            why=f"{reason}.",
-            fix=f"On a machine with internet fetch it, copy it to {target}, and give this command again.",
-        ) from None
-    if digest.hexdigest() != md5:
-        partial.unlink(missing_ok=True)
-        raise UserError(
-            f"{url} gave another file than the known one.",
-            why=f"Its MD5 is {digest.hexdigest()}, not {md5}: a login page, or a transfer cut short.",
-            fix=f"Try again; or fetch it elsewhere and copy it to {target}.",
-        )
-    os.replace(partial, target)
+    with replacing(target) as partial:
+        try:
+            request = urllib.request.Request(url, headers={"User-Agent": "trainkit"})
+            with urllib.request.urlopen(request, timeout=30) as response, partial.open("wb") as out:
+                total = int(response.headers.get("Content-Length") or 0)
+                done, shown = 0, 0
+                while chunk := response.read(CHUNK):
+                    out.write(chunk)
+                    digest.update(chunk)
+                    done += len(chunk)
+                    if total and done * 10 // total > shown:
+                        shown = done * 10 // total
+                        say(f"  {shown * 10} % of {total / 1e6:.0f} MB")
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise UserError(
+                f"{url} could not be downloaded.",
+                why=f"{reason}.",
+                fix=f"On a machine with internet fetch it, copy it to {target}, and give this command again.",
+            ) from None
+        if digest.hexdigest() != md5:
+            raise UserError(
+                f"{url} gave another file than the known one.",
+                why=f"Its MD5 is {digest.hexdigest()}, not {md5}: a login page, or a transfer cut short.",
+                fix=f"Try again; or fetch it elsewhere and copy it to {target}.",
+            )
 
 
 def md5_of(path: Path) -> str:

@@ -12,6 +12,7 @@ from trainkit.data.archives import Say, require_names, verified
 from trainkit.data.base import DataInfo, Splits, missing, require
 from trainkit.data.splitting import stratified_split
 from trainkit.errors import UserError
+from trainkit.records.replacing import replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,12 +97,12 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
             continue
         packed = verified(f"{MIRROR}{name}", folder / name, md5, archives, say)
         folder.mkdir(parents=True, exist_ok=True)
-        partial = final.with_name(final.name + ".partial")
         try:
-            partial.write_bytes(gzip.decompress(packed.read_bytes()))
+            content = gzip.decompress(packed.read_bytes())
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{packed} cannot be unpacked.", why=f"{error}.", fix="Fetch it again.") from None
-        partial.replace(final)
+        with replacing(final) as partial:
+            partial.write_bytes(content)
     say(f"{folder} is complete.")
 
 

@@ -19,6 +19,7 @@ from trainkit.data.images import BrokenImageError, decode_pixels, read_content
 from trainkit.data.pack import ABOUT, BROKEN, ENCODED, FILES, FORMAT, IMAGES, INDEX, PIXELS, RECORD, Pack, smaller
 from trainkit.data.tree import Listing, Place
 from trainkit.errors import UserError
+from trainkit.records.replacing import replacing
 
 Say = Callable[[str], None]
 Kind = Literal["jpeg", "raw"]
@@ -72,9 +73,8 @@ def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int
             file.flush()
             os.fsync(file.fileno())
     about["sha256"] |= {INDEX: hashlib.sha256((going / INDEX).read_bytes()).hexdigest()}  # type: ignore[operator]
-    whole = going / (ABOUT + ".partial")
-    whole.write_text(json.dumps(about, indent=2) + "\n")
-    os.replace(whole, going / ABOUT)
+    with replacing(going / ABOUT) as whole:
+        whole.write_text(json.dumps(about, indent=2) + "\n")
     os.replace(going, final)
     return Pack(final)
 

@@ -17,6 +17,7 @@ from trainkit.monitor.base import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.records import jsonl
 from trainkit.records.attempts import Remark
+from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.training.broken import share_broken
@@ -238,9 +239,8 @@ class Keeper:
 
     def _write(self, file: Path, content: Mapping[str, Any], indent: int | None) -> None:
         """A file that is complete or absent."""
-        partial = file.with_name(f".{file.name}.partial")
         text = json.dumps(jsonl.plain(content), indent=indent, allow_nan=False) + "\n"
         self.writer.check()
-        partial.write_text(text, encoding="utf-8")
-        self.writer.check()
-        partial.replace(file)
+        with replacing(file) as partial:
+            partial.write_text(text, encoding="utf-8")
+            self.writer.check()
