@@ -1,0 +1,232 @@
+"""What a reducer makes of the contributions of one round: who counts, how much, and who does not.
+
+A reducer sees every sender's own part, so it can judge before it averages. All that it needs of contributions, besides
+what they are made of, is the matrix of their inner products, which adds up over the parts of a round: lengths and
+directions are judged by all that has come so far, and every part is averaged as soon as it is there.
+
+- What is not finite, or not of the right shape, is dropped, and its sender for the rest of the round.
+- Weights are claims. A volunteer's counts up to what its own speed makes possible, and up to a few times the median.
+- Lengths are clipped to the group's median, part by part (kappa = 1; with 3, one of four cancels the rest), so that
+  nobody can put all of theirs into one layer. Who was many times longer is dropped.
+- Directions: where most agree, who points against them is dropped (as FLTrust, arXiv 2012.13995, without a trusted
+  data set: by the median of a sender's cosines with all others).
+- BatchNorm's buffers are averaged as a median of each number: all peers measure the same data.
+
+With two senders there is no majority: then the owner's side is what the other is measured by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# A volunteer's weight counts at most so many times the group's median; the owner's side counts in full.
+LARGEST_SHARE = 3.0
+# Speed varies: so many times what a peer's last rounds were like is still believed.
+_SPEED_SLACK = 1.5
+# Claims, and lengths, so many times what they may be are no accident.
+_GROSS_CLAIM = 20.0
+_GROSS_LENGTH = 5.0
+# Honest contributions can be this much longer than the median without a word about it.
+_NOTED_LENGTH = 2.0
+# Beyond any weight, and small enough that sums of squares are finite.
+_LARGEST_VALUE = 1e12
+# Peers agree when the typical cosine between them is at least this; towards the end of training they need not.
+_AGREEMENT = 0.1
+_AGAINST = 0.05
+# Of two, one of the owner's side: there is no agreement to measure, so more is asked.
+_AGAINST_OF_TWO = 0.2
+
+Action = Literal["dropped", "clipped"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reducer has done to a sender's contribution, and why, for people."""
+
+    peer: str
+    action: Action
+    why: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a reducer knows of senders beforehand."""
+
+    trusted: frozenset[str] = frozenset()
+    """Ids of the owner's side: their weights are believed."""
+    possible: Mapping[str, float] = field(default_factory=dict)
+    """Samples that a peer can have trained on in a round, by what it has said of its speed before; a newcomer is
+    missing."""
+
+
+class Screen:
+    """Judges and averages one round's parts, in their order."""
+
+    def __init__(self, senders: Sequence[str], limits: Limits, num_parameters: int) -> None:
+        """
+        Args:
+            senders: peer ids.
+            num_parameters: values before this position of the vector are pseudo-gradients, the others buffers.
+        """
+        self._senders, self._limits, self._num_parameters = senders, limits, num_parameters
+        self._products = torch.zeros(len(senders), len(senders), dtype=torch.float64)
+        self._seen = 0
+        self._out: dict[int, str] = {}
+        self._longest: dict[int, float] = {}
+        self._claims: dict[int, float] = {}
+
+    def average(self, position: int, parts: Mapping[int, Tensor], weights: Mapping[int, float], own: Tensor) -> Tensor:
+        """The average of one part.
+
+        Args:
+            position: of the part's first value in the vector.
+            parts: sender's index -> its values, flat or not.
+            weights: sender's index -> samples that it claims; of a sender the first claim of a round counts.
+            own: this reducer's own values, finite; its buffers are those in common if it has trained nothing.
+
+        Returns:
+            Of ``own``'s shape. Where nobody's contribution counts: no change, and the own buffers.
+        """
+        flat = own.reshape(-1).float()
+        good: dict[int, Tensor] = {}
+        for sender, part in sorted(parts.items()):
+            if part.numel() != flat.numel() or not part.is_floating_point():
+                self._drop(sender, "sent something of the wrong shape")
+            elif not math.isfinite(claim := self._claims.setdefault(sender, float(weights[sender]))) or claim < 0.0:
+                self._drop(sender, f"claims {claim:g} samples")
+            elif claim == 0.0:
+                continue  # it has trained nothing, and what it sends does not matter
+            elif not bool(((values := part.reshape(-1).float()).abs() <= _LARGEST_VALUE).all()):
+                self._drop(sender, "sent values that are not finite")
+            elif sender not in self._out:
+                good[sender] = values
+        weight = self._believed(list(good))
+        good = {sender: values for sender, values in good.items() if sender in weight}
+        split = min(max(self._num_parameters - position, 0), flat.numel())
+        result = flat.clone()
+        result[:split] = 0.0
+        if split and good:
+            members = list(good)
+            rows = torch.stack([good[sender][:split] for sender in members])
+            result[:split] = self._parameters(members, rows, weight)
+            good = {sender: values for sender, values in good.items() if sender not in self._out}
+        if split < flat.numel() and good:
+            result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()}, flat[split:])
+        return result.view_as(own)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """One for each sender that did not count, or counted much less."""
+        found = [Verdict(self._senders[sender], "dropped", why) for sender, why in sorted(self._out.items())]
+        for sender, ratio in sorted(self._longest.items()):
+            if sender not in self._out and ratio > _NOTED_LENGTH:
+                why = f"was {ratio:.1f} times longer than the group's median"
+                found.append(Verdict(self._senders[sender], "clipped", why))
+        return tuple(found)
+
+    def _drop(self, sender: int, why: str) -> None:
+        self._out.setdefault(sender, why)
+
+    def _trusted(self, sender: int) -> bool:
+        return self._senders[sender] in self._limits.trusted
+
+    def _believed(self, members: list[int]) -> dict[int, float]:
+        """How much each counts; without those whose claim is no accident."""
+        if not members:
+            return {}
+        usual = _median([self._claims[sender] for sender in self._reference(members)])
+        believed: dict[int, float] = {}
+        for sender in members:
+            claim = self._claims[sender]
+            if self._trusted(sender) or len(members) == 1:
+                believed[sender] = claim
+                continue
+            seen = self._limits.possible.get(self._senders[sender])
+            # Who has said nothing about its speed yet counts as the others do.
+            possible = usual if seen is None else min(_SPEED_SLACK * seen, LARGEST_SHARE * usual)
+            if claim > _GROSS_CLAIM * max(possible, usual):
+                self._drop(sender, f"claims {claim:.3g} samples, {max(possible, usual):.3g} are possible")
+            else:
+                believed[sender] = min(claim, possible)
+        return believed
+
+    def _reference(self, members: list[int]) -> list[int]:
+        """Whom the others are measured by: all, if there can be a majority."""
+        if len(members) > 2:
+            return members
+        return [sender for sender in members if self._trusted(sender)] or members
+
+    def _parameters(self, members: list[int], rows: Tensor, weight: Mapping[int, float]) -> Tensor:
+        products = (rows @ rows.T).double()
+        where = torch.tensor(members)
+        self._products[where[:, None], where] += products
+        self._seen += rows.shape[1]
+        self._judge_lengths(members, weight)
+        self._judge_directions([sender for sender in members if sender not in self._out])
+        kept = [index for index, sender in enumerate(members) if sender not in self._out]
+        if not kept:
+            return torch.zeros(rows.shape[1])
+        lengths = products.diagonal().sqrt()
+        norm = {members[index]: float(lengths[index]) for index in kept}
+        allowed = self._allowed(norm, weight)
+        factors = torch.zeros(len(members))
+        total = sum(weight[sender] for sender in norm)
+        for index in kept:
+            sender = members[index]
+            clip = min(1.0, allowed[sender] / norm[sender]) if norm[sender] else 1.0
+            factors[index] = weight[sender] / total * clip
+        return factors[kept] @ rows[kept]
+
+    def _allowed(self, norm: Mapping[int, float], weight: Mapping[int, float]) -> dict[int, float]:
+        """How long each contribution may be: the median, and in proportion for who has trained on more samples."""
+        reference = self._reference([sender for sender in norm if norm[sender] > 0.0])
+        if not reference:
+            return dict.fromkeys(norm, 0.0)
+        usual, work = _median([norm[sender] for sender in reference]), _median([weight[sender] for sender in reference])
+        return {sender: usual * max(1.0, weight[sender] / work) for sender in norm}
+
+    def _judge_lengths(self, members: list[int], weight: Mapping[int, float]) -> None:
+        norm = {sender: math.sqrt(float(self._products[sender, sender])) for sender in members}
+        for sender, allowed in self._allowed(norm, weight).items():
+            ratio = norm[sender] / allowed if allowed else 0.0
+            self._longest[sender] = max(ratio, self._longest.get(sender, 0.0))
+            if ratio > _GROSS_LENGTH:
+                self._drop(sender, f"was {ratio:.3g} times longer than the group's median")
+
+    def _judge_directions(self, members: list[int]) -> None:
+        members = [sender for sender in members if self._products[sender, sender] > 0.0]
+        where = torch.tensor(members)
+        products = self._products[where[:, None], where] if members else torch.zeros(0, 0)
+        lengths = products.diagonal().sqrt()
+        cosines = (products / lengths[:, None] / lengths).tolist()
+        chance = 3.0 / math.sqrt(max(self._seen, 1))  # of vectors that have nothing to do with one another
+        if len(members) == 2:
+            for one, other in ((0, 1), (1, 0)):
+                against = cosines[0][1] < -(_AGAINST_OF_TWO + chance)
+                if against and self._trusted(members[one]) and not self._trusted(members[other]):
+                    self._drop(members[other], f"points against the owner's side (cosine {cosines[0][1]:.2f})")
+        elif len(members) > 2:
+            # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
+            typical = [-_median([-value for j, value in enumerate(row) if j != i]) for i, row in enumerate(cosines)]
+            if _median(typical) >= _AGREEMENT:
+                for sender, cosine in zip(members, typical, strict=True):
+                    if cosine < -(_AGAINST + chance):
+                        self._drop(sender, f"points against the others (cosine {cosine:.2f})")
+
+    def _buffers(self, values: Mapping[int, Tensor], own: Tensor) -> Tensor:
+        if len(values) < 3:
+            trusted = [part for sender, part in values.items() if self._trusted(sender)]
+            return torch.stack(trusted or list(values.values())).mean(0)
+        ordered = torch.stack(list(values.values())).sort(0).values
+        middle = len(values) // 2
+        return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _median(values: Sequence[float]) -> float:
+    """The lower one, of an even number: an honest peer's, if at least half are honest."""
+    return sorted(values)[(len(values) - 1) // 2]
