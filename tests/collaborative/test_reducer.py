@@ -39,16 +39,21 @@ def vectors(count: int) -> list[Tensor]:
     return [common + torch.randn(sum(SIZES), generator=generator) for _ in range(count)]
 
 
+def cut(vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Into two parts, as hivemind does."""
+    return vector[: SIZES[0]], vector[SIZES[0] :]
+
+
 def reducer(senders: int) -> tuple[ScreeningReducer, Screen]:
     from trainkit.collaborative.reducer import ScreeningReducer
 
-    own = torch.zeros(sum(SIZES)).split(list(SIZES))
+    own = cut(torch.zeros(sum(SIZES)))
     screen = Screen("abcd"[:senders], LIMITS, sum(SIZES))
     return ScreeningReducer(own, senders, screen), screen
 
 
 async def send(to: ScreeningReducer, sender: int, vector: Tensor, weight: float = 10.0) -> Tensor:
-    parts = vector.split(list(SIZES))
+    parts = cut(vector)
     return torch.cat([await to.accumulate_part(sender, i, part, weight) for i, part in enumerate(parts)])
 
 
@@ -93,13 +98,13 @@ def test_a_sender_that_goes_away_in_the_middle_has_had_its_say_until_then() -> N
     async def round_of() -> list[Tensor]:
         to, _ = reducer(3)
         honest = [asyncio.ensure_future(send(to, i, vector)) for i, vector in enumerate(sent[:2])]
-        await to.accumulate_part(2, 0, sent[2].split(list(SIZES))[0], 10.0)
+        await to.accumulate_part(2, 0, cut(sent[2])[0], 10.0)
         to.on_sender_failed(2)
         return list(await asyncio.gather(*honest))
 
     average = in_time(round_of())[0]
-    first, second = average.split(list(SIZES))
-    halves = [vector.split(list(SIZES)) for vector in sent]
+    first, second = cut(average)
+    halves = [cut(vector) for vector in sent]
     assert float((first - (halves[0][0] + halves[1][0] + halves[2][0]) / 3).norm() / first.norm()) < 0.05
     assert float((second - (halves[0][1] + halves[1][1]) / 2).norm() / second.norm()) < 0.05
 

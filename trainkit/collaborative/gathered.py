@@ -13,7 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 # What is known today takes 1.2 kB.
 _LONGEST = 4096
-NODE, CLIENT, AUX = 0, 1, 2
+Mode = Literal[0, 1, 2]
+NODE: Mode = 0
+CLIENT: Mode = 1
+AUX: Mode = 2
 """hivemind's ``AveragingMode``: averages for others and trains; only trains; only averages for others."""
 
 Rate = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
@@ -37,7 +40,7 @@ class Gathered:
     """What hivemind needs of a peer, and what the peer says."""
 
     bandwidth: float | None
-    mode: Literal[0, 1, 2]
+    mode: Mode
     about: About
 
 

@@ -54,7 +54,7 @@ class ScreeningReducer(TensorPartReducer):  # type: ignore[misc]
         """Average as soon as nobody is missing."""
         if self.current_part_accumulated_from == self.num_current_senders:
             own = self._own[self.current_part_index]
-            average = self._screen.average(own.storage_offset(), self._arrived, self._weights, own)
+            average = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
             self._arrived, self._weights = {}, {}
             self.current_part_future.set_result(average)
             self.reset_accumulators()
