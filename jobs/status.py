@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jobs import cli, elsewhere
 from jobs.forecasting import GOING_ON, forecast_of, words
@@ -85,7 +85,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(f"No runs in {root}, and none submitted from elsewhere. Start one: python -m jobs.submit ddp")
         return 0
     if args.watch:
-        return _watch(runs, root)
+        _watch(runs, root)
     ages: list[float] = []
     shown = look(runs, root, aged=ages.append)
     asked = time.time() - max(ages, default=0.0)
@@ -159,28 +159,20 @@ def _words(error: TrainkitError) -> str:
     return f"{error.what} {error.why}"
 
 
-def _watch(runs: Sequence[RunDir], root: Path) -> int:
+def _watch(runs: Sequence[RunDir], root: Path) -> NoReturn:
     """Until Ctrl-C: progress from the records, which cost a scheduler nothing, and its word now and then."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
     states: dict[Path, JobState] | None = None
-    asked, before = 0.0, ""
-    console = Console()
-    with Live(console=console, auto_refresh=False, transient=False) as live:
-        while True:
-            if time.monotonic() - asked >= ASK_SECONDS:
-                states, asked = None, time.monotonic()
-            shown = look(runs, root, states)
-            states = {item.run.path: item.state for item in shown}
-            text = "\n".join(_table(shown))
-            if console.is_terminal:
-                live.update(Text(text), refresh=True)  # and not Rich's own markup: [red] may be a name
-            elif text != before:
-                print(text, flush=True)
-                before = text
-            time.sleep(LOOK_SECONDS)
+    asked = 0.0
+
+    def text() -> str:
+        nonlocal states, asked
+        if time.monotonic() - asked >= ASK_SECONDS:
+            states, asked = None, time.monotonic()
+        shown = look(runs, root, states)
+        states = {item.run.path: item.state for item in shown}
+        return "\n".join(_table(shown))
+
+    terminal.watch(text, every=LOOK_SECONDS)
 
 
 def _table(shown: Sequence[Shown]) -> list[str]:

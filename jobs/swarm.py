@@ -7,14 +7,15 @@ status   peers, rounds and loss of a swarm: at an address, of a run, or of the n
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jobs import cli
+from trainkit import terminal
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
@@ -22,8 +23,8 @@ from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, next_path, runs_root
 from trainkit.records.secrets import refuse_settings
 
-if TYPE_CHECKING:
-    from trainkit.collaborative.swarm import View
+WATCH_SECONDS = 2.0
+"""How often ``status --watch`` asks."""
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -110,39 +111,22 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
 def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("swarm status", "Peers, rounds and loss of a swarm.")
     parser.add_argument("swarm", nargs="?", metavar="ADDRESS|RUN", help="default: the newest swarm of this folder")
+    parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="an object, for programs")
+    parser.add_argument("--leaderboard", action="store_true", help="who has contributed how much")
     args = parser.parse_args(argv)
-    from trainkit.collaborative.swarm import look
+    if args.watch and args.json:
+        raise UserError("--watch and --json do not go together.", why="An object has an end.", fix="Use one.")
+    from trainkit.collaborative import shown
+    from trainkit.collaborative.swarm import looking
 
-    print("\n".join(status_lines(look(args.swarm, env))))
+    lines = shown.leaderboard_lines if args.leaderboard else shown.status_lines
+    with looking(args.swarm, env) as look:
+        if args.watch:
+            terminal.watch(lambda: "\n".join(lines(look())), every=WATCH_SECONDS)
+        view = look()
+    print(json.dumps(shown.as_object(view), indent=2, allow_nan=False) if args.json else "\n".join(lines(view)))
     return 0
-
-
-def status_lines(view: View) -> list[str]:
-    """The text of ``status``."""
-    state = "running" if view.running else "not running"
-    loss = f", loss {view.loss:.4f}" if view.loss is not None else ""
-    lines = [f"{view.name}: {state}, round {view.round}/{view.rounds}, {len(view.peers)} peers{loss}"]
-    if view.peers:
-        width = max(len("peer"), *(len(row.name) for row in view.peers))
-        lines.append(f"  {'peer':{width}}  id        round  group  samples  samples/s    loss  seen")
-        for row in view.peers:
-            lines.append(
-                f"  {row.name:{width}}  ..{row.peer[-6:]}  {row.round:5}  {row.group or 'alone':>5}  {row.samples:7}  "
-                f"{row.samples_per_sec:9,.0f}  {row.loss:6.4f}  {row.seconds_ago:.0f} s ago"
-            )
-    if view.history:
-        lines.append("  round  peers  train loss  val loss  val acc1")
-        for record in view.history:
-            lines.append(
-                f"  {record.get('round', '?'):>5}  {_cell(record.get('peers'), 'd'):>5}  "
-                f"{_cell(record.get('train_loss'), '.4f'):>10}  {_cell(record.get('loss'), '.4f'):>8}  "
-                f"{_cell(record.get('acc1'), '.2f'):>8}"
-            )
-    return lines
-
-
-def _cell(value: object, spec: str) -> str:
-    return format(value, spec) if isinstance(value, int | float) else "-"
 
 
 if __name__ == "__main__":

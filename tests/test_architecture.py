@@ -86,6 +86,7 @@ ENVIRONMENT = {
     "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",
     "trainkit.models.libraries": "HF_HOME: to tell the user where weights are looked for",
     "trainkit.collaborative.processes": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
+    "trainkit.collaborative.light": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
 }
 
 ERRORS = {"UserError", "RefusedError", "SchedulerError", "RunFailedError", "TrainkitError"}

@@ -11,9 +11,10 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 # ESC and its C1 twin open CSI (colours, cursor), OSC, DCS, SOS, PM, APC (strings up to BEL or ST), and short sequences.
 _SEQUENCE = re.compile(
@@ -57,7 +58,12 @@ def for_reader(command: str) -> str:
 
 
 def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = (), *, dispensable: Sequence[str] = ()
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+    *,
+    dispensable: Sequence[str] = (),
+    indent: int = 0,
 ) -> list[str]:
     """Lines of a table. What is in it is never cut, for a name that is cut cannot be typed.
 
@@ -68,9 +74,10 @@ def table(
         header: names of the columns.
         rows: cells as `one_line` gives them.
         notes: one for each row; may be empty.
+        indent: columns that the caller will put before every line.
     """
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    room = shutil.get_terminal_size().columns - indent if sys.stdout.isatty() else sys.maxsize
     shown = list(range(len(header)))
     for name in dispensable:
         if sum(widths[column] + 2 for column in shown) - 2 > room:
@@ -83,6 +90,24 @@ def table(
         else:
             text += [line.rstrip(), *textwrap.wrap(note, room, initial_indent="    ", subsequent_indent="    ")]
     return text
+
+
+def watch(text: Callable[[], str], *, every: float) -> NoReturn:
+    """Show ``text`` anew every so many seconds, until Ctrl-C; a pipe gets it whenever it has changed."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console, before = Console(), ""
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            now = text()
+            if console.is_terminal:
+                live.update(Text(now), refresh=True)  # and not Rich's own markup: [red] may be a name
+            elif now != before:
+                print(now, flush=True)
+                before = now
+            time.sleep(every)
 
 
 def age(seconds: float) -> str:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from jobs.swarm import status_lines
-from trainkit.collaborative.swarm import PeerRow, View
 from trainkit.config.loading import load, to_yaml
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
@@ -61,19 +59,6 @@ def test_a_run_that_is_no_swarm_is_said_to_be_none(command: Command, tmp_path: P
     assert (done.code, done.err.splitlines()[0]) == (2, "ddp-0001 is not a swarm.")
 
 
-def test_status_shows_peers_rounds_and_loss() -> None:
-    rows = (
-        PeerRow("anna", "QmAnna12345", 4, 2, 640, 1234.5, 0.25, 3.2),
-        PeerRow("bo", "QmBo1234567", 3, 0, 64, 10.0, 2.5, 9.0),
-    )
-    assert status_lines(View("hivemind-0001", 5, 15, True, rows, 0.4545)) == [
-        "hivemind-0001: running, round 5/15, 2 peers, loss 0.4545",
-        "  peer  id        round  group  samples  samples/s    loss  seen",
-        "  anna  ..a12345      4      2      640      1,234  0.2500  3 s ago",
-        "  bo    ..234567      3  alone       64         10  2.5000  9 s ago",
-    ]
-
-
 @pytest.mark.swarm
 def test_a_swarm_that_does_not_answer_is_shown_from_its_records(command: Command, tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "runs" / "hivemind-0001", to_yaml(load("hivemind").config))
@@ -88,7 +73,7 @@ def test_a_swarm_that_does_not_answer_is_shown_from_its_records(command: Command
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRAINKIT_RUNS": str(run.path.parent)},
     )  # fmt: skip
     assert done.stdout.splitlines() == [
-        "hivemind-0001: not running, round 1/15, 0 peers, loss 1.5000",
+        "hivemind-0001: not running, round 1/15, 0 peers, loss 1.5000, val acc1 61.50 %",
         "  round  peers  train loss  val loss  val acc1",
-        "      1      3      1.5000    1.2500     61.50",
+        "  1      3      1.5000      1.2500    61.50",
     ]

@@ -57,6 +57,15 @@ def peer_of(address: str) -> str:
     return address.rsplit("/p2p/", 1)[1]
 
 
+def nobody_answers(address: str) -> UserError:
+    """What is to be said when the peer at ``address`` does not answer."""
+    return UserError(
+        f"Nobody of the swarm answers at {address}.",
+        why="The run is over, the address is mistyped, or a firewall is between.",
+        fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
+    )
+
+
 def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list[str]:
     """Addresses in the order in which others should try them: public ones, private ones, this machine only.
 

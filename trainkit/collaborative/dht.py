@@ -17,9 +17,18 @@ from typing import Any
 import hivemind
 
 from trainkit.collaborative import address, processes
-from trainkit.collaborative.messages import PROTOCOL, Manifest, Progress, manifests_in, progress_in
-from trainkit.collaborative.trust import MANIFEST, PROGRESS, Identity
-from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
+from trainkit.collaborative.messages import (
+    Manifest,
+    Progress,
+    credit_record,
+    manifest_of,
+    manifests_in,
+    no_run_at,
+    progress_in,
+)
+from trainkit.collaborative.trust import CREDITS, MANIFEST, PROGRESS, Identity
+from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.records.contributions import Contribution
 
 _START_SECONDS = 20.0
 _READ_SECONDS = 5.0
@@ -56,6 +65,10 @@ class SwarmDHT:
     def publish_progress(self, progress: Progress, seconds: float) -> None:
         """Store this peer's progress for so many seconds; does not wait."""
         self._store(PROGRESS, asdict(progress), seconds, wait=False)
+
+    def publish_credits(self, contributions: Sequence[Contribution], seconds: float) -> None:
+        """Store who has contributed how much, by this peer's account; does not wait."""
+        self._store(CREDITS, credit_record(contributions), seconds, wait=False)
 
     def manifests(self) -> dict[str, Manifest]:
         """Creator's peer id -> manifest."""
@@ -169,39 +182,16 @@ def open_dht(
 
 
 def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0) -> Manifest:
-    """The manifest of the swarm that was joined through ``peers``.
+    """The manifest of the swarm that was joined through ``peers``, as `manifest_of` chooses it.
 
-    It is the one signed by the peer that an address names; or the only one there is, if the address is that of another
-    member.
-
-    Raises:
-        UserError: there is none in time, it is not clear whose, or it comes from another version of trainkit.
+    Raises UserError as well when there is none in time.
     """
     deadline = time.monotonic() + seconds
     while not (found := dht.manifests()):
         if time.monotonic() > deadline:
-            raise UserError(
-                f"No run at {peers[0]}.",
-                why="A peer answers there, but it knows of no trainkit run: not started yet, or over.",
-                fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
-            )
+            raise no_run_at(peers[0])
         time.sleep(0.5)
-    named = [found[peer] for peer in map(address.peer_of, peers) if peer in found]
-    candidates = named or list(found.values())
-    if len(candidates) > 1 and not named:
-        raise UserError(
-            f"{len(candidates)} runs at {peers[0]}, and none is of that peer.",
-            why="Somebody has published a manifest of their own in this swarm.",
-            fix="Join by the address of the run's creator.",
-        )
-    manifest = candidates[0]
-    if manifest.protocol != PROTOCOL:
-        raise RefusedError(
-            f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
-            why=f"Its creator has trainkit {manifest.versions.get('trainkit', 'of unknown version')}.",
-            fix="Install the creator's version.",
-        )
-    return manifest
+    return manifest_of(found, peers)[1]
 
 
 def _check_listening(host: str, port: int) -> None:
@@ -243,11 +233,7 @@ def _explain(error: Exception, peers: Sequence[str]) -> TrainkitError:
             fix="Leave --identity out, or give every peer its own file.",
         )
     if peers:
-        return UserError(
-            f"Nobody of the swarm answers at {peers[0]}.",
-            why="The run is over, the address is mistyped, or a firewall is between.",
-            fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
-        )
+        return address.nobody_answers(peers[0])
     return RunFailedError(
         "The peer-to-peer daemon of hivemind did not start.",
         why=f"{text.strip().splitlines()[-1][:200]}.",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.collaborative.trust import peer_id_of
+from trainkit.collaborative import address
+from trainkit.errors import RefusedError, UserError
+from trainkit.records.contributions import Contribution, typed
 
 PROTOCOL = 1
 
@@ -63,8 +66,62 @@ def progress_in(found: Any) -> dict[str, Progress]:
     return {peer: Progress(**value) for peer, value in _records(found).items()}
 
 
+def credits_in(found: Any) -> dict[str, list[Contribution]]:
+    """Peer id -> who has contributed how much by its account, of what the DHT returned for `trust.CREDITS`."""
+    return {
+        peer: typed([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
+        for peer, value in _records(found).items()
+    }
+
+
+def credit_record(contributions: Sequence[Contribution]) -> dict[str, Any]:
+    """What `credits_in` reads; of many names the first ones."""
+    return {"rows": [[getattr(item, key) for key in _CREDIT] for item in contributions[:MOST_CREDITED]]}
+
+
+MOST_CREDITED = 200
+_CREDIT = ("name", "rounds", "samples", "seconds", "bytes")
+
+
+def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[str, Manifest]:
+    """Of the manifests in a swarm that was reached at ``peers``, that of the run, and its creator's id.
+
+    It is the one signed by the peer that an address names; or the only one there is, if the address is that of another
+    member.
+
+    Raises UserError when it is not clear whose, RefusedError when it comes from another version of trainkit.
+    """
+    named = [(peer, found[peer]) for peer in map(address.peer_of, peers) if peer in found]
+    candidates = named or list(found.items())
+    if len(candidates) > 1 and not named:
+        raise UserError(
+            f"{len(candidates)} runs at {peers[0]}, and none is of that peer.",
+            why="Somebody has published a manifest of their own in this swarm.",
+            fix="Join by the address of the run's creator.",
+        )
+    creator, manifest = candidates[0]
+    if manifest.protocol != PROTOCOL:
+        raise RefusedError(
+            f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
+            why=f"Its creator has trainkit {manifest.versions.get('trainkit', 'of unknown version')}.",
+            fix="Install the creator's version.",
+        )
+    return creator, manifest
+
+
+def no_run_at(peer: str) -> UserError:
+    """Nobody there has a manifest."""
+    return UserError(
+        f"No run at {peer}.",
+        why="A peer answers there, but it knows of no trainkit run: not started yet, or over.",
+        fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
+    )
+
+
 def _records(found: Any) -> dict[str, dict[str, Any]]:
     """Peer id -> record. Shapes and signatures have been checked by the DHT's validators."""
+    from trainkit.collaborative.trust import peer_id_of  # which needs hivemind; the messages themselves do not
+
     records: dict[str, dict[str, Any]] = {}
     if found is not None and isinstance(found.value, dict):
         for subkey, entry in found.value.items():

@@ -1,30 +1,49 @@
-"""A swarm seen from outside: its run, its peers, what they have reached."""
+"""A swarm seen from outside: its run, its peers, what they have reached, and who has contributed how much."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.collaborative import address, processes
+from trainkit import terminal
+from trainkit.collaborative import address, reader
+from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.peer import ADDRESS_FILE
 from trainkit.errors import TrainkitError, UserError
+from trainkit.records import reading
+from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir, find_run, list_runs, runs_root
+
+if TYPE_CHECKING:
+    from trainkit.collaborative.messages import Manifest, Progress
+
+# A stranger may publish as many records as it likes, each under a key of its own.
+_MOST_PEERS = 5000
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """One line of the table."""
+    """What a peer says of its last round, as far as it can be. None: it has not said so, or nonsense."""
 
     name: str
     peer: str
+    role: Literal["creator", "public", "client"]
+    """Others reach a public one; a client only calls out, as behind a router."""
     round: int
     group: int
+    parts: int
+    """Parts of the average that reached it, of so many ``expected``; 0 of 0: not said."""
+    expected: int
     samples: int
-    samples_per_sec: float
-    loss: float
+    samples_per_sec: float | None
+    loss: float | None
+    sent: int
+    """Bytes, for the last round."""
+    received: int
     seconds_ago: float
 
 
@@ -39,29 +58,54 @@ class View:
     peers: tuple[PeerRow, ...]
     loss: float | None
     """Mean over the peers' samples of their last round."""
+    val: Mapping[str, float | None]
+    """``loss`` and ``acc1`` of the last validation of the common model, by its creator."""
+    contributions: tuple[Contribution, ...] = ()
+    """By the account of the run's creator, most samples first."""
     history: tuple[Mapping[str, Any], ...] = ()
     """Last validation records, of a run in a folder here."""
 
+    @property
+    def samples_per_sec(self) -> float:
+        """Of all peers together."""
+        return sum(row.samples_per_sec or 0.0 for row in self.peers)
 
-def look(reference: str | None, env: Mapping[str, str]) -> View:
-    """The swarm at an address, of a run, or of the newest run here that has one.
+
+@contextmanager
+def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[[], View]]:
+    """Reach the swarm at an address, of a run, or of the newest run here that has one. Each call looks anew.
 
     Raises:
         UserError: nobody answers at the address, or there is no such run.
     """
-    if reference is not None and address.looks_like(reference):
-        address.check(reference)
-        return _ask([reference], None)
-    run_dir = find_run(reference, env) if reference is not None else _newest(env)
-    file = run_dir.path / ADDRESS_FILE
-    if not file.is_file():
-        raise UserError(
-            f"{run_dir.name} is not a swarm.", why=f"It has no {ADDRESS_FILE}.", fix="`python -m jobs.status` shows it."
-        )
-    try:
-        return _ask(file.read_text(encoding="utf-8").split(), run_dir)
-    except TrainkitError:
-        return _from_records(run_dir)
+    with ExitStack() as held:
+        if reference is not None and address.looks_like(reference):
+            address.check(reference)
+            asked = held.enter_context(reader.open_reader([reference]))
+            yield lambda: view_of(asked.read(), [reference], None)
+            return
+        run_dir = find_run(reference, env) if reference is not None else _newest(env)
+        file = run_dir.path / ADDRESS_FILE
+        if not file.is_file():
+            raise UserError(
+                f"{run_dir.name} is not a swarm.",
+                why=f"It has no {ADDRESS_FILE}.",
+                fix="`python -m jobs.status` shows it.",
+            )
+        addresses = file.read_text(encoding="utf-8").split()
+        try:
+            asked = held.enter_context(reader.open_reader(addresses))
+        except TrainkitError:
+            yield lambda: _from_records(run_dir)
+            return
+
+        def look() -> View:
+            try:
+                return view_of(asked.read(), addresses, run_dir)
+            except TrainkitError:  # it has ended since
+                return _from_records(run_dir)
+
+        yield look
 
 
 def _newest(env: Mapping[str, str]) -> RunDir:
@@ -76,42 +120,67 @@ def _newest(env: Mapping[str, str]) -> RunDir:
     return swarms[-1]
 
 
-def _ask(addresses: Sequence[str], run_dir: RunDir | None) -> View:
-    processes.require_hivemind()
-    from trainkit.collaborative import trust
-    from trainkit.collaborative.clock import RoundClock
-    from trainkit.collaborative.dht import open_dht, read_manifest
-    from trainkit.collaborative.settings import adapted
+def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None) -> View:
+    """What is shown of what a swarm has published.
 
-    with trust.identity() as identity, open_dht(identity, peers=addresses) as dht:
-        manifest = read_manifest(dht, addresses)
-        peers = dht.progress()
-    collaborative = adapted(manifest.config, (), allow_code=True).collaborative
-    clock = RoundClock(collaborative.round_seconds, manifest.first_round, collaborative.rounds)
-    now = time.time()
-    rows = tuple(
-        PeerRow(
-            name=own.name,
-            peer=peer,
-            round=own.round + 1,
-            group=own.group,
-            samples=own.samples,
-            samples_per_sec=own.samples_per_sec,
-            loss=own.loss,
-            seconds_ago=max(0.0, now - own.time),
-        )
-        for peer, own in sorted(peers.items(), key=lambda item: item[1].name)
-    )
-    samples = sum(row.samples for row in rows)
+    Raises UserError when it is not clear which run it is.
+    """
+    from trainkit.collaborative.messages import manifest_of
+
+    creator, manifest = manifest_of(told.manifests, addresses)
+    seconds, rounds = _lengths(manifest)
+    clock, now = RoundClock(seconds, manifest.first_round, rounds), time.time()
+    rows = [_row(peer, own, creator, now) for peer, own in list(told.progress.items())[:_MOST_PEERS]]
+    rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
+    heard = [row for row in rows if row.loss is not None]
+    samples = sum(row.samples for row in heard)
+    validated = told.progress.get(creator)
     return View(
-        name=manifest.name,
+        name=terminal.one_line(manifest.name, 128),
         round=min(clock.index(now) + 1, clock.count),
         rounds=clock.count,
         running=not manifest.stopped and now < clock.end,
-        peers=rows,
-        loss=sum(row.loss * row.samples for row in rows) / samples if samples else None,
+        peers=tuple(rows),
+        loss=sum((row.loss or 0.0) * row.samples for row in heard) / samples if samples else None,
+        val={"loss": _number(validated and validated.val_loss), "acc1": _number(validated and validated.val_acc1)},
+        # Anybody may publish such an account: only the creator's own counts.
+        contributions=tuple(told.contributions.get(creator, ())),
         history=_history(run_dir) if run_dir else (),
     )
+
+
+def _lengths(manifest: Manifest) -> tuple[float, int]:
+    from trainkit.collaborative.settings import adapted
+
+    collaborative = adapted(manifest.config, (), allow_code=True).collaborative
+    return collaborative.round_seconds, collaborative.rounds
+
+
+def _row(peer: str, own: Progress, creator: str, now: float) -> PeerRow:
+    """Every field is a stranger's: of its type by the DHT's validators, and nothing more."""
+    return PeerRow(
+        name=terminal.one_line(own.name, 64),
+        peer=peer,
+        role="creator" if peer == creator else "client" if own.client else "public",
+        round=_count(own.round) + 1,
+        group=_count(own.group),
+        parts=_count(own.parts),
+        expected=_count(own.expected),
+        samples=_count(own.samples),
+        samples_per_sec=_number(own.samples_per_sec),
+        loss=_number(own.loss),
+        sent=_count(own.sent),
+        received=_count(own.received),
+        seconds_ago=max(0.0, now - own.time) if reading.is_time(own.time) else 0.0,
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if reading.is_number(value) and abs(value) < 1e12 else None
+
+
+def _count(value: int) -> int:
+    return value if 0 <= value < 10**15 else 0
 
 
 def _from_records(run_dir: RunDir) -> View:
@@ -120,15 +189,18 @@ def _from_records(run_dir: RunDir) -> View:
 
     records = read_metrics(run_dir, "train")
     last = records[-1] if records else {}
-    rounds = load(str(run_dir.config)).config.collaborative.rounds
+    history = _history(run_dir)
+    validated = history[-1] if history else {}
     return View(
         name=run_dir.name,
         round=int(last.get("round") or 0),
-        rounds=rounds,
+        rounds=load(str(run_dir.config)).config.collaborative.rounds,
         running=False,
         peers=(),
         loss=last.get("loss"),
-        history=_history(run_dir),
+        val={key: _number(validated.get(key)) for key in ("loss", "acc1")},
+        contributions=tuple(Contributions.of(run_dir).best_first()),
+        history=history,
     )
 
 

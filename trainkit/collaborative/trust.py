@@ -27,7 +27,7 @@ from pydantic import v1
 
 from trainkit.errors import UserError
 
-MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
+MANIFEST, PROGRESS, CREDITS = "trainkit_manifest", "trainkit_progress", "trainkit_credits"
 
 _Text = v1.constr(strict=True, max_length=128)
 _Count = v1.conint(strict=True, ge=0)
@@ -67,9 +67,17 @@ class _ProgressRecord(v1.BaseModel):
     val_acc1: v1.confloat(strict=True, ge=0.0, le=100.0) | None = None  # type: ignore[valid-type]
 
 
+class _CreditsRecord(v1.BaseModel):
+    """Who has contributed how much, by the account of whoever answers for the run: name, rounds, samples, seconds,
+    bytes."""
+
+    rows: v1.conlist(tuple[_Text, _Count, _Number, _Number, _Count], max_items=200)  # type: ignore[valid-type]
+
+
 class _Records(v1.BaseModel):
     trainkit_manifest: dict[BytesWithPublicKey, _ManifestRecord]
     trainkit_progress: dict[BytesWithPublicKey, _ProgressRecord]
+    trainkit_credits: dict[BytesWithPublicKey, _CreditsRecord]
 
 
 @dataclass(frozen=True)
