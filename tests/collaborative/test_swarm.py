@@ -47,7 +47,9 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_
 
     status = commands.start("swarm", "status", address)
     assert status.ends() == 0, status.output
-    assert re.search(r"hivemind-0001: running, round \d+/24, \d peers, loss \d", status.output)
+    assert re.search(
+        r"hivemind-0001: running, round \d+/24, \d peers, [\d,]+ samples/s, loss \d.*, val acc1 \d", status.output
+    )
     assert all(name in status.output for name in ("creator", "second", "late"))
 
     assert [peer.ends(150) for peer in (creator, second, late)] == [0, 0, 0]

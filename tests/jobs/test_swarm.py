@@ -68,12 +68,18 @@ def test_a_swarm_that_does_not_answer_is_shown_from_its_records(command: Command
     jsonl.append(run.metrics, {**where, "split": "train", "loss": 1.5, "peers": 3})
     jsonl.append(run.metrics, {**where, "split": "val", "loss": 1.25, "acc1": 61.5})
     # Not in this process: hivemind starts threads and processes that do not belong into the test's own.
+    code = (
+        "import sys, runpy; sys.argv = ['swarm', 'status']\n"
+        "try: runpy.run_module('jobs.swarm', run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'hivemind') if m in sys.modules])"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.swarm", "status"], capture_output=True, text=True, check=True, cwd=tmp_path,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRAINKIT_RUNS": str(run.path.parent)},
     )  # fmt: skip
     assert done.stdout.splitlines() == [
         "hivemind-0001: not running, round 1/15, 0 peers, loss 1.5000, val acc1 61.50 %",
         "  round  peers  train loss  val loss  val acc1",
         "  1      3      1.5000      1.2500    61.50",
+        "0 ['hivemind']",  # in a second: without torch
     ]

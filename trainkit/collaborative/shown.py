@@ -24,7 +24,11 @@ _MOST_SHOWN = 100
 def status_lines(view: View) -> list[str]:
     """The text of ``status``."""
     state = "running" if view.running else "not running"
-    words = [f"{view.name}: {state}", f"round {view.round}/{view.rounds}", f"{len(view.peers)} peers"]
+    words = [
+        f"{view.name}: {state}",
+        f"round {view.round}/{view.rounds}",
+        f"{len(view.peers)} peer{'s' * (len(view.peers) != 1)}",
+    ]
     words += [f"{view.samples_per_sec:,.0f} samples/s"] if view.peers else []
     words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
     acc1, loss = view.val.get("acc1"), view.val.get("loss")

@@ -14,6 +14,7 @@ from typing import Any
 
 from trainkit import terminal
 from trainkit.records import reading
+from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 
 MOST_NAMES = 10_000
@@ -82,10 +83,8 @@ class Contributions:
 
     def write(self, run: RunDir) -> None:
         """Write the file anew; a reader finds it whole. Raises OSError."""
-        file = file_of(run)
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text(json.dumps({"contributions": self.rows()}, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(file)
+        with replacing(file_of(run)) as partial:
+            partial.write_text(json.dumps({"contributions": self.rows()}, allow_nan=False) + "\n", encoding="utf-8")
 
     def rows(self, most: int = MOST_NAMES + 1) -> list[dict[str, Any]]:
         """As plain values, best first."""
