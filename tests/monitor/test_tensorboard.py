@@ -90,12 +90,15 @@ def test_its_checksums_are_those_that_tensorboard_verifies(run_dir: RunDir) -> N
     assert events == 5
 
 
-def test_writing_needs_no_import_of_tensorboard(run_dir: RunDir) -> None:
-    code = "import sys; from pathlib import Path; from trainkit.monitor import tensorboard as it; "
+def test_writing_imports_neither_tensorflow_nor_boto3_where_they_are_installed(run_dir: RunDir) -> None:
+    for name in ("tensorflow", "boto3"):
+        (run_dir.path / f"{name}.py").write_text("")
+    code = f"import sys; sys.path.insert(0, {str(run_dir.path)!r}); "
+    code += "from pathlib import Path; from trainkit.monitor import tensorboard as it; "
     code += "from trainkit.config.schema import Config; from trainkit.monitor.base import Start; "
     code += "from trainkit.records.rundir import RunDir; "
     code += f"it.build(RunDir(Path({str(run_dir.path)!r})), Config(), Start(total_steps=1)).close(); "
-    code += "print([name for name in ('torch', 'tensorboard') if name in sys.modules])"
+    code += "print([name for name in ('torch', 'tensorflow', 'boto3') if name in sys.modules]); import boto3"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
