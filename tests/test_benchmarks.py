@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.benchmarks.__main__ import BEGIN, END, write
-from tests.benchmarks.measuring import CONTROL, against
+from tests.benchmarks.measuring import CONTROL, against, ratios, take_turns
 from tests.benchmarks.processes import measured
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,36 @@ def test_how_many_times_as_fast_is_the_inverse_of_the_times_ratio() -> None:
     figure = against(times, "own", what="it", at_least=2.5, faster=True)
     assert figure.figure.startswith("3.00 x (2.00 x to 4.00 x")
     assert figure.met
+
+
+def test_an_arm_that_takes_part_once_is_compared_with_that_round() -> None:
+    turns: list[str] = []
+
+    def arm(name: str, seconds: float) -> Callable[[], float]:
+        def measure() -> float:
+            turns.append(name)
+            return seconds * (9 if len(turns) > 4 else 1)  # another round, of a slower machine
+
+        return measure
+
+    times = take_turns({"first": arm("first", 1.0), "own": arm("own", 2.0)}, 2, once={"peer": arm("peer", 3.0)})
+    assert turns == ["first", "own", "peer", "first", "first", "own", "first"]
+    assert ratios(times, "peer") == [3.0]
+
+
+def test_a_command_is_measured_with_what_it_leaves_behind(tmp_path: Path) -> None:
+    left = "import time; began = time.monotonic()\nwhile time.monotonic() - began < 0.4: pass"
+    leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {left!r}], start_new_session=True)"
+    code = (
+        "import os, psutil, sys; from pathlib import Path; from tests.benchmarks.commands import ran\n"
+        f"found = ran([sys.executable, '-c', {leaves!r}], os.environ, Path({str(tmp_path)!r}))\n"
+        "print(found.seconds, found.cpu, len(psutil.Process().children()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
+    seconds, cpu, children = map(float, done.stdout.split())
+    assert cpu > 0.3
+    assert children == 0
+    assert seconds < 60
 
 
 def test_a_measurement_that_fails_is_a_row_that_says_so(
@@ -63,7 +94,7 @@ def test_each_measurement_runs() -> None:
     assert "failed" not in table, done.stderr
     ran = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     files = {file.stem for file in (PROJECT / "tests" / "benchmarks").glob("*.py")}
-    assert ran == files - {"__init__", "__main__", "measuring", "processes"}
+    assert ran == files - {"__init__", "__main__", "commands", "measuring", "processes"}
 
 
 @pytest.mark.long

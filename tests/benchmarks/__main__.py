@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.benchmarks.processes import measured
 
 HERE = Path(__file__).parent
-NOT_MEASUREMENTS = ("__init__", "__main__", "measuring", "processes")
+NOT_MEASUREMENTS = ("__init__", "__main__", "commands", "measuring", "processes")
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
 
 

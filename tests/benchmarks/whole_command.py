@@ -1,11 +1,12 @@
 """``python -m tests.benchmarks.whole_command``: a training of 460 updates, from the command until the prompt is back.
 
 One arm is the kit with all that a user gets by default (console, JSON lines, TensorBoard, W&B offline, checkpoints with
-hashes, validation, a test at the end); the first is `arms/bare.py`, alone or under torchrun. Peers join where there is
-a python that has them. Before anything is timed, both make the same 40 updates from the same weights and batches, and
-must have the same losses. Wall time of the whole command and of its training steps; and memory: the most that each
-process of the command had (VmHWM, looked at 5 times a second), of the largest one, which is a rank, and of all of them
-in sum, where pages that several share count in each.
+hashes, validation, a test at the end); the first is `arms/bare.py`, alone or under torchrun. Peers take part in one
+round, where there is a python that has them. Before anything is timed, both make the same 40 updates from the same
+weights and batches, and must have the same losses; that also brings all files into memory.
+
+Measured are the whole command, its training steps, what lies before and after them, the CPU time of all its processes,
+and memory: of the largest process, which is a rank, and of all of them in sum.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-import psutil
 import torch
 
+from tests.benchmarks.commands import Ran, ran
 from tests.benchmarks.measuring import CONTROL, Figure, against, alone, take_turns
 from trainkit.config.loading import load
 from trainkit.data import build_data
@@ -32,9 +33,12 @@ from trainkit.models import build_model
 
 PROJECT = Path(__file__).resolve().parents[2]
 ARMS = Path(__file__).parent / "arms"
-STEPS, ROUNDS, SAME = 460, 3, 40
-LOOK_SECONDS = 0.2
+STEPS, ROUNDS, SAME, WARM = 460, 3, 40, 20
+PEERS = ("accelerate", "lightning")
 SETTINGS = ("train.precision=fp32", "schedule.name=constant", "schedule.warmup_epochs=0", "optim.weight_decay=0")
+
+Measured = dict[str, float]
+"""Of one command: seconds, training, before, after, cpu; largest and sum in MiB."""
 
 
 def measure(rounds: int = ROUNDS, peers: str | None = None) -> list[Figure]:
@@ -53,48 +57,52 @@ def measure(rounds: int = ROUNDS, peers: str | None = None) -> list[Figure]:
 
 
 def _of(folder: Path, ranks: int, rounds: int, peers: str | None) -> list[Figure]:
-    inner: dict[str, list[_Ran]] = {}
+    told: dict[str, list[Measured]] = {}
 
-    def timed(name: str, run: Callable[[], _Ran]) -> float:
-        inner.setdefault(name, []).append(run())
-        return inner[name][-1].seconds
+    def timed(name: str, run: Callable[[], Measured]) -> float:
+        measured = run()
+        told.setdefault(name, []).append(measured)
+        shown = ", ".join(f"{key} {value:.2f}" for key, value in measured.items())
+        print(f"{name}, {ranks} rank{'s' * (ranks > 1)}: {shown}", file=sys.stderr, flush=True)
+        return measured["seconds"]
 
+    figures, once = [], {}
+    where = f"{ranks} rank{'s' * (ranks > 1)}"
+    for name in PEERS if peers is not None else ():
+        try:  # it need not work, and its files are in memory from here on
+            peer(folder, ranks, str(peers), name, steps=WARM)
+            once[name] = partial(timed, name, partial(peer, folder, ranks, str(peers), name))
+        except AssertionError as error:
+            print(error, file=sys.stderr, flush=True)
+            figures.append(Figure(f"{name}: command to its end, {where}, to bare", "", note="not measured: it fails"))
     arms = {"bare": partial(timed, "bare", partial(bare, folder, ranks))}
     arms["kit"] = partial(timed, "kit", partial(kit, folder, ranks))
-    if peers is not None:
-        for name in ("accelerate", "lightning"):
-            arms[name] = partial(timed, name, partial(peer, folder, ranks, peers, name))
-    for arm in arms.values():
-        arm()  # files are in memory from here on
-    inner.clear()
-    measured = take_turns(arms, rounds)
+    take_turns(arms, rounds, once=once)
 
-    def inside(of: Callable[[_Ran], float]) -> dict[str, list[float]]:
-        values = {name: [of(ran) for ran in found] for name, found in inner.items()}
+    def of(name: str, key: str, what: str, **more: Any) -> Figure:
+        values = {arm: [one[key] for one in found] for arm, found in told.items() if key in found[0]}
         twice = values["bare"]  # a round has two of them, the control at its end or its beginning
-        return {**values, "bare": twice[::2], CONTROL: twice[1::2]}
+        values = {"bare": twice[::2], **values, CONTROL: twice[1::2]} | {"bare": twice[::2]}
+        return against(values, name, what=f"{what}, {where}, to bare", **more)
 
-    steps, largest, in_sum = (
-        inside(lambda ran: ran.training),
-        inside(lambda ran: ran.largest),
-        inside(lambda ran: ran.sum),
-    )
-    where, size = f"{ranks} rank{'s' * (ranks > 1)}", "{:.0f} MiB".format
-    what = f"from the command to its end, {where}, to bare"
-    figures = [
-        against(measured, "kit", what=what, at_most=1.0, headline=what if ranks == 2 else ""),
-        against(steps, "kit", what=f"training steps alone, {where}, own data path, to bare", at_most=0.9),
-        against(largest, "kit", what=f"memory of the largest process, {where}, to bare", at_most=1.05, shown=size),
-        against(in_sum, "kit", what=f"memory of all processes in sum, {where}, to bare", shown=size),
+    headline = f"from the command to its end, {where}, to bare" if ranks == 2 else ""
+    size = {"shown": "{:.0f} MiB".format}
+    ours = [
+        of("kit", "seconds", "from the command to its end", at_most=1.0, headline=headline),
+        of("kit", "before", "from the command to its first batch"),
+        of("kit", "after", "from the last update to the prompt"),
+        of("kit", "cpu", "CPU time of all processes of the command"),
+        of("kit", "training", "training steps alone, own data path", at_most=0.9),
+        of("kit", "largest", "memory of the largest process", at_most=1.05, **size),
+        of("kit", "sum", "memory of all processes in sum", **size),
     ]
-    for name in arms:
-        if name not in ("bare", "kit"):
-            figures += [
-                against(measured, name, what=f"{name}: command to its end, {where}, to bare"),
-                against(steps, name, what=f"{name}: training steps alone, {where}, to bare"),
-                against(largest, name, what=f"{name}: memory of the largest process, {where}, to bare", shown=size),
-            ]
-    return figures
+    for name in once:
+        figures += [
+            of(name, "seconds", f"{name}: command to its end"),
+            of(name, "training", f"{name}: training steps alone"),
+            of(name, "largest", f"{name}: memory of the largest process", **size),
+        ]
+    return ours + figures
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -104,62 +112,30 @@ def environment(folder: Path) -> dict[str, str]:
     return none | more | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PROJECT)}
 
 
-@dataclass(frozen=True)
-class _Ran:
-    """A command: wall seconds in all and in training steps, MiB of its largest process and of all in sum."""
-
-    seconds: float
-    training: float
-    largest: float
-    sum: float
+def _measured(command: Ran, training: float, first: float | None = None, last: float | None = None) -> Measured:
+    """``first``, ``last``: when the first batch was asked for, and when the last update was made, since 1970."""
+    measured = {"seconds": command.seconds, "training": training}
+    if first is not None and last is not None:
+        measured |= {"before": first - command.began, "after": command.began + command.seconds - last}
+    return measured | {"cpu": command.cpu, "largest": command.largest, "sum": command.sum}
 
 
-def _run(command: Sequence[str], folder: Path, facts: Path) -> _Ran:
-    """Run it to its end; ``facts`` is what it then has written about its training."""
-    most: dict[int, int] = {}
-    with (folder / "output").open("w+b") as output:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, env=environment(folder), cwd=folder, stdout=output, stderr=output)
-        ours = psutil.Process(process.pid)
-        while True:
-            for pid in _pids(ours):
-                most[pid] = _high_water(pid) or most.get(pid, 0)
-            try:
-                process.wait(timeout=LOOK_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        seconds = time.perf_counter() - began
-        output.seek(0)
-        assert process.returncode == 0, f"{' '.join(command)}\n{output.read().decode()[-6000:]}"
-    training = json.loads(facts.read_text())["train_seconds"]
-    return _Ran(seconds, training, max(most.values()) / 1024, sum(most.values()) / 1024)
-
-
-def _pids(process: psutil.Process) -> list[int]:
-    try:
-        return [process.pid, *(child.pid for child in process.children(recursive=True))]
-    except psutil.Error:
-        return []
-
-
-def _high_water(pid: int) -> int:
-    """The most KiB that a process had in memory; 0 if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
-
-
-def kit(folder: Path, ranks: int, *more: str, steps: int | None = None, name: str = "") -> _Ran:
-    """By its own summary."""
+def kit(folder: Path, ranks: int, *more: str, steps: int = STEPS, name: str = "") -> Measured:
+    """By its own records."""
     run = folder / (name or f"kit-{time.monotonic_ns()}")
-    settings = [*SETTINGS, f"train.max_steps={steps or STEPS}", *more]
     command = ["jobs.train", "single"] if ranks == 1 else ["jobs.submit", "ddp", "--executor", "local", "--wait"]
     if ranks > 1:
         command += ["--again", "--ntasks-per-node", str(ranks), "--gpus-per-node", "0"]
-    return _run([sys.executable, "-m", *command, "--run-dir", str(run), *settings], folder, run / "summary.json")
+    words = [sys.executable, "-m", *command, "--run-dir", str(run), *SETTINGS, f"train.max_steps={steps}", *more]
+    command_ran = ran(words, environment(folder), folder)
+    started = next(event for event in _lines(run / "events.jsonl") if event["event"] == "started")
+    last = max(record["time"] for record in _lines(run / "metrics.jsonl") if record["split"] == "train")
+    training = json.loads((run / "summary.json").read_text())["train_seconds"]
+    return _measured(command_ran, training, started["time"], last)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def _launched(python: str, script: str, ranks: int) -> list[str]:
@@ -168,18 +144,23 @@ def _launched(python: str, script: str, ranks: int) -> list[str]:
     return alone if ranks == 1 else torchrun
 
 
-def bare(folder: Path, ranks: int, *more: str, steps: int | None = None) -> _Ran:
+def bare(folder: Path, ranks: int, *more: str, steps: int = STEPS) -> Measured:
     """By hand, or under torchrun."""
     out = folder / "bare.json"
-    return _run([*_launched(sys.executable, "bare.py", ranks), str(steps or STEPS), str(out), *more], folder, out)
+    command = ran(
+        [*_launched(sys.executable, "bare.py", ranks), str(steps), str(out), *more], environment(folder), folder
+    )
+    told = json.loads(out.read_text())
+    return _measured(command, told["train_seconds"], told["first"], told["last"])
 
 
-def peer(folder: Path, ranks: int, python: str, name: str) -> _Ran:
+def peer(folder: Path, ranks: int, python: str, name: str, *, steps: int = STEPS) -> Measured:
     """The same, of Lightning, which starts its ranks itself, or of accelerate."""
     out, script = folder / f"{name}-{time.monotonic_ns()}.json", f"with_{name}.py"
-    if name == "lightning":
-        return _run([python, str(ARMS / script), str(STEPS), str(out), str(ranks)], folder, out)
-    return _run([*_launched(python, script, ranks), str(STEPS), str(out)], folder, out)
+    words = [python, str(ARMS / script)] if name == "lightning" else _launched(python, script, ranks)
+    words += [str(steps), str(out), *([str(ranks)] if name == "lightning" else [])]
+    command = ran(words, environment(folder), folder)
+    return _measured(command, json.loads(out.read_text())["train_seconds"])
 
 
 def same_losses(folder: Path, ranks: int) -> None:
@@ -187,7 +168,7 @@ def same_losses(folder: Path, ranks: int) -> None:
 
     Raises AssertionError if they have not.
     """
-    settings = (*SETTINGS, "data.augment=false", "monitor.log_every=1", "monitor.loggers=[jsonl]")
+    settings = (*SETTINGS, "data.augment=false", "monitor.log_every=1")
     config = load("single", settings).config
     splits = build_data(config.data)
     batches = [global_batch(len(splits.train), config.seed, step, 64) for step in range(SAME)]
@@ -201,8 +182,9 @@ def same_losses(folder: Path, ranks: int) -> None:
     bare(folder, ranks, str(folder / "same.pt"), steps=SAME)
     theirs = json.loads((folder / "bare.json").read_text())["losses"]
     kit(folder, ranks, *settings, steps=SAME, name=f"same-{ranks}")
-    records = [json.loads(line) for line in (folder / f"same-{ranks}" / "metrics.jsonl").read_text().splitlines()]
-    ours = [record["loss"] for record in records if record["split"] == "train"]
+    ours = [
+        record["loss"] for record in _lines(folder / f"same-{ranks}" / "metrics.jsonl") if record["split"] == "train"
+    ]
     assert len(ours) == len(theirs) == SAME
     worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
     assert worst < 1e-4, f"the losses differ by {worst:.1e}"

@@ -83,6 +83,7 @@ def main(steps: int, out: str, same: str | None = None) -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     step, epoch, seconds, losses = 0, 0, 0.0, []
+    first = time.time()
     while step < steps:
         if ranks > 1 and given is None:
             sampler.set_epoch(epoch)
@@ -103,6 +104,7 @@ def main(steps: int, out: str, same: str | None = None) -> None:
             if step == steps:
                 break
         seconds += time.perf_counter() - began
+        last = time.time()
         epoch += 1
         if rank == 0:
             right = 0
@@ -115,7 +117,7 @@ def main(steps: int, out: str, same: str | None = None) -> None:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, out + ".pt")
     if rank == 0:
         with open(out, "w") as file:
-            json.dump({"train_seconds": seconds, "losses": losses}, file)
+            json.dump({"train_seconds": seconds, "losses": losses, "first": first, "last": last}, file)
     if ranks > 1:
         dist.destroy_process_group()
 
