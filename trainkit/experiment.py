@@ -38,6 +38,7 @@ from trainkit.training.loop import train
 from trainkit.training.oom import memory_explained
 from trainkit.training.outcome import Keeper, go_on
 from trainkit.training.parts import Parts
+from trainkit.training.progress import Progress
 from trainkit.training.watching import watched
 
 Outcome = Literal["finished", "preempted"]
@@ -103,28 +104,57 @@ def _run(
     beat: Callable[[], None],
     uploads: Uploads | None,
 ) -> Outcome:
-    checkpoint = parts.config.checkpoint
-    checkpoints = Checkpoints(
-        writer.run.checkpoints,
-        keep=checkpoint.keep,
-        dist=parts.dist,
-        may_write=writer.check,
-        asynchronous=checkpoint.asynchronous,
-    )
-    with closing(checkpoints), memory_explained(parts.config, parts.dist):
-        return _trained(parts, stop, writer, checkpoints, node, beat, uploads)
-
-
-def _trained(
-    parts: Parts,
-    stop: StopFlag,
-    writer: Writer,
-    checkpoints: Checkpoints,
-    node: Attempt | None,
-    beat: Callable[[], None],
-    uploads: Uploads | None,
-) -> Outcome:
     config, dist, run_dir = parts.config, parts.dist, writer.run
+    checkpoints = Checkpoints(
+        run_dir.checkpoints,
+        keep=config.checkpoint.keep,
+        dist=dist,
+        may_write=writer.check,
+        asynchronous=config.checkpoint.asynchronous,
+    )
+    with closing(checkpoints), memory_explained(config, dist):
+        progress, hosts = _started(parts, writer, checkpoints)
+        loggers = open_loggers(
+            config,
+            run_dir,
+            total_steps=parts.total_steps,
+            params=parts.num_parameters,
+            world_size=dist.world_size,
+            resumed_step=progress.step,
+            is_main=dist.is_main,
+            may_write=writer.check,
+        )
+        gpu, monitor = dist.device.type == "cuda", config.monitor
+        with (
+            loggers as metrics,
+            sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), dist.env),
+            watched(parts, node, hosts, beat) as beat,
+            profiling(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main) as profiler,
+            snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
+        ):
+            saved = uploads.look if uploads is not None else lambda: None
+            keeper = Keeper(
+                parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts, saved, profiler
+            )
+            is_done = train(parts, keeper, lambda: stop.requested)
+            profiler.close(progress.step)
+            if not is_done:
+                signals = [name for names in dist.gather_json(stop.signals) for name in names]
+                if uploads is not None:  # afterwards the job may be taken away at any moment
+                    uploads.wait(min(_WAIT_AT_STOP, config.launch.lead_seconds() / 3))
+                hand_back(writer.attempt if dist.is_main else node, dist.env, signals, step=progress.step)
+                return "preempted"
+            epoch = progress.step / parts.steps_per_epoch
+            test = keeper.test({"step": progress.step, "epoch": epoch})
+        keeper.summarize("finished", epochs=epoch, test=test)
+        if dist.is_main:
+            writer.attempt.ended("COMPLETED", step=progress.step)
+        return "finished"
+
+
+def _started(parts: Parts, writer: Writer, checkpoints: Checkpoints) -> tuple[Progress, list[str]]:
+    """Load what training goes on from, and say in the run's events that it does; where it is, and each rank's host."""
+    config, dist = parts.config, parts.dist
     restored, progress = go_on(parts, checkpoints)
     lifetime.settled()
     anew: tuple[str, ...] = ()
@@ -156,42 +186,7 @@ def _trained(
             **({"resized": resized} if resized else {}),
             **({"ema_began": True} if late_average else {}),
         )
-    loggers = open_loggers(
-        config,
-        run_dir,
-        total_steps=parts.total_steps,
-        params=parts.num_parameters,
-        world_size=dist.world_size,
-        resumed_step=progress.step,
-        is_main=dist.is_main,
-        may_write=writer.check,
-    )
-    gpu, monitor = dist.device.type == "cuda", config.monitor
-    with (
-        loggers as metrics,
-        sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), dist.env),
-        watched(parts, node, hosts, beat) as beat,
-        profiling(run_dir, monitor.profile_steps, gpu=gpu, is_main=dist.is_main) as profiler,
-        snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
-    ):
-        saved = uploads.look if uploads is not None else lambda: None
-        keeper = Keeper(
-            parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts, saved, profiler
-        )
-        is_done = train(parts, keeper, lambda: stop.requested)
-        profiler.close(progress.step)
-        if not is_done:
-            signals = [name for names in dist.gather_json(stop.signals) for name in names]
-            if uploads is not None:  # afterwards the job may be taken away at any moment
-                uploads.wait(min(_WAIT_AT_STOP, config.launch.lead_seconds() / 3))
-            hand_back(writer.attempt if dist.is_main else node, dist.env, signals, step=progress.step)
-            return "preempted"
-        epoch = progress.step / parts.steps_per_epoch
-        test = keeper.test({"step": progress.step, "epoch": epoch})
-    keeper.summarize("finished", epochs=epoch, test=test)
-    if dist.is_main:
-        writer.attempt.ended("COMPLETED", step=progress.step)
-    return "finished"
+    return progress, hosts
 
 
 def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> Writer:
