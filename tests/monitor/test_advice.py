@@ -35,8 +35,10 @@ def test_where_all_cpus_have_a_worker_it_wants_more_cpus() -> None:
 
 def test_waiting_for_gradients_wants_less_to_send_or_to_send_it_more_rarely() -> None:
     assert (said(exposed=40.0) or "").endswith(": strategy.comm_hook=bf16")
+    assert (said(exposed=40.0, preset="zero") or "").endswith(": strategy.comm_hook=bf16")
     again = said("strategy.comm_hook=bf16", "train.global_batch_size=64", exposed=40.0)
     assert (again or "").endswith(": train.global_batch_size=128")
+    assert "train.global_batch_size" in (said(exposed=40.0, preset="fsdp") or ""), "it has no hooks"
 
 
 def test_a_straggler_is_to_blame_for_waiting_and_no_setting() -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainkit import plugins
 from trainkit.config.schema import Config
 
 ENOUGH_SECONDS = 30.0
@@ -65,7 +66,8 @@ def _change(part: str, share: float, config: Config, place: Place) -> str | None
     if part == "exposed":
         if place.world_size == 1 or place.waits_for_one:
             return None
-        if config.strategy.name == "ddp" and config.strategy.options.get("comm_hook", "none") == "none":
+        has_hooks = "comm_hook" in plugins.signature("trainkit.strategies", config.strategy.name).options
+        if has_hooks and config.strategy.options.get("comm_hook", "none") == "none":
             return "strategy.comm_hook=bf16"
         return f"train.global_batch_size={2 * config.train.global_batch_size}"
     if part == "checkpoint":
