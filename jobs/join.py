@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from jobs.swarm import add_peer_flags, check_peer_flags, make_run, say_end
+from jobs.returning import say_end
+from jobs.swarm import add_peer_flags, check_peer_flags, make_run
 from trainkit.collaborative import address
 from trainkit.errors import UserError
 

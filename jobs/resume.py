@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli, elsewhere
+from jobs.returning import is_by_hand, resume_by_hand
 from jobs.starting import by_names, dry_run, follow, start
 from jobs.sweeps import Further
 from trainkit import terminal
@@ -54,6 +55,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if life_of(run).finished and not args.dry_run and (url := loading.load(str(run.config)).config.checkpoint.remote):
         return _send(run, url)
     _require_unfinished(run)
+    if is_by_hand(run):
+        return resume_by_hand(run, args, argv)
     require_no_job(run, force=args.force)
     before = life_of(run).submission
     # One at a time: of two that come together, the second finds the job of the first.

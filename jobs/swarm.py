@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
+from jobs.returning import peer_name, resume, say_end
 from trainkit import terminal
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
@@ -38,18 +37,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
     """The flags that every peer has."""
-    name = f"{env_user()}@{socket.gethostname()}"
+    name = peer_name()
     parser.add_argument("--name", default=name, help=f"how others see this peer (default: {name})")
     default = host or "0.0.0.0 with --public"
     parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
     parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
     parser.add_argument("--identity", type=Path, metavar="FILE", help="keep this peer's key here, and so its id")
     parser.add_argument("--run-dir", type=cli.new_folder, help="folder to make for this run")
-
-
-def env_user() -> str:
-    """The user's login name, or ``peer``."""
-    return os.environ.get("USER") or os.environ.get("LOGNAME") or "peer"
 
 
 def check_peer_flags(args: argparse.Namespace) -> None:
@@ -71,13 +65,23 @@ def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str
 
 def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("swarm create", "Start a swarm on this machine, train in it, and keep its records.")
-    parser.add_argument("preset", metavar="PRESET", help="as a rule hivemind")
+    parser.add_argument("preset", nargs="?", metavar="PRESET", help="as a rule hivemind")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     add_peer_flags(parser, host="0.0.0.0")
+    parser.add_argument(
+        "--announce", metavar="HOST[:PORT]", help="tell others this address: of the router that forwards the port"
+    )
+    parser.add_argument("--no-train", action="store_true", help="only reduce, judge, and keep the records")
+    parser.add_argument("--resume", metavar="RUN", help="go on with a swarm of before, under its addresses")
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
+    if args.resume is not None:
+        return resume(args, parser, env)
+    if args.preset is None:
+        parser.error("the following arguments are required: PRESET")
     from trainkit.collaborative.by_hand import by_hand
     from trainkit.collaborative.peer import create_swarm, leave_on_interrupt
+    from trainkit.collaborative.reachability import announced
     from trainkit.distributed.stop import stop_on_signal
 
     check_peer_flags(args)
@@ -95,17 +99,11 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
             identity=args.identity,
             stop=stop,
             say=peer.say,
+            announce=announced(args.announce, port),
+            trains=not args.no_train,
         )
     say_end(ending, run_dir)
     return 0
-
-
-def say_end(ending: str, run_dir: RunDir | None) -> None:
-    """What a peer's run came to."""
-    from trainkit.monitor.follow import summary_lines
-
-    endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
-    print("\n".join([endings[ending], *(summary_lines(run_dir) if run_dir is not None else [])]))
 
 
 def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -5,6 +5,7 @@
     ├── RefusedError         exit 3   the input is well-formed but cannot run here: no such GPUs, time over the limit
     ├── SchedulerError       exit 4   the scheduler said no
     └── RunFailedError       exit 1   the run itself failed
+        └── DiskError                 a file of the run cannot be written, most often because the disk is full
 
 Everything else that is raised is a bug of ours and keeps its traceback.
 """
@@ -67,9 +68,13 @@ class RunFailedError(TrainkitError):
     """The run itself failed."""
 
 
+class DiskError(RunFailedError):
+    """A file of the run cannot be written; what was there before is as it was. Trying again may help."""
+
+
 def error_from_json(told: Mapping[str, object]) -> TrainkitError:
     """The error that another rank has told with `to_json`; of a kind that is not known here a plain one."""
-    kinds = {kind.__name__: kind for kind in (UserError, RefusedError, SchedulerError, RunFailedError)}
+    kinds = {kind.__name__: kind for kind in (UserError, RefusedError, SchedulerError, RunFailedError, DiskError)}
     what, why, fix = (str(told.get(part, "")) for part in ("what", "why", "fix"))
     return kinds.get(str(told.get("kind")), TrainkitError)(what, why=why, fix=fix)
 

@@ -26,7 +26,7 @@ from trainkit.checkpoint.shares import Shares
 from trainkit.checkpoint.snapshot import Snapshot
 from trainkit.checkpoint.tensorfile import Entry
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import RunFailedError, TrainkitError, error_from_json
+from trainkit.errors import DiskError, TrainkitError, error_from_json
 
 _Files = Mapping[str, Mapping[Entry, Tensor]]
 _Facts = dict[str, FileFacts]
@@ -263,7 +263,7 @@ def _tried(step: int, work: Callable[[], _T]) -> tuple[_T | None, TrainkitError 
     try:
         return work(), None
     except OSError as problem:
-        return None, RunFailedError(
+        return None, DiskError(
             f"The checkpoint of step {step} could not be written.",
             why=f"{problem.strerror}: {problem.filename}.",
             fix="Make room, then `python -m jobs.resume RUN`; the checkpoint before it is whole.",

@@ -66,6 +66,11 @@ def nobody_answers(address: str) -> UserError:
     )
 
 
+def port_of(address: str) -> int:
+    """TCP port of a peer's address."""
+    return int(address.split("/tcp/", 1)[1].split("/", 1)[0])
+
+
 def best_first(addresses: Iterable[str], prefer_host: str | None = None) -> list[str]:
     """Addresses in the order in which others should try them: public ones, private ones, this machine only.
 

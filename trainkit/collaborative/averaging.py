@@ -65,8 +65,11 @@ class Averaging:
             self._averager.allow_state_sharing = True
             self._averager.state_sharing_priority = self._outer.age + 1.0
 
-    def adopt(self, seconds: float) -> bool:
-        """Take over the state of the oldest peer that gives it. False if there is none, or it cannot be used."""
+    def adopt(self, seconds: float, *, newer_than: int = -1) -> bool:
+        """Take over the state of the oldest peer that gives it. False if there is none, or it cannot be used.
+
+        ``newer_than``: a state is of no use that is not of a later round.
+        """
         future = self._averager.load_state_from_peers(wait=False, timeout=seconds)
         try:
             found = future.result(seconds)
@@ -77,6 +80,8 @@ class Averaging:
         metadata, tensors = found
         try:
             theta, momentum = tensors
+            if int(metadata["round"]) <= newer_than:
+                return False
             # Younger than the donor: it keeps the say, should the two drift apart.
             self._outer.load(theta.float(), momentum.float(), int(metadata["round"]), float(metadata["age"]) - 0.5)
         except (ValueError, KeyError, TypeError):

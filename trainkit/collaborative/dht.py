@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import hivemind
 
 from trainkit.collaborative import address, processes
+from trainkit.collaborative.home import known_of
 from trainkit.collaborative.messages import (
     Manifest,
     Progress,
@@ -26,6 +28,7 @@ from trainkit.collaborative.messages import (
     no_run_at,
     progress_in,
 )
+from trainkit.collaborative.redial import redial
 from trainkit.collaborative.trust import CREDITS, MANIFEST, PROGRESS, Identity
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.records.contributions import Contribution
@@ -58,6 +61,11 @@ class SwarmDHT:
         """Where others reach this peer, the most useful first."""
         return address.best_first(map(str, self.node.get_visible_maddrs(latest=True)), prefer_host)
 
+    @property
+    def port(self) -> int:
+        """Where it listens, by TCP."""
+        return address.port_of(str(self.node.get_visible_maddrs(latest=True)[0]))
+
     def publish_manifest(self, manifest: Manifest, seconds: float, *, wait: bool = False) -> None:
         """Store the manifest, signed by this peer, for so many seconds."""
         self._store(MANIFEST, asdict(manifest), seconds, wait=wait)
@@ -77,6 +85,17 @@ class SwarmDHT:
     def progress(self) -> dict[str, Progress]:
         """Peer id -> its last progress; of peers that have gone, until it expires."""
         return progress_in(self._read(PROGRESS))
+
+    def reconnect(self, addresses: Sequence[str], seconds: float = 10.0) -> int:
+        """Look for peers where they were, and know them again; how many answer."""
+        try:
+            return int(self.look_for(addresses).result(seconds)) if addresses else 0
+        except (FutureTimeoutError, OSError):
+            return 0
+
+    def look_for(self, addresses: Sequence[str]) -> Any:
+        """As `reconnect`, but the answer is a future."""
+        return self.node.run_coroutine(partial(redial, addresses=tuple(addresses)), return_future=True)
 
     def ask(self, key: str) -> Any:
         """Start to read a record; the answer is a future."""
@@ -104,6 +123,8 @@ class Watch:
         self.peers: dict[str, Progress] = {}
         self.stopped = False
         """The creator has ended the run."""
+        self.first_round = 0
+        """By the creator's clock; 0 as long as it has not been heard."""
 
     def poll(self) -> None:
         """Take the answers that are there and ask again."""
@@ -121,12 +142,19 @@ class Watch:
         """Peers besides this one that have told of themselves since then (seconds since 1970)."""
         return {peer: own for peer, own in self.peers.items() if peer != self._dht.peer_id and own.time >= since}
 
+    def reachable(self) -> tuple[str, ...]:
+        """Addresses of the others, as far as they have any."""
+        return known_of(
+            [item for peer, own in self.peers.items() if peer != self._dht.peer_id for item in own.addresses]
+        )
+
     def _take(self, key: str, found: Any) -> None:
         if key == PROGRESS:
             self.peers = progress_in(found)
         else:
             manifest = manifests_in(found).get(self._creator)
             self.stopped = manifest is not None and manifest.stopped
+            self.first_round = manifest.first_round if manifest is not None else self.first_round
 
 
 @contextmanager
@@ -136,6 +164,7 @@ def open_dht(
     peers: Sequence[str] = (),
     host: str | None = None,
     port: int = 0,
+    announce: str | None = None,
 ) -> Iterator[SwarmDHT]:
     """Start a node, and on leaving end every process that it has started.
 
@@ -144,6 +173,7 @@ def open_dht(
         host: address to listen on, for a peer that others can reach; None for one that only calls out, as it must be
             behind a router or a firewall (``client_mode``).
         port: TCP port to listen on; 0 for any.
+        announce: the address that others are told instead: of the router that forwards it to this machine.
 
     Raises:
         UserError: nobody of the swarm answers at ``peers`` in time, the clocks differ, or the port is taken.
@@ -161,7 +191,8 @@ def open_dht(
         check_if_identity_free=identity.kept,
         record_validators=identity.validators(),
         startup_timeout=_START_SECONDS - 5.0,
-        nat_port_map=host == "0.0.0.0",
+        announce_maddrs=[announce] if announce is not None else None,
+        nat_port_map=host == "0.0.0.0" and announce is None,
         shutdown_timeout=2.0,
         daemon=True,
     )

@@ -7,40 +7,55 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from trainkit.checkpoint.saving import Restored
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import Watch
 from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.patient import PatientRecord
 from trainkit.collaborative.rounds import Box
 from trainkit.distributed.device import device_name
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
+from trainkit.records.attempts import Remark
 from trainkit.training.outcome import Keeper
 from trainkit.training.progress import Progress
 
 # Validation and saving may take this share of a round, on average; a long one is made in fewer rounds.
 _SHARE_FOR_RECORDS = 0.25
 _SAY = Callable[[str], None]
+Role = Literal["judge", "anchor", "guest"]
 
 
 class RoundKeeper:
-    """Metrics of every round; of the peer that answers for the run (``judges``) also validation and checkpoints."""
+    """Metrics of every round, and checkpoints of the common weights; the peer that answers for the run also judges.
+
+    Args:
+        role: ``judge`` validates and saves as it goes; ``anchor`` saves; ``guest`` does both at the end alone.
+    """
 
     def __init__(
-        self, keeper: Keeper, outer: OuterState, clock: RoundClock, watch: Watch, *, judges: bool, say: _SAY
+        self, keeper: Keeper, outer: OuterState, clock: RoundClock, watch: Watch, *, role: Role, say: _SAY
     ) -> None:
-        self._keeper, self._outer, self._clock, self._watch = keeper, outer, clock, watch
-        self._judges, self._say = judges, say
+        self._record = PatientRecord(keeper.writer.attempt, keeper.metrics, say)
+        self._keeper = replace(keeper, metrics=self._record)
+        self._outer, self._clock, self._watch = outer, clock, watch
+        self._role, self._say = role, say
         self._most_peers = 1
         self._known: dict[str, str] = {}
-        self._skip = 0
+        self._skip, self._unsaved = 0, False
+
+    def remark(self, kind: Remark, **facts: Any) -> None:
+        """Write an event, now or when there is room for it."""
+        self._record.remark(kind, **facts)
 
     def after_round(self, box: Box) -> None:
         """Record a round, and judge the model that came out of it if that is due."""
         checkpoints = self._keeper.checkpoints
-        checkpoints.go_on(checkpoints.over())
+        if not self._record.attempt(lambda: checkpoints.go_on(checkpoints.over())):
+            self._unsaved, self._skip = True, 0  # what was on its way is lost: save again
         progress, metrics = self._keeper.progress, self._keeper.metrics
         progress.images += box.samples
         progress.train_seconds += box.seconds
@@ -58,19 +73,30 @@ class RoundKeeper:
             words.append(f"{rate or 0.0:,.0f} images/s here")
         if box.result.drifted:
             words.append("behind the others: taking over their state")
-        if self._judges:
+        if self._role != "guest":
             words += self._judge(box.index, where)
             self._note_arrivals()
         self._say("  ".join(words))
+
+    def lost(self) -> None:
+        """Nobody of the swarm answers any more: what is here may be all that is left of it."""
+        self.remark("swarm_lost", round=self._outer.round)
+        if self._save(max(self._outer.round, 1)) and self._record.attempt(self._keeper.settle):
+            self._say(f"The weights of round {self._outer.round} are kept in {self._keeper.writer.run.checkpoints}.")
+
+    def back(self) -> None:
+        """Somebody answers again."""
+        self.remark("swarm_back", round=self._outer.round)
 
     def finish(self, outcome: str, *, test: bool = True) -> None:
         """Test metrics of the best model, if wanted, and ``summary.json``."""
         keeper, rounds = self._keeper, min(self._outer.round, self._clock.count)
         where = self._where(rounds - 1)
-        if not self._judges:  # a peer that joined validates once: the model that all of them end with
+        if self._role == "guest":  # validates once: the model that all of them end with
             keeper.validate(where)
+        if self._role != "judge" or self._unsaved:
             self._save(max(rounds, 1))
-        tested = keeper.test(where) if test else {}
+        tested = keeper.test(where) if test and self._role != "anchor" else {}
         keeper.summarize(outcome, epochs=self._epoch(), test=tested, rounds=rounds, most_peers=self._most_peers)
 
     @contextmanager
@@ -99,26 +125,35 @@ class RoundKeeper:
             self._skip -= 1
             return []
         began = time.monotonic()
-        self._keeper.validate(where)
+        if self._role == "judge":
+            self._keeper.validate(where)
         self._save(index + 1)
         share = (time.monotonic() - began) / (self._clock.seconds * _SHARE_FOR_RECORDS)
-        self._skip = max(0, math.ceil(share) - 1)
+        self._skip = 0 if self._unsaved else max(0, math.ceil(share) - 1)
+        if self._role == "anchor":
+            return []
         val = self._keeper.progress.val
         return [f"val loss {val['loss']:.4f}  val acc1 {val['acc1']:.2f} %"]
 
-    def _save(self, rounds: int) -> None:
+    def _save(self, rounds: int) -> bool:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""
-        common = {"theta": self._outer.theta, "momentum": self._outer.momentum}
-        self._keeper.save(optimizer=False, extra={"outer": common}, round=rounds, age=self._outer.age)
+        keeper, common = self._keeper, {"theta": self._outer.theta, "momentum": self._outer.momentum}
+        if self._role == "anchor":
+            keeper.progress.step = rounds  # it makes no updates to count
+        saved = self._record.attempt(
+            lambda: keeper.save(optimizer=False, extra={"outer": common}, round=rounds, age=self._outer.age)
+        )
+        self._unsaved = not saved
+        return saved
 
     def _note_arrivals(self) -> None:
-        attempt, since = self._keeper.writer.attempt, time.time() - 3 * self._clock.seconds
+        since = time.time() - 3 * self._clock.seconds
         now = {key: record.name for key, record in self._watch.others(since).items()}
         for key in now.keys() - self._known.keys():
-            attempt.remark("peer_joined", peer=key, name=now[key])
+            self.remark("peer_joined", peer=key, name=now[key])
             self._say(f"  {now[key]} has joined")
         for key in self._known.keys() - now.keys():
-            attempt.remark("peer_left", peer=key, name=self._known[key])
+            self.remark("peer_left", peer=key, name=self._known[key])
             self._say(f"  {self._known[key]} has left")
         self._known = now
 

@@ -54,6 +54,8 @@ class Progress:
     val_loss: float | None = None
     """The last validation, of those who validate the common model."""
     val_acc1: float | None = None
+    addresses: Sequence[str] = ()
+    """Where others reach the peer; empty if they cannot."""
 
 
 def manifests_in(found: Any) -> dict[str, Manifest]:

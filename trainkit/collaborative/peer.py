@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit import terminal
 from trainkit.collaborative import address, processes
+from trainkit.collaborative.home import home_of
+from trainkit.collaborative.reachability import how_to_be_reached
 from trainkit.collaborative.settings import adapted, check_own, require_collaborative, same_settings
 from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag, hand_back
@@ -49,8 +51,17 @@ def create_swarm(
     identity: Path | None,
     stop: StopFlag,
     say: Callable[[str], None] = print,
+    announce: str | None = None,
+    trains: bool = True,
+    folder: RunDir | None = None,
 ) -> tuple[str, RunDir]:
-    """Create a swarm on this machine and train in it. How it ended (finished, stopped), and the run folder."""
+    """Create a swarm on this machine and train in it. How it ended (finished, stopped), and the run folder.
+
+    Args:
+        announce: the address that others are told, where it is not this machine's own.
+        trains: else it only reduces, judges and keeps the records.
+        folder: of the run, if it goes on.
+    """
     require_collaborative(config)
     if config.collaborative.initial_peers:
         raise UserError(
@@ -62,17 +73,67 @@ def create_swarm(
     from trainkit.collaborative import session
     from trainkit.collaborative.seat import Seat
 
-    def announce(run_dir: RunDir, addresses: list[str]) -> None:
+    def tell(run_dir: RunDir, addresses: list[str]) -> None:
         _write_addresses(run_dir, addresses)
         say(f"Run: {run_dir.path}")
         say("Others join with one of these lines, the first that reaches this machine:")
         for item in addresses:
             say(f"  {address.join_command([item])}")
+        for line in how_to_be_reached(addresses):
+            say(line)
         say(f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}")
 
-    seat = Seat(name, RankEnv.single(), lambda: stop.requested, say, open_run, identity=identity, host=host, port=port)
-    ending, run_dir = session.create(config, seat, announce=announce)
+    seat = Seat(
+        name,
+        RankEnv.single(),
+        lambda: stop.requested,
+        say,
+        open_run,
+        identity=identity,
+        host=host,
+        port=port,
+        announce=announce,
+        folder=folder,
+        trains=trains,
+    )
+    ending, run_dir = session.create(config, seat, announce=tell)
     return ending, run_dir
+
+
+def resume_swarm(
+    run_dir: RunDir,
+    config: Config,
+    *,
+    open_run: Callable[[Config], Writer],
+    name: str,
+    trains: bool,
+    stop: StopFlag,
+    say: Callable[[str], None] = print,
+) -> tuple[str, RunDir]:
+    """Go on with a swarm that this machine has created: under the same addresses, from its newest checkpoint.
+
+    Raises UserError when the run folder does not say where it was.
+    """
+    home = home_of(run_dir)
+    if home is None:
+        raise UserError(
+            f"{run_dir.name} has not been a swarm that others could join.",
+            why="It was ended before it was ready, or was created by an older trainkit.",
+            fix=f"Start a new one: {terminal.command('swarm', 'create', run_dir.path)}",
+        )
+    return create_swarm(
+        config,
+        open_run=open_run,
+        name=name,
+        host=home.host,
+        port=home.port,
+        identity=None,
+        stop=stop,
+        say=say,
+        announce=home.announce,
+        trains=trains,
+        folder=run_dir,
+    )
 
 
 def join_swarm(
@@ -99,7 +160,7 @@ def join_swarm(
         address.check(item)
     check_own(overrides)
     processes.require_hivemind()
-    from trainkit.collaborative import session
+    from trainkit.collaborative import joining
     from trainkit.collaborative.seat import Seat
 
     run_name = ""
@@ -119,7 +180,7 @@ def join_swarm(
         host=host,
         port=port,
     )
-    return session.join(addresses, seat, adapt=adapt)
+    return joining.join(addresses, seat, adapt=adapt)
 
 
 def run_swarm_rank(
@@ -146,7 +207,7 @@ def run_swarm_rank(
     """
     require_collaborative(config)
     processes.require_hivemind()
-    from trainkit.collaborative import session
+    from trainkit.collaborative import joining
     from trainkit.collaborative.seat import Seat
 
     assert writer is not None or not rank_env.is_main
@@ -158,12 +219,13 @@ def run_swarm_rank(
         open_run=None if writer is None else lambda _: writer,
         goes_on_later=bool(config.launch.requeue),
         beat=beat,
+        folder=writer.run if writer is not None else None,
     )
     ending: str
     if config.collaborative.initial_peers:
         for item in config.collaborative.initial_peers:
             address.check(item)
-        ending, _ = session.join(
+        ending, _ = joining.join(
             config.collaborative.initial_peers, seat, adapt=lambda manifest: same_settings(config, manifest.config)
         )
     else:
@@ -175,7 +237,7 @@ def run_swarm_rank(
 
 
 def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
-    from trainkit.collaborative import session
+    from trainkit.collaborative import joining, session
     from trainkit.distributed.meeting import meet
 
     env = seat.env
@@ -185,10 +247,12 @@ def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
         seat,
         host="0.0.0.0" if several_machines or config.collaborative.port else "127.0.0.1",
         port=config.collaborative.port if env.is_main else 0,
+        # Without rank 0 there is nothing to wait for: whoever looks after the ranks starts them all again.
+        patience=0.0,
     )
     store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
     if not env.is_main:
-        return session.join(_addresses_from(store), seat, adapt=lambda _: config)[0]
+        return joining.join(_addresses_from(store), seat, adapt=lambda _: config)[0]
 
     def announce(run_dir: RunDir, addresses: list[str]) -> None:
         _write_addresses(run_dir, addresses)

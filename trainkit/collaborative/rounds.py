@@ -30,11 +30,12 @@ from trainkit.training.progress import Progress
 from trainkit.training.schedule import lr_at
 from trainkit.training.update import Updater
 
-Ending = Literal["finished", "stopped", "ended"]
-"""All rounds done; told to leave by a signal; the creator has ended the run."""
+Ending = Literal["finished", "stopped", "ended", "moved", "lost"]
+"""All rounds done; told to leave by a signal; the creator has ended the run; it goes on by another clock; nobody of the
+swarm answers any more."""
 
-# A peer that joined has lost the swarm after so many rounds without an average and without news of anybody.
-_LOST_AFTER = 3
+# The swarm is lost after so many rounds without an average and without news of anybody.
+LOST_AFTER = 3
 # How often a peer asks for news of the others.
 NEWS_SECONDS = 1.0
 _FOREVER = 1 << 40
@@ -83,10 +84,16 @@ class Peer:
     """Takes note of every round."""
     remark: Remark = lambda kind, **facts: None
     """Writes an event."""
+    trains: bool = True
+    """Else it only reduces, keeps the common weights and gives them away."""
     may_be_alone: bool = False
-    """The creator waits for others as long as the run lasts; to anybody else silence means that the swarm is gone."""
-    republish: Callable[[], None] = lambda: None
-    """What the creator does every round, so that the manifest neither expires nor misses on new nodes."""
+    """A peer that others can reach waits for them where it is; to anybody else silence means that the swarm is gone."""
+    addresses: tuple[str, ...] = ()
+    """Where others reach this peer; empty if they cannot."""
+    look_around: Callable[[], None] = lambda: None
+    """What such a peer does about having been alone for some rounds; it does not wait."""
+    before_round: Callable[[], None] = lambda: None
+    """The creator publishes the manifest anew, so that it neither expires nor misses on new nodes."""
     beat: Callable[[], None] = lambda: None
     pace: Pace = field(default_factory=Pace)
 
@@ -104,7 +111,7 @@ def train(p: Peer) -> Ending:
     """Take part until the last round is over, or until told to leave.
 
     Raises:
-        RunFailedError: the swarm is gone, this peer is too slow for its rounds, or its training has diverged.
+        RunFailedError: this peer is too slow for its rounds, or its training has diverged.
     """
     loader = train_batches(
         p.parts.splits,
@@ -124,11 +131,13 @@ def train(p: Peer) -> Ending:
         inner = _Inner(batches, Updater(p.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
         while (index := p.clock.index(time.time())) < p.clock.count:
             p.watch.poll()
-            p.republish()
+            p.before_round()
             if p.stop_requested():
                 return "stopped"
             if p.watch.stopped:
                 return "ended"
+            if p.watch.first_round > p.clock.first:  # clocks move on only, so that an old manifest moves nobody back
+                return "moved"
             if index > p.outer.round:  # this peer has slept through a round, or was slow to judge the last one
                 p.averaging.adopt(p.clock.seconds / 2)
             box = _round(p, inner, index)
@@ -137,7 +146,10 @@ def train(p: Peer) -> Ending:
             p.after_round(box)
             if box.result.drifted:
                 p.averaging.adopt(p.clock.seconds / 2)  # if it fails, the next round says so again
-            _check_lost(p, box)
+            if _is_alone(p, box):
+                if not p.may_be_alone:
+                    return "lost"
+                p.look_around()
     return "finished"
 
 
@@ -159,6 +171,9 @@ def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
             p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
         if now + pace.step_seconds >= boundary:
             break
+        if not p.trains:
+            time.sleep(min(NEWS_SECONDS, boundary - now) / 4)
+            continue
         lr = _update(p, inner, now)
         samples += p.parts.config.train.global_batch_size
         taken = time.time() - now
@@ -174,7 +189,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
                 fix="Use a faster machine, or a run with a smaller batch or longer rounds.",
             )
     time.sleep(max(0.0, boundary - time.time()))
-    since = time.time() - _LOST_AFTER * p.clock.seconds
+    since = time.time() - LOST_AFTER * p.clock.seconds
     others = p.watch.others(since)
     result = p.averaging.finish(
         samples=samples,
@@ -222,20 +237,20 @@ def _publish(p: Peer, index: int, samples: int, rate: float, loss: float, group:
         client=bool(p.dht.node.client_mode),
         val_loss=_finite(p.progress.val.get("loss")),
         val_acc1=_finite(p.progress.val.get("acc1")),
+        addresses=list(p.addresses),  # the records know no tuples
     )
-    p.dht.publish_progress(progress, _LOST_AFTER * p.clock.seconds + 5.0)
+    p.dht.publish_progress(progress, LOST_AFTER * p.clock.seconds + 5.0)
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _check_lost(p: Peer, box: Box) -> None:
+def _is_alone(p: Peer, box: Box) -> bool:
+    """Whether nobody has been heard of for `LOST_AFTER` rounds; asked after every round."""
     alone = box.result.used != "average" and box.peers == 1
     p.pace.rounds_alone = p.pace.rounds_alone + 1 if alone else 0
-    if not p.may_be_alone and p.pace.rounds_alone >= _LOST_AFTER:
-        raise RunFailedError(
-            f"The swarm has not answered for {_LOST_AFTER} rounds.",
-            why="Its creator has gone without a word, or this machine has lost its network.",
-            fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
-        )
+    if p.pace.rounds_alone < LOST_AFTER:
+        return False
+    p.pace.rounds_alone = 0
+    return True

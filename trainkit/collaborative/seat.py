@@ -17,6 +17,7 @@ from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Peer
+from trainkit.collaborative.waiting import PATIENCE_SECONDS
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.order import derive_seed
@@ -25,6 +26,7 @@ from trainkit.models import build_model
 from trainkit.monitor.base import Logger, open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
+from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.training.building import alone, build, wants_gpu
 from trainkit.training.parts import Parts
@@ -47,6 +49,14 @@ class Seat:
     host: str | None = None
     """Address to listen on; None: call out only."""
     port: int = 0
+    announce: str | None = None
+    """The address that others are told, where it is not this machine's own."""
+    folder: RunDir | None = None
+    """The run folder, if there is one already: what it says of the swarm counts."""
+    trains: bool = True
+    """Else it only reduces, keeps the common weights and gives them away."""
+    patience: float = PATIENCE_SECONDS
+    """How long to wait for a swarm that does not answer any more."""
     beat: Callable[[], None] = lambda: None
     """Called whenever this peer has made progress."""
 
@@ -97,6 +107,8 @@ def peer_at(
         stop_requested=seat.stop_requested,
         progress=progress,
         beat=seat.beat,
+        trains=seat.trains,
+        addresses=() if seat.host is None else tuple(dht.addresses()),
     )
 
 

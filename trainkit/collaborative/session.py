@@ -1,33 +1,33 @@
-"""A peer from its first message to its last: as the creator of a swarm, or as one who joins."""
+"""The creator of a swarm, from its first message to its last; also one that comes back after it was killed."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht, read_manifest
+from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht
+from trainkit.collaborative.home import Home, Memory, home_of, identity_in, keep_identity
 from trainkit.collaborative.keeping import RoundKeeper, take_over
 from trainkit.collaborative.messages import Manifest
 from trainkit.collaborative.outer import OuterState
-from trainkit.collaborative.rounds import NEWS_SECONDS, Ending, Peer, train
+from trainkit.collaborative.rounds import NEWS_SECONDS, Ending, train
 from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
-from trainkit.collaborative.settings import in_words, installed
+from trainkit.collaborative.settings import installed
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.errors import RunFailedError, UserError
 from trainkit.records.rundir import RunDir
 from trainkit.training.outcome import Keeper
 from trainkit.training.progress import Progress
 
-# A newcomer asks so long for the state of the run, less and less often.
-_ADOPT_SECONDS = 60.0
+# A creator that comes back asks so long for what the others have reached without it.
+_CATCH_UP_SECONDS = 10.0
 
 
 def create(
@@ -37,20 +37,28 @@ def create(
     announce: Callable[[RunDir, list[str]], None],
     prefer_host: str | None = None,
 ) -> tuple[Ending, RunDir]:
-    """Start a swarm, train in it until the last round, and keep its records.
+    """Start a swarm, or go on with that of ``seat.folder``; train in it until the last round, and keep its records.
 
     Args:
         announce: called once others can join, with the addresses, best first.
         prefer_host: IP address by which others know this machine.
     """
     assert seat.open_run is not None
+    assert seat.host is not None
     splits = build_data(config.data)
-    with trust.identity(seat.identity) as identity, open_dht(identity, host=seat.host, port=seat.port) as dht:
+    home = home_of(seat.folder) if seat.folder is not None else None
+    key = seat.identity or (identity_in(seat.folder) if seat.folder is not None else None)
+    with (
+        trust.identity(key) as identity,
+        open_dht(identity, host=seat.host, port=seat.port, announce=seat.announce) as dht,
+    ):
         outer = common_state(config, splits)
         writer = seat.open_run(config)
         run_dir = writer.run
-        # Unguessable, and anew for each start: peers of an earlier attempt must not be taken for this one's.
-        run_id = f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
+        keep_identity(run_dir, identity.path)
+        # Unguessable, and the same for as long as the run lasts: survivors know by it that this is their swarm.
+        run_id = home.run_id if home is not None else f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
+        memory = Memory(home.others if home is not None else ())
         with (
             averaged(config, seat, splits, outer, dht, run_id) as (parts, averaging),
             kept(config, writer, parts, judges=True) as (checkpoints, metrics),
@@ -59,13 +67,10 @@ def create(
                 parts.model, None, extra=["outer"], accept=lambda found: take_over(found, outer)
             )
             progress = Progress.of(found.state) if found else Progress()
-            collaborative = config.collaborative
-            if outer.round >= collaborative.rounds:
+            if outer.round >= config.collaborative.rounds:
                 return "finished", run_dir
+            clock = _clock(config, outer, home, memory, dht, averaging, seat)
             averaging.share()
-            clock = RoundClock.starting(
-                time.time(), collaborative.round_seconds, collaborative.rounds, done=outer.round
-            )
             yaml = to_yaml(config)
             manifest = Manifest(
                 run_id=run_id,
@@ -82,16 +87,24 @@ def create(
                 dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
 
             publish(manifest, wait=True)
-            announce(run_dir, dht.addresses(prefer_host))
+            addresses = dht.addresses(prefer_host)
+            memory.keep_in(run_dir, Home(run_id, clock.first, seat.host, dht.port, seat.announce))
+            announce(run_dir, addresses)
             watch = Watch(dht, dht.peer_id)
             keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
-            rounds = RoundKeeper(keeper, outer, clock, watch, judges=True, say=seat.say)
+            rounds = RoundKeeper(keeper, outer, clock, watch, role="judge", say=seat.say)
+
+            def before_round() -> None:
+                publish(manifest)
+                memory.note(watch.reachable())
+
             peer = replace(
                 peer_at(seat, parts, outer, averaging, dht, clock, watch, progress),
                 after_round=rounds.after_round,
-                remark=keeper.remark,
+                remark=rounds.remark,
                 may_be_alone=True,
-                republish=lambda: publish(manifest),
+                before_round=before_round,
+                look_around=lambda: dht.look_for(memory.others),
             )
             with rounds.recorded(seat.env):
                 ending = train(peer)
@@ -111,92 +124,22 @@ def create(
     return ending, run_dir
 
 
-def join(
-    addresses: Sequence[str],
+def _clock(
+    config: Config,
+    outer: OuterState,
+    home: Home | None,
+    memory: Memory,
+    dht: SwarmDHT,
+    averaging: Averaging,
     seat: Seat,
-    *,
-    adapt: Callable[[Manifest], Config],
-) -> tuple[Ending, RunDir | None]:
-    """Join the swarm at ``addresses``, and train in it until it ends.
-
-    Args:
-        adapt: the configuration for this machine, from the manifest's.
-    """
-    with (
-        trust.identity(seat.identity) as identity,
-        open_dht(identity, peers=addresses, host=seat.host, port=seat.port) as dht,
-    ):
-        manifest = read_manifest(dht, addresses)
-        if manifest.stopped:
-            raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
-        config = adapt(manifest)
-        clock = RoundClock(config.collaborative.round_seconds, manifest.first_round, config.collaborative.rounds)
-        if clock.index(time.time()) >= clock.count:
-            raise UserError(
-                f"The run {manifest.name} is over.",
-                why=f"All of its {clock.count} rounds are done.",
-                fix="Join another.",
-            )
-        splits = build_data(config.data)
-        outer = common_state(config, splits)
-        if outer.num_parameters != manifest.num_parameters:
-            raise UserError(
-                f"The model has {outer.num_parameters:,} parameters here, not {manifest.num_parameters:,}.",
-                why=f"The model's code or a library differs: the creator has {in_words(manifest.versions)}; here are "
-                f"{in_words(installed())}.",
-                fix="Install the creator's versions.",
-            )
-        with averaged(config, seat, splits, outer, dht, manifest.run_id) as (parts, averaging):
-            watch, progress = Watch(dht, _creator_of(dht, manifest)), Progress()
-            peer = peer_at(seat, parts, outer, averaging, dht, clock, watch, progress)
-
-            def take_part(peer: Peer) -> Ending:
-                # Last of all: the state of a round is of use until that round ends.
-                _adopt(averaging, outer, clock, seat)
-                seat.say(f"Joined {manifest.name} in round {clock.index(time.time()) + 1}/{clock.count}.")
-                averaging.share()
-                return train(peer)
-
-            if seat.open_run is None:
-                return take_part(peer), None
-            writer = seat.open_run(config)
-            seat.say(f"Run: {writer.run.path}")
-            # A volunteer's machine writes no accounts of a service.
-            with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
-                keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
-                rounds = RoundKeeper(keeper, outer, clock, watch, judges=False, say=seat.say)
-                with rounds.recorded(seat.env):
-                    ending = take_part(replace(peer, after_round=rounds.after_round, remark=keeper.remark))
-                if progress.step and ending != "stopped":
-                    rounds.finish("finished" if ending == "finished" else "stopped")
-                if ending != "stopped":
-                    writer.attempt.ended("COMPLETED", step=progress.step)
-    return ending, writer.run
-
-
-def _adopt(averaging: Averaging, outer: OuterState, clock: RoundClock, seat: Seat) -> None:
-    """Take over the state of the run; it must be that of the present round, for the next one ends it.
-
-    Raises RunFailedError when no peer gives it in time.
-    """
-    deadline, pause = time.monotonic() + max(_ADOPT_SECONDS, 2 * clock.seconds), 0.5
-    while time.monotonic() < deadline and not seat.stop_requested():
-        if averaging.adopt(10.0) and outer.round == clock.index(time.time()):
-            return
-        # Asked by everybody at once, the few peers that give it away would do nothing else.
-        time.sleep(pause)
-        pause = min(2 * pause, 8.0, clock.seconds / 4)
-    if seat.stop_requested():
-        return
-    raise RunFailedError(
-        "No peer gives away the state of the run.",
-        why="The peers that could are gone, unreachable from here, or overloaded.",
-        fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
-    )
-
-
-def _creator_of(dht: SwarmDHT, manifest: Manifest) -> str:
-    for peer, own in dht.manifests().items():
-        if own.run_id == manifest.run_id:
-            return peer
-    return ""
+) -> RoundClock:
+    """The run's clock. One that others have gone on by stays as it is; rounds that nobody trained in are made up."""
+    settings = config.collaborative
+    seconds, count = settings.round_seconds, settings.rounds
+    if home is not None and dht.reconnect(memory.others):
+        clock, done = RoundClock(seconds, home.first_round, count), outer.round
+        if averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
+            seat.say(f"The others have gone on from round {done} to {outer.round}; so does this peer.")
+        if done < outer.round >= clock.index(time.time()):
+            return clock
+    return RoundClock.starting(time.time(), seconds, count, done=outer.round)

@@ -65,6 +65,7 @@ class _ProgressRecord(v1.BaseModel):
     received: _Count = 0  # type: ignore[valid-type]
     val_loss: v1.confloat(strict=True) | None = None  # type: ignore[valid-type]
     val_acc1: v1.confloat(strict=True, ge=0.0, le=100.0) | None = None  # type: ignore[valid-type]
+    addresses: v1.conlist(v1.constr(strict=True, max_length=200), max_items=8) = []  # type: ignore[valid-type]
 
 
 class _CreditsRecord(v1.BaseModel):

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit import terminal
 from trainkit.config.schema import Config
-from trainkit.errors import RunFailedError
+from trainkit.errors import DiskError
 from trainkit.monitor.base import Logger, Start
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
@@ -23,7 +23,7 @@ class _Jsonl:
         try:
             jsonl.append(self._run_dir.metrics, record)
         except OSError as error:
-            raise RunFailedError(
+            raise DiskError(
                 f"Cannot write {self._run_dir.metrics}.",
                 why=f"{error.strerror}. A run that leaves no record is not worth going on with.",
                 fix=f"Free some space, then go on with `{terminal.command('resume', self._run_dir.path)}`.",

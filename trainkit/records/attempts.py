@@ -37,6 +37,7 @@ from trainkit.records.rundir import RunDir
 
 Remark = Literal[
     "probed", "skipped", "nonfinite", "rolled_back", "broken_image", "straggler", "peer_joined", "peer_left",
+    "swarm_lost", "swarm_back", "save_failed", "save_recovered",
     "uploaded", "upload_failed", "upload_recovered", "not_uploaded",
 ]  # fmt: skip
 

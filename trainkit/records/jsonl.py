@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -25,7 +26,9 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = "\n" + line
-        os.write(descriptor, line.encode())
+        data = line.encode()
+        if os.write(descriptor, data) < len(data):  # the disk has become full; readers pass over a torn line
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 

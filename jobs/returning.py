@@ -1,0 +1,94 @@
+"""What `swarm create --resume` and `resume` share: a swarm made by hand goes on in this process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from jobs import cli
+from trainkit import terminal
+from trainkit.cluster.queue import require_no_job
+from trainkit.config.loading import load
+from trainkit.errors import UserError
+from trainkit.records.history import life_of
+from trainkit.records.ownership import require_own_code
+from trainkit.records.rundir import RunDir, find_run
+
+
+def is_by_hand(run: RunDir) -> bool:
+    """Whether a person has started it in a terminal, by `swarm create` or `join`."""
+    submission = life_of(run).submission
+    return submission is not None and submission.executor == "swarm"
+
+
+def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``python -m jobs.resume RUN``, of such a run. Resources are this machine's, so that their flags mean nothing.
+
+    Args:
+        argv: as it was typed.
+    """
+    known = {args.run, "--allow-code", "--force"}
+    if extra := [word for word in argv if word not in known]:
+        raise UserError(
+            f"{extra[0]} means nothing to {run.name}.",
+            why="It is a swarm that was created by hand, and goes on in this terminal.",
+            fix=f"Leave it out: {terminal.command('resume', run.path)}",
+        )
+    return _go_on(run, None, allow_code=args.allow_code, force=args.force, trains=True)
+
+
+def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str]) -> int:
+    """``python -m jobs.swarm create --resume RUN``."""
+    asked = {"--announce": args.announce, "--port": args.port, "--identity": args.identity, "--run-dir": args.run_dir}
+    # --host has a default, so that it cannot be told whether it was given.
+    given = [*([args.preset] if args.preset else []), *args.overrides, *(flag for flag in asked if asked[flag])]
+    if given:
+        parser.error(f"{given[0]} does not go with --resume: the run has its settings, its addresses and its folder")
+    run = find_run(args.resume, env)
+    if life_of(run).finished:
+        raise UserError(
+            f"{run.name} has finished.",
+            why="All of its rounds are done.",
+            fix=f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}",
+        )
+    return _go_on(run, args.name, allow_code=args.allow_code, force=False, trains=not args.no_train)
+
+
+def _go_on(run: RunDir, name: str | None, *, allow_code: bool, force: bool, trains: bool) -> int:
+    require_no_job(run, force=force)
+    loaded = load(str(run.config))
+    require_own_code(run.path, loaded, allow_code=allow_code)
+    from trainkit.collaborative.by_hand import by_hand
+    from trainkit.collaborative.peer import leave_on_interrupt, resume_swarm
+    from trainkit.distributed.stop import stop_on_signal
+
+    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
+        ending, run_dir = resume_swarm(
+            run,
+            loaded.config,
+            open_run=lambda config: peer.begin(run),
+            name=name or peer_name(),
+            trains=trains,
+            stop=stop,
+            say=peer.say,
+        )
+    say_end(ending, run_dir)
+    return 0
+
+
+def peer_name() -> str:
+    """How others see a peer of this machine."""
+    user = os.environ.get("USER") or os.environ.get("LOGNAME") or "peer"
+    return f"{user}@{socket.gethostname()}"
+
+
+def say_end(ending: str, run_dir: RunDir | None) -> None:
+    """What a peer's run came to."""
+    from trainkit.monitor.follow import summary_lines
+
+    endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
+    print("\n".join([endings[ending], *(summary_lines(run_dir) if run_dir is not None else [])]))
+    if ending == "stopped" and run_dir is not None and (run_dir.path / "swarm.json").exists():
+        print(f"Go on with it: {terminal.command('resume', run_dir.path)}")

@@ -1,0 +1,122 @@
+"""What of a swarm lies in the run folder of a peer that others can reach, so that it comes back as the same one.
+
+Its key and port are its address, which volunteers hold in their hands; the run's id and clock are what they go on by;
+and whom else one can reach is remembered, because whoever comes back may find nobody but them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from trainkit.collaborative import address
+from trainkit.errors import UserError
+from trainkit.records import reading
+from trainkit.records.replacing import replacing
+from trainkit.records.rundir import RunDir
+
+_FILE, _IDENTITY = "swarm.json", "swarm_identity"
+# Of those that can be reached, so many are remembered.
+MOST_OTHERS = 16
+
+
+@dataclass(frozen=True)
+class Home:
+    """A peer's place in a swarm, beyond the life of its process."""
+
+    run_id: str
+    first_round: int
+    host: str
+    port: int
+    announce: str | None = None
+    """The address by which others know this machine, where that is not its own."""
+    others: tuple[str, ...] = ()
+    """Addresses of other peers that can be reached."""
+
+    def write(self, run: RunDir) -> None:
+        """Keep it. Raises OSError, and then what was kept before is as it was."""
+        with replacing(run.path / _FILE) as partial:
+            partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def home_of(run: RunDir) -> Home | None:
+    """What `Home.write` has kept there; None if nothing.
+
+    Raises UserError for a file that says something else.
+    """
+    if not (run.path / _FILE).exists():
+        return None
+    found = reading.read_object(run.path / _FILE)
+    try:
+        announce = found.get("announce")
+        return Home(
+            run_id=str(found["run_id"]),
+            first_round=int(found["first_round"]),
+            host=str(found["host"]),
+            port=int(found["port"]),
+            announce=str(announce) if announce else None,
+            others=known_of(found.get("others") or ()),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{run.path / _FILE} does not say where the swarm was.",
+            why=f"{type(error).__name__}: {error}.",
+            fix="Restore it from a copy; or start a new swarm, whose volunteers must be told the new address.",
+        ) from None
+
+
+class Memory:
+    """Whom a peer can turn to when it has lost the swarm, kept up to date; on the disk if it has a `Home` there."""
+
+    def __init__(self, others: Sequence[str]) -> None:
+        self.others = known_of(others)
+        self._kept: tuple[RunDir, Home] | None = None
+
+    def keep_in(self, run: RunDir, home: Home) -> None:
+        """From now on also there."""
+        self._kept = run, home
+        self._write()
+
+    def note(self, reachable: Sequence[str]) -> None:
+        """These can be reached now. Those of before stay, for they may come back: the newest first."""
+        others = known_of([*reachable, *self.others])
+        if set(others) != set(self.others):
+            self.others = others
+            self._write()
+
+    def _write(self) -> None:
+        if self._kept is not None:
+            run, home = self._kept
+            with suppress(OSError):  # a full disk: what was known before is still there
+                replace(home, others=self.others).write(run)
+
+
+def known_of(addresses: Sequence[object]) -> tuple[str, ...]:
+    """Those of ``addresses`` that are some, without repetition; they come from others, and become dialled."""
+    good: dict[str, None] = {}
+    for item in addresses:
+        try:
+            good[address.check(str(item))] = None
+        except UserError:
+            continue
+    return tuple(good)[:MOST_OTHERS]
+
+
+def identity_in(run: RunDir) -> Path:
+    """The file of the peer's key."""
+    return run.path / _IDENTITY
+
+
+def keep_identity(run: RunDir, key: Path) -> None:
+    """Copy the peer's key into its run folder, where only its user can read it."""
+    file = identity_in(run)
+    if file.exists() or file == key:
+        return
+    with replacing(file) as partial:
+        descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(key.read_bytes())

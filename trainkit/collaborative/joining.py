@@ -1,0 +1,197 @@
+"""A peer that joins a swarm, from its first message to its last; if it loses the swarm, it comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from trainkit.collaborative import trust
+from trainkit.collaborative.averaging import Averaging
+from trainkit.collaborative.clock import RoundClock
+from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht, read_manifest
+from trainkit.collaborative.home import Memory
+from trainkit.collaborative.keeping import RoundKeeper
+from trainkit.collaborative.messages import Manifest
+from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.rounds import Ending, Peer, train
+from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
+from trainkit.collaborative.settings import in_words, installed
+from trainkit.collaborative.waiting import Waiting
+from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.errors import RunFailedError, UserError
+from trainkit.records.rundir import RunDir
+from trainkit.training.outcome import Keeper
+from trainkit.training.progress import Progress
+
+# A newcomer asks so long for the state of the run, less and less often.
+_ADOPT_SECONDS = 60.0
+
+
+def join(
+    addresses: Sequence[str],
+    seat: Seat,
+    *,
+    adapt: Callable[[Manifest], Config],
+) -> tuple[Ending, RunDir | None]:
+    """Join the swarm at ``addresses``, and train in it until it ends.
+
+    Args:
+        adapt: the configuration for this machine, from the manifest's.
+    """
+    with (
+        trust.identity(seat.identity) as identity,
+        open_dht(identity, peers=addresses, host=seat.host, port=seat.port, announce=seat.announce) as dht,
+    ):
+        manifest = read_manifest(dht, addresses)
+        if manifest.stopped:
+            raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
+        config = adapt(manifest)
+        clock = _clock_of(manifest, config)
+        if clock.index(time.time()) >= clock.count:
+            raise UserError(
+                f"The run {manifest.name} is over.",
+                why=f"All of its {clock.count} rounds are done.",
+                fix="Join another.",
+            )
+        splits = build_data(config.data)
+        outer = common_state(config, splits)
+        if outer.num_parameters != manifest.num_parameters:
+            raise UserError(
+                f"The model has {outer.num_parameters:,} parameters here, not {manifest.num_parameters:,}.",
+                why=f"The model's code or a library differs: the creator has {in_words(manifest.versions)}; here are "
+                f"{in_words(installed())}.",
+                fix="Install the creator's versions.",
+            )
+        with averaged(config, seat, splits, outer, dht, manifest.run_id) as (parts, averaging):
+            watch, progress = Watch(dht, _creator_of(dht, manifest)), Progress()
+            guest = _Guest(manifest, config, addresses, seat, dht, averaging, outer, Memory(addresses))
+            peer = replace(
+                peer_at(seat, parts, outer, averaging, dht, clock, watch, progress),
+                before_round=lambda: guest.memory.note(watch.reachable()),
+            )
+            if seat.open_run is None:
+                return guest.take_part(peer), None
+            writer = seat.open_run(config)
+            seat.say(f"Run: {writer.run.path}")
+            # A volunteer's machine writes no accounts of a service.
+            with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
+                keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
+                rounds = RoundKeeper(keeper, outer, clock, watch, role="guest", say=seat.say)
+                peer = replace(peer, after_round=rounds.after_round, remark=rounds.remark)
+                with rounds.recorded(seat.env):
+                    ending = guest.take_part(peer, lost=rounds.lost, back=rounds.back)
+                if progress.step and ending != "stopped":
+                    rounds.finish("finished" if ending == "finished" else "stopped")
+                if ending != "stopped":
+                    writer.attempt.ended("COMPLETED", step=progress.step)
+    return ending, writer.run
+
+
+@dataclass(frozen=True)
+class _Guest:
+    """What a peer needs to come into the swarm, and to come back."""
+
+    manifest: Manifest
+    config: Config
+    addresses: Sequence[str]
+    seat: Seat
+    dht: SwarmDHT
+    averaging: Averaging
+    outer: OuterState
+    memory: Memory
+
+    def take_part(
+        self, peer: Peer, *, lost: Callable[[], None] = lambda: None, back: Callable[[], None] = lambda: None
+    ) -> Ending:
+        """Train until the run is over, by the clock of whoever answers for it.
+
+        Args:
+            lost: called when nobody of the swarm answers any more.
+            back: called when somebody does again.
+        """
+        # Last of all: the state of a round is of use until that round ends.
+        self._adopt(peer.clock)
+        self.seat.say(f"Joined {self.manifest.name} in round {peer.clock.index(time.time()) + 1}/{peer.clock.count}.")
+        self.averaging.share()
+        while True:
+            ending = train(peer)
+            if ending not in ("lost", "moved"):
+                return ending
+            if ending == "lost":
+                lost()
+            clock = self._found_again(peer, must_wait=ending == "lost")
+            if clock is None:
+                return "ended" if peer.watch.stopped else "stopped"
+            if ending == "lost":
+                back()
+            self.seat.say(f"Back in {self.manifest.name}, in round {clock.index(time.time()) + 1}/{clock.count}.")
+            peer = replace(peer, clock=clock)
+
+    def _found_again(self, peer: Peer, *, must_wait: bool) -> RoundClock | None:
+        """The clock to go on by, with the state of its present round; None when it is time to leave."""
+        seat = self.seat
+        waiting = Waiting(self.dht.reconnect, seat.stop_requested, seat.say, seat.patience)
+        while not seat.stop_requested():
+            if must_wait and not waiting.until_back(self.memory.others):
+                return None
+            must_wait = True
+            peer.watch.poll()
+            if peer.watch.stopped:
+                return None
+            manifest = self._manifest()
+            if manifest is None or manifest.first_round < peer.clock.first:
+                continue
+            clock = _clock_of(manifest, self.config)
+            with suppress(RunFailedError):
+                self._adopt(clock, seconds=2 * clock.seconds)
+                return clock
+        return None
+
+    def _manifest(self) -> Manifest | None:
+        """The run's; None if whoever answers does not know it yet.
+
+        Raises UserError when it is another run's by now.
+        """
+        found = [one for one in self.dht.manifests().values() if one.protocol == self.manifest.protocol]
+        same = [one for one in found if one.run_id == self.manifest.run_id]
+        if found and not same:
+            raise UserError(
+                f"Another run is at {self.addresses[0]} now.",
+                why=f"It was {self.manifest.name}; its creator has started a new one, {found[0].name}.",
+                fix="Join that one, if it is meant.",
+            )
+        return max(same, key=lambda one: one.first_round, default=None)
+
+    def _adopt(self, clock: RoundClock, *, seconds: float = _ADOPT_SECONDS) -> None:
+        """Take over the state of the run; it must be that of the present round, for the next one ends it.
+
+        Raises RunFailedError when no peer gives it in time.
+        """
+        seat, deadline, pause = self.seat, time.monotonic() + max(seconds, 2 * clock.seconds), 0.5
+        while time.monotonic() < deadline and not seat.stop_requested():
+            if self.averaging.adopt(10.0) and self.outer.round == clock.index(time.time()):
+                return
+            # Asked by everybody at once, the few peers that give it away would do nothing else.
+            time.sleep(pause)
+            pause = min(2 * pause, 8.0, clock.seconds / 4)
+        if seat.stop_requested():
+            return
+        raise RunFailedError(
+            "No peer gives away the state of the run.",
+            why="The peers that could are gone, unreachable from here, or overloaded.",
+            fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
+        )
+
+
+def _clock_of(manifest: Manifest, config: Config) -> RoundClock:
+    return RoundClock(config.collaborative.round_seconds, manifest.first_round, config.collaborative.rounds)
+
+
+def _creator_of(dht: SwarmDHT, manifest: Manifest) -> str:
+    for peer, own in dht.manifests().items():
+        if own.run_id == manifest.run_id:
+            return peer
+    return ""
