@@ -123,7 +123,7 @@ def _train(
 
     rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
-        from trainkit.collaborative.peer import run_swarm_rank
+        from trainkit.collaborative.submitted import run_swarm_rank
 
         writer = open_run() if rank_env.is_main else None
         outcome = run_swarm_rank(config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret)

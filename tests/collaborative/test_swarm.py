@@ -164,15 +164,6 @@ def test_who_was_refused_has_written_nothing(story: Story) -> None:
     assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer"]
 
 
-def test_a_peer_whose_swarm_is_gone_says_so_and_fails_instead_of_training_alone(commands: Commands) -> None:
-    creator, address = commands.create("collaborative.round_seconds=3", "collaborative.rounds=500")
-    joined = commands.join(address)
-    joined.says("peers averaged")
-    kill_main_process(creator)
-    assert joined.ends() == 1
-    assert "The swarm has not answered for 3 rounds." in joined.output
-
-
 def test_a_peer_whose_training_diverges_ends_as_failed(commands: Commands) -> None:
     own = ("data.name=tests.training.poisoned:data", "data.positions=all", "model.name=tests.training.poisoned:model")
     creator, _ = commands.create("train.global_batch_size=8", "collaborative.round_seconds=5", *own)

@@ -19,6 +19,8 @@ from trainkit.records import reading
 from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 
+ADDRESS_FILE = "swarm_address"
+"""Beside config.yaml: the addresses of a running swarm, one a line."""
 _FILE, _IDENTITY = "swarm.json", "swarm_identity"
 # Of those that can be reached, so many are remembered.
 MOST_OTHERS = 16
@@ -120,3 +122,9 @@ def keep_identity(run: RunDir, key: Path) -> None:
         descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
         with os.fdopen(descriptor, "wb") as out:
             out.write(key.read_bytes())
+
+
+def write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
+    """Where others join, for whoever reads the run folder."""
+    with replacing(run_dir.path / ADDRESS_FILE) as partial:
+        partial.write_text("".join(f"{item}\n" for item in addresses), encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit import terminal
 from trainkit.collaborative import address, reader
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.peer import ADDRESS_FILE
+from trainkit.collaborative.home import ADDRESS_FILE
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records import reading
 from trainkit.records.contributions import Contribution, Contributions

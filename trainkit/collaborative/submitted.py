@@ -1,0 +1,127 @@
+"""One rank of a submitted swarm: a peer of its own, that meets the others by the job's own means."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainkit.collaborative import address, processes
+from trainkit.collaborative.home import write_addresses
+from trainkit.collaborative.settings import require_collaborative, same_settings
+from trainkit.config.schema import Config
+from trainkit.distributed.stop import StopFlag, hand_back
+from trainkit.errors import RunFailedError, TrainkitError
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import NO_SECRET, Secret
+from trainkit.records.attempts import Attempt
+from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
+
+if TYPE_CHECKING:
+    from trainkit.collaborative.rounds import Ending
+    from trainkit.collaborative.seat import Seat
+
+Outcome = Literal["finished", "preempted"]
+
+
+def run_swarm_rank(
+    config: Config,
+    rank_env: RankEnv,
+    stop: StopFlag,
+    *,
+    writer: Writer | None,
+    node: Attempt | None = None,
+    secret: Secret = NO_SECRET,
+    beat: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """One rank of a submitted swarm; each rank is a peer of its own.
+
+    Rank 0 creates the swarm and the others join it. They meet by a store at ``MASTER_ADDR:MASTER_PORT``, so they need
+    no folder in common; rank 0's addresses are also written to ``swarm_address`` in the run folder, for volunteers from
+    outside. With ``collaborative.initial_peers`` all ranks join the swarm that is there.
+
+    Args:
+        writer: of the run folder; on rank 0 only, which keeps the records.
+        node: the attempt as it was begun on this node, which need not share rank 0's folder; None: by nobody.
+        secret: what the ranks of this run know and nobody else.
+        beat: called whenever this rank has made progress.
+    """
+    require_collaborative(config)
+    processes.require_hivemind()
+    from trainkit.collaborative import joining
+    from trainkit.collaborative.seat import Seat
+
+    assert writer is not None or not rank_env.is_main
+    seat = Seat(
+        name=f"{socket.gethostname()}/{rank_env.rank}",
+        env=rank_env,
+        stop_requested=lambda: stop.requested,
+        say=lambda line: print(line, flush=True),
+        open_run=None if writer is None else lambda _: writer,
+        goes_on_later=bool(config.launch.requeue),
+        beat=beat,
+        folder=writer.run if writer is not None else None,
+    )
+    ending: str
+    if config.collaborative.initial_peers:
+        for item in config.collaborative.initial_peers:
+            address.check(item)
+        ending, _ = joining.join(
+            config.collaborative.initial_peers, seat, adapt=lambda manifest: same_settings(config, manifest.config)
+        )
+    else:
+        ending = _rank_of_new_swarm(config, seat, secret)
+    if ending == "stopped":
+        hand_back(writer.attempt if writer is not None else node, rank_env, stop.signals, step=None)
+        return "preempted"
+    return "finished"
+
+
+def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
+    from trainkit.collaborative import joining, session
+    from trainkit.distributed.meeting import meet
+
+    env = seat.env
+    several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
+    # Ranks of one job reach each other, so every one of them serves the others.
+    seat = replace(
+        seat,
+        host="0.0.0.0" if several_machines or config.collaborative.port else "127.0.0.1",
+        port=config.collaborative.port if env.is_main else 0,
+        # Without rank 0 there is nothing to wait for: whoever looks after the ranks starts them all again.
+        patience=0.0,
+    )
+    store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
+    if not env.is_main:
+        return joining.join(_addresses_from(store), seat, adapt=lambda _: config)[0]
+
+    def announce(run_dir: RunDir, addresses: list[str]) -> None:
+        write_addresses(run_dir, addresses)
+        if store is not None:
+            store.set("swarm", "\n".join(addresses))
+        seat.say(f"Volunteers join with: {address.join_command(addresses)}")
+
+    try:
+        return session.create(config, seat, announce=announce, prefer_host=_ip_of(env.master_addr))[0]
+    except TrainkitError as error:
+        if store is not None:
+            store.set("swarm", f"failed: {error.what}")  # or the others would wait for an address
+        raise
+
+
+def _addresses_from(store: Any) -> list[str]:
+    text = store.get("swarm").decode()  # waits for rank 0
+    if text.startswith("failed: "):
+        why = text.removeprefix("failed: ")
+        raise RunFailedError("Rank 0 could not create the swarm.", why=why, fix="See its log.")
+    return list(text.splitlines())
+
+
+def _ip_of(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
