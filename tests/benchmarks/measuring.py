@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,59 @@ def take_turns(
         turns = [*arms.items(), *((once or {}).items() if number == 0 else ()), control]
         for name, measure in turns if number % 2 == 0 else reversed(turns):
             measured[name].append(measure())
+    return measured
+
+
+Turn = Callable[[], None]
+
+
+def side_by_side(
+    arms: Mapping[str, Callable[[Turn], object]], clocks: Mapping[str, Callable[[], float]]
+) -> dict[str, dict[str, list[float]]]:
+    """Run the arms, each in a thread, of which one goes on at a time: clock -> arm -> what each of its turns took. The
+    first arm has two threads, the other one's turns are under `CONTROL`; every other round goes backwards.
+
+    Turns can be as short as is measured well: so whatever else the machine does meanwhile, it does to all arms alike.
+
+    Args:
+        arms: each gets what it calls before its first turn and between two of them, all equally often. What is before
+            the first call or after the last is not measured.
+    """
+    turns = [*arms.items(), (CONTROL, next(iter(arms.values())))]
+    measured: dict[str, dict[str, list[float]]] = {clock: {name: [] for name, _ in turns} for clock in clocks}
+    waiting = {name: threading.Semaphore(0) for name, _ in turns}
+    done, alive, failed = threading.Semaphore(0), set(waiting), list[BaseException]()
+
+    def run(name: str, arm: Callable[[Turn], object]) -> None:
+        began: dict[str, float] = {}
+
+        def turn() -> None:
+            now = {clock: ask() for clock, ask in clocks.items()}
+            for clock in began:
+                measured[clock][name].append(now[clock] - began[clock])
+            done.release()
+            waiting[name].acquire()
+            began.update({clock: ask() for clock, ask in clocks.items()})
+
+        waiting[name].acquire()
+        try:
+            arm(turn)
+        except BaseException as error:
+            failed.append(error)
+        alive.remove(name)
+        done.release()
+
+    for name, arm in turns:
+        threading.Thread(target=run, args=(name, arm), daemon=True).start()
+    order = [name for name, _ in turns]
+    while alive:
+        for name in order:
+            if name in alive:
+                waiting[name].release()
+                done.acquire()
+                if failed:
+                    raise failed[0]
+        order.reverse()
     return measured
 
 

@@ -14,6 +14,7 @@ from trainkit.distributed.device import is_free_to_ask
 from trainkit.distributed.process_group import Distributed
 from trainkit.distributed.sharded import is_sharded, local_part
 from trainkit.errors import RefusedError
+from trainkit.training.fused import Stepper
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,6 +90,7 @@ class Precision:
         self._dtype = _DTYPES.get(name)
         self._scaler = torch.amp.GradScaler(dist.device.type, enabled=name in ("fp16", "o2"))
         self._one = torch.ones((), device=dist.device)
+        self._steppers: dict[torch.optim.Optimizer, Stepper] = {}
         if dist.device.type == "cuda":
             allow_tf32(name == "tf32")
 
@@ -116,6 +118,7 @@ class Precision:
         device for the answer; elsewhere it stays there, and the fused optimizers skip by themselves.
         """
         parameters = list(parameters)
+        stepper = self._steppers.get(optimizer) or self._steppers.setdefault(optimizer, Stepper(optimizer))
         scaled = self.scales_loss
         if scaled:
             self._scaler.unscale_(optimizer)
@@ -137,8 +140,11 @@ class Precision:
                 skip = Skip(before, self._scaler.get_scale(), first)
         else:
             nonfinite = (~torch.isfinite(norm)).float() if norm is not None else self._nonfinite(parameters)
-            _step_unless(nonfinite, optimizer)
-        optimizer.zero_grad(set_to_none=True)
+            if can_skip(optimizer) and not is_free_to_ask(nonfinite.device):
+                stepper.step(nonfinite)
+            elif not nonfinite.item():
+                stepper.step()
+        stepper.clear()
         return Stepped(norm, nonfinite, skip)
 
     def _nonfinite(self, parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -178,11 +184,6 @@ class Precision:
             self._scaler.load_state_dict(state["scaler"])
 
 
-def _step_unless(nonfinite: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Make the update if ``nonfinite`` is 0.0, without asking the device for it where the optimizer can do without."""
-    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if is_fused and not is_free_to_ask(nonfinite.device):
-        optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
-        optimizer.step()
-    elif not nonfinite.item():
-        optimizer.step()
+def can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it looks on the device for whether its update is to come to nothing, as torch's fused ones do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
