@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import select
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.errors import RunFailedError
 from trainkit.records.history import life_of
+from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -19,26 +17,29 @@ if TYPE_CHECKING:
     from trainkit.cluster.slurm_jobs import JobState
 
 LOOK_SECONDS = 0.5
-"""How often the run's own record is looked at, which costs its scheduler nothing."""
+SELDOM_SECONDS = 2.0
+"""Where nobody tells of its end: how often the run's own record is looked at, which costs its scheduler nothing; at
+first, and after a while."""
 
 
 def follow_to_end(run: RunDir) -> int:
     """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
     from trainkit.cluster.asking import Asker
-    from trainkit.monitor.follow import follow
+    from trainkit.monitor.follow import files_of, follow
 
     try:
         asker = Asker(run)
-        _wait_for_start(run, asker)
-        follow(run, alive_asker(run, asker))
-        return _wait(run, asker)
+        with Notice(files_of(run), process_of(asker.state())) as notice:
+            _wait_for_start(run, asker, notice)
+            follow(run, alive_asker(run, asker), notice)
+            return _wait(run, asker, notice)
     except KeyboardInterrupt:
         print("\nDetached; the run goes on.")
         print(f"  watch   {terminal.command('logs', run.path, '-f')}\n  cancel  {terminal.command('cancel', run.path)}")
         return 130
 
 
-def _wait_for_start(run: RunDir, asker: Asker) -> None:
+def _wait_for_start(run: RunDir, asker: Asker, notice: Notice) -> None:
     """While the job waits in the queue, say so, and why, whenever that changes."""
     said = ""
     while (state := asker.state()).state in ("PENDING", "CONFIGURING") and not run.attempts():
@@ -46,7 +47,7 @@ def _wait_for_start(run: RunDir, asker: Asker) -> None:
         if words != said and state.executor == "slurm":
             print(words, flush=True)
             said = words
-        time.sleep(LOOK_SECONDS)
+        notice.wait(LOOK_SECONDS)
 
 
 def alive_asker(run: RunDir, asker: Asker) -> Callable[[], bool]:
@@ -77,45 +78,35 @@ def wait_for(run: RunDir) -> int:
     """Wait until the run's job has ended, without a word. Returns the exit code, raises if it failed."""
     from trainkit.cluster.asking import Asker
 
-    return _wait(run, Asker(run))
+    asker = Asker(run)
+    with Notice([run.events], process_of(asker.state())) as notice:
+        return _wait(run, asker, notice)
 
 
-def _wait(run: RunDir, asker: Asker) -> int:
-    pause, is_alive, ends = 0.1, alive_asker(run, asker), _end_of_job(asker.state())
-    try:
-        while is_alive():
-            if ends is not None and select.select([ends], [], [], LOOK_SECONDS)[0]:
-                os.close(ends)
-                ends = None
-            elif ends is None:
-                time.sleep(pause)
-                pause = min(pause * 1.5, LOOK_SECONDS)
-    finally:
-        if ends is not None:
-            os.close(ends)
+def _wait(run: RunDir, asker: Asker, notice: Notice) -> int:
+    pause, is_alive = 0.1, alive_asker(run, asker)
+    while is_alive():
+        notice.wait(pause)
+        pause = min(pause * 1.2, SELDOM_SECONDS)
     return end_of(run, asker.state())
 
 
-def _end_of_job(state: JobState) -> int | None:
-    """A file that can be read from once a job on this machine has ended; None where nobody tells, and one must look."""
+def process_of(state: JobState) -> int | None:
+    """The process whose end is that of a job on this machine; None for any other job."""
     process = state.job_id.partition("_")[0]
-    if state.executor != "local" or state.alive != "yes" or not process.isdecimal() or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(int(process))
-    except OSError:
-        return None
+    return int(process) if state.executor == "local" and state.alive == "yes" and process.isdecimal() else None
 
 
 def end_of(run: RunDir, state: JobState) -> int:
     """Say how a run ended: its numbers and paths, or why it failed."""
-    from trainkit.diagnosis.causes import cause_of
-    from trainkit.diagnosis.evidence import last_words
-    from trainkit.monitor.follow import summary_lines
-
     if state.state == "COMPLETED":
+        from trainkit.monitor.follow import summary_lines
+
         print("\n".join(summary_lines(run)))
         return 0
+    from trainkit.diagnosis.causes import cause_of
+    from trainkit.diagnosis.evidence import last_words
+
     cause = cause_of(run, state) if state.state not in ("CANCELLED", "PREEMPTED") else None
     failure = cause.failure if cause is not None else None
     if failure is not None and failure.traceback:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jobs import cli, elsewhere
-from jobs.following import alive_asker
+from jobs.following import alive_asker, process_of
 from trainkit import terminal
 from trainkit.cluster.asking import Asker
 from trainkit.cluster.queue import job_state
@@ -21,6 +20,7 @@ from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
 from trainkit.monitor.rank_logs import RankLog, logs_of, ranks_of
 from trainkit.records import reading, space
+from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir, find_run
 
 POLL_SECONDS = 0.5
@@ -153,8 +153,13 @@ def _nothing_yet(run: RunDir, state: JobState) -> int:
 
 
 def _follow(run: RunDir, wanted: Wanted, attempt: int | None) -> int:
-    """Print what is written until the job ends; a new attempt's log follows that of the one before."""
     asker = Asker(run)
+    with Notice([run.events], process_of(asker.state())) as notice:
+        return _show_until_its_end(run, wanted, attempt, asker, notice)
+
+
+def _show_until_its_end(run: RunDir, wanted: Wanted, attempt: int | None, asker: Asker, notice: Notice) -> int:
+    """Print what is written until the job ends; a new attempt's log follows that of the one before."""
     is_alive = alive_asker(run, asker)
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]
     shown: dict[Path, RankLog] = {}
@@ -167,7 +172,9 @@ def _follow(run: RunDir, wanted: Wanted, attempt: int | None) -> int:
             print(f"--- job {state.job_id}: {words}", flush=True)
         newest = (run.attempts() or [current])[-1]
         goes_on = attempt is None and newest > current
-        _print_new(wanted.of(run.attempt_logs(current)), shown, to_the_end=goes_on or not alive)
+        logs = wanted.of(run.attempt_logs(current))
+        notice.watch([log.path for log in logs] or [run.attempt_logs(current) / f"rank-0.{wanted.ending}"])
+        _print_new(logs, shown, to_the_end=goes_on or not alive)
         if goes_on:
             current += 1
             print(f"--- attempt {current}", flush=True)
@@ -176,7 +183,7 @@ def _follow(run: RunDir, wanted: Wanted, attempt: int | None) -> int:
             if attempt is None:
                 _show_failure(run, current, state)
             return 0
-        time.sleep(POLL_SECONDS)
+        notice.wait(POLL_SECONDS)
 
 
 def _print_new(logs: Sequence[RankLog], shown: dict[Path, RankLog], *, to_the_end: bool) -> None:

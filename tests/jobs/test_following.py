@@ -1,32 +1,79 @@
+"""How soon the prompt is back: who waits for a run of this machine is told of its end, and does not look for it."""
+
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jobs import following
-from trainkit.cluster import asking
-from trainkit.cluster.slurm_jobs import JobState
+from trainkit.monitor import follow
+from trainkit.records.attempts import Attempt, submitted
+from trainkit.records.events import read_events
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
+JOB = """
+import sys, time
+from pathlib import Path
+from trainkit.records.attempts import Attempt
+from trainkit.records.rundir import RunDir
+attempt = Attempt(RunDir(Path(sys.argv[1])), 0)
+sys.stdin.readline()
+attempt.started(total_steps=1)
+time.sleep(0.3)
+if sys.argv[2]:
+    attempt.ended(sys.argv[2])
+    time.sleep(100)  # whoever waits is told of the event, and does not wait for the process
+"""
+Started = Callable[[str], RunDir]
 
-def test_who_waits_for_a_job_of_this_machine_is_told_of_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """A job of this machine, which ends in the given state, or without a word; and nobody who looks often."""
+    monkeypatch.setattr(following, "LOOK_SECONDS", 100.0)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 100.0)
+    jobs = []
+
+    def start(state: str) -> RunDir:
+        run = RunDir.create(tmp_path / "run", "seed: 0\n")
+        Attempt.begin(run)
+        command = [sys.executable, "-c", JOB, str(run.path), state]
+        job = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE)
+        jobs.append(job)
+        submitted(run, "local", str(job.pid), ProcessId.of(job.pid), attempts_before=0)
+        assert job.stdin is not None
+        job.stdin.write(b"\n")
+        job.stdin.flush()
+        return run
+
+    yield start
+    for job in jobs:
+        job.kill()
+        job.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+@pytest.mark.parametrize("wait", [following.wait_for, following.follow_to_end])
+def test_the_prompt_is_back_at_once_when_a_run_has_ended(started: Started, wait: Callable[[RunDir], int]) -> None:
+    run = started("COMPLETED")
+    assert wait(run) == 0
+    (ended,) = read_events(run, "ended")
+    assert time.time() - ended["time"] < 2.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+@pytest.mark.parametrize("wait", [following.wait_for, following.follow_to_end])
+def test_the_prompt_is_back_at_once_when_a_job_has_died(
+    started: Started, wait: Callable[[RunDir], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = subprocess.Popen(["sleep", "0.3"])
-
-    class Asker:
-        def __init__(self, run: RunDir) -> None: ...
-
-        def state(self, **more: Any) -> JobState:
-            return JobState("RUNNING" if job.poll() is None else "COMPLETED", str(job.pid), "local")
-
-    monkeypatch.setattr(asking, "Asker", Asker)
-    monkeypatch.setattr(following, "LOOK_SECONDS", 60.0)
-    monkeypatch.setattr("jobs.following.time.sleep", lambda seconds: pytest.fail("it looks instead"))
+    run = started("")
     began = time.monotonic()
-    assert following.wait_for(RunDir.create(tmp_path / "run", "seed: 0\n")) == 0
-    assert 0.2 < time.monotonic() - began < 30
+    with pytest.raises(Exception, match="FAILED"):
+        wait(run)
+    assert time.monotonic() - began < 20

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from trainkit.monitor import follow as module
-from trainkit.monitor.follow import follow, summary_lines
+from trainkit.monitor.follow import files_of, summary_lines
 from trainkit.records import jsonl
 from trainkit.records.events import append_event
+from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
 
 STARTED = {
@@ -29,6 +30,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run_dir = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
     append_event(run_dir, "submitted", executor="local", job_id="1")
     return run_dir
+
+
+def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
+    with Notice(files_of(run_dir)) as notice:
+        module.follow(run_dir, is_alive, notice)
 
 
 def record(run_dir: RunDir, step: int, split: str = "train", **values: Any) -> None:

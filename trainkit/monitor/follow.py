@@ -17,13 +17,21 @@ from trainkit.records.events import read_events
 from trainkit.records.events import typed as typed_event
 from trainkit.records.metrics import read_metrics
 from trainkit.records.metrics import typed as typed_metrics
+from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
 
 POLL_SECONDS = 0.2
+SELDOM_SECONDS = 2.0
+"""Where nobody tells: how often a run's files are looked at while they grow, and while they do not."""
 ALIVE_SECONDS = 2.0  # asking may cost a scheduler something
 
 
-def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
+def files_of(run_dir: RunDir) -> list[Path]:
+    """What `follow` reads."""
+    return [run_dir.events, run_dir.metrics]
+
+
+def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: Notice) -> None:
     """Show a run's progress until it has finished or failed, across requeues.
 
     On a terminal this is one bar; elsewhere one line a record. Events before the newest ``submitted`` are history of
@@ -32,6 +40,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
     Args:
         is_alive: whether the job may still write; asked at most every two seconds. False ends the following, for a
             run that was killed leaves no event.
+        notice: of `files_of` the run, and of the process whose end is that of the job, where it is one of this machine.
     """
     events, metrics = _Tail(run_dir.events, typed_event), _Tail(run_dir.metrics, typed_metrics)
     view: _View = _BarView() if sys.stdout.isatty() else _LineView()
@@ -42,14 +51,16 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
             if event.get("event") == "started":
                 view.started(event)
         story = _Story(view)
-        ended, alive, asked = story.show(history[since:]), True, time.monotonic()
+        ended, alive, asked, pause = story.show(history[since:]), True, time.monotonic(), POLL_SECONDS
         while True:
             # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
-            view.records(metrics.read())
+            records = metrics.read()
+            view.records(records)
             if ended or not alive:
                 return
-            time.sleep(POLL_SECONDS)
-            if story.may_be_over or time.monotonic() - asked >= ALIVE_SECONDS:
+            pause = POLL_SECONDS if records else min(1.5 * pause, SELDOM_SECONDS)
+            notice.wait(pause)
+            if story.may_be_over or notice.process_is_over or time.monotonic() - asked >= ALIVE_SECONDS:
                 alive, asked = is_alive(), time.monotonic()
             ended = story.show(events.read())
 
