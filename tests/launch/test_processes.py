@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.launch import processes as module
 from trainkit.launch.processes import Death, Rank, RankGroup, caught_signals
 from trainkit.records.process_id import ProcessId
 
@@ -132,3 +133,32 @@ def test_caught_signals_are_noted_and_then_as_before() -> None:
         os.kill(os.getpid(), signal.SIGUSR2)
     assert noted == [signal.SIGUSR2]
     assert signal.getsignal(signal.SIGUSR2) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_the_end_of_the_ranks_is_told_and_not_looked_for(
+    group: Callable[..., RankGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TICK_SECONDS", 60.0)
+    began = time.monotonic()
+    assert group("pass", "import time; time.sleep(0.2)").wait() == [0, 0]
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_that_has_ended_before_a_signal_keeps_nobody_busy_while_the_others_run(
+    group: Callable[..., RankGroup], tmp_path: Path
+) -> None:
+    started = group("print('up', flush=True)", "import time; time.sleep(1)")
+    until(lambda: not alive([started.pid(0)]))
+    started.signal(signal.SIGUSR2)  # which sees that it is gone
+    ticks = []
+    assert started.wait(lambda: ticks.append(1)) == [0, 0]
+    assert len(ticks) < 30
+
+
+def test_a_death_that_a_signal_has_come_across_is_one(group: Callable[..., RankGroup]) -> None:
+    started = group("raise SystemExit(3)")
+    until(lambda: not alive([started.pid(0)]))
+    started.signal(signal.SIGUSR2)
+    assert started.wait() == [3]
+    assert started.deaths == [Death(0, 3)]

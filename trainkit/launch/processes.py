@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-POLL_SECONDS = 0.05
+TICK_SECONDS = 0.2
+"""How often signals that have come, time limits and output are looked at; of a rank's end one is told."""
 NOTICE_SECONDS = 2.0
 """After a rank has failed, how long the others have to notice by themselves: their own words help to see why."""
 GRACE_SECONDS = 3.0
@@ -63,12 +65,18 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
+        self._ends: dict[int, int] = {}
+        """Of ranks that run, by index: a descriptor that can be read from once it has ended."""
+        self._over: set[int] = set()
+        """Ranks whose end has been taken note of."""
         self._ending = False
         self.deaths: list[Death] = []
         """In the order in which they were noticed; of several at once a killed one first, for it was the cause."""
         try:
-            for rank in ranks:
+            for index, rank in enumerate(ranks):
                 self._children.append(_start(rank, cwd))
+                if hasattr(os, "pidfd_open"):  # Linux
+                    self._ends[index] = os.pidfd_open(self._children[-1].pid)
         except BaseException:
             self.end(grace_seconds=0)
             raise
@@ -81,9 +89,11 @@ class RankGroup:
         """Exit code by rank, None while it runs; negative for the signal that killed it."""
         codes, deaths = [], []
         for index, child in enumerate(self._children):
-            was_running = child.returncode is None
             codes.append(child.poll())
-            if was_running and child.returncode is not None:
+            if child.returncode is not None and index not in self._over:
+                self._over.add(index)
+                if index in self._ends:
+                    os.close(self._ends.pop(index))
                 _kill_group(child.pid)  # whatever a rank leaves behind: data loaders of one that was killed
                 if child.returncode:
                     deaths.append(Death(index, child.returncode))
@@ -109,7 +119,7 @@ class RankGroup:
             if failed_at is not None and time.monotonic() - failed_at > NOTICE_SECONDS:
                 return self.end()
             tick()
-            time.sleep(POLL_SECONDS)
+            self._rest()
 
     def end(self, grace_seconds: float = GRACE_SECONDS) -> list[int]:
         """End all that still run: SIGTERM, and SIGKILL after ``grace_seconds``."""
@@ -119,11 +129,17 @@ class RankGroup:
             self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         while any(code is None for code in self.exit_codes()) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            self._rest()
         for child in self._children:
             if child.poll() is None:
                 _kill_group(child.pid)
-        return [child.wait() for child in self._children]
+        for child in self._children:
+            child.wait()
+        return [code for code in self.exit_codes() if code is not None]
+
+    def _rest(self) -> None:
+        """Until a rank ends, or for a moment."""
+        select.select(list(self._ends.values()), [], [], TICK_SECONDS)
 
 
 def _start(rank: Rank, cwd: Path | None) -> subprocess.Popen[bytes]:
