@@ -113,3 +113,10 @@ def test_a_command_in_a_message_is_quoted_whatever_the_names_in_it_are() -> None
     assert (
         terminal.command("logs", "/my runs/it's", "--rank", 3) == """python -m jobs.logs '/my runs/it'"'"'s' --rank 3"""
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (4_510_000_000, "4.5 GB")]
+)
+def test_bytes_in_words(number: int, text: str) -> None:
+    assert terminal.size(number) == text

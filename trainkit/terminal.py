@@ -118,6 +118,16 @@ def age(seconds: float) -> str:
     return f"{max(int(seconds), 0)} s"
 
 
+def size(number: int) -> str:
+    """Bytes in the largest unit that fits, by thousands: ``4.5 MB``."""
+    value = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:,.1f} TB"
+
+
 def lines(text: str) -> str:
     """Text of several lines, of an error or a traceback, without anything that a terminal would obey."""
     return _INVISIBLE.sub("", _CONTROL.sub("", _SEQUENCE.sub("", text)).replace("\r", ""))

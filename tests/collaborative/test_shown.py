@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainkit.collaborative.reader import Told
-from trainkit.collaborative.shown import as_object, leaderboard_lines, size, status_lines
+from trainkit.collaborative.shown import as_object, leaderboard_lines, status_lines
 from trainkit.collaborative.swarm import PeerRow, View, view_of
 from trainkit.records.contributions import Contribution
 
@@ -65,13 +65,6 @@ def test_the_object_for_programs_holds_everything_and_is_json() -> None:
     assert found["contributions"][0] == {
         "name": "anna", "rounds": 4, "samples": 3000.0, "seconds": 7200.0, "bytes": 18_000_000
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (4_510_000_000, "4.5 GB")]
-)
-def test_bytes_in_words(number: int, text: str) -> None:
-    assert size(number) == text
 
 
 CREATOR = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

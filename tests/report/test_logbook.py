@@ -8,6 +8,7 @@ import pytest
 
 from trainkit.errors import UserError
 from trainkit.records import jsonl
+from trainkit.records.contributions import Contributions, Counted
 from trainkit.records.rundir import RunDir
 from trainkit.report.logbook import write_logbook
 
@@ -132,3 +133,14 @@ def test_the_gpus_are_in_the_log_book_as_nvidia_smi_shows_them(make_run: MakeRun
     (run_dir.path / "nvidia-smi-node1.txt").write_text("driver 550.54\nGPU 0  NVIDIA T4\n``` \x1b[31mred\n")
     text = write_logbook([run_dir], tmp_path / "out")[0].read_text()
     assert "GPUs of node1:\n\n```\ndriver 550.54\nGPU 0 NVIDIA T4\n''' red\n```" in text
+
+
+def test_a_collaborative_run_names_who_has_contributed_how_much(make_run: MakeRun, tmp_path: Path) -> None:
+    run_dir = make_run("hivemind-0001", preset="hivemind")
+    assert "Contributions" not in written([run_dir], tmp_path / "before")
+    ledger = Contributions()
+    ledger.add(3600.0, [Counted("anna", 3000, 4_510_000), Counted("b|o", 1000)])
+    ledger.write(run_dir)
+    text = written([run_dir], tmp_path / "out")
+    assert "| anna | 3,000 | 75.0 % | 1 | 1.00 | 4.5 MB |" in text
+    assert "| b\\|o | 1,000 | 25.0 % | 1 | 1.00 | – |" in text  # noqa: RUF001

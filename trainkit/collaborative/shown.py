@@ -60,7 +60,7 @@ def leaderboard_lines(view: View) -> list[str]:
             f"{100 * item.samples / whole:.1f} %" if whole else "-",
             str(item.rounds),
             hours(item),
-            size(item.bytes),
+            terminal.size(item.bytes),
             "training" if item.name in here else "-",
         )
         for item in view.contributions
@@ -80,16 +80,6 @@ def hours(item: Contribution) -> str:
     return f"{item.seconds / 3600:,.2f}"
 
 
-def size(number: int) -> str:
-    """Bytes in the largest unit that fits, by thousands: ``4.5 MB``."""
-    value = float(number)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:,.1f} TB"
-
-
 def _peer(row: PeerRow) -> tuple[str, ...]:
     parts = f"{row.parts}/{row.expected}" if row.expected else "alone" if not row.group else f"of {row.group}"
     return (
@@ -100,8 +90,8 @@ def _peer(row: PeerRow) -> tuple[str, ...]:
         f"{row.samples:,}",
         _cell(row.samples_per_sec, ",.0f"),
         _cell(row.loss, ".4f"),
-        size(row.sent) if row.sent else "-",
-        size(row.received) if row.received else "-",
+        terminal.size(row.sent) if row.sent else "-",
+        terminal.size(row.received) if row.received else "-",
         f"{terminal.age(row.seconds_ago)} ago",
         f"..{row.peer[-6:]}",
     )

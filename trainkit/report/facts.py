@@ -14,6 +14,7 @@ from trainkit.config import yaml
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
 from trainkit.records import jsonl, reading
+from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.events import read_events
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
@@ -103,6 +104,11 @@ class Facts:
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         return read_events(self.run_dir)
+
+    @cached_property
+    def contributions(self) -> list[Contribution]:
+        """Of a collaborative run: who has contributed how much, most samples first."""
+        return Contributions.of(self.run_dir).best_first()
 
     @cached_property
     def hosts(self) -> list[HostSamples]:

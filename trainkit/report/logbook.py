@@ -12,7 +12,7 @@ from pathlib import Path
 from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.records.rundir import RunDir
-from trainkit.report import plots, tables
+from trainkit.report import contributors, plots, tables
 from trainkit.report.facts import Facts, collect
 
 MARK = "<!-- Written by `python -m jobs.report`. A new report replaces this file: copy it before you edit it. -->"
@@ -109,6 +109,8 @@ def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
         parts += [f"{heading} Cost", tables.markdown(("measure", "value"), costs)]
     if spent := tables.spent_rows(facts):
         parts.append(tables.markdown(tables.SPENT, spent, numbers_from=1))
+    if contributed := contributors.rows(facts):
+        parts += [f"{heading} Contributions", tables.markdown(contributors.HEADER, contributed, numbers_from=1)]
     if facts.hosts:
         parts.append(tables.markdown(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
     parts += [f"GPUs of {host}:\n\n```\n{text}\n```" for host, text in facts.gpus_shown]
