@@ -35,6 +35,8 @@ class OuterState:
         self.age = 0.0
         """Rounds that this state has behind it with the group; of two that have drifted apart the older one counts."""
         generator = torch.Generator().manual_seed(self.num_parameters)
+        self.version = 0
+        """Grows whenever the model is given the common weights: other copies of it are then out of date."""
         self._probe = torch.randint(self.num_parameters, (PROBE_SIZE,), generator=generator)
 
     def local(self) -> Tensor:
@@ -72,6 +74,7 @@ class OuterState:
             part = self.theta[position : position + tensor.numel()]
             tensor.copy_(part.view_as(tensor))
             position += tensor.numel()
+        self.version += 1
 
     def _tensors(self) -> list[Tensor]:
         # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
