@@ -34,7 +34,7 @@ from trainkit.training.parts import Parts
 from trainkit.training.update import Updater
 
 PATIENCE = timedelta(hours=1)
-"""How long ranks wait for rank 0, which validates, saves and meets others meanwhile. Who has died is noticed at once."""
+"""How long ranks wait for rank 0, which validates, saves and meets others meanwhile. A death is noticed at once."""
 _FOREVER = 1 << 40
 _ORDER = struct.Struct("<BQd")
 
