@@ -26,6 +26,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "and settings of this machine such as data.root=...",
     )
     parser.add_argument("--public", action="store_true", help="listen, so that other peers can reach this one")
+    parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
     parser.add_argument("--allow-code", action="store_true", help="run code of the creator's own, which you trust")
     add_peer_flags(parser, host=None)
     args = parser.parse_intermixed_args(argv)
@@ -45,21 +46,28 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     from trainkit.collaborative.by_hand import by_hand
     from trainkit.collaborative.peer import join_swarm, leave_on_interrupt
+    from trainkit.collaborative.ranks import follow_rank_0, ranks_of_peer
     from trainkit.distributed.stop import stop_on_signal
 
-    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
-        ending, run_dir = join_swarm(
-            addresses,
-            overrides=overrides,
-            open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-peer", env)),
-            name=args.name,
-            host=(args.host or "0.0.0.0") if args.public else None,
-            port=args.port,
-            identity=args.identity,
-            allow_code=args.allow_code,
-            stop=stop,
-            say=peer.say,
-        )
+    with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
+        if not ranks.is_main:
+            follow_rank_0(ranks, secret, overrides=overrides, allow_code=args.allow_code)
+            return 0
+        with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
+            ending, run_dir = join_swarm(
+                addresses,
+                overrides=overrides,
+                open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-peer", env)),
+                name=args.name,
+                host=(args.host or "0.0.0.0") if args.public else None,
+                port=args.port,
+                identity=args.identity,
+                allow_code=args.allow_code,
+                stop=stop,
+                say=peer.say,
+                ranks=ranks,
+                secret=secret,
+            )
     say_end(ending, run_dir)
     return 0
 

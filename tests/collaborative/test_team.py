@@ -65,9 +65,11 @@ def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, A
             return {"weights": digest(made[0])}
         config, splits, model = make("")
         outer = OuterState(model, lr=0.7, momentum=0.9)
-        peer = team.of_rank_0(config, dist, splits, outer, "QmPeer")
         found: dict[str, Any] = {}
-        with peer.batches(seed_of(config, "QmPeer"), 0) as batches:
+        with (
+            team.spread(config, dist, splits, outer, "QmPeer") as peer,
+            peer.batches(seed_of(config, "QmPeer"), 0) as batches,
+        ):
             update = Updater(peer.parts)
             for number in range(2):
                 for step in range(3):
@@ -79,7 +81,6 @@ def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, A
                 outer.step(outer.local(), number + 1)
             peer.before_update(0.0, 99)  # after which all have the weights of the round's end
             update(batches, lr=0.0, seed=99)
-        peer.dismiss()
         return {**found, "weights": digest(model), "theta": outer.theta.tolist()}
 
 

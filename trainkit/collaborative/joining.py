@@ -65,11 +65,12 @@ def join(
                 f"{in_words(installed())}.",
                 fix="Install the creator's versions.",
             )
-        with averaged(config, seat, splits, outer, dht, manifest.run_id) as (parts, averaging):
+        with averaged(config, seat, splits, outer, dht, manifest.run_id) as (team, averaging):
+            parts = team.judge
             watch, progress = Watch(dht, _creator_of(dht, manifest)), Progress()
             guest = _Guest(manifest, config, addresses, seat, dht, averaging, outer, Memory(addresses))
             peer = replace(
-                peer_at(seat, parts, outer, averaging, dht, clock, watch, progress),
+                peer_at(seat, team, outer, averaging, dht, clock, watch, progress),
                 before_round=lambda: guest.memory.note(watch.reachable()),
             )
             if seat.open_run is None:

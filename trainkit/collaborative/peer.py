@@ -21,6 +21,7 @@ from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 
@@ -135,10 +136,13 @@ def join_swarm(
     allow_code: bool,
     stop: StopFlag,
     say: Callable[[str], None] = print,
+    ranks: RankEnv | None = None,
+    secret: Secret = NO_SECRET,
 ) -> tuple[str, RunDir | None]:
     """Join a swarm as a volunteer. How it ended (finished, stopped, ended by its creator), and the run folder.
 
     Args:
+        ranks: this is rank 0 of them, and the others, who know ``secret``, call `follow_rank_0`; None: there are none.
         open_run: makes the run folder, from the configuration and the name of the creator's run.
         host: address to listen on, for a machine that others reach; None to call out only.
         allow_code: build a model or data set by code of the user's own, that the manifest names.
@@ -159,13 +163,15 @@ def join_swarm(
 
     seat = Seat(
         name,
-        RankEnv.single(),
+        ranks or RankEnv.single(),
         lambda: stop.requested,
         say,
         lambda config: open_run(config, run_name),
         identity=identity,
         host=host,
         port=port,
+        team=True,
+        secret=secret,
     )
     return joining.join(addresses, seat, adapt=adapt)
 

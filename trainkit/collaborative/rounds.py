@@ -19,8 +19,8 @@ from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.messages import Progress as PeerProgress
 from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.team import Team, together
 from trainkit.data.batch import Batch
-from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.errors import RunFailedError
 from trainkit.training.nonfinite import DivergedError, NonFinite, Remark
@@ -38,7 +38,6 @@ swarm answers any more."""
 LOST_AFTER = 3
 # How often a peer asks for news of the others.
 NEWS_SECONDS = 1.0
-_FOREVER = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,9 @@ class Peer:
 
     name: str
     parts: Parts
+    """For this process alone: what validates and saves."""
+    team: Team
+    """What trains, on all ranks of this peer."""
     clock: RoundClock
     dht: SwarmDHT
     watch: Watch
@@ -113,22 +115,9 @@ def train(p: Peer) -> Ending:
     Raises:
         RunFailedError: this peer is too slow for its rounds, or its training has diverged.
     """
-    loader = train_batches(
-        p.parts.splits,
-        seed=p.data_seed,
-        start_step=p.progress.position,
-        stop_step=_FOREVER,
-        global_batch_size=p.parts.config.train.global_batch_size,
-        micro_batch_size=p.parts.micro_batch_size,
-        rank=0,
-        world_size=1,
-        workers=p.parts.workers,
-        device=p.parts.dist.device,
-        broken=p.parts.broken,
-    )
     _publish(p, p.outer.round, 0, 0.0, 0.0, 0)
-    with loader as batches:
-        inner = _Inner(batches, Updater(p.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
+    with p.team.batches(p.data_seed, p.progress.position) as batches:
+        inner = _Inner(batches, Updater(p.team.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
         while (index := p.clock.index(time.time())) < p.clock.count:
             p.watch.poll()
             p.before_round()
@@ -197,7 +186,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
         next_round=index + 1,
         alone=not others,
     )
-    metrics = inner.update.meter.read()
+    metrics = p.team.read(inner.update.meter)
     rate = samples / seconds if seconds else 0.0
     _publish(p, index, samples, rate, metrics.get("loss", 0.0), result.group)
     return Box(index, samples, seconds, metrics, lr, result, len(others) + 1)
@@ -208,7 +197,10 @@ def _update(p: Peer, inner: _Inner, now: float) -> float:
     config, device = p.parts.config, p.parts.dist.device
     step, per_epoch, total = p.clock.grid(now, config.train.epochs)
     lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-    made = inner.update(inner.batches, lr=lr, seed=derive_seed(p.data_seed, p.progress.position))
+    seed = derive_seed(p.data_seed, p.progress.position)
+    with together(p.team.size):
+        p.team.before_update(lr, seed)
+        made = inner.update(inner.batches, lr=lr, seed=seed)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
     p.progress.position += 1

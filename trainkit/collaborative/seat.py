@@ -17,6 +17,7 @@ from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Peer
+from trainkit.collaborative.team import PATIENCE, Team, spread
 from trainkit.collaborative.waiting import PATIENCE_SECONDS
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
@@ -26,9 +27,10 @@ from trainkit.models import build_model
 from trainkit.monitor.base import Logger, open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
-from trainkit.training.building import alone, build, wants_gpu
+from trainkit.training.building import wants_gpu
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
 
@@ -59,6 +61,10 @@ class Seat:
     """How long to wait for a swarm that does not answer any more."""
     beat: Callable[[], None] = lambda: None
     """Called whenever this peer has made progress."""
+    team: bool = False
+    """All ranks of ``env`` are this one peer, and this is rank 0; else every rank is a peer of its own."""
+    secret: Secret = NO_SECRET
+    """What the ranks know and nobody else."""
 
 
 def common_state(config: Config, splits: Splits) -> OuterState:
@@ -70,23 +76,28 @@ def common_state(config: Config, splits: Splits) -> OuterState:
 @contextmanager
 def averaged(
     config: Config, seat: Seat, splits: Splits, outer: OuterState, dht: SwarmDHT, run_id: str
-) -> Iterator[tuple[Parts, Averaging]]:
+) -> Iterator[tuple[Team, Averaging]]:
     """What trains here, and what agrees with the others.
 
     In this order: the averager's process is forked, which must be before CUDA is used for the first time.
     """
-    whole = replace(seat.env, rank=0, world_size=1)  # a peer is a whole of its own
+    ranks = seat.env if seat.team else replace(seat.env, rank=0, world_size=1)
     with (
         open_averager(dht, outer, config.collaborative, run_id) as averager,
-        distributed(whole, use_gpu=wants_gpu(config)) as dist,
+        distributed(ranks, use_gpu=wants_gpu(config), secret=seat.secret, collective_timeout=PATIENCE) as dist,
+        spread(config, dist, splits, outer, dht.peer_id) as team,
     ):
-        averaging = Averaging(averager, dht, outer, config.collaborative)
-        yield build(alone(config), dist, splits, model=outer.model), averaging
+        yield team, Averaging(averager, dht, outer, config.collaborative)
+
+
+def data_seed(config: Config, peer_id: str) -> int:
+    """Every peer has a data order of its own, so that together they see more than each alone."""
+    return derive_seed(config.seed, int(hashlib.sha256(peer_id.encode()).hexdigest(), 16))
 
 
 def peer_at(
     seat: Seat,
-    parts: Parts,
+    team: Team,
     outer: OuterState,
     averaging: Averaging,
     dht: SwarmDHT,
@@ -97,13 +108,14 @@ def peer_at(
     """The peer of a seat; its creator adds what only a creator does."""
     return Peer(
         name=seat.name,
-        parts=parts,
+        parts=team.judge,
+        team=team,
         clock=clock,
         dht=dht,
         watch=watch,
         outer=outer,
         averaging=averaging,
-        data_seed=derive_seed(parts.config.seed, int(hashlib.sha256(dht.peer_id.encode()).hexdigest(), 16)),
+        data_seed=data_seed(team.parts.config, dht.peer_id),
         stop_requested=seat.stop_requested,
         progress=progress,
         beat=seat.beat,

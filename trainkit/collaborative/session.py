@@ -60,9 +60,10 @@ def create(
         run_id = home.run_id if home is not None else f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
         memory = Memory(home.others if home is not None else ())
         with (
-            averaged(config, seat, splits, outer, dht, run_id) as (parts, averaging),
-            kept(config, writer, parts, judges=True) as (checkpoints, metrics),
+            averaged(config, seat, splits, outer, dht, run_id) as (team, averaging),
+            kept(config, writer, team.judge, judges=True) as (checkpoints, metrics),
         ):
+            parts = team.judge
             found = checkpoints.restore(
                 parts.model, None, extra=["outer"], accept=lambda found: take_over(found, outer)
             )
@@ -99,7 +100,7 @@ def create(
                 memory.note(watch.reachable())
 
             peer = replace(
-                peer_at(seat, parts, outer, averaging, dht, clock, watch, progress),
+                peer_at(seat, team, outer, averaging, dht, clock, watch, progress),
                 after_round=rounds.after_round,
                 remark=rounds.remark,
                 may_be_alone=True,

@@ -20,6 +20,7 @@ import torch.distributed as c10d
 from torch import nn
 
 from trainkit.collaborative.outer import OuterState
+from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.batch import Batch
@@ -110,8 +111,9 @@ def together(size: int) -> Iterator[None]:
         ) from None
 
 
-def of_rank_0(config: Config, dist: Distributed, splits: Splits, outer: OuterState, identity: str) -> Team:
-    """Rank 0's part: the others are told what is trained.
+@contextmanager
+def spread(config: Config, dist: Distributed, splits: Splits, outer: OuterState, identity: str) -> Iterator[Team]:
+    """Rank 0's part: the others are told what is trained, and at the end to leave.
 
     Args:
         identity: what makes this peer's data order its own.
@@ -120,15 +122,17 @@ def of_rank_0(config: Config, dist: Distributed, splits: Splits, outer: OuterSta
     """
     if dist.world_size == 1:
         parts = build(alone(config), dist, splits, model=outer.model)
-        return Team(parts, parts, outer)
+        yield Team(parts, parts, outer)
+        return
     _check_batch(config, dist.world_size)
-    from trainkit.config.loading import to_yaml
-
     dist.broadcast_json({"config": to_yaml(config), "identity": identity})
-    parts = build(_spread(config), dist, splits, model=outer.model)
+    parts = build(_as_ddp(config), dist, splits, model=outer.model)
     solo = Distributed(replace(dist.env, rank=0, world_size=1), dist.device)
-    judge = replace(parts, config=alone(config), dist=solo, model=outer.model, strategy=AsItIs())
-    return Team(parts, judge, outer)
+    team = Team(parts, replace(parts, config=alone(config), dist=solo, model=outer.model, strategy=AsItIs()), outer)
+    try:
+        yield team
+    finally:
+        team.dismiss()
 
 
 def follow(
@@ -149,7 +153,7 @@ def follow(
     with together(dist.world_size):
         told: dict[str, Any] = dist.broadcast_json({})
         config, splits, model = make(told["config"])
-        parts = build(_spread(config), dist, splits, model=model)
+        parts = build(_as_ddp(config), dist, splits, model=model)
         seed, updater = seed_of(config, told["identity"]), Updater(parts, beat=beat)
         loader: Batches[Batch] | None = None
         try:
@@ -189,7 +193,7 @@ def _batches(parts: Parts, seed: int, position: int) -> Batches[Batch]:
     )
 
 
-def _spread(config: Config) -> Config:
+def _as_ddp(config: Config) -> Config:
     return config.model_copy(update={"strategy": type(config.strategy)(name="ddp")})
 
 
@@ -214,7 +218,7 @@ def _share_weights(model: nn.Module, dist: Distributed) -> None:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
         c10d.broadcast(flat, src=0)
         if not dist.is_main:
-            for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            for tensor, part in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
 
