@@ -224,3 +224,15 @@ def test_who_was_noticeably_longer_is_named_as_clipped_not_as_dropped() -> None:
     (verdict,) = screen.verdicts()
     assert (verdict.peer, verdict.action) == ("peer-3", "clipped")
     assert "3.0 times longer" in verdict.why or "3.1 times longer" in verdict.why
+
+
+def test_a_slow_peer_that_sends_every_other_part_counts_in_those_and_is_not_blamed() -> None:
+    screen = Screen([f"peer-{i}" for i in range(3)], Limits(possible=POSSIBLE), SIZE)
+    whole, own = contributions(3), torch.zeros(100)
+    for index in range(SIZE // 100):
+        parts = dict(enumerate(part[100 * index : 100 * index + 100] for part in whole))
+        left_out = 0.0 if index % 2 else 100.0
+        average = screen.average(100 * index, parts, {0: 100.0, 1: 100.0, 2: left_out}, own)
+        counting = [parts[0], parts[1], *([parts[2]] if left_out else [])]
+        assert distance(average, sum(counting, own) / len(counting)) < 0.2
+    assert screen.verdicts() == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, BannedException, TensorPartReducer
@@ -60,12 +59,8 @@ class ScreeningReducer(TensorPartReducer):  # type: ignore[misc]
             self.reset_accumulators()
 
 
-class ScreeningRunner(AllReduceRunner):  # type: ignore[misc]
-    """One all-reduce, in which this peer's part of the vector is averaged by a `ScreeningReducer`."""
-
-    def __init__(self, *, limits: Limits, num_parameters: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.screen = Screen([str(peer) for peer in self.sender_peer_ids], limits, num_parameters)
-        self.tensor_part_reducer = ScreeningReducer(
-            self.parts_for_local_averaging, len(self.sender_peer_ids), self.screen
-        )
+def install_screen(runner: AllReduceRunner, limits: Limits, num_parameters: int) -> Screen:
+    """Let this peer's part of the vector in an all-reduce, that has not begun, be averaged by a `ScreeningReducer`."""
+    screen = Screen([str(peer) for peer in runner.sender_peer_ids], limits, num_parameters)
+    runner.tensor_part_reducer = ScreeningReducer(runner.parts_for_local_averaging, len(runner.sender_peer_ids), screen)
+    return screen

@@ -1,7 +1,7 @@
 """What a reducer makes of the contributions of one round: who counts, how much, and who does not.
 
-A reducer sees every sender's own part, so it can judge before it averages. All that it needs of contributions, besides
-what they are made of, is the matrix of their inner products, which adds up over the parts of a round: lengths and
+A reducer sees every sender's own part, so it can judge before it averages. Besides the part itself it needs the
+matrix of their inner products, which adds up over the parts of a round: lengths and
 directions are judged by all that has come so far, and every part is averaged as soon as it is there.
 
 - What is not finite, or not of the right shape, is dropped, and its sender for the rest of the round.
@@ -75,10 +75,12 @@ class Screen:
             num_parameters: values before this position of the vector are pseudo-gradients, the others buffers.
         """
         self._senders, self._limits, self._num_parameters = senders, limits, num_parameters
+        # Sums over the parts that both senders of a pair have sent: of products, and of the first one's squares.
         self._products = torch.zeros(len(senders), len(senders), dtype=torch.float64)
+        self._squares = torch.zeros_like(self._products)
+        self._allowed_squares = [0.0] * len(senders)
         self._seen = 0
         self._out: dict[int, str] = {}
-        self._longest: dict[int, float] = {}
         self._claims: dict[int, float] = {}
 
     def average(self, position: int, parts: Mapping[int, Tensor], weights: Mapping[int, float], own: Tensor) -> Tensor:
@@ -96,12 +98,12 @@ class Screen:
         flat = own.reshape(-1).float()
         good: dict[int, Tensor] = {}
         for sender, part in sorted(parts.items()):
+            if weights[sender] == 0.0:
+                continue  # it has trained nothing, or leaves this part out: what it sends does not matter
             if part.numel() != flat.numel() or not part.is_floating_point():
                 self._drop(sender, "sent something of the wrong shape")
             elif not math.isfinite(claim := self._claims.setdefault(sender, float(weights[sender]))) or claim < 0.0:
                 self._drop(sender, f"claims {claim:g} samples")
-            elif claim == 0.0:
-                continue  # it has trained nothing, and what it sends does not matter
             elif not bool(((values := part.reshape(-1).float()).abs() <= _LARGEST_VALUE).all()):
                 self._drop(sender, "sent values that are not finite")
             elif sender not in self._out:
@@ -123,10 +125,9 @@ class Screen:
     def verdicts(self) -> tuple[Verdict, ...]:
         """One for each sender that did not count, or counted much less."""
         found = [Verdict(self._senders[sender], "dropped", why) for sender, why in sorted(self._out.items())]
-        for sender, ratio in sorted(self._longest.items()):
-            if sender not in self._out and ratio > _NOTED_LENGTH:
-                why = f"was {ratio:.1f} times longer than the group's median"
-                found.append(Verdict(self._senders[sender], "clipped", why))
+        for sender, peer in enumerate(self._senders):
+            if sender not in self._out and (ratio := self._excess(sender)) > _NOTED_LENGTH:
+                found.append(Verdict(peer, "clipped", f"was {ratio:.1f} times longer than the group's median"))
         return tuple(found)
 
     def _drop(self, sender: int, why: str) -> None:
@@ -163,24 +164,32 @@ class Screen:
 
     def _parameters(self, members: list[int], rows: Tensor, weight: Mapping[int, float]) -> Tensor:
         products = (rows @ rows.T).double()
+        lengths = products.diagonal().sqrt().tolist()
         where = torch.tensor(members)
         self._products[where[:, None], where] += products
+        self._squares[where[:, None], where] += products.diagonal()[:, None]
         self._seen += rows.shape[1]
-        self._judge_lengths(members, weight)
+        for sender, allowed in self._allowed(dict(zip(members, lengths, strict=True)), weight).items():
+            self._allowed_squares[sender] += allowed * allowed
+        for sender in members:
+            if (ratio := self._excess(sender)) > _GROSS_LENGTH:
+                self._drop(sender, f"was {ratio:.3g} times longer than the group's median")
         self._judge_directions([sender for sender in members if sender not in self._out])
         kept = [index for index, sender in enumerate(members) if sender not in self._out]
-        if not kept:
-            return torch.zeros(rows.shape[1])
-        lengths = products.diagonal().sqrt()
-        norm = {members[index]: float(lengths[index]) for index in kept}
-        allowed = self._allowed(norm, weight)
+        norm = {members[index]: lengths[index] for index in kept}
+        allowed_now = self._allowed(norm, weight)  # anew, without those that do not count
         factors = torch.zeros(len(members))
         total = sum(weight[sender] for sender in norm)
         for index in kept:
             sender = members[index]
-            clip = min(1.0, allowed[sender] / norm[sender]) if norm[sender] else 1.0
+            clip = min(1.0, allowed_now[sender] / norm[sender]) if norm[sender] else 1.0
             factors[index] = weight[sender] / total * clip
         return factors[kept] @ rows[kept]
+
+    def _excess(self, sender: int) -> float:
+        """How many times longer than it may be, over all parts of a sender."""
+        length, allowed = float(self._squares[sender, sender]), self._allowed_squares[sender]
+        return math.sqrt(length / allowed) if allowed else 0.0
 
     def _allowed(self, norm: Mapping[int, float], weight: Mapping[int, float]) -> dict[int, float]:
         """How long each contribution may be: the median, and in proportion for who has trained on more samples."""
@@ -190,20 +199,11 @@ class Screen:
         usual, work = _median([norm[sender] for sender in reference]), _median([weight[sender] for sender in reference])
         return {sender: usual * max(1.0, weight[sender] / work) for sender in norm}
 
-    def _judge_lengths(self, members: list[int], weight: Mapping[int, float]) -> None:
-        norm = {sender: math.sqrt(float(self._products[sender, sender])) for sender in members}
-        for sender, allowed in self._allowed(norm, weight).items():
-            ratio = norm[sender] / allowed if allowed else 0.0
-            self._longest[sender] = max(ratio, self._longest.get(sender, 0.0))
-            if ratio > _GROSS_LENGTH:
-                self._drop(sender, f"was {ratio:.3g} times longer than the group's median")
-
     def _judge_directions(self, members: list[int]) -> None:
         members = [sender for sender in members if self._products[sender, sender] > 0.0]
-        where = torch.tensor(members)
-        products = self._products[where[:, None], where] if members else torch.zeros(0, 0)
-        lengths = products.diagonal().sqrt()
-        cosines = (products / lengths[:, None] / lengths).tolist()
+        where = torch.tensor(members, dtype=torch.long)
+        squares = self._squares[where[:, None], where]
+        cosines = (self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()).tolist()
         chance = 3.0 / math.sqrt(max(self._seen, 1))  # of vectors that have nothing to do with one another
         if len(members) == 2:
             for one, other in ((0, 1), (1, 0)):
