@@ -103,10 +103,17 @@ class Commands:
 
     def start(self, *words: str) -> Command:
         """``python -m jobs.<words>``."""
-        file = self.folder / f"{len(self.started)}-{words[0]}.txt"
+        return self._start(f"jobs.{words[0]}", *words[1:])
+
+    def attack(self, *words: str) -> Command:
+        """``python -m tests.collaborative.attackers ATTACK VERB ...``."""
+        return self._start("tests.collaborative.attackers", *words)
+
+    def _start(self, module: str, *words: str) -> Command:
+        file = self.folder / f"{len(self.started)}-{module}.txt"
         with file.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"jobs.{words[0]}", *words[1:]],
+                [sys.executable, "-m", module, *words],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,

@@ -9,12 +9,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.load_balancing import load_balance_peers
+from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.compression import Float16Compression, NoCompression
+from hivemind.utils.asyncio import as_aiter, azip, enter_asynchronously
 from torch import Tensor
 
 from trainkit.collaborative import processes
 from trainkit.collaborative.dht import SwarmDHT
+from trainkit.collaborative.guarding import GuardedAverager
 from trainkit.collaborative.outer import OuterState
 from trainkit.config.schema import CollaborativeConfig
 
@@ -22,7 +27,7 @@ from trainkit.config.schema import CollaborativeConfig
 GRACE = 2.0
 
 
-class _Averager(DecentralizedAverager):  # type: ignore[misc]
+class _Averager(GuardedAverager):
     """hivemind's averager. Its class name is part of the protocol between peers."""
 
     outer: OuterState
@@ -35,6 +40,37 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         outer = self.outer
         with outer.lock:
             return {"round": outer.round, "age": outer.age}, (outer.theta.clone(), outer.momentum.clone()), None
+
+    async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **options: Any) -> Any:
+        """hivemind's, but for how it reads what the members say, and for the screen."""
+        group = self.read_group(group_info)
+        modes = tuple(AveragingMode(member.mode) for member in group.values())
+        bandwidths = [
+            member.bandwidth if mode != AveragingMode.CLIENT else 0.0
+            for member, mode in zip(group.values(), modes, strict=True)
+        ]
+        fractions = load_balance_peers(self.total_size, bandwidths, min_vector_size)
+        try:
+            async with enter_asynchronously(self.get_tensors()) as tensors:
+                runner = AllReduceRunner(
+                    p2p=self._p2p,
+                    servicer_type=type(self),
+                    prefix=self.prefix,
+                    tensors=tensors,
+                    group_id=group_info.group_id,
+                    ordered_peer_ids=group_info.peer_ids,
+                    peer_fractions=fractions,
+                    modes=modes,
+                    **options,
+                )
+                screen = await self.screen(runner)
+                self._running_groups[group_info.group_id].set_result(runner)
+                async for tensor, update in azip(as_aiter(*tensors), runner):
+                    tensor.add_(update)
+                self.report(runner, screen)
+            return {peer: member.about.model_dump() for peer, member in group.items()}
+        except Exception as error:
+            raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
 
 
 @contextmanager
@@ -60,6 +96,8 @@ def open_averager(dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig,
         next_chunk_timeout=min(10.0, max(1.0, config.round_seconds / 4)),
         shutdown_timeout=2.0,
         daemon=True,
+        admission=None,
+        num_parameters=outer.num_parameters,
     )
     averager.outer = outer
     try:

@@ -23,6 +23,7 @@ from torch import Tensor
 from trainkit.collaborative.averager import GRACE
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.outer import PROBE_SIZE, OuterState
+from trainkit.collaborative.sentry import Screening
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import RunFailedError
 
@@ -55,6 +56,7 @@ class Averaging:
 
     def __init__(self, averager: Any, dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig) -> None:
         self._averager, self._dht, self._outer, self._config = averager, dht, outer, config
+        self.screening: Screening = averager
         self._can_share = not averager.client_mode
         self._control: Any = None
         self._usual_norm = 0.0  # of the last average that was used

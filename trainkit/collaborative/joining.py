@@ -81,7 +81,8 @@ def join(
             with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
                 keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
                 rounds = RoundKeeper(keeper, outer, clock, watch, role="guest", say=seat.say)
-                peer = replace(peer, after_round=rounds.after_round, remark=rounds.remark)
+                sentry = peer.sentry.keeping(writer.run, rounds.remark)
+                peer = replace(peer, sentry=sentry, after_round=rounds.after_round, remark=rounds.remark)
                 with rounds.recorded(seat.env):
                     ending = guest.take_part(peer, lost=rounds.lost, back=rounds.back)
                 if progress.step and ending != "stopped":

@@ -19,6 +19,7 @@ from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.messages import Progress as PeerProgress
 from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.sentry import Sentry
 from trainkit.collaborative.team import Team, together
 from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
@@ -78,6 +79,7 @@ class Peer:
     watch: Watch
     outer: OuterState
     averaging: Averaging
+    sentry: Sentry
     data_seed: int
     """Every peer has a data order of its own, so that together they see more than each alone."""
     stop_requested: Callable[[], bool]
@@ -157,6 +159,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
             p.watch.poll()
             news_at = now + NEWS_SECONDS
         if not p.averaging.begun and now + pace.step_seconds >= search_at:
+            p.sentry.before_round(p.watch.peers, p.clock.seconds)
             p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
         if now + pace.step_seconds >= boundary:
             break
@@ -186,6 +189,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
         next_round=index + 1,
         alone=not others,
     )
+    p.sentry.after_round(index, p.watch.peers)
     metrics = p.team.read(inner.update.meter)
     rate = samples / seconds if seconds else 0.0
     _publish(p, index, samples, rate, metrics.get("loss", 0.0), result.group)

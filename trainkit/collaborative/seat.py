@@ -13,10 +13,12 @@ from trainkit import plugins
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.collaborative.averager import open_averager
 from trainkit.collaborative.averaging import Averaging
+from trainkit.collaborative.bans import Bans
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Peer
+from trainkit.collaborative.sentry import Sentry
 from trainkit.collaborative.team import PATIENCE, Team, spread
 from trainkit.collaborative.waiting import PATIENCE_SECONDS
 from trainkit.config.schema import Config
@@ -115,6 +117,7 @@ def peer_at(
         watch=watch,
         outer=outer,
         averaging=averaging,
+        sentry=Sentry(averaging.screening, Bans(None), say=seat.say),
         data_seed=data_seed(team.parts.config, dht.peer_id),
         stop_requested=seat.stop_requested,
         progress=progress,

@@ -99,8 +99,10 @@ def create(
                 publish(manifest)
                 memory.note(watch.reachable())
 
+            peer = peer_at(seat, team, outer, averaging, dht, clock, watch, progress)
             peer = replace(
-                peer_at(seat, team, outer, averaging, dht, clock, watch, progress),
+                peer,
+                sentry=peer.sentry.keeping(run_dir, rounds.remark),
                 after_round=rounds.after_round,
                 remark=rounds.remark,
                 may_be_alone=True,

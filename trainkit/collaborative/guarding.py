@@ -1,0 +1,167 @@
+"""hivemind's averager behind a door: who may ask it for what, and a screen before it averages.
+
+hivemind asks nobody who they are: any process that reaches an averager may join its groups, reduce for others and
+download its state. libp2p proves the id of whoever asks; what that id may do is `Admission`'s answer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import hivemind.averaging.averager
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+
+from trainkit.collaborative.admission import Admission, Member
+from trainkit.collaborative.gathered import CLIENT, NOTHING, Gathered, read_gathered
+from trainkit.collaborative.reducer import install_screen
+from trainkit.collaborative.screening import Limits, Screen, Verdict
+
+# Peers that average together; beyond that a reducer would do nothing else.
+_LARGEST_GROUP = 256
+# Refusals that are told of a round; a stranger can cause as many as it likes.
+_MOST_REFUSALS = 32
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a reducer has found out about its group in one round."""
+
+    members: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+
+
+class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
+    """Lives in a process of its own; `expect` and `findings` are for the peer's own process."""
+
+    def __init__(self, *args: Any, admission: Admission | None, num_parameters: int, **options: Any) -> None:
+        self._admission, self._num_parameters = admission, num_parameters
+        self._found, self._tell = multiprocessing.Pipe(duplex=False)
+        self._possible: Mapping[str, float] = {}
+        self._refused: dict[str, Verdict] = {}
+        super().__init__(*args, **options)
+
+    # In the peer's own process.
+
+    def expect(self, possible: Mapping[str, float]) -> None:
+        """What peers can have trained on in this round, see `Limits`."""
+        self._outer_pipe.send(("_expect", [], {"possible": dict(possible)}))
+
+    def findings(self) -> list[Findings]:
+        """Those of the rounds since it was last asked."""
+        found = []
+        while self._found.poll():
+            found.append(self._found.recv())
+        return found
+
+    # In the averager's process.
+
+    def run(self) -> None:
+        # hivemind's averager makes it itself, and has no hook; this process has nothing else that makes one.
+        hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, averager=self)
+        super().run()
+
+    async def _expect(self, possible: dict[str, float]) -> None:
+        self._possible = possible
+
+    async def may_lead(self, peer: PeerID) -> bool:
+        """Whether that peer may gather a group: it then divides the work."""
+        return await self._is_trusted(peer)
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """A peer wants to average with this one."""
+        if not await self._welcomes(request, context.remote_id):
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        async for message in super().rpc_join_group(request, context):
+            yield message
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """A peer sends its part."""
+        if not await self._admits(context.remote_id):
+            yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        async for message in super().rpc_aggregate_part(stream, context):
+            yield message
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """A peer wants to start from this one's state."""
+        if not await self._admits(context.remote_id):
+            return
+        async for message in super().rpc_download_state(request, context):
+            yield message
+
+    def read_group(self, group: GroupInfo) -> dict[PeerID, Gathered]:
+        """What its members have said of themselves; garbage is read alike by all, and stops nobody."""
+        return {peer: read_gathered(data) or NOTHING for peer, data in zip(group.peer_ids, group.gathered, strict=True)}
+
+    async def screen(self, runner: AllReduceRunner) -> Screen:
+        """Put a screen into an all-reduce that has not begun."""
+        senders = runner.sender_peer_ids
+        trusted = [
+            str(peer)
+            for peer in senders
+            if peer == self.peer_id or (self._admission is not None and await self._is_trusted(peer))
+        ]
+        return install_screen(runner, Limits(frozenset(trusted), self._possible), self._num_parameters)
+
+    def report(self, runner: AllReduceRunner, screen: Screen) -> None:
+        """Tell the peer's own process what came of a round."""
+        members = tuple(map(str, runner.ordered_peer_ids))
+        verdicts = {verdict.peer: verdict for verdict in screen.verdicts()}
+        self._tell.send(Findings(members, (*verdicts.values(), *self._refused.values())))
+        self._refused = {}
+
+    async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: PeerID) -> bool:
+        if not await self._admits(peer) or len(self._matchmaking.current_followers) >= _LARGEST_GROUP:
+            return False
+        gathered = read_gathered(request.gather)
+        if gathered is None:
+            why = "sent something unreadable about itself"
+        elif gathered.mode != CLIENT and not await self._is_trusted(peer):
+            why = "wants to average for others, and is not of the owner's side"
+        else:
+            return True
+        if len(self._refused) < _MOST_REFUSALS:
+            self._refused[str(peer)] = Verdict(str(peer), "dropped", why)
+        return False
+
+    async def _admits(self, peer: PeerID) -> bool:
+        return self._admission is None or await self._look_up(self._admission, peer) is not None
+
+    async def _is_trusted(self, peer: PeerID) -> bool:
+        if self._admission is None:
+            return True
+        member = await self._look_up(self._admission, peer)
+        return member is not None and member.trusted
+
+    async def _look_up(self, admission: Admission, peer: PeerID) -> Member | None:
+        """Who that is, by what it keeps in the DHT. Asked anew each time: it may have been banned since."""
+        return admission.admitted(str(peer))
+
+
+class _Matchmaking(Matchmaking):  # type: ignore[misc]
+    """Follows only those who may lead."""
+
+    def __init__(self, *args: Any, averager: GuardedAverager, **options: Any) -> None:
+        self._averager = averager
+        super().__init__(*args, **options)
+
+    async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        if not await self._averager.may_lead(leader):
+            return None
+        return await super()._request_join_group(leader)
