@@ -65,7 +65,7 @@ def swarm(commands: Commands, *attacks: str, honest: int, to_the_end: bool = Tru
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    """An honest peer and one that sends its pseudo-gradient fifty times as long, the other way round, until it is out."""
+    """An honest peer, and one that sends its pseudo-gradient fifty times as long and turned round, until it is out."""
     with started_in(tmp_path_factory.mktemp("attack")) as commands:
         yield swarm(commands, "times-50", honest=1, to_the_end=False)
 

@@ -18,6 +18,7 @@ from typing import Any
 import hivemind
 
 from trainkit.collaborative import address, processes
+from trainkit.collaborative.bounds import bound_records
 from trainkit.collaborative.home import known_of
 from trainkit.collaborative.messages import (
     Manifest,
@@ -41,6 +42,7 @@ class _DHT(hivemind.DHT):  # type: ignore[misc]
     def run(self) -> None:
         processes.become_helper(self._parent_pid)
         processes.subprocesses_die_with_us()
+        bound_records(PROGRESS)
         super().run()
 
 

@@ -7,10 +7,10 @@ download its state. libp2p proves the id of whoever asks; what that id may do is
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, AsyncIterator  # noqa: UP035 - by this very type hivemind tells streams from messages
 
 import hivemind.averaging.averager
 from hivemind.averaging import DecentralizedAverager
@@ -46,6 +46,7 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
         self._admission, self._num_parameters = admission, num_parameters
         self._found, self._tell = multiprocessing.Pipe(duplex=False)
         self._possible: Mapping[str, float] = {}
+        self._banned: frozenset[str] = frozenset()
         self._refused: dict[str, Verdict] = {}
         super().__init__(*args, **options)
 

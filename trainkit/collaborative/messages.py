@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from trainkit import terminal
 from trainkit.collaborative import address
 from trainkit.errors import RefusedError, UserError
 from trainkit.records.contributions import Contribution, typed
 
 PROTOCOL = 1
+LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
@@ -31,30 +36,39 @@ class Manifest:
     protocol: int = PROTOCOL
 
 
+MOST_PEERS = 1000
+"""Of whom a node keeps records under one key, and of whom a reader takes note."""
+
+Name = Annotated[str, Field(strict=True), AfterValidator(lambda text: terminal.one_line(text, LONGEST_NAME) or "?")]
+Count = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class Progress:
-    """What a peer says about its last round."""
+    """What a peer says about its last round. Read from others, its fields are of these types and in these bounds."""
 
-    name: str
-    round: int
-    samples: int
-    samples_per_sec: float
-    loss: float
-    group: int
+    name: Name
+    """One line that a terminal may show."""
+    round: Count
+    samples: Count
+    samples_per_sec: Annotated[Number, Field(ge=0.0, le=1e9)]
+    loss: Annotated[Number, Field(ge=-1e6, le=1e6)]
+    group: Annotated[Count, Field(le=100_000)]
     """Peers that averaged together, itself included; 0: it went on alone."""
-    time: float
-    client: bool = False
+    time: Annotated[Number, Field(ge=0.0, le=1e11)]
+    client: Annotated[bool, Field(strict=True)] = False
     """It only calls out, as behind a router, and so neither reduces nor gives its state away."""
-    parts: int = 0
+    parts: Count = 0
     """Parts of the average that reached it, of ``expected``."""
-    expected: int = 0
-    sent: int = 0
+    expected: Count = 0
+    sent: Count = 0
     """Bytes that it has sent for the round, and received."""
-    received: int = 0
-    val_loss: float | None = None
+    received: Count = 0
+    val_loss: Annotated[Number, Field(ge=-1e6, le=1e6)] | None = None
     """The last validation, of those who validate the common model."""
-    val_acc1: float | None = None
-    addresses: Sequence[str] = ()
+    val_acc1: Annotated[Number, Field(ge=0.0, le=100.0)] | None = None
+    addresses: Annotated[Sequence[Annotated[str, Field(strict=True, max_length=200)]], Field(max_length=8)] = ()
     """Where others reach the peer; empty if they cannot."""
 
 
@@ -65,7 +79,19 @@ def manifests_in(found: Any) -> dict[str, Manifest]:
 
 def progress_in(found: Any) -> dict[str, Progress]:
     """Peer id -> progress, of what the DHT returned for `trust.PROGRESS`."""
-    return {peer: Progress(**value) for peer, value in _records(found).items()}
+    read = {peer: progress_of(value) for peer, value in _records(found).items()}
+    return {peer: own for peer, own in read.items() if own is not None}
+
+
+def progress_of(value: object) -> Progress | None:
+    """One record as somebody has written it; None if it is not one. Fields of later versions are passed over."""
+    try:
+        return _PROGRESS.validate_python(value)
+    except ValidationError:
+        return None
+
+
+_PROGRESS = TypeAdapter(Progress)
 
 
 def credits_in(found: Any) -> dict[str, list[Contribution]]:
@@ -126,7 +152,7 @@ def _records(found: Any) -> dict[str, dict[str, Any]]:
 
     records: dict[str, dict[str, Any]] = {}
     if found is not None and isinstance(found.value, dict):
-        for subkey, entry in found.value.items():
+        for subkey, entry in islice(found.value.items(), MOST_PEERS):
             with suppress(ValueError, TypeError):
                 records[peer_id_of(subkey)] = dict(entry.value)
     return records

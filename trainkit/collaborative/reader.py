@@ -67,11 +67,13 @@ def open_reader(peers: Sequence[str]) -> Iterator[Reader]:
     from hivemind.dht.validation import CompositeValidator
 
     from trainkit.collaborative import trust
+    from trainkit.collaborative.bounds import bound_records
 
     loop = asyncio.new_event_loop()
     try:
         with trust.identity() as identity:
             processes.subprocesses_die_with_us()
+            bound_records()
             created = DHTNode.create(
                 initial_peers=list(peers),
                 client_mode=True,

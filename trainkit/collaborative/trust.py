@@ -30,8 +30,9 @@ from trainkit.errors import UserError
 MANIFEST, PROGRESS, CREDITS = "trainkit_manifest", "trainkit_progress", "trainkit_credits"
 
 _Text = v1.constr(strict=True, max_length=128)
-_Count = v1.conint(strict=True, ge=0)
-_Number = v1.confloat(strict=True, ge=0.0)
+_Count = v1.conint(strict=True, ge=0, le=1 << 50)
+_Number = v1.confloat(strict=True, ge=0.0, le=1e11)  # no infinity; and a comparison refuses what is no number
+_Loss = v1.confloat(strict=True, ge=-1e6, le=1e6)
 
 
 class _ManifestRecord(v1.BaseModel):
@@ -54,8 +55,8 @@ class _ProgressRecord(v1.BaseModel):
     name: _Text  # type: ignore[valid-type]
     round: _Count  # type: ignore[valid-type]
     samples: _Count  # type: ignore[valid-type]
-    samples_per_sec: _Number  # type: ignore[valid-type]
-    loss: v1.confloat(strict=True)  # type: ignore[valid-type]
+    samples_per_sec: v1.confloat(strict=True, ge=0.0, le=1e9)  # type: ignore[valid-type]
+    loss: _Loss  # type: ignore[valid-type]
     group: _Count  # type: ignore[valid-type]
     time: _Number  # type: ignore[valid-type]
     client: v1.StrictBool = False
@@ -63,7 +64,7 @@ class _ProgressRecord(v1.BaseModel):
     expected: _Count = 0  # type: ignore[valid-type]
     sent: _Count = 0  # type: ignore[valid-type]
     received: _Count = 0  # type: ignore[valid-type]
-    val_loss: v1.confloat(strict=True) | None = None  # type: ignore[valid-type]
+    val_loss: _Loss | None = None  # type: ignore[valid-type]
     val_acc1: v1.confloat(strict=True, ge=0.0, le=100.0) | None = None  # type: ignore[valid-type]
     addresses: v1.conlist(v1.constr(strict=True, max_length=200), max_items=8) = []  # type: ignore[valid-type]
 

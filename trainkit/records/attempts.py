@@ -37,11 +37,8 @@ from trainkit.records.rundir import RunDir
 
 Remark = Literal[
     "probed", "skipped", "nonfinite", "rolled_back", "broken_image", "straggler", "peer_joined", "peer_left",
-<<<<<<< HEAD
     "swarm_lost", "swarm_back", "save_failed", "save_recovered",
-=======
     "peer_dropped", "peer_clipped", "peer_banned",
->>>>>>> d21a1a4 (wip)
     "uploaded", "upload_failed", "upload_recovered", "not_uploaded",
 ]  # fmt: skip
 

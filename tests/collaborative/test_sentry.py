@@ -1,0 +1,111 @@
+"""What a reducer does about those that it had to leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from trainkit.collaborative.bans import STRIKES, Bans
+from trainkit.collaborative.messages import Progress
+from trainkit.collaborative.screening import Verdict
+from trainkit.collaborative.sentry import Sentry
+
+EVE = "QmEveEveEve"
+PEERS = {EVE: Progress("eve", 3, 640, 80.0, 1.0, 3, 0.0)}
+
+
+@dataclass(frozen=True)
+class Found:
+    members: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+
+
+@dataclass
+class Averager:
+    """Stands for the averager's process."""
+
+    pending: list[Found] = field(default_factory=list)
+    expected: Mapping[str, float] = field(default_factory=dict)
+
+    def expect(self, possible: Mapping[str, float]) -> None:
+        self.expected = possible
+
+    def findings(self) -> Collection[Any]:
+        found, self.pending = self.pending, []
+        return found
+
+
+@dataclass
+class Watched:
+    """A sentry, and what came of it."""
+
+    averager: Averager = field(default_factory=Averager)
+    bans: Bans = field(default_factory=lambda: Bans(None))
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    shut_out: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sentry = Sentry(
+            self.averager,
+            self.bans,
+            remark=lambda kind, **facts: self.events.append((kind, facts)),
+            say=self.lines.append,
+            enforce=lambda banned: self.shut_out.append(sorted(banned)),
+            invitation_of=lambda peer: f"invitation of {peer}",
+        )
+
+    def round(self, *verdicts: Verdict, index: int = 0) -> None:
+        self.averager.pending.append(Found(("QmAnn", EVE), verdicts))
+        self.sentry.after_round(index, PEERS)
+
+
+DROPPED = Verdict(EVE, "dropped", "sent values that are not finite")
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def test_who_was_dropped_in_which_round_and_why_is_an_event_and_a_line(watched: Watched) -> None:
+    watched.round(DROPPED, index=6)
+    facts = {"peer": EVE, "name": "eve", "why": DROPPED.why, "round": 7}
+    assert watched.events == [("peer_dropped", facts)]
+    assert watched.lines == ["  eve was left out of round 7: sent values that are not finite"]
+
+
+def test_who_was_clipped_is_an_event_alone(watched: Watched) -> None:
+    watched.round(Verdict(EVE, "clipped", "was 3.0 times longer than the group's median"))
+    assert [kind for kind, _ in watched.events] == ["peer_clipped"]
+    assert watched.lines == []
+
+
+def test_the_third_time_in_a_row_shuts_the_door_on_the_invitation(watched: Watched) -> None:
+    for index in range(STRIKES):
+        assert watched.shut_out == []
+        watched.round(DROPPED, index=index)
+    assert watched.shut_out == [[f"invitation of {EVE}"]]
+    assert [kind for kind, _ in watched.events] == [*["peer_dropped"] * STRIKES, "peer_banned"]
+    assert watched.lines[-1].endswith("To lift it: python -m jobs.swarm unban eve")
+
+
+def test_a_ban_that_is_lifted_by_hand_opens_the_door_before_the_next_round(watched: Watched) -> None:
+    for index in range(STRIKES):
+        watched.round(DROPPED, index=index)
+    watched.bans.lift("eve")
+    watched.sentry.before_round(PEERS, 4.0)
+    assert watched.shut_out[-1] == []
+
+
+def test_the_averager_learns_what_peers_can_have_trained_on(watched: Watched) -> None:
+    watched.sentry.before_round(PEERS, 4.0)
+    assert watched.averager.expected == {EVE: 320.0}
+
+
+def test_a_crowd_of_liars_is_not_a_crowd_of_events(watched: Watched) -> None:
+    watched.round(*(Verdict(f"Qm{index:09}", "dropped", "lied") for index in range(200)))
+    assert len(watched.events) <= 20
