@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.collaborative.messages import LONGEST_NAME, Progress, progress_of
 
-HONEST = {
+HONEST: dict[str, Any] = {
     "name": "ann@lab",
     "round": 3,
     "samples": 640,
