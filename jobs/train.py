@@ -118,6 +118,7 @@ def _train(
     config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, open_run: Callable[[], Writer]
 ) -> tuple[str, RunDir | None]:
     """``node``: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder."""
+    from trainkit.monitor.base import prepare_loggers
     from trainkit.ranks.env import RankEnv
     from trainkit.ranks.secret import Secret
 
@@ -128,9 +129,12 @@ def _train(
         writer = open_run() if rank_env.is_main else None
         outcome = run_swarm_rank(config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret)
         return outcome, writer.run if writer is not None else None
-    from trainkit import experiment
+    prepared = prepare_loggers(config) if rank_env.is_main else {}
+    from trainkit import experiment  # and with it torch
 
-    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret)
+    outcome, run_dir = experiment.run(
+        config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret, prepared=prepared
+    )
     return outcome, run_dir if rank_env.is_main else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -58,6 +58,7 @@ def run(
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
+    prepared: Mapping[str, object] | None = None,
 ) -> tuple[Outcome, RunDir]:
     """Train one rank's share of a run to its end, or until all ranks have been told to stop and have saved.
 
@@ -66,6 +67,7 @@ def run(
         node: the attempt as it was begun on this node, which need not share rank 0's folder; None: by nobody.
         secret: what the ranks of this run know and nobody else.
         beat: called whenever this rank has made progress: an update, a batch, a save.
+        prepared: what `prepare_loggers` has given on rank 0.
 
     Raises:
         TrainkitError: what a user can mend. It has been written to the run's events.
@@ -88,7 +90,7 @@ def run(
             with _failures_recorded(writer.attempt, dist):
                 uploads = kept_elsewhere(config.checkpoint.remote, writer, dist)
                 config = settled(config, dist, writer, lambda one: build(one, dist, splits))
-                outcome = _run(build(config, dist, splits), stop, writer, node, beat, uploads)
+                outcome = _run(build(config, dist, splits), stop, writer, node, beat, uploads, prepared or {})
         waits = _WAIT_AT_END if outcome == "finished" else 0.0
     finally:
         if uploads is not None:  # the other ranks have gone
@@ -103,6 +105,7 @@ def _run(
     node: Attempt | None,
     beat: Callable[[], None],
     uploads: Uploads | None,
+    prepared: Mapping[str, object],
 ) -> Outcome:
     config, dist, run_dir = parts.config, parts.dist, writer.run
     checkpoints = Checkpoints(

@@ -135,13 +135,13 @@ def test_neither_code_nor_packages_nor_the_machine_are_handed_over(run_dir: RunD
 
 
 def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(logger_module, "CLIENT_SECONDS", 1.0)
     attempt(run_dir, 0, range(10, 30, 10))
-    assert "wandb cannot be reached and goes on offline" in capsys.readouterr().err
+    assert "wandb cannot be reached and goes on offline" in capfd.readouterr().err
     assert len(history(stored(run_dir)[0])) == 3
 
 

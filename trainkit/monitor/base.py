@@ -3,7 +3,8 @@
 A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
 ``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.records.metrics`), with plain Python numbers. A
 logger whose file states ``FIRST = True`` has each of them before the others; one that states ``PEERS = "judge"``, or
-``"none"``, is opened by that peer of a swarm only which judges for all, or by none.
+``"none"``, is opened by that peer of a swarm only which judges for all, or by none. One that states ``PREPARES = True``
+has a function ``prepare()`` as well, called before torch is imported; what it gives is in `Start.prepared`.
 
 Training outlives its loggers: one that raises (a full disk, a crash of its client) is reported once on stderr and not
 used again. The exception is `jsonl`, which keeps the record itself: it raises `RunFailedError`, because weeks of
@@ -16,8 +17,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trainkit import plugins
@@ -47,6 +48,8 @@ class Start:
     world_size: int = 1
     resumed_step: int = 0
     """Updates that earlier attempts have done; 0 for the first."""
+    prepared: object = None
+    """What the logger's own ``prepare`` has given; None if it was not called."""
 
 
 class NullLogger:
@@ -90,6 +93,17 @@ class _FanOut:
             print(f"Logger '{name}' is off from here on: {reason}", file=sys.stderr, flush=True)
 
 
+def prepare_loggers(config: Config) -> dict[str, object]:
+    """What takes those of the configuration long to start, while this process does other things; for `open_loggers`."""
+    prepared = {}
+    for name in config.monitor.loggers:
+        if plugins.stated(__package__, name).get("PREPARES"):
+            with suppress(Exception):  # it is tried again, and then said
+                module = sys.modules[plugins.load(__package__, name).__module__]
+                prepared[name] = module.prepare()
+    return prepared
+
+
 @contextmanager
 def open_loggers(
     config: Config,
@@ -101,6 +115,7 @@ def open_loggers(
     resumed_step: int = 0,
     is_main: bool = True,
     may_write: Callable[[], None] = lambda: None,
+    prepared: Mapping[str, object] | None = None,
 ) -> Iterator[Logger]:
     """One logger that hands every record to all of ``monitor.loggers``, and adds ``time`` where it is missing.
 
@@ -108,6 +123,7 @@ def open_loggers(
 
     Args:
         may_write: raises RunFailedError when another process writes this run by now; asked before every record.
+        prepared: what `prepare_loggers` has given, if it was called.
 
     Raises:
         RunFailedError: ``metrics.jsonl`` cannot be written.
@@ -119,7 +135,7 @@ def open_loggers(
     fan_out = _FanOut(may_write)
     # The record first: what the others show must also be on disk.
     for name in sorted(config.monitor.loggers, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):
-        fan_out.open(name, run_dir, config, start)
+        fan_out.open(name, run_dir, config, replace(start, prepared=(prepared or {}).get(name)))
     try:
         yield fan_out
     finally:

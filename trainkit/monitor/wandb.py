@@ -2,14 +2,23 @@
 
 Nothing but metrics and the training settings is handed over: no environment, no code, no console output, no command
 line, no list of packages. The run keeps its id over restarts, so that a requeued run is one run there too.
+
+The client is a process of its own (`trainkit.monitor.wandb_client`), started before torch is imported where that can be
+(`prepare`), and fed through a pipe. Training never waits for it but at its end, for what it still has to write or send.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import netrc
 import os
+import select
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,17 +26,28 @@ from urllib.parse import urlsplit
 
 from trainkit.config.schema import Config
 from trainkit.monitor.base import Logger, Start
+from trainkit.monitor.wandb_client import HAS_SAID_WHY, IGNORED
+from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
 
 Mode = Literal["online", "offline", "disabled", "shared"]
 
 CLIENT_SECONDS = 30.0  # a server that does not answer must not hold GPUs; what is left stays on disk for `wandb sync`
+_ENDING_SECONDS = 3 * CLIENT_SECONDS
+"""To reach a server in vain, begin offline and write what there is takes the client no longer."""
+_MOST_HELD = 1 << 26
+"""Bytes of records that a client has not taken yet."""
 # What a run was trained with. `launch` stays here: its setup lines and mail address are nobody's business.
 _SETTINGS = {"seed", "model", "data", "train", "optim", "schedule", "strategy"}
 
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 
+_CLIENT = (
+    "import sys; sys.path = [path for path in sys.path if path]; from trainkit.monitor.wandb_client import main; main()"
+)
+
 PEERS = "judge"
+PREPARES = True
 
 
 def run_id(run_dir: RunDir) -> str:
@@ -51,77 +71,130 @@ def mode(env: Mapping[str, str], home: Path) -> Mode:
     return "online" if server in known else "offline"
 
 
+class _Client:
+    """The process, to be fed without ever waiting for it."""
+
+    def __init__(self) -> None:
+        # Beside what this process runs, and not what lies in the current folder: a job's snapshot, not a checkout.
+        own = str(Path(__file__).parents[2])
+        path = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # until it ignores them itself
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CLIENT],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin.fileno()
+        os.set_blocking(self._pipe, False)
+        self._held = bytearray()
+
+    def send(self, **message: Any) -> None:
+        """A message. Raises RuntimeError if the process is gone without having said why, or takes nothing any more."""
+        if self._process.returncode is not None:
+            return
+        self._held += json.dumps(message).encode() + b"\n"
+        self._write()
+        if len(self._held) > _MOST_HELD:
+            raise RuntimeError("its process takes nothing any more")
+
+    def close(self) -> None:
+        """Wait until it has ended. Raises RuntimeError if it does not."""
+        process = self._process
+        while self._held and select.select([], [self._pipe], [], _ENDING_SECONDS)[1]:
+            self._write()
+        self._hang_up()
+        try:
+            deadline = time.monotonic() + _ENDING_SECONDS
+            with Notice(process=process.pid) as notice:
+                while process.poll() is None and time.monotonic() < deadline:
+                    notice.wait(0.05)
+            process.wait(0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise RuntimeError(f"it did not come to its end within {_ENDING_SECONDS:.0f} s") from None
+        self._check()
+
+    def _write(self) -> None:
+        try:
+            while self._held:
+                del self._held[: os.write(self._pipe, self._held[: 1 << 16])]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._held.clear()
+            self._hang_up()
+            self._process.wait()
+            self._check()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # type: ignore[union-attr]  # it has one
+
+    def _check(self) -> None:
+        if self._process.returncode not in (0, HAS_SAID_WHY):
+            raise RuntimeError(f"its process has ended with exit code {self._process.returncode}")
+
+
 class _Wandb:
     def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
-        import wandb
-
-        wanted = mode(os.environ, Path.home())
-        try:
-            self._run = _init(run_dir, config, start, wanted)
-        except wandb.errors.Error as error:
-            if wanted != "online":
-                raise
-            # Compute nodes often have no way out.
-            reason = str(error).splitlines()[0]
-            print(f"wandb cannot be reached and goes on offline: {reason}", file=sys.stderr, flush=True)
-            wandb.teardown()  # its service still holds the run's id
-            self._run = _init(run_dir, config, start, "offline")
-        # Our own step is the x axis: wandb's counts calls, and a restart would draw points twice at other places.
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
+        self._client = start.prepared if isinstance(start.prepared, _Client) else _Client()
+        self._client.send(init=_init(run_dir, config, start))
 
     def log(self, record: Mapping[str, Any]) -> None:
         split = record["split"]
         values = {f"{key}/{split}": value for key, value in record.items() if key not in _NOT_CURVES}
-        self._run.log({key: record[key] for key in ("step", "epoch") if key in record} | values)
+        self._client.send(log={key: record[key] for key in ("step", "epoch") if key in record} | values)
 
     def close(self) -> None:
         failed = sys.exc_info()[0] is not None  # closed while an exception passes: the run is marked as crashed there
-        self._run.finish(exit_code=int(failed))
+        self._client.send(finish=int(failed))
+        self._client.close()
 
 
-def _init(run_dir: RunDir, config: Config, start: Start, mode: Mode) -> Any:
-    import wandb
-    from wandb.sdk.wandb_run import Run
-
-    # It asks whether W&B's own scheduler has inputs for this run, which has none, and for that imports all of W&B's API
-    # and a compiler of data classes: 2 s of each start.
-    if hasattr(Run, "_detect_and_apply_job_inputs"):
-        setattr(Run, "_detect_and_apply_job_inputs", _none)  # noqa: B010
-    settings = wandb.Settings(
-        console="off",
-        disable_code=True,
-        disable_git=True,
-        disable_job_creation=True,
-        save_code=False,
-        x_disable_meta=True,
-        x_disable_machine_info=True,
-        x_save_requirements=False,
-        x_disable_stats=True,  # the run folder has its own samples, of every host
-        silent=True,
-        symlink=False,
-        init_timeout=CLIENT_SECONDS,
-        finish_timeout=CLIENT_SECONDS,
-        finish_timeout_raises=False,
-    )
-    return wandb.init(
-        project=os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project,
-        id=run_id(run_dir),
-        name=run_dir.name,
-        dir=str(run_dir.path),  # wandb adds its own folder `wandb`, which is `run_dir.wandb`
-        resume="allow",
-        mode=mode,
-        config={
+def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
+    """What `wandb.init` takes."""
+    settings = {
+        "console": "off",
+        "disable_code": True,
+        "disable_git": True,
+        "disable_job_creation": True,
+        "save_code": False,
+        "x_disable_meta": True,
+        "x_disable_machine_info": True,
+        "x_save_requirements": False,
+        "x_disable_stats": True,  # the run folder has its own samples, of every host
+        "silent": True,
+        "symlink": False,
+        "init_timeout": CLIENT_SECONDS,
+        "finish_timeout": CLIENT_SECONDS,
+        "finish_timeout_raises": False,
+    }
+    return {
+        "project": os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project,
+        "id": run_id(run_dir),
+        "name": run_dir.name,
+        "dir": str(run_dir.path),  # wandb adds its own folder `wandb`, which is `run_dir.wandb`
+        "resume": "allow",
+        "mode": mode(os.environ, Path.home()),
+        "config": {
             **config.model_dump(mode="json", include=_SETTINGS),
             "world_size": start.world_size,
             "params": start.params,
             "total_steps": start.total_steps,
         },
-        settings=settings,
-    )
+        "settings": settings,
+    }
 
 
-def _none(run: Any) -> None: ...
+def prepare() -> object:
+    """Start the client, which is told later of what."""
+    return _Client()
 
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
