@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.rank_functions import rank_env, run_ranks
-from trainkit.distributed.process_group import StopVote, distributed
+from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.rendezvous import free_port
@@ -28,18 +28,6 @@ def _talk(env: RankEnv) -> tuple[bool, bool, int, str, list[int]]:
 def test_ranks_agree_sum_and_share() -> None:
     total = 2 * 2**40 + 1
     assert run_ranks(2, _talk) == [(True, False, total, "from rank 0", [0, 1])] * 2
-
-
-def _vote(env: RankEnv) -> list[bool]:
-    with distributed(env, use_gpu=False) as dist:
-        vote = StopVote(dist)
-        answers = [vote.poll(dist.rank == 1 and poll == 2) for poll in range(5)]
-        vote.finish()
-        return answers
-
-
-def test_a_request_on_one_rank_is_seen_by_all_at_the_same_poll() -> None:
-    assert run_ranks(2, _vote) == [[False, False, False, True, True]] * 2
 
 
 def test_a_single_rank_needs_no_port() -> None:

@@ -157,50 +157,6 @@ def _bounded(size: Tensor) -> int:
     return number
 
 
-class StopVote:
-    """Agreement on stopping that costs no waiting: each poll starts a vote and reads the one before it.
-
-    A stop request is thus seen one poll later, by all ranks at the same poll. Every rank must poll equally often.
-    The same message carries two more votes, on saving and on news, which are over once they have been read, and how far
-    each rank is with what it does behind training.
-    """
-
-    def __init__(self, dist: Distributed) -> None:
-        self._dist = dist
-        self._running: tuple[c10d.Work, Tensor] | None = None
-        self._agreed = False
-        self.save = False
-        """The vote before this poll: any rank wanted to save."""
-        self.news = False
-        """The vote before this poll: any rank has something to tell the others."""
-        self.over = 0
-        """The vote before this poll: how far the last rank is."""
-
-    def poll(self, requested: bool, *, save: bool = False, news: bool = False, over: int = 0) -> bool:
-        """Cast this rank's votes; True once an earlier vote of any rank to stop was True."""
-        if self._dist.world_size == 1:
-            self.save, self.news, self.over = save, news, over
-            return requested
-        self.finish()
-        # Who has just been heard does not repeat it: the ranks will save, or speak, now.
-        votes = torch.tensor([int(requested), int(save and not self.save), int(news and not self.news), -over])
-        work = c10d.all_reduce(votes, op=c10d.ReduceOp.MAX, async_op=True)
-        assert work is not None
-        self._running = (work, votes)
-        return self._agreed
-
-    def finish(self) -> bool:
-        """Wait for the vote under way, if any; what has been agreed so far."""
-        if self._running is not None:
-            work, votes = self._running
-            work.wait()
-            self._running = None
-            stop, save, news, behind = votes.tolist()
-            self._agreed, self.save, self.news = self._agreed or bool(stop), bool(save), bool(news)
-            self.over = -behind
-        return self._agreed
-
-
 @contextmanager
 def distributed(
     env: RankEnv,
