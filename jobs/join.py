@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from jobs.returning import say_end
-from jobs.swarm import add_peer_flags, check_peer_flags, make_run
+from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
 from trainkit.collaborative import address
 from trainkit.errors import UserError
 
@@ -27,6 +26,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     )
     parser.add_argument("--public", action="store_true", help="listen, so that other peers can reach this one")
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
+    parser.add_argument("--announce", metavar="HOST[:PORT]", help="with --public: the router that forwards the port")
     parser.add_argument("--allow-code", action="store_true", help="run code of the creator's own, which you trust")
     add_peer_flags(parser, host=None)
     args = parser.parse_intermixed_args(argv)
@@ -37,9 +37,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     for item in addresses:
         address.check(item)
     check_peer_flags(args)
-    if not args.public and (args.host or args.port):
+    if not args.public and (args.host or args.port or args.announce):
         raise UserError(
-            f"--{'host' if args.host else 'port'} needs --public.",
+            f"--{'host' if args.host else 'port' if args.port else 'announce'} needs --public.",
             why="Without it this peer only calls out and listens to nobody.",
             fix="Add --public, or leave it out.",
         )
@@ -47,6 +47,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.collaborative.by_hand import by_hand
     from trainkit.collaborative.peer import join_swarm, leave_on_interrupt
     from trainkit.collaborative.ranks import follow_rank_0, ranks_of_peer
+    from trainkit.collaborative.reachability import announced
     from trainkit.distributed.stop import stop_on_signal
 
     with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
@@ -65,6 +66,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 allow_code=args.allow_code,
                 stop=stop,
                 say=peer.say,
+                announce=announced(args.announce, args.port),
                 ranks=ranks,
                 secret=secret,
             )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
+from jobs.peering import peer_name, say_end
 from trainkit import terminal
 from trainkit.cluster.queue import require_no_job
 from trainkit.config.loading import load
@@ -76,19 +75,3 @@ def _go_on(run: RunDir, name: str | None, *, allow_code: bool, force: bool, trai
         )
     say_end(ending, run_dir)
     return 0
-
-
-def peer_name() -> str:
-    """How others see a peer of this machine."""
-    user = os.environ.get("USER") or os.environ.get("LOGNAME") or "peer"
-    return f"{user}@{socket.gethostname()}"
-
-
-def say_end(ending: str, run_dir: RunDir | None) -> None:
-    """What a peer's run came to."""
-    from trainkit.monitor.follow import summary_lines
-
-    endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
-    print("\n".join([endings[ending], *(summary_lines(run_dir) if run_dir is not None else [])]))
-    if ending == "stopped" and run_dir is not None and (run_dir.path / "swarm.json").exists():
-        print(f"Go on with it: {terminal.command('resume', run_dir.path)}")

@@ -1,6 +1,8 @@
 """``python -m jobs.swarm create PRESET | status [ADDRESS|RUN]``: collaborative runs.
 
 create   start a swarm on this machine, train in it, and print the line with which others join
+anchor   reduce for a swarm on a machine that others reach, keep its weights, let others join through it; no training
+doctor   say what keeps this machine from joining a swarm, and what to do about it
 status   peers, rounds and loss of a swarm: at an address, of a run, or of the newest run here
 """
 
@@ -8,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from jobs.returning import peer_name, resume, say_end
+from jobs.anchoring import anchor, doctor
+from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
+from jobs.returning import resume
 from trainkit import terminal
-from trainkit.config.loading import load, to_yaml
-from trainkit.config.schema import Config
+from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir, next_path, runs_root
 from trainkit.records.secrets import refuse_settings
 
 WATCH_SECONDS = 2.0
@@ -28,39 +29,12 @@ WATCH_SECONDS = 2.0
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse and call the verb."""
+    verbs = {"create": _create, "anchor": anchor, "status": _status, "doctor": doctor}
     parser = cli.Parser("swarm", __doc__ or "")
-    parser.add_argument("verb", choices=("create", "status"), metavar="create|status", help="what to do")
+    parser.add_argument("verb", choices=tuple(verbs), metavar="|".join(verbs), help="what to do")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="`create --help` lists its flags")
     args = parser.parse_args(argv)
-    return (_create if args.verb == "create" else _status)(args.rest, env)
-
-
-def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
-    """The flags that every peer has."""
-    name = peer_name()
-    parser.add_argument("--name", default=name, help=f"how others see this peer (default: {name})")
-    default = host or "0.0.0.0 with --public"
-    parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
-    parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
-    parser.add_argument("--identity", type=Path, metavar="FILE", help="keep this peer's key here, and so its id")
-    parser.add_argument("--run-dir", type=cli.new_folder, help="folder to make for this run")
-
-
-def check_peer_flags(args: argparse.Namespace) -> None:
-    """Refuse a port that does not exist, and a name that would not fit into a record."""
-    if not 0 <= args.port < 65536:
-        raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
-    if not 0 < len(args.name) <= 64:
-        raise UserError("--name is too long or empty.", why="It has 1 to 64 characters.", fix="Use a short one.")
-
-
-def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
-    """The run folder of a peer, with its manifest."""
-    from trainkit.records.snapshot import write_manifest
-
-    run_dir = RunDir.create(path or next_path(runs_root(env), name), to_yaml(config))
-    write_manifest(run_dir, sys.argv)
-    return run_dir
+    return verbs[args.verb](args.rest, env)
 
 
 def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:

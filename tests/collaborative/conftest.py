@@ -101,19 +101,19 @@ class Commands:
         """A run folder."""
         return self.runs_root / name
 
-    def start(self, *words: str) -> Command:
-        """``python -m jobs.<words>``."""
-        return self._start(f"jobs.{words[0]}", *words[1:])
+    def start(self, *words: str, on: tuple[str, ...] = ()) -> Command:
+        """``python -m jobs.<words>``; ``on``: what starts it on another machine."""
+        return self._start(f"jobs.{words[0]}", *words[1:], on=on)
 
     def attack(self, *words: str) -> Command:
         """``python -m tests.collaborative.attackers ATTACK VERB ...``."""
         return self._start("tests.collaborative.attackers", *words)
 
-    def _start(self, module: str, *words: str) -> Command:
+    def _start(self, module: str, *words: str, on: tuple[str, ...] = ()) -> Command:
         file = self.folder / f"{len(self.started)}-{module}.txt"
         with file.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *words],
+                [*on, sys.executable, "-m", module, *words],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
@@ -144,9 +144,9 @@ class Commands:
         creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, model, *overrides)
         return creator, creator.says(r"jobs\.join (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")[1]
 
-    def join(self, address: str, *words: str) -> Command:
+    def join(self, address: str, *words: str, on: tuple[str, ...] = ()) -> Command:
         """A peer that joins what `create` made."""
-        return self.start("join", address, "--allow-code", *words)
+        return self.start("join", address, "--allow-code", *words, on=on)
 
 
 @contextmanager

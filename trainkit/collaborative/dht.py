@@ -17,8 +17,9 @@ from typing import Any
 
 import hivemind
 
-from trainkit.collaborative import address, processes
+from trainkit.collaborative import address, dialback, processes
 from trainkit.collaborative.bounds import bound_records
+from trainkit.collaborative.dialback import Seen
 from trainkit.collaborative.home import known_of
 from trainkit.collaborative.messages import (
     Manifest,
@@ -36,6 +37,7 @@ from trainkit.records.contributions import Contribution
 
 _START_SECONDS = 20.0
 _READ_SECONDS = 5.0
+_PROVE_SECONDS = 60.0
 
 
 class _DHT(hivemind.DHT):  # type: ignore[misc]
@@ -94,6 +96,23 @@ class SwarmDHT:
             return int(self.look_for(addresses).result(seconds)) if addresses else 0
         except (FutureTimeoutError, OSError):
             return 0
+
+    def prove(self, peers: Sequence[str], *, as_member: bool = True) -> Seen:
+        """Have somebody at ``peers`` dial this node back, which has only called out so far.
+
+        ``as_member``: if it is reached, it is a member from then on.
+        """
+        seen: Seen = self._in_dht(partial(dialback.ask, of=tuple(peers)), _PROVE_SECONDS, Seen(by=""))
+        if seen.reached and as_member:
+            self._in_dht(dialback.become_member, _PROVE_SECONDS, None)
+            self.node._client_mode = None  # asked anew
+        return seen
+
+    def _in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:
+        try:
+            return self.node.run_coroutine(work, return_future=True).result(seconds)
+        except (FutureTimeoutError, OSError):
+            return otherwise
 
     def look_for(self, addresses: Sequence[str]) -> Any:
         """As `reconnect`, but the answer is a future."""
@@ -167,6 +186,7 @@ def open_dht(
     host: str | None = None,
     port: int = 0,
     announce: str | None = None,
+    proven: bool = True,
 ) -> Iterator[SwarmDHT]:
     """Start a node, and on leaving end every process that it has started.
 
@@ -176,6 +196,7 @@ def open_dht(
             behind a router or a firewall (``client_mode``).
         port: TCP port to listen on; 0 for any.
         announce: the address that others are told instead: of the router that forwards it to this machine.
+        proven: others are known to reach it; else it only calls out until `SwarmDHT.prove` says that they do.
 
     Raises:
         UserError: nobody of the swarm answers at ``peers`` in time, the clocks differ, or the port is taken.
@@ -187,7 +208,8 @@ def open_dht(
     node = _DHT(
         initial_peers=list(peers) or None,
         start=False,
-        client_mode=host is None,
+        client_mode=host is None or not proven,
+        dht_mode="client" if host is None else "server",
         host_maddrs=[_listen_on(host, port)],
         identity_path=str(identity.path),
         check_if_identity_free=identity.kept,
@@ -207,7 +229,10 @@ def open_dht(
             mine = processes.family(node.pid)
         except Exception as error:  # whatever went wrong in the other process comes back as it was there
             raise _explain(error, peers) from None
-        yield SwarmDHT(node, identity, mine)
+        dht = SwarmDHT(node, identity, mine)
+        if host is not None and proven:
+            dht._in_dht(dialback.serve, _READ_SECONDS, None)
+        yield dht
     finally:
         with suppress(OSError, ValueError):
             node.shutdown()

@@ -36,6 +36,8 @@ class Home:
     port: int
     announce: str | None = None
     """The address by which others know this machine, where that is not its own."""
+    name: str = ""
+    """What the others call it."""
     others: tuple[str, ...] = ()
     """Addresses of other peers that can be reached."""
 
@@ -61,6 +63,7 @@ def home_of(run: RunDir) -> Home | None:
             host=str(found["host"]),
             port=int(found["port"]),
             announce=str(announce) if announce else None,
+            name=str(found.get("name") or "")[:64],
             others=known_of(found.get("others") or ()),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -11,10 +11,11 @@ from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht, read_manifest
-from trainkit.collaborative.home import Memory
-from trainkit.collaborative.keeping import RoundKeeper
+from trainkit.collaborative.home import Home, Memory, keep_identity
+from trainkit.collaborative.keeping import Role, RoundKeeper
 from trainkit.collaborative.messages import Manifest
 from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.reachability import FORWARD
 from trainkit.collaborative.rounds import Ending, Peer, train
 from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
 from trainkit.collaborative.settings import in_words, installed
@@ -43,8 +44,17 @@ def join(
     """
     with (
         trust.identity(seat.identity) as identity,
-        open_dht(identity, peers=addresses, host=seat.host, port=seat.port, announce=seat.announce) as dht,
+        open_dht(
+            identity,
+            peers=addresses,
+            host=seat.host,
+            port=seat.port,
+            announce=seat.announce,
+            proven=not seat.must_prove,
+        ) as dht,
     ):
+        if seat.must_prove:
+            seat = proven(dht, addresses, seat)
         manifest = read_manifest(dht, addresses)
         if manifest.stopped:
             raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
@@ -68,19 +78,28 @@ def join(
         with averaged(config, seat, splits, outer, dht, manifest.run_id) as (team, averaging):
             parts = team.judge
             watch, progress = Watch(dht, _creator_of(dht, manifest)), Progress()
-            guest = _Guest(manifest, config, addresses, seat, dht, averaging, outer, Memory(addresses))
+            memory = Memory(addresses)
+            guest = _Guest(manifest, config, addresses, seat, dht, averaging, outer, memory)
             peer = replace(
                 peer_at(seat, team, outer, averaging, dht, clock, watch, progress),
-                before_round=lambda: guest.memory.note(watch.reachable()),
+                before_round=lambda: memory.note(watch.reachable()),
+                may_be_alone=not seat.trains,
+                look_around=lambda: dht.look_for(memory.others),
             )
             if seat.open_run is None:
                 return guest.take_part(peer), None
             writer = seat.open_run(config)
             seat.say(f"Run: {writer.run.path}")
+            if not seat.trains and seat.host is not None:
+                keep_identity(writer.run, identity.path)
+                home = Home(manifest.run_id, clock.first, seat.host, dht.port, seat.announce, seat.name)
+                memory.keep_in(writer.run, home)
+                seat.opened(writer.run, dht.addresses())
             # A volunteer's machine writes no accounts of a service.
             with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
                 keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
-                rounds = RoundKeeper(keeper, outer, clock, watch, role="guest", say=seat.say)
+                role: Role = "guest" if seat.trains else "anchor"
+                rounds = RoundKeeper(keeper, outer, clock, watch, role=role, say=seat.say)
                 sentry = peer.sentry.keeping(writer.run, rounds.remark)
                 peer = replace(peer, sentry=sentry, after_round=rounds.after_round, remark=rounds.remark)
                 with rounds.recorded(seat.env):
@@ -90,6 +109,27 @@ def join(
                 if ending != "stopped":
                     writer.attempt.ended("COMPLETED", step=progress.step)
     return ending, writer.run
+
+
+def proven(dht: SwarmDHT, addresses: Sequence[str], seat: Seat) -> Seat:
+    """The seat of a peer that wants to be reached: of one that only calls out, if it cannot be.
+
+    Raises UserError for a peer that would be of no use so.
+    """
+    seen = dht.prove(addresses)
+    if seen.reached:
+        seat.say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
+        return replace(seat, must_prove=False)
+    why = f"it was dialled at {', '.join(seen.tried)}, in vain" if seen.tried else "nobody could dial it back"
+    if not seat.trains:
+        raise UserError(
+            "Others cannot reach this machine, so it cannot be an anchor.",
+            why=f"{why[0].upper()}{why[1:]}.",
+            fix=FORWARD.format(port=dht.port),
+        )
+    seat.say(f"Others cannot reach this machine: {why}. It takes part as a peer that only calls out.")
+    seat.say(f"  {FORWARD.format(port=dht.port)}")
+    return replace(seat, must_prove=False, host=None)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ def resume_swarm(
 ) -> tuple[str, RunDir]:
     """Go on with a swarm that this machine has created: under the same addresses, from its newest checkpoint.
 
+    ``name``: where it had none.
+
     Raises UserError when the run folder does not say where it was.
     """
     home = home_of(run_dir)
@@ -112,7 +114,7 @@ def resume_swarm(
     return create_swarm(
         config,
         open_run=open_run,
-        name=name,
+        name=home.name or name,
         host=home.host,
         port=home.port,
         identity=None,
@@ -138,6 +140,8 @@ def join_swarm(
     say: Callable[[str], None] = print,
     ranks: RankEnv | None = None,
     secret: Secret = NO_SECRET,
+    announce: str | None = None,
+    trains: bool = True,
 ) -> tuple[str, RunDir | None]:
     """Join a swarm as a volunteer. How it ended (finished, stopped, ended by its creator), and the run folder.
 
@@ -145,6 +149,8 @@ def join_swarm(
         ranks: this is rank 0 of them, and the others, who know ``secret``, call `follow_rank_0`; None: there are none.
         open_run: makes the run folder, from the configuration and the name of the creator's run.
         host: address to listen on, for a machine that others reach; None to call out only.
+        announce: the address that others are told, where it is not this machine's own.
+        trains: else it is an anchor: it reduces, keeps the common weights, and others join through it.
         allow_code: build a model or data set by code of the user's own, that the manifest names.
     """
     for item in addresses:
@@ -153,6 +159,12 @@ def join_swarm(
     processes.require_hivemind()
     from trainkit.collaborative import joining
     from trainkit.collaborative.seat import Seat
+
+    def opened(run_dir: RunDir, addresses: list[str]) -> None:
+        write_addresses(run_dir, addresses)
+        say("Others join through this machine, too:")
+        for item in addresses:
+            say(f"  {address.join_command([item])}")
 
     run_name = ""
 
@@ -172,6 +184,10 @@ def join_swarm(
         port=port,
         team=True,
         secret=secret,
+        announce=announce,
+        must_prove=host is not None,
+        trains=trains,
+        opened=opened,
     )
     return joining.join(addresses, seat, adapt=adapt)
 

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from trainkit.collaborative import address
 from trainkit.errors import UserError
 
+FORWARD = "Have your router and firewall let TCP port {port} through; add --port {port} --announce PUBLIC_IP:{port}."
+_PLACE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([\w.:-]+)/tcp/(\d{1,5})")
+_MOST_DIALLED = 3
+
 
 def how_to_be_reached(addresses: Sequence[str]) -> list[str]:
     """What the creator is told whose addresses do not reach far; empty if one of them does."""
@@ -23,6 +27,32 @@ def how_to_be_reached(addresses: Sequence[str]) -> list[str]:
         "machine,",
         f"and start it with --port {port} --announce PUBLIC_ADDRESS:{port}; or let an anchor on a public machine join.",
     ]
+
+
+def worth_dialling(announced: Sequence[str], seen_ip: str) -> list[str]:
+    """Of the addresses that a peer announces, ``/ip4/HOST/tcp/PORT``, those that another one should dial.
+
+    Behind a router a peer announces addresses of its own network; then its ports are tried where its connection comes
+    from. Nothing else that is private is dialled, or any peer could have another one look into its network.
+    """
+    wanted: dict[str, None] = {}
+    for item in announced:
+        match = _PLACE.fullmatch(item)
+        if match is None or not 0 < int(match[3]) < 65536:
+            continue
+        kind, host, port = match.groups()
+        if kind.startswith("dns") or _is_global(host):
+            wanted[item] = None
+        elif seen_ip:
+            wanted[f"/ip{6 if ':' in seen_ip else 4}/{seen_ip}/tcp/{int(port)}"] = None
+    return [*wanted][:_MOST_DIALLED]
+
+
+def _is_global(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False
 
 
 def announced(text: str | None, port: int) -> str | None:

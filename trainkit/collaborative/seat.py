@@ -55,6 +55,10 @@ class Seat:
     port: int = 0
     announce: str | None = None
     """The address that others are told, where it is not this machine's own."""
+    must_prove: bool = False
+    """Whether others reach it has yet to be seen."""
+    opened: Callable[[RunDir, list[str]], None] = lambda run, addresses: None
+    """Called once others can join through this peer, with the addresses."""
     folder: RunDir | None = None
     """The run folder, if there is one already: what it says of the swarm counts."""
     trains: bool = True

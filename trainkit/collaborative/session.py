@@ -89,7 +89,7 @@ def create(
 
             publish(manifest, wait=True)
             addresses = dht.addresses(prefer_host)
-            memory.keep_in(run_dir, Home(run_id, clock.first, seat.host, dht.port, seat.announce))
+            memory.keep_in(run_dir, Home(run_id, clock.first, seat.host, dht.port, seat.announce, seat.name))
             announce(run_dir, addresses)
             watch = Watch(dht, dht.peer_id)
             keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)

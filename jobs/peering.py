@@ -1,0 +1,61 @@
+"""What the commands of all peers share: their flags, and the folder of their run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from jobs import cli
+from trainkit import terminal
+from trainkit.config.loading import to_yaml
+from trainkit.config.schema import Config
+from trainkit.errors import UserError
+from trainkit.records.rundir import RunDir, next_path, runs_root
+
+
+def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
+    """The flags that every peer has."""
+    name = peer_name()
+    parser.add_argument("--name", default=name, help=f"how others see this peer (default: {name})")
+    default = host or "0.0.0.0 with --public"
+    parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
+    parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
+    parser.add_argument("--identity", type=Path, metavar="FILE", help="keep this peer's key here, and so its id")
+    parser.add_argument("--run-dir", type=cli.new_folder, help="folder to make for this run")
+
+
+def check_peer_flags(args: argparse.Namespace) -> None:
+    """Refuse a port that does not exist, and a name that would not fit into a record."""
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
+    if not 0 < len(args.name) <= 64:
+        raise UserError("--name is too long or empty.", why="It has 1 to 64 characters.", fix="Use a short one.")
+
+
+def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
+    """The run folder of a peer, with its manifest."""
+    from trainkit.records.snapshot import write_manifest
+
+    run_dir = RunDir.create(path or next_path(runs_root(env), name), to_yaml(config))
+    write_manifest(run_dir, sys.argv)
+    return run_dir
+
+
+def peer_name() -> str:
+    """How others see a peer of this machine."""
+    user = os.environ.get("USER") or os.environ.get("LOGNAME") or "peer"
+    return f"{user}@{socket.gethostname()}"
+
+
+def say_end(ending: str, run_dir: RunDir | None) -> None:
+    """What a peer's run came to."""
+    from trainkit.monitor.follow import summary_lines
+
+    endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
+    print("\n".join([endings[ending], *(summary_lines(run_dir) if run_dir is not None else [])]))
+    if ending == "stopped" and run_dir is not None and (run_dir.path / "swarm.json").exists():
+        print(f"Go on with it: {terminal.command('resume', run_dir.path)}")

@@ -1,0 +1,127 @@
+"""A swarm over a small internet: two homes behind routers, an anchor, and a creator that is killed. One story."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.collaborative.conftest import Command, Commands, started_in, wait_for
+from tests.collaborative.internet import internet
+
+pytestmark = [pytest.mark.swarm, pytest.mark.long]
+
+FAST = (
+    "monitor.loggers=[jsonl]",
+    "collaborative.matchmaking_seconds=1.5",
+    "collaborative.round_seconds=6",
+    "collaborative.rounds=60",
+    "model.name=tests.collaborative.patient:model",
+)
+
+
+@dataclass
+class Story:
+    """The creator is killed when all average; a newcomer joins through the anchor; the creator comes back."""
+
+    commands: Commands
+    doctor: Command
+    hidden: Command
+    """An anchor behind a router."""
+    creator: Command
+    anchor: Command
+    homes: list[Command]
+    """Two that believe they can be reached."""
+    late: Command
+    again: Command
+    killed_at: dict[str, int]
+    """How much each had said when the creator was killed."""
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    with internet(public=3, homes=2) as net, started_in(tmp_path_factory.mktemp("swarm")) as commands:
+
+        def address_of(command: Command, machine: str) -> str:
+            return command.says(rf"jobs\.join (/ip4/{re.escape(net.address(machine))}/tcp/\d+/p2p/\w+)")[1]
+
+        create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *FAST)
+        creator = commands.start(*create, on=net.on("pub1"))
+        address = address_of(creator, "pub1")
+        anchoring = ("swarm", "anchor", address, "--allow-code", "--port", "4712", "--name")
+        anchor = commands.start(*anchoring, "anchor", on=net.on("pub2"))
+        hidden = commands.start(*anchoring, "hidden", on=net.on("lan1"))
+        doctor = commands.start("swarm", "doctor", address, on=net.on("lan2"))
+        assert hidden.ends() == 2
+        doctor.ends()
+        homes = [commands.join(address, "--public", "--name", f"home{i}", on=net.on(f"lan{i}")) for i in (1, 2)]
+        creator.says(r"4 peers averaged.*\n(.*\n)*round .* 4 peers averaged")
+        through_anchor = address_of(anchor, "pub2")
+        creator.note_family()
+        creator.process.kill()
+        creator.process.wait(10)
+        killed_at = {"anchor": len(anchor.output)}
+        anchor.says("creator has left")
+        late = commands.join(through_anchor, "--name", "late", on=net.on("pub3"))
+        late.says("4 peers averaged")
+        again = commands.start("resume", str(commands.run("hivemind-0001")), "--allow-code", on=net.on("pub1"))
+        wait_for(lambda: "5 peers averaged" in again.output, 90, again.output)
+        again.process.send_signal(signal.SIGINT)
+        for command in (again, anchor, *homes, late):
+            command.ends()
+        yield Story(commands, doctor, hidden, creator, anchor, homes, late, again, killed_at)
+
+
+def test_two_behind_routers_who_would_listen_are_told_that_nobody_reaches_them_and_all_average(story: Story) -> None:
+    for home in story.homes:
+        assert re.search(r"Others cannot reach this machine: it was dialled at /ip4/45\.10\.10\.5[12]/", home.output)
+        assert "4 peers averaged" in home.output  # with the creator and the anchor
+
+
+def test_a_machine_that_others_reach_is_dialled_back_and_says_so(story: Story) -> None:
+    assert "it was dialled back at /ip4/45.10.10.12/tcp/4712/" in story.anchor.output
+
+
+def test_an_anchor_that_nobody_reaches_is_refused(story: Story) -> None:
+    assert story.hidden.output.startswith("Others cannot reach this machine, so it cannot be an anchor.")
+    assert "--announce PUBLIC_IP:4712" in story.hidden.output
+
+
+def test_without_the_creator_the_volunteers_go_on_through_the_anchor(story: Story) -> None:
+    afterwards = story.anchor.output[story.killed_at["anchor"] :]
+    assert afterwards.count("3 peers averaged") >= 3
+    assert all("Waiting for it" not in home.output for home in story.homes)
+
+
+def test_a_newcomer_joins_through_the_anchor(story: Story) -> None:
+    assert "Joined hivemind-0001" in story.late.output
+
+
+def test_the_creator_takes_over_what_the_others_have_reached_without_it(story: Story) -> None:
+    before = int(re.findall(r"^round (\d+)/60", story.creator.output, re.MULTILINE)[-1])
+    match = re.search(r"The others have gone on from round (\d+) to (\d+)", story.again.output)
+    assert match is not None
+    assert before - 1 <= int(match[1]) <= before
+    assert int(re.findall(r"^round (\d+)/60", story.again.output, re.MULTILINE)[0]) == int(match[2]) + 1
+
+
+def test_an_anchor_keeps_checkpoints_of_the_common_weights_and_makes_no_updates(story: Story) -> None:
+    (run,) = story.commands.runs_root.glob("*-anchor-*")
+    assert (run / "checkpoints" / "latest" / "model.safetensors").is_file()
+    assert "images/s here" not in story.anchor.output
+
+
+def test_all_end_when_the_creator_does(story: Story) -> None:
+    assert [story.again.process.returncode, story.anchor.process.returncode, story.late.process.returncode] == [0, 0, 0]
+    assert "The creator ended the run." in story.late.output
+
+
+def test_the_doctor_finds_nothing_behind_a_router_and_joins_nothing(story: Story) -> None:
+    assert story.doctor.process.returncode == 0
+    assert [line.split()[1] for line in story.doctor.output.splitlines() if line.startswith("ok")] == [
+        *("device", "tcp", "clock", "manifest", "versions", "disk"),
+    ]
+    assert "peer@" not in story.creator.output

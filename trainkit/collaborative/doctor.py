@@ -1,0 +1,147 @@
+"""What keeps this machine from joining a swarm: each thing that joining needs, by itself; nothing is joined."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainkit import terminal
+from trainkit.collaborative import address, processes
+from trainkit.errors import TrainkitError
+from trainkit.records.rundir import runs_root
+
+_TCP_SECONDS = 5.0
+# Peers' clocks may differ by so much; hivemind refuses those that do by more than three seconds.
+_CLOCK_SECONDS = 1.0
+# Checkpoints that a run keeps at a time (the best, the newest, the one on its way), of weights, momentum and model.
+_BYTES_PER_PARAMETER = 4 * 3 * 4
+_LEAST_FREE = 200 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    found: str
+    remedy: str = ""
+    """What to do; empty if all is well, or nothing need be done."""
+    exit_code: int = 0
+    """2: this machine lacks it; 1: the swarm does."""
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        mark = "ok  " if self.exit_code == 0 else "FAIL"
+        first = f"{mark}  {self.what:9}  {terminal.one_line(self.found)}"
+        return [first, *([f"      fix: {terminal.one_line(self.remedy)}"] if self.remedy else [])]
+
+
+def examine(addresses: Sequence[str], env: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at one thing after the other; what needs one that has failed is left out."""
+    yield _device()
+    disk = _disk(env, 0)
+    if disk.exit_code:
+        yield disk
+    reached = []
+    for item in addresses:
+        try:
+            address.check(item)
+        except TrainkitError as error:
+            yield Finding("address", f"{error.what} {error.why}", error.fix, 2)
+            continue
+        named = list(_name_and_port(item))
+        yield from named
+        if all(finding.exit_code == 0 for finding in named):
+            reached.append(item)
+    if reached:
+        yield from _swarm(reached, env)
+
+
+def _name_and_port(item: str) -> Iterator[Finding]:
+    _, kind, host, _, port, *_ = item.split("/")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
+        yield Finding("name", f"{host} is not known: {error.strerror}", fix, 2)
+        return
+    if kind.startswith("dns"):
+        yield Finding("name", f"{host} is {found[0][4][0]}")
+    began = time.monotonic()
+    try:
+        socket.create_connection((host, int(port)), timeout=_TCP_SECONDS).close()
+    except TimeoutError:
+        fix = "A firewall drops it: let this machine call out to that port, or the other one be called; or try another "
+        yield Finding("tcp", f"{host} port {port} does not answer within {_TCP_SECONDS:.0f} s", f"{fix}address.", 1)
+    except ConnectionRefusedError:
+        fix = "Nothing listens there: the run is over or restarting. Ask its creator, or try another address."
+        yield Finding("tcp", f"{host} port {port} refuses", fix, 1)
+    except OSError as error:
+        fix = "Look at this machine's network: `ip route get` that address."
+        yield Finding("tcp", f"{host} port {port}: {error.strerror or error}", fix, 2)
+    else:
+        yield Finding("tcp", f"{host} port {port} answers in {1000 * (time.monotonic() - began):.0f} ms")
+
+
+def _device() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        return Finding("device", torch.cuda.get_device_name(0))
+    fix = "" if not torch.version.cuda else "If this machine has a GPU, look at its driver: `nvidia-smi`."
+    return Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
+
+
+def _disk(env: Mapping[str, str], parameters: int) -> Finding:
+    root = runs_root(env)
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    free, needed = shutil.disk_usage(there).free, max(_LEAST_FREE, parameters * _BYTES_PER_PARAMETER)
+    found = f"{free / 1e9:.1f} GB free in {root}, and {needed / 1e9:.1f} GB may be needed"
+    if free >= needed:
+        return Finding("disk", found)
+    return Finding("disk", found, "Free some space, or set TRAINKIT_RUNS to a folder with more.", 2)
+
+
+def _swarm(addresses: Sequence[str], env: Mapping[str, str]) -> Iterator[Finding]:
+    """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
+    try:
+        processes.require_hivemind()
+        from trainkit.collaborative import trust
+        from trainkit.collaborative.dht import open_dht, read_manifest
+        from trainkit.collaborative.settings import adapted, in_words, installed
+
+        with trust.identity() as identity, open_dht(identity, peers=addresses) as dht:
+            seen = dht.prove(addresses, as_member=False)
+            if seen.by:
+                yield _clock(seen.clock)
+            manifest = read_manifest(dht, addresses)
+            over = manifest.stopped
+            config = adapted(manifest.config, (), allow_code=True)
+    except TrainkitError as error:
+        name = "clock" if "clock" in error.what else "manifest" if "No run" in error.what else "swarm"
+        yield Finding(name, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or name == "clock" else 1)
+        return
+    rounds = config.collaborative
+    end = (manifest.first_round + rounds.rounds) * rounds.round_seconds
+    if over or time.time() >= end:
+        yield Finding("manifest", f"{manifest.name} is over", "Join another run.", 1)
+        return
+    yield Finding("manifest", f"{manifest.name}, {(end - time.time()) / 60:.0f} minutes to go")
+    theirs, ours = manifest.versions, installed()
+    differ = {name: theirs[name] for name in theirs if ours.get(name) not in (None, theirs[name])}
+    if differ:
+        wanted = " ".join(f"{name}=={version}" for name, version in differ.items())
+        yield Finding("versions", f"the creator has {in_words(differ)}", f"pip install {wanted}", 2)
+    else:
+        yield Finding("versions", "those of the creator")
+    yield _disk(env, manifest.num_parameters)
+
+
+def _clock(ahead: float) -> Finding:
+    found = f"{abs(ahead):.1f} s {'behind' if ahead > 0 else 'ahead of'} the swarm's"
+    if abs(ahead) <= _CLOCK_SECONDS:
+        return Finding("clock", found)
+    return Finding("clock", found, "Set it: `timedatectl set-ntp true`, or ask the administrator.", 2)
