@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from trainkit.strategies.powersgd import PowerSGD
 
 
+class _LastFirst(DistributedDataParallel):
+    """Lays out its buckets from the model's end to its start, about as the backward pass is done with them.
+
+    A bucket is sent when its gradients are there and all before it are sent: with the first layers in the first one,
+    nothing would be exchanged before the backward pass is over.
+    """
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
+
+
 @dataclass(frozen=True)
 class Replicated:
     """`DistributedDataParallel` with gradients living in the communication buckets. Fields: see `replicated`."""
@@ -33,7 +45,11 @@ class Replicated:
         if self.sync_batchnorm:
             model = synchronize_batchnorm(model, self.dist)
         device = self.dist.device
-        ddp = DistributedDataParallel(
+        # After its first step DDP lays out its buckets anew, which changes the order in which three and more ranks are
+        # summed. Have it do so before: else the first step of a run that goes on differs in its last bits from the
+        # same step of one that was never interrupted.
+        laid_out = device.type == "cpu" and not self.find_unused_parameters and isinstance(self.comm_hook, str)
+        ddp = (_LastFirst if laid_out else DistributedDataParallel)(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -48,10 +64,7 @@ class Replicated:
 
             hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
             ddp.register_comm_hook(None, hooks[self.comm_hook])
-        if device.type == "cpu" and not self.find_unused_parameters and isinstance(self.comm_hook, str):
-            # After its first step DDP lays out its buckets anew, which changes the order in which three and more ranks
-            # are summed. Have it do so before the first step: else that step differs in its last bits between a run
-            # that goes on there and one that was never interrupted.
+        if laid_out:
             ddp.reducer._push_all_rebuilt_params()
         return ddp
 
