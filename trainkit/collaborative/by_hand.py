@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from trainkit.records.attempts import Attempt, submitted
 from trainkit.records.history import life_of
@@ -24,7 +24,8 @@ class ByHand:
         """Print at once, also into a pipe."""
         print(line, flush=True)
         if self.attempt is not None:
-            with (self.attempt.logs / "rank-0.out").open("a", encoding="utf-8") as log:
+            # A full disk is told of on the terminal, and must not end what goes on in spite of it.
+            with suppress(OSError), (self.attempt.logs / "rank-0.out").open("a", encoding="utf-8") as log:
                 log.write(f"{line}\n")
 
     def begin(self, run_dir: RunDir) -> Writer:

@@ -140,9 +140,14 @@ class RoundKeeper:
         keeper, common = self._keeper, {"theta": self._outer.theta, "momentum": self._outer.momentum}
         if self._role == "anchor":
             keeper.progress.step = rounds  # it makes no updates to count
-        saved = self._record.attempt(
-            lambda: keeper.save(optimizer=False, extra={"outer": common}, round=rounds, age=self._outer.age)
-        )
+        waits = self._record.is_full  # for the end of it: that it has begun says nothing about room
+
+        def save() -> None:
+            keeper.save(optimizer=False, extra={"outer": common}, round=rounds, age=self._outer.age)
+            if waits:
+                keeper.settle()
+
+        saved = self._record.attempt(save, proves=waits)
         self._unsaved = not saved
         return saved
 

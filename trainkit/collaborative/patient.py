@@ -25,7 +25,8 @@ class PatientRecord:
     def __init__(self, attempt: Attempt, metrics: Logger, say: Callable[[str], None]) -> None:
         self._attempt, self._metrics, self._say = attempt, metrics, say
         self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
-        self._is_full = False
+        self.is_full = False
+        """Something could not be written, and no checkpoint has been since."""
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Take one metrics record."""
@@ -38,8 +39,11 @@ class PatientRecord:
     def close(self) -> None:
         """Whoever opened the metrics closes them."""
 
-    def attempt(self, action: Callable[[], None]) -> bool:
-        """Do something that writes; False if the disk is full. What else waits for room comes first."""
+    def attempt(self, action: Callable[[], None], *, proves: bool = False) -> bool:
+        """Do something that writes; False if the disk is full. What else waits for room comes first.
+
+        ``proves``: once it is done, there is room for everything.
+        """
         if not self._flush():
             return False
         try:
@@ -47,8 +51,8 @@ class PatientRecord:
         except (DiskError, OSError) as error:
             self._full(error)
             return False
-        if self._is_full:
-            self._is_full = False
+        if proves and self.is_full:
+            self.is_full = False
             self._say("  there is room on the disk again: everything is written")
             self.remark("save_recovered")
         return True
@@ -68,9 +72,9 @@ class PatientRecord:
         return True
 
     def _full(self, error: Exception) -> None:
-        if self._is_full:
+        if self.is_full:
             return
-        self._is_full = True
+        self.is_full = True
         why = error.why.partition(". ")[0].rstrip(".") if isinstance(error, DiskError) else str(error)
         self._say(f"  cannot write into the run folder: {why}. Training goes on; it is tried again after each round")
         self.remark("save_failed", error=why)
