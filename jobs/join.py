@@ -46,13 +46,17 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     from trainkit.collaborative.by_hand import by_hand
     from trainkit.collaborative.peer import join_swarm, leave_on_interrupt
-    from trainkit.collaborative.ranks import follow_rank_0, ranks_of_peer
+    from trainkit.collaborative.ranks import deaf_to_signals, follow_rank_0, ranks_of_peer
     from trainkit.collaborative.reachability import announced
+    from trainkit.config.loading import load
     from trainkit.distributed.stop import stop_on_signal
 
     with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
         if not ranks.is_main:
-            follow_rank_0(ranks, secret, overrides=overrides, allow_code=args.allow_code)
+            from trainkit.training.building import wants_gpu
+
+            deaf_to_signals()
+            follow_rank_0(ranks, secret, use_gpu=wants_gpu(load("hivemind", overrides).config))
             return 0
         with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
             ending, run_dir = join_swarm(

@@ -36,6 +36,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         help="one run per value; KEY=0..4 is 0,1,2,3,4; repeatable: all combinations",
     )
     parser.add_argument("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
+    parser.add_argument("--join", metavar="TOKEN", help="join that swarm, as a peer with all GPUs of the job")
+    parser.add_argument("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
     parser.add_argument("--again", action="store_true", help="also if the same run is there already")
     parser.add_argument(
         "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)"
@@ -55,6 +57,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     flags = cli.launch_flags(args)
     if args.max_parallel is not None:
         flags["launch.max_parallel"] = (yaml.parse_value(args.max_parallel), "--max-parallel")
+    if args.join is not None or args.array is not None:
+        return _join(argv, args, flags, env)
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
     if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
         return _submit_there(argv, args, parser, variants, env)
@@ -67,6 +71,18 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
     command = ["python", "-m", "jobs.submit", *argv]
     return _submit(loadeds, variants, folder, args, command, env)
+
+
+def _join(
+    argv: Sequence[str], args: argparse.Namespace, flags: dict[str, tuple[object, str]], env: Mapping[str, str]
+) -> int:
+    from jobs.peers import loaded_to_join, without_token
+
+    loaded, count = loaded_to_join(args, flags, env)
+    folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
+    args.again = True  # such a run may be there as often as you like
+    command = ["python", "-m", "jobs.submit", *without_token(argv, args.join)]
+    return _submit([loaded] * count, [list(args.overrides)] * count, folder, args, command, env)
 
 
 def _submit_there(
@@ -126,6 +142,12 @@ def _submit(
     if any((other.world_size, other.directives) != (plan.world_size, plan.directives) for other in plans):
         raise UserError(
             "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
+        )
+    if args.array is not None and points > 1 and plan.executor != "slurm":
+        raise UserError(
+            "--array is for SLURM.",
+            why="Here its peers would run one after the other.",
+            fix="Join with this machine as one peer: python -m jobs.join TOKEN, with --nproc for several GPUs.",
         )
     plan = by_names(plan, env)
     notes = validate(loadeds[0], plan, site, folder, cwd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +33,15 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--run-dir", type=cli.new_folder, help="run folder to make, or to go on with if it is there")
     parser.add_argument("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
+    parser.add_argument(
+        "--join", metavar="TOKEN", nargs="?", const="",
+        help="join that swarm, with its creator's settings (TOKEN: that in TRAINKIT_TOKEN)",
+    )  # fmt: skip
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
     with stop_on_signal() as stop, ExitStack() as held:
-        loaded = load(args.run, args.overrides, env=env)
+        loaded = _loaded(args, env)
         given = Path(args.run).expanduser()
         require_own_code(given, loaded, allow_code=args.allow_code)
         check(loaded)
@@ -49,7 +54,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             path = attempt.run.path if attempt is not None else next_path(runs_root(env), loaded.name)
 
         def open_run() -> Writer:
-            run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *argv])
+            command = ["TOKEN" if args.join and word == args.join else word for word in argv]
+            run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *command])
             if attempt is None:  # nobody looks after this process, nor has anybody asked before it
                 require_no_job(run, force=args.force)
             return held.enter_context(writing(_own(attempt, run, env), job_id=job_of(env)))
@@ -63,6 +69,15 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
             print("\n".join(summary_lines(done)), flush=True)
     return 0
+
+
+def _loaded(args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
+    """What is trained: as it was asked for, or as the creator of a swarm has it."""
+    if args.join is None:
+        return load(args.run, args.overrides, env=env)
+    from jobs.peers import loaded_rank
+
+    return loaded_rank(args.run, args.join, args.overrides, args.run_dir, env=env, allow_code=args.allow_code)
 
 
 def _rates(config: Config) -> list[str]:

@@ -53,7 +53,8 @@ PLUGINS = ("trainkit.strategies", "trainkit.data", "trainkit.models", "trainkit.
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
 SHARED = {
     "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.following", "jobs.forecasting",
-    "jobs.anchoring", "jobs.peering", "jobs.returning", "jobs.sending", "jobs.starting", "jobs.sweeps",
+    "jobs.anchoring", "jobs.peering", "jobs.peers", "jobs.returning", "jobs.sending",
+    "jobs.starting", "jobs.sweeps",
 }  # fmt: skip
 VERBS = {
     "jobs.starting": {"jobs.train"},  # whose `run_rank` is what a job runs

@@ -153,7 +153,10 @@ def test_an_installed_trainkit_says_what_it_brought(python: Command, installed: 
     assert (done.returncode, done.stderr) == (0, "")
     presets = "ddp, ddp_sim, dp, fsdp, hivemind, hsdp, single, zero"
     assert f"presets    {installed / 'trainkit' / 'configs'}: {presets}" in done.stdout
-    assert f"templates  {installed / 'trainkit' / 'slurm'}: train.sbatch, train_torchrun.sbatch" in done.stdout
+    assert (
+        f"templates  {installed / 'trainkit' / 'slurm'}: hivemind_peer.sbatch, train.sbatch, train_torchrun.sbatch"
+        in done.stdout
+    )
 
 
 def test_a_preset_that_is_not_there_is_answered_with_those_that_are(python: Command) -> None:

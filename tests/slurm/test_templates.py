@@ -10,8 +10,8 @@ import pytest
 from tests.shell import faults
 
 SLURM = Path(__file__).parents[2] / "slurm"
-SCRIPTS = ("train.sbatch", "train_torchrun.sbatch", "devcluster")
-TEMPLATES = SCRIPTS[:2]
+SCRIPTS = ("train.sbatch", "train_torchrun.sbatch", "hivemind_peer.sbatch", "devcluster")
+TEMPLATES = SCRIPTS[:3]
 
 HEADER = """\
 --account=CHANGE_ME
@@ -51,6 +51,17 @@ def test_bash_and_shellcheck_find_no_fault(script: str) -> None:
 @pytest.mark.parametrize(("template", "tasks", "cpus"), [("train.sbatch", 2, 4), ("train_torchrun.sbatch", 1, 8)])
 def test_the_header_is_the_documented_one(template: str, tasks: int, cpus: int) -> None:
     assert "\n".join(directives(template)) + "\n" == HEADER.format(tasks=tasks, cpus=cpus)
+
+
+def test_a_peer_of_an_array_is_one_node_with_its_gpus() -> None:
+    theirs = HEADER.format(tasks=1, cpus=4).replace("nodes=2", "array=0-7\n--nodes=1").replace("node=2", "node=1")
+    theirs = theirs.replace("name=trainkit", "name=trainkit-peer").replace("slurm-%j", "slurm-%A_%a")
+    assert "\n".join(directives("hivemind_peer.sbatch")) + "\n" == theirs
+
+
+def test_the_token_of_a_peer_is_no_argument_that_others_on_the_node_can_read() -> None:
+    assert " --join --run-dir " in commands("hivemind_peer.sbatch")
+    assert "$TRAINKIT_TOKEN" not in commands("hivemind_peer.sbatch")
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -98,6 +109,6 @@ def test_the_attempt_and_where_its_ranks_meet_are_told_by_the_one_who_tells_subm
     assert not re.findall(r"localhost|MASTER_PORT=|scontrol|squeue", commands(template))
 
 
-def test_both_templates_end_in_the_same_way() -> None:
-    endings = {text(template).split("# If the ranks have saved")[1] for template in TEMPLATES}
+def test_both_templates_of_training_end_in_the_same_way() -> None:
+    endings = {text(template).split("# If the ranks have saved")[1] for template in TEMPLATES[:2]}
     assert len(endings) == 1

@@ -23,6 +23,7 @@ from trainkit.collaborative.waiting import Waiting
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RunFailedError, UserError
+from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 from trainkit.training.outcome import Keeper
 from trainkit.training.progress import Progress
@@ -89,6 +90,7 @@ def join(
             if seat.open_run is None:
                 return guest.take_part(peer), None
             writer = seat.open_run(config)
+            _go_on(progress, writer.run, len(splits.train))
             seat.say(f"Run: {writer.run.path}")
             if not seat.trains and seat.host is not None:
                 keep_identity(writer.run, identity.path)
@@ -226,6 +228,13 @@ class _Guest:
             why="The peers that could are gone, unreachable from here, or overloaded.",
             fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
         )
+
+
+def _go_on(progress: Progress, run: RunDir, images: int) -> None:
+    """Count on from where an earlier attempt of this peer was: a guest's records say that, it has no checkpoint."""
+    if records := read_metrics(run, "train"):
+        progress.step = progress.position = records[-1]["step"]
+        progress.images = round(records[-1].get("epoch", 0.0) * images)
 
 
 def _clock_of(manifest: Manifest, config: Config) -> RoundClock:

@@ -6,11 +6,12 @@ import ctypes
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from trainkit.collaborative.settings import adapted
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
@@ -81,20 +82,11 @@ def ranks_of_peer(
             process.wait()
 
 
-def follow_rank_0(
-    env: RankEnv,
-    secret: Secret,
-    *,
-    overrides: Sequence[str],
-    allow_code: bool,
-    beat: Callable[[], None] = lambda: None,
-) -> None:
-    """Be another rank of a peer: train with rank 0, and leave when it does; signals are its business.
+def follow_rank_0(env: RankEnv, secret: Secret, *, use_gpu: bool, beat: Callable[[], None] = lambda: None) -> None:
+    """Be another rank of a peer: train with rank 0, as it says, and leave when it does.
 
     Raises RunFailedError when rank 0 has died.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
     from trainkit.collaborative.seat import data_seed
     from trainkit.collaborative.team import PATIENCE, follow
     from trainkit.config.loading import load
@@ -102,16 +94,24 @@ def follow_rank_0(
     from trainkit.data.base import Splits
     from trainkit.distributed.process_group import distributed
     from trainkit.models import build_model
-    from trainkit.training.building import wants_gpu
 
     def make(yaml: str) -> tuple[Config, Splits, Any]:
-        config = adapted(yaml, overrides, allow_code=allow_code)
+        # Rank 0, who knows the secret, has asked whether its code may be run.
+        with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+            file = Path(folder) / "rank-0.yaml"
+            file.write_text(yaml, encoding="utf-8")
+            config = load(str(file)).config
         splits = build_data(config.data)
         return config, splits, build_model(config.model, splits.info, config.seed)
 
-    use_gpu = wants_gpu(load("hivemind", overrides).config)
     with distributed(env, use_gpu=use_gpu, secret=secret, collective_timeout=PATIENCE) as dist:
         follow(dist, make=make, seed_of=data_seed, beat=beat)
+
+
+def deaf_to_signals() -> None:
+    """Signals to all processes of a peer are rank 0's business."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _die_with_parent() -> None:

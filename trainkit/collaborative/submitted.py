@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.home import write_addresses
+from trainkit.collaborative.ranks import follow_rank_0
 from trainkit.collaborative.settings import require_collaborative, same_settings
 from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag, hand_back
@@ -37,11 +38,12 @@ def run_swarm_rank(
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """One rank of a submitted swarm; each rank is a peer of its own.
+    """One rank of a submitted swarm; each rank of a new one is a peer of its own.
 
     Rank 0 creates the swarm and the others join it. They meet by a store at ``MASTER_ADDR:MASTER_PORT``, so they need
     no folder in common; rank 0's addresses are also written to ``swarm_address`` in the run folder, for volunteers from
-    outside. With ``collaborative.initial_peers`` all ranks join the swarm that is there.
+    outside. With ``collaborative.initial_peers`` the swarm is there: all ranks join it, as one peer that rank 0 speaks
+    for.
 
     Args:
         writer: of the run folder; on rank 0 only, which keeps the records.
@@ -53,6 +55,7 @@ def run_swarm_rank(
     processes.require_hivemind()
     from trainkit.collaborative import joining
     from trainkit.collaborative.seat import Seat
+    from trainkit.distributed.device import gpu_is_here
 
     assert writer is not None or not rank_env.is_main
     seat = Seat(
@@ -66,9 +69,16 @@ def run_swarm_rank(
         folder=writer.run if writer is not None else None,
     )
     ending: str
-    if config.collaborative.initial_peers:
+    if config.collaborative.initial_peers and writer is None:
+        follow_rank_0(rank_env, secret, use_gpu=config.launch.gpus_per_node != 0 and gpu_is_here(), beat=beat)
+        ending = "stopped" if stop.requested else "finished"
+    elif config.collaborative.initial_peers:
+        assert writer is not None
         for item in config.collaborative.initial_peers:
             address.check(item)
+        # Back from the queue it is who it was before.
+        name, identity = f"{socket.gethostname()}/{writer.run.name}", writer.run.path / "identity"
+        seat = replace(seat, name=name[-64:], identity=identity, team=True, secret=secret)
         ending, _ = joining.join(
             config.collaborative.initial_peers, seat, adapt=lambda manifest: same_settings(config, manifest.config)
         )

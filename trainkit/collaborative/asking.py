@@ -1,0 +1,109 @@
+"""What a swarm's run is configured as, asked by a process of its own: the one that asks may import hivemind later.
+
+python -m trainkit.collaborative.asking      where the swarm is, in a line of standard input -> JSON
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import yaml
+from trainkit.config.loading import Loaded, load
+from trainkit.errors import RunFailedError, TrainkitError, UserError, error_from_json
+
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A collaborative run, as its creator publishes it."""
+
+    name: str
+    config: str
+    """As YAML."""
+
+
+def run_at(where: str) -> Run:
+    """The run of the swarm at ``where``, as `entry_of` takes it.
+
+    Raises UserError when nobody answers.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit.collaborative.asking"],
+        input=f"{where}\n",
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    try:
+        told: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise RunFailedError(
+            "The swarm could not be asked for its settings.",
+            why=(done.stderr.strip().splitlines() or ["Nothing was said."])[-1][:200],
+            fix="Try `python -m jobs.swarm status` with the same token; that traceback is ours to mend.",
+        ) from None
+    if "error" in told:
+        raise error_from_json(told["error"])
+    return Run(told["name"], told["config"])
+
+
+def as_peer(
+    run: Run,
+    peers: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    flags: Mapping[str, tuple[Any, str]],
+    env: Mapping[str, str],
+    allow_code: bool,
+) -> Loaded:
+    """The configuration of a job that joins ``run``: its creator's, with resources and data of this machine.
+
+    Raises UserError for overrides of what all peers have in common, and for code of the creator's own that is not
+    allowed.
+    """
+    from trainkit.collaborative.settings import adapted, check_own
+
+    own = [text for text in overrides if not text.startswith("launch.")]
+    check_own(own)
+    adapted(run.config, own, allow_code=allow_code)
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        file = Path(folder) / "hivemind-peer.yaml"
+        file.write_text(run.config, encoding="utf-8")
+        values, _ = yaml.read(file)
+        values = {key: value for key, value in values.items() if key != "launch"}  # of the creator's own site
+        values["data"] = {key: value for key, value in values["data"].items() if key not in ("root", "workers")}
+        values["collaborative"] = {**values["collaborative"], "initial_peers": list(peers), "port": 0}
+        file.write_text(yaml.dump(values), encoding="utf-8")
+        return load(str(file), list(overrides), flags=flags, env=env)
+
+
+def main() -> int:
+    """Ask, and print the answer."""
+    from trainkit.collaborative import address
+    from trainkit.collaborative.messages import manifest_of
+    from trainkit.collaborative.reader import open_reader
+
+    where = sys.stdin.readline().strip()
+    try:
+        address.check(where)
+        with open_reader([where]) as asked:
+            _, manifest = manifest_of(asked.read().manifests, [where])
+        if manifest.stopped:
+            raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
+        print(json.dumps({"name": manifest.name, "config": manifest.config}))
+    except TrainkitError as error:
+        print(json.dumps({"error": error.to_json()}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
