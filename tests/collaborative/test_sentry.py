@@ -21,6 +21,7 @@ PEERS = {EVE: Progress("eve", 3, 640, 80.0, 1.0, 3, 0.0)}
 class Found:
     members: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
+    counted: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -55,6 +55,10 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_
     assert [peer.ends(150) for peer in (creator, second, late)] == [0, 0, 0]
     done = summary(commands.run("hivemind-0001"))
     assert (done["outcome"], done["rounds"], done["most_peers"]) == ("finished", 24, 3)
+    contributed = {item["name"]: item for item in done["contributions"]}
+    assert {"creator", "first", "second", "late"} <= set(contributed)
+    assert contributed["creator"]["rounds"] > contributed["first"]["rounds"] > 0
+    assert all(item["samples"] >= 64 * item["rounds"] for item in contributed.values())
     assert done["best"]["val/acc1"] >= 98.5
     assert done["val"]["acc1"] >= 98.0
     # All end with the same model: what a peer that joined has validated is what the creator has.

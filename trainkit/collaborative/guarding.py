@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, AsyncIterator  # noqa: UP035 - by this very type hivemind tells streams from messages
 
@@ -37,6 +37,8 @@ class Findings:
 
     members: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
+    counted: Mapping[str, float] = field(default_factory=dict)
+    """Samples of each member that are in the average."""
 
 
 class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
@@ -124,7 +126,7 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
         """Tell the peer's own process what came of a round."""
         members = tuple(map(str, runner.ordered_peer_ids))
         verdicts = {verdict.peer: verdict for verdict in screen.verdicts()}
-        self._tell.send(Findings(members, (*verdicts.values(), *self._refused.values())))
+        self._tell.send(Findings(members, (*verdicts.values(), *self._refused.values()), screen.counted()))
         self._refused = {}
 
     async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: PeerID) -> bool:

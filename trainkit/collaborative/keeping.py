@@ -20,6 +20,7 @@ from trainkit.distributed.device import device_name
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
 from trainkit.records.attempts import Remark
+from trainkit.records.contributions import Contributions
 from trainkit.training.outcome import Keeper
 from trainkit.training.progress import Progress
 
@@ -97,7 +98,10 @@ class RoundKeeper:
         if self._role != "judge" or self._unsaved:
             self._save(max(rounds, 1))
         tested = keeper.test(where) if test and self._role != "anchor" else {}
-        keeper.summarize(outcome, epochs=self._epoch(), test=tested, rounds=rounds, most_peers=self._most_peers)
+        swarm: dict[str, Any] = {"rounds": rounds, "most_peers": self._most_peers}
+        if contributed := Contributions.of(keeper.writer.run).rows():
+            swarm["contributions"] = contributed
+        keeper.summarize(outcome, epochs=self._epoch(), test=tested, **swarm)
 
     @contextmanager
     def recorded(self, env: RankEnv) -> Iterator[None]:

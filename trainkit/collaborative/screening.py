@@ -82,6 +82,9 @@ class Screen:
         self._seen = 0
         self._out: dict[int, str] = {}
         self._claims: dict[int, float] = {}
+        self._counted: dict[int, float] = {}
+        """Sums over the parts, of weight times values."""
+        self._averaged = 0
 
     def average(self, position: int, parts: Mapping[int, Tensor], weights: Mapping[int, float], own: Tensor) -> Tensor:
         """The average of one part.
@@ -120,7 +123,20 @@ class Screen:
             good = {sender: values for sender, values in good.items() if sender not in self._out}
         if split < flat.numel() and good:
             result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()}, flat[split:])
+        self._averaged += flat.numel()
+        for sender in good:
+            if sender not in self._out:
+                self._counted[sender] = self._counted.get(sender, 0.0) + weight[sender] * flat.numel()
         return result.view_as(own)
+
+    def counted(self) -> dict[str, float]:
+        """Samples that each sender has in the averages so far: its weight, as far as it was believed, in as many of the
+        parts as have arrived in time."""
+        return {
+            self._senders[sender]: total / self._averaged
+            for sender, total in sorted(self._counted.items())
+            if sender not in self._out
+        }
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """One for each sender that did not count, or counted much less."""

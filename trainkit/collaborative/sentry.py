@@ -10,6 +10,7 @@ from trainkit import terminal
 from trainkit.collaborative.bans import FILE, STRIKES, Ban, Bans, Strikes
 from trainkit.collaborative.messages import Progress
 from trainkit.collaborative.screening import Verdict
+from trainkit.records.contributions import Counted
 from trainkit.records.rundir import RunDir
 
 # Events and lines of one round; a flood of liars must not become a flood of records.
@@ -40,6 +41,8 @@ class Sentry:
     """Shuts the door on exactly these ids (`Admission.ban`)."""
     invitation_of: Callable[[str], str] = str
     """Peer id -> what is banned with it: its invitation, or itself."""
+    credit: Callable[[Collection[Counted]], None] = lambda counted: None
+    """Takes note of who has contributed to a round."""
     _strikes: Strikes = field(default_factory=Strikes)
     _enforced: frozenset[str] = frozenset()
 
@@ -55,6 +58,7 @@ class Sentry:
     def after_round(self, index: int, peers: Mapping[str, Progress]) -> None:
         """Take note of what the averager has found out in the round."""
         for found in self.averager.findings():
+            self.credit([Counted(_name(peer, peers), samples) for peer, samples in found.counted.items()])
             for verdict in found.verdicts[:_MOST_EVENTS]:
                 self._tell(verdict, index, _name(verdict.peer, peers))
             for peer, why in self._strikes.note(found.verdicts, found.members).items():

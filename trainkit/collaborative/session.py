@@ -11,12 +11,13 @@ from dataclasses import replace
 from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
+from trainkit.collaborative.crediting import Credits
 from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht
 from trainkit.collaborative.home import Home, Memory, home_of, identity_in, keep_identity
 from trainkit.collaborative.keeping import RoundKeeper, take_over
 from trainkit.collaborative.messages import Manifest
 from trainkit.collaborative.outer import OuterState
-from trainkit.collaborative.rounds import NEWS_SECONDS, Ending, train
+from trainkit.collaborative.rounds import LOST_AFTER, NEWS_SECONDS, Ending, train
 from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
 from trainkit.collaborative.settings import installed
 from trainkit.config.loading import to_yaml
@@ -95,6 +96,9 @@ def create(
             keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
             rounds = RoundKeeper(keeper, outer, clock, watch, role="judge", say=seat.say)
 
+            forgotten = LOST_AFTER * clock.seconds + 60.0
+            credits = Credits(writer, clock.seconds, lambda known: dht.publish_credits(known, forgotten))
+
             def before_round() -> None:
                 publish(manifest)
                 memory.note(watch.reachable())
@@ -102,7 +106,7 @@ def create(
             peer = peer_at(seat, team, outer, averaging, dht, clock, watch, progress)
             peer = replace(
                 peer,
-                sentry=peer.sentry.keeping(run_dir, rounds.remark),
+                sentry=replace(peer.sentry.keeping(run_dir, rounds.remark), credit=credits.count),
                 after_round=rounds.after_round,
                 remark=rounds.remark,
                 may_be_alone=True,

@@ -1,0 +1,103 @@
+"""Credit is counted from what was averaged, after the screen; claims are worth nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.collaborative.test_screening import POSSIBLE, SIZE, contributions
+from trainkit.collaborative.bans import Bans
+from trainkit.collaborative.crediting import Credits
+from trainkit.collaborative.screening import Limits, Screen, Verdict
+from trainkit.collaborative.sentry import Sentry
+from trainkit.records.attempts import Attempt
+from trainkit.records.contributions import Contribution, Contributions
+from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer
+
+
+def test_a_sender_is_credited_with_what_was_believed_of_its_weight() -> None:
+    screen = Screen(["peer-0", "peer-1", "peer-2"], Limits(possible=POSSIBLE), SIZE)
+    screen.average(0, dict(enumerate(contributions(3))), {0: 100.0, 1: 100.0, 2: 1000.0}, torch.zeros(SIZE))
+    assert screen.counted() == {"peer-0": 100.0, "peer-1": 100.0, "peer-2": 150.0}
+
+
+def test_who_was_dropped_or_has_trained_nothing_is_credited_with_nothing() -> None:
+    *honest, last = contributions(5)
+    screen = Screen([f"peer-{index}" for index in range(5)], Limits(possible=POSSIBLE), SIZE)
+    weights = {0: 0.0, 1: 100.0, 2: 100.0, 3: 100.0, 4: 100.0}
+    screen.average(0, dict(enumerate([*honest, -9 * last])), weights, torch.zeros(SIZE))
+    assert set(screen.counted()) == {"peer-1", "peer-2", "peer-3"}
+
+
+def test_parts_that_came_too_late_are_not_credited() -> None:
+    first, second = (dict(enumerate(contributions(2, SIZE // 2))) for _ in range(2))
+    screen = Screen(["peer-0", "peer-1"], Limits(possible=POSSIBLE), SIZE)
+    whole = torch.zeros(SIZE)
+    screen.average(0, first, {0: 100.0, 1: 100.0}, whole[: SIZE // 2])
+    screen.average(SIZE // 2, {0: second[0]}, {0: 100.0}, whole[SIZE // 2 :])
+    assert screen.counted() == {"peer-0": 100.0, "peer-1": 50.0}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """As `trainkit.collaborative.guarding` has them, which needs hivemind."""
+
+    members: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    counted: Mapping[str, float]
+
+
+class Averager:
+    """Has found out what it is told."""
+
+    def __init__(self, *found: Findings) -> None:
+        self.found = list(found)
+
+    def expect(self, possible: object) -> None:
+        """Nothing is asked here."""
+
+    def findings(self) -> list[Findings]:
+        found, self.found = self.found, []
+        return found
+
+
+def credits(run: RunDir, told: list[Sequence[Contribution]]) -> Credits:
+    return Credits(Writer(Attempt(run, 0), lambda: None), 60.0, told.append)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run", "seed: 0\n")
+
+
+def test_each_round_goes_into_the_run_folder_and_to_the_swarm(run: RunDir) -> None:
+    told: list[Sequence[Contribution]] = []
+    found = Findings(("QmAnna", "QmBo"), (), {"QmAnna": 640.0})
+    sentry = Sentry(Averager(found), Bans(None), credit=credits(run, told).count)
+    sentry.after_round(0, {})
+    expected = [Contribution("..QmAnna", 1, 640.0, 60.0)]
+    assert Contributions.of(run).best_first() == expected
+    assert told == [expected]
+
+
+def test_a_creator_that_was_killed_goes_on_counting(run: RunDir) -> None:
+    for _ in range(2):  # a new process each time
+        found = Findings(("QmAnna",), (), {"QmAnna": 640.0})
+        Sentry(Averager(found), Bans(None), credit=credits(run, []).count).after_round(0, {})
+    assert Contributions.of(run).best_first() == [Contribution("..QmAnna", 2, 1280.0, 120.0)]
+
+
+def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Contributions, run: RunDir) -> None:
+        raise OSError(28, "No space left on device")
+
+    told: list[Sequence[Contribution]] = []
+    monkeypatch.setattr(Contributions, "write", full)
+    found = Findings(("QmAnna",), (), {"QmAnna": 640.0})
+    Sentry(Averager(found), Bans(None), credit=credits(run, told).count).after_round(0, {})
+    assert [item.samples for item in told[0]] == [640.0]
