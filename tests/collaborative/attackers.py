@@ -71,27 +71,6 @@ def progress(**lies: Any) -> None:
     SchemaValidator.validate = lambda self, record: True
 
 
-def flood(records: int) -> None:
-    """Answer who asks for the peers' progress with so many, as a node without bounds would after a flood."""
-    import time
-
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-    from hivemind.utils import MSGPackSerializer, ValueWithExpiration
-
-    until = time.time() + 3600.0
-    junk, get = DictionaryDHTValue(), DHTLocalStorage.get
-    record = {"round": 1, "samples": 1, "samples_per_sec": 1.0, "loss": 1.0, "group": 1, "time": time.time()}
-    for index in range(records):
-        junk.store(index.to_bytes(34, "big"), MSGPackSerializer.dumps({"name": f"eve-{index}", **record}), until)
-    key = DHTID.generate(source="trainkit_progress")
-
-    def got(self: Any, asked: Any) -> Any:
-        return ValueWithExpiration(junk, until) if asked == key else get(self, asked)
-
-    DHTLocalStorage.get = got
-
-
 ATTACKS: dict[str, Callable[[], None]] = {
     "times-9": lambda: contribution(lambda vector: -9 * vector),
     "times-50": lambda: contribution(lambda vector: -50 * vector),
@@ -99,7 +78,6 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "nan": lambda: contribution(lambda vector: vector * float("nan")),
     "weight": lambda: contribution(lambda vector: -vector, weight=1e9),
     "gather": lambda: gather(b"\xc1garbage"),
-    "flood": lambda: flood(10_000),
     "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
     "loss": lambda: progress(loss=float("inf")),
     "speed": lambda: progress(samples_per_sec=1e300),
