@@ -79,6 +79,7 @@ ENVIRONMENT = {
     "trainkit.distributed.health": "is the main program of a check of nodes",
     "trainkit.distributed.interfaces": "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: these libraries read them alone",
     "trainkit.distributed.process_group": "OMP_NUM_THREADS: what this process was granted",
+    "trainkit.distributed.allocator": "MALLOC_*, GLIBC_TUNABLES: the C library reads them alone",
     "trainkit.distributed.device": "SLURM_CPUS_PER_TASK: what this process was granted",
     "trainkit.data.loader": "SLURM_CPUS_PER_TASK: what this process was granted; tests hand in a mapping",
     "trainkit.data.staging": "SLURM_TMPDIR, TMPDIR: this node's own disk; tests hand in a mapping",

@@ -5,7 +5,7 @@ DDP. What differs is what the kit's loop does besides (meters, schedule, seeding
 vote on stopping, marks of where the time goes, records) and what it does in another way: the update itself. The bare
 loop is what one writes by hand, with torch's fused optimizer.
 
-The arms take turns of some 20 ms (75 with the larger model) in the same process, without Python's garbage collector,
+The arms take turns of some 20 ms (40 with the larger model) in the same process, without Python's garbage collector,
 and in the end must have the same weights, bit for bit. A small model's figure is CPU time, of the fastest tenth:
 nothing makes a turn faster than it is, and a busy machine makes it slower. That of a model whose update takes 10 ms
 is the median ratio of turns, in wall time.
@@ -51,7 +51,7 @@ from trainkit.training.schedule import lr_at
 ROUNDS = 20
 """Each of so many turns of every arm as there are in `TURNS`."""
 TURNS = 5
-SMALL, LARGE = 50, 5
+SMALL, LARGE = 50, 3
 """Updates in a turn."""
 GOAL_US, GOAL_RATIO = 45, 1.01
 CPU, WALL = "CPU", "wall"

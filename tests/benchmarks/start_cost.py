@@ -1,6 +1,6 @@
 """``python -m tests.benchmarks.start_cost``: what a short command costs with `trainkit.lifetime`, and without it.
 
-Both arms are the whole command, a small model trained for one epoch, in a process of its own; in one of them the
+Both arms are the whole command, a small model trained for a few updates, in a process of its own; in one of them the
 functions of `trainkit.lifetime` do nothing but exit. CPU time is measured, of the process and its children.
 """
 
@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 from tests.benchmarks.measuring import Figure, against, take_turns
 
-ROUNDS = 3
-COMMAND = ("single", "train.epochs=1", "train.precision=fp32", "monitor.loggers=[jsonl]")
+ROUNDS = 5
+COMMAND = ("single", "train.max_steps=5", "train.precision=fp32", "monitor.loggers=[jsonl]")
 WITHOUT = """
 from trainkit import lifetime
 lifetime.begin = lifetime.settled = lambda: None

@@ -19,7 +19,7 @@ from tests.benchmarks.measuring import Figure, against, take_turns
 
 PROJECT = Path(__file__).resolve().parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
-ROUNDS = 3
+ROUNDS = 5
 WHAT = "command to the first update on 2 nodes with 2 ranks each, to an sbatch script with srun and a bare loop"
 PATIENCE_SECONDS = 180.0
 

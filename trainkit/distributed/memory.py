@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from trainkit.distributed.allocator import give_freed_back
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
 
@@ -37,6 +38,7 @@ class MemoryGauge:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             return
+        give_freed_back()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
         except OSError as problem:
@@ -56,7 +58,10 @@ class MemoryGauge:
 
     def held(self) -> int:
         """Bytes held now."""
-        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else _status("VmRSS")
+        if self._device.type == "cuda":
+            return torch.cuda.memory_reserved(self._device)
+        give_freed_back()
+        return _status("VmRSS")
 
     def room(self) -> int:
         """Bytes that this rank may hold: what it holds, and its share of what is free."""

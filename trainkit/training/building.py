@@ -8,6 +8,7 @@ from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.loader import resolve_workers
 from trainkit.data.memory import placed as placed_data
+from trainkit.distributed.allocator import keep_freed
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model, expected_input
@@ -40,6 +41,8 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     if config.train.compile == "off":
         compiler.put_off()
     make_deterministic(config.train.deterministic)
+    if dist.device.type == "cpu":
+        keep_freed()
     name = choose_precision(config.train.precision, dist.device)
     precision = (O2 if name == "o2" else Precision)(name, dist)
     strategy = build_strategy(config.strategy, dist, name)
