@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shlex
@@ -173,3 +174,16 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
     """`started_in` a folder of the test's own."""
     with started_in(tmp_path) as starter:
         yield starter
+
+
+@pytest.fixture(scope="module")
+def hivemind_here() -> Iterator[None]:
+    """hivemind in this process. It wants processes started in a way of its own; other tests do not."""
+    from trainkit.collaborative import processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HIVEMIND_LOGLEVEL", "CRITICAL")
+        patch.setenv("OMP_WAIT_POLICY", "passive")
+        processes.require_hivemind()
+        yield
+    multiprocessing.set_start_method(None, force=True)

@@ -77,8 +77,10 @@ def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, A
                     with team.together(peer.size):
                         update(batches, lr=1e-3, seed=10 * number + step)
                 found["samples"] = peer.read(update.meter)["samples"]
-                found[f"moved {number}"] = float(outer.local()[: outer.num_parameters].norm())
-                outer.step(outer.local(), number + 1)
+                given = outer.give(8)
+                found[f"moved {number}"] = float(given.moved.norm())
+                everything = [True] * len(given.weights)
+                outer.step(given.vector, number + 1, given, arrived=everything, counted=everything)
             peer.before_update(0.0, 99)  # after which all have the weights of the round's end
             update(batches, lr=0.0, seed=99)
         return {**found, "weights": digest(model), "theta": outer.theta.tolist()}

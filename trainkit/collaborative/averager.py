@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from hivemind.averaging.allreduce import AllReduceRunner, AveragingMode
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import MatchmakingException
-from hivemind.compression import Float16Compression, NoCompression
+from hivemind.compression import NoCompression
 from hivemind.utils.asyncio import as_aiter, azip, enter_asynchronously
 from torch import Tensor
 
 from trainkit.collaborative import processes
 from trainkit.collaborative.dht import SwarmDHT
+from trainkit.collaborative.exchange import Exchange, Outcome, Sending
 from trainkit.collaborative.guarding import GuardedAverager
 from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.parts import CODECS, PART, Codec, num_parts
 from trainkit.config.schema import CollaborativeConfig
 
 # A round has failed if no group is found within so many seconds after its end.
 GRACE = 2.0
+# The others wait for a peer's parts for this share of a round, all in all.
+_PATIENCE = 0.25
+
+
+def exchange_seconds(config: CollaborativeConfig) -> float:
+    """How long an exchange may take: until the search for the next one begins."""
+    return max(GRACE, config.round_seconds - config.matchmaking_seconds)
+
+
+def patience(config: CollaborativeConfig) -> float:
+    """How long the others wait in an exchange for the parts of a peer that is slow to send them."""
+    return min(_PATIENCE * config.round_seconds, exchange_seconds(config) / 2)
 
 
 class _Averager(GuardedAverager):
     """hivemind's averager. Its class name is part of the protocol between peers."""
 
     outer: OuterState
+    codec: Codec
+    plan: Tensor
+    """In shared memory: the codec of this peer's parts, then each part's weight."""
 
     def run(self) -> None:
         processes.become_helper(self._parent_pid)
@@ -41,36 +58,53 @@ class _Averager(GuardedAverager):
         with outer.lock:
             return {"round": outer.round, "age": outer.age}, (outer.theta.clone(), outer.momentum.clone()), None
 
-    async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **options: Any) -> Any:
-        """hivemind's, but for how it reads what the members say, and for the screen."""
+    async def _aggregate_with_group(
+        self, group_info: GroupInfo, min_vector_size: int, **options: Any
+    ) -> tuple[dict[Any, Any], Outcome]:
+        """hivemind's, but for how what the members say is read, and for `Exchange` and the screen in it."""
         group = self.read_group(group_info)
         modes = tuple(AveragingMode(member.mode) for member in group.values())
-        bandwidths = [
-            member.bandwidth if mode != AveragingMode.CLIENT else 0.0
-            for member, mode in zip(group.values(), modes, strict=True)
-        ]
-        fractions = load_balance_peers(self.total_size, bandwidths, min_vector_size)
+        codec, *weights = self.plan.tolist()
         try:
+            reduces = [mode != AveragingMode.CLIENT for mode in modes]
             async with enter_asynchronously(self.get_tensors()) as tensors:
-                runner = AllReduceRunner(
+                runner = Exchange(
                     p2p=self._p2p,
                     servicer_type=type(self),
                     prefix=self.prefix,
                     tensors=tensors,
                     group_id=group_info.group_id,
                     ordered_peer_ids=group_info.peer_ids,
-                    peer_fractions=fractions,
+                    peer_fractions=shares([member.bandwidth for member in group.values()], reduces),
                     modes=modes,
+                    sending=Sending(weights, CODECS[int(codec)], self.codec, self.outer.num_parameters),
                     **options,
                 )
                 screen = await self.screen(runner)
                 self._running_groups[group_info.group_id].set_result(runner)
-                async for tensor, update in azip(as_aiter(*tensors), runner):
-                    tensor.add_(update)
+                async for tensor, average in azip(as_aiter(*tensors), runner):
+                    tensor.copy_(average)
                 self.report(runner, screen)
-            return {peer: member.about.model_dump() for peer, member in group.items()}
+            return {peer: member.about.model_dump() for peer, member in group.items()}, runner.outcome()
         except Exception as error:
             raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
+
+
+def shares(bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> tuple[float, ...]:
+    """How much of the vector each peer reduces: in proportion to what it can send, if it has said so.
+
+    Raises ValueError if nobody reduces.
+    """
+    said = [
+        min(max(0.0, float(value)), 1e12) if isinstance(value, int | float) and value == value else None
+        for value in bandwidths
+    ]
+    known = [value for value, does in zip(said, reduces, strict=True) if does and value]
+    usual = statistics.median(known) if known else 1.0
+    found = [(usual if value is None else value) * does for value, does in zip(said, reduces, strict=True)]
+    if not any(found):
+        raise ValueError("nobody in the group can reduce")
+    return tuple(value / sum(found) for value in found)
 
 
 @contextmanager
@@ -88,18 +122,24 @@ def open_averager(dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig,
         prefix=f"{run_id}_outer",
         min_matchmaking_time=config.matchmaking_seconds,
         request_timeout=min(1.0, config.matchmaking_seconds / 2),
-        compression=Float16Compression() if config.compression == "fp16" else NoCompression(),
+        # Parts are cut alike by all peers, and written by `codecs`.
+        compression=NoCompression(),
+        part_size_bytes=4 * PART,
         state_compression=NoCompression(),
         client_mode=client,
         allow_state_sharing=False,
-        allreduce_timeout=max(GRACE, config.round_seconds - config.matchmaking_seconds),
+        allreduce_timeout=exchange_seconds(config),
+        sender_timeout=patience(config),
+        reducer_timeout=exchange_seconds(config),
         next_chunk_timeout=min(10.0, max(1.0, config.round_seconds / 4)),
         shutdown_timeout=2.0,
         daemon=True,
         admission=None,
         num_parameters=outer.num_parameters,
     )
-    averager.outer = outer
+    averager.outer, averager.codec = outer, config.compression
+    averager.plan = torch.zeros(1 + num_parts(outer.theta.numel()), dtype=torch.float64)
+    averager.plan.share_memory_()  # type: ignore[no-untyped-call]
     try:
         averager.run_in_background(await_ready=True, timeout=30.0)
         if threading.current_thread() is threading.main_thread():

@@ -1,14 +1,13 @@
 """The end of a round: find the others, average with them over hivemind, judge the average, and make the outer step.
 
-A round that fails costs nothing but the others' part: the peer goes on with its own pseudo-gradient.
+The average may arrive while the next round is being trained, and a round that fails costs nothing: see `outer`.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -20,19 +19,19 @@ from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.matchmaking import MatchmakingException
 from torch import Tensor
 
-from trainkit.collaborative.averager import GRACE
+from trainkit.collaborative.averager import GRACE, exchange_seconds
 from trainkit.collaborative.dht import SwarmDHT
-from trainkit.collaborative.outer import PROBE_SIZE, OuterState
+from trainkit.collaborative.exchange import Outcome
+from trainkit.collaborative.judging import has_drifted, number, objection
+from trainkit.collaborative.link import Link
+from trainkit.collaborative.outer import Given, OuterState
+from trainkit.collaborative.parts import CODECS
 from trainkit.collaborative.sentry import Screening
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import RunFailedError
 
-# An average more than so many times longer than this peer's own pseudo-gradient is refused.
-_LARGEST_RATIO = 10.0
 # How long the averager's process may take to answer; it does so in milliseconds.
 _ANSWER_SECONDS = 30.0
-# Relative distance of those beyond which a peer takes over the senior peer's state. Rounding to fp16 gives about 1e-5.
-_DRIFT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -42,23 +41,55 @@ class Round:
     group: int
     """Peers that averaged, itself included; 0 when it went on alone."""
     used: str
-    """"average", "own" or "nothing" (it had trained nothing, or not-a-number)."""
+    """"average"; "own" (it went on alone); or "nothing": what it has learned, if anything, waits for the next round."""
     why: str
     """Why the average was not used; empty if it was."""
     samples_per_sec: float
     """Of the whole group."""
     drifted: bool
     """This peer's weights are no longer those of the group."""
+    seconds: float = 0.0
+    """How long the exchange took, from the end of the round."""
+    parts: int = 0
+    """Contributions to the parts of the average that have arrived here, of ``expected``."""
+    expected: int = 0
+    """Contributions that the peers of the group had announced."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+    """Of the parts alone, see `exchange.Outcome`."""
+    late: tuple[str, ...] = ()
+    """Ids of peers that this one, as a reducer, has left out of the rest of the round."""
+    advice: str = ""
+    """What the person at this machine should know about its link; empty if nothing has changed."""
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A round that has ended, and whose average may still be under way."""
+
+    control: Any
+    given: Given
+    sent: tuple[float, ...]
+    """Weight of each part that this peer sends."""
+    trained: float
+    next_round: int
+    alone: bool
+    began: float
+    failed: str
+    """Why there is no exchange; empty if there is one."""
 
 
 class Averaging:
     """One peer's rounds."""
 
-    def __init__(self, averager: Any, dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig) -> None:
-        self._averager, self._dht, self._outer, self._config = averager, dht, outer, config
+    def __init__(
+        self, averager: Any, dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig, link: Link
+    ) -> None:
+        self._averager, self._dht, self._outer, self._config, self._link = averager, dht, outer, config, link
         self.screening: Screening = averager
         self._can_share = not averager.client_mode
         self._control: Any = None
+        self._exchange: _Exchange | None = None
         self._usual_norm = 0.0  # of the last average that was used
 
     def share(self) -> None:
@@ -93,6 +124,7 @@ class Averaging:
     def begin(self, boundary: float, samples_per_sec: float) -> None:
         """Look for the others, while training goes on. ``boundary``: when the round ends."""
         assert self._control is None
+        assert self._exchange is None
         if not (self._dht.alive and self._averager.is_alive()):
             raise RunFailedError(
                 "A helper process of this peer has died.",
@@ -131,114 +163,135 @@ class Averaging:
         """Whether this round's search is under way."""
         return self._control is not None
 
-    def finish(self, *, samples: int, trained: float, next_round: int, alone: bool) -> Round:
-        """Exchange, judge, and make the outer step.
+    @property
+    def pending(self) -> bool:
+        """Whether the average of the last round is still under way."""
+        return self._exchange is not None
+
+    def exchange(self, *, samples: int, trained: float, next_round: int, alone: bool) -> None:
+        """The round is over: give this peer's part to the group. `settle` says what came of it.
 
         Args:
             samples: how many this peer has trained on in the round; its weight in the average.
             trained: the share of the round in which it did.
             alone: nobody else has shown up lately, so there is little to wait for.
         """
-        outer, control = self._outer, self._control
-        self._control = None
-        own = outer.local()
-        own_norm = float(own[: outer.num_parameters].norm())
-        usable = samples > 0 and math.isfinite(own_norm) and bool(torch.isfinite(own).all())
-        if not usable:
-            # Stay in the group without a say: zero weight, and the common buffers.
-            own = torch.cat([torch.zeros(outer.num_parameters), outer.theta[outer.num_parameters :]])
-        average, members, why = self._exchange(control, own, samples if usable else 0, alone=alone)
+        assert self._exchange is None
+        control, self._control = self._control, None
+        given = self._outer.give(samples)
+        sent = self._link.sent(given.weights)
+        began, failed = time.monotonic(), self._hand_over(control, given.vector, sent)
+        self._exchange = _Exchange(control, given, sent, trained, next_round, alone, began, failed)
+
+    def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round | None:
+        """Wait so long for the average; judge it, and make the outer step. None when it is still under way.
+
+        Args:
+            trained_on: the model has been trained since the round ended.
+            leads: without an average this peer goes on by itself; else it waits for the next.
+        """
+        assert self._exchange is not None
+        now, found = self._exchange, self._await(self._exchange, seconds)
+        if found is None:
+            return None
+        self._exchange = None
+        members, outcome, why = found
+        took = time.monotonic() - now.began
+        outer, given = self._outer, now.given
+        average = None
+        if outcome is not None:
+            average, why = self._result()
         if average is not None:
-            why = self._objection(average, own_norm / max(trained, 0.05) if usable else 0.0)
-        if average is not None and not why:
-            self._usual_norm = float(average[: outer.num_parameters].norm())
-            used = "average"
+            own = self._length(given.vector) / max(now.trained, 0.05) if given.usable else 0.0
+            why = objection(average, outer.num_parameters, max(own, self._usual_norm))
+        everything = (True,) * len(given.weights)
+        used = "nothing"
+        if outcome is not None and average is not None and not why:
+            used, self._usual_norm = "average", self._length(average)
+            arrived, counted = tuple(map(bool, outcome.received)), outcome.counted
+        elif given.usable and (leads or now.alone):
+            used, average, arrived, counted = "own", given.vector, everything, everything
         else:
-            used = "own" if usable else "nothing"
-            average = own if usable else None
-        drifted = self._has_drifted(members)
+            average = given.vector
+            arrived = counted = (False,) * len(given.weights)
+        drifted = has_drifted(members, str(self._averager.peer_id), outer.probe())
         # A peer that went its own way while there were others must not be the one that they listen to later.
-        outer.step(average, next_round, counts=used == "average" or alone)
+        outer.step(
+            average,
+            now.next_round,
+            given,
+            arrived=arrived,
+            counted=counted,
+            trained_on=trained_on,
+            counts=used == "average" or now.alone,
+        )
         if not drifted:
             self.share()
+        advice = self._link.learn(now.sent, outcome) if outcome is not None else ""
+        self._averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
         return Round(
             group=len(members) if used == "average" else 0,
             used=used,
             why=why,
-            samples_per_sec=sum(_number(member.get("rate")) for member in members.values()),
+            samples_per_sec=sum(number(member.get("rate")) for member in members.values()),
             drifted=drifted,
+            seconds=took,
+            advice=advice,
+            **({} if outcome is None else outcome.in_short()),
         )
 
-    def _exchange(
-        self, control: Any, own: Tensor, weight: int, *, alone: bool
-    ) -> tuple[Tensor | None, dict[str, dict[str, Any]], str]:
+    def _length(self, vector: Tensor) -> float:
+        return float(vector[: self._outer.num_parameters].norm())
+
+    def _hand_over(self, control: Any, vector: Tensor, sent: Sequence[float]) -> str:
+        """Begin the exchange; why that is not possible, or nothing."""
         if control is None:
-            return None, {}, "the round was too short to look for others"
-        (shared,) = self._averager._averaged_tensors
-        lock = self._averager.lock_averaged_tensors
+            return "the round was too short to look for others"
+        averager, lock = self._averager, self._averager.lock_averaged_tensors
         if not lock.acquire(timeout=GRACE):
             control.cancel()
-            return None, {}, "the round before is still being exchanged"
+            return "the round before is still being exchanged"
         try:
-            shared.copy_(own)
+            averager._averaged_tensors[0].copy_(vector)
+            averager.plan.copy_(torch.tensor([CODECS.index(self._link.load.codec), *sent], dtype=torch.float64))
         finally:
             lock.release()
-        control.weight = float(weight)
+        control.weight = float(max(sent))
         control.allow_allreduce()
-        # What is left before the search of the next round begins, so that a slow round is not followed by a missed one.
-        config = self._config
-        patience = max(GRACE, config.round_seconds - config.matchmaking_seconds) + 0.5
-        try:
-            members = self._wait(control, patience, alone=alone)
-        except (FutureTimeoutError, CancelledError, AllreduceException, MatchmakingException, OSError) as error:
-            with suppress(Exception):
-                control.cancel()
-            return None, {}, "no others" if "could not find a group" in str(error) else _first_line(error)
-        except Exception as error:  # of libp2p, by way of the averager's process: what it is does not matter here
-            return None, {}, _first_line(error)
-        if not lock.acquire(timeout=GRACE):
-            return None, {}, "the averager holds on to its result"
-        average = shared.clone()
-        lock.release()
-        found = {str(peer): value if isinstance(value, dict) else {} for peer, value in (members or {}).items()}
-        return average, found, ""
-
-    def _wait(self, control: Any, patience: float, *, alone: bool) -> Mapping[Any, Any]:
-        if alone and not control.began_allreduce:
-            # Long enough for a newcomer who has just asked; a lonely creator does not idle for seconds each round.
-            with suppress(FutureTimeoutError):
-                return control.result(0.7)  # type: ignore[no-any-return]
-            if not control.began_allreduce:
-                raise FutureTimeoutError("could not find a group")
-        return control.result(patience)  # type: ignore[no-any-return]
-
-    def _objection(self, average: Tensor, own_norm: float) -> str:
-        """Why ``average`` must not be used; empty if it may."""
-        if not bool(torch.isfinite(average).all()):
-            return "the average is not finite"
-        norm = float(average[: self._outer.num_parameters].norm())
-        usual = max(own_norm, self._usual_norm)
-        if usual > 0.0 and norm > _LARGEST_RATIO * usual:
-            return f"the average is {norm / usual:.0f} times longer than usual"
         return ""
 
-    def _has_drifted(self, members: dict[str, dict[str, Any]]) -> bool:
-        """Compare this peer's weights with those of the oldest member that shares its state."""
-        sharing = [(_number(m.get("age")), peer, m) for peer, m in members.items() if m.get("shares") is True]
-        if not sharing:
-            return False
-        _, oldest, member = max(sharing, key=lambda item: item[:2])
-        if oldest == str(self._averager.peer_id):
-            return False
-        probe = member.get("probe")
-        if not isinstance(probe, bytes) or len(probe) != 4 * PROBE_SIZE:
-            return False
-        theirs, own = torch.frombuffer(bytearray(probe), dtype=torch.float32), self._outer.probe()
-        return not float((theirs - own).norm()) <= _DRIFT * float(own.norm())  # also for not-a-number
+    def _await(self, now: _Exchange, seconds: float) -> tuple[dict[str, dict[str, Any]], Outcome | None, str] | None:
+        """Members of the group, what the exchange came to, and why there was none; None when it is too early."""
+        if now.failed:
+            return {}, None, now.failed
+        control = now.control
+        # Long enough for a newcomer who has just asked.
+        lonely = now.alone and not control.began_allreduce
+        left = now.began + (0.7 if lonely else exchange_seconds(self._config) + 0.5) - time.monotonic()
+        try:
+            members, outcome = control.result(max(0.0, min(seconds, left)))
+        except FutureTimeoutError:
+            if left > seconds or (lonely and control.began_allreduce):
+                return None
+            error = "no others" if lonely else "the exchange took too long"
+        except (CancelledError, AllreduceException, MatchmakingException, OSError) as failure:
+            error = "no others" if "could not find a group" in str(failure) else _first_line(failure)
+        except Exception as failure:  # of libp2p, by way of the averager's process: what it is does not matter here
+            error = _first_line(failure)
+        else:
+            told = {str(peer): value if isinstance(value, dict) else {} for peer, value in members.items()}
+            return told, outcome, ""
+        with suppress(Exception):
+            control.cancel()
+        return {}, None, error
 
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+    def _result(self) -> tuple[Tensor | None, str]:
+        lock = self._averager.lock_averaged_tensors
+        if not lock.acquire(timeout=GRACE):
+            return None, "the averager holds on to its result"
+        average = self._averager._averaged_tensors[0].clone()
+        lock.release()
+        return average, ""
 
 
 def _first_line(error: BaseException) -> str:

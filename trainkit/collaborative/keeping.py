@@ -66,8 +66,16 @@ class RoundKeeper:
         if box.samples:
             numbers = {key: box.metrics[key] for key in ("loss", "acc1", "acc5")}
             swarm = {"peers": max(1, box.result.group), "swarm_images_per_sec": round(box.result.samples_per_sec, 2)}
+            result = box.result
+            link = {
+                "parts": result.parts,
+                "parts_expected": result.expected,
+                "bytes_up": result.bytes_up,
+                "bytes_down": result.bytes_down,
+                "exchange_seconds": round(result.seconds, 3),
+            }
             speed = {"lr": box.lr, "images_per_sec": None if rate is None else round(rate, 2)}
-            metrics.log({**where, "split": "train", **numbers, **speed, **swarm})
+            metrics.log({**where, "split": "train", **numbers, **speed, **swarm, **link})
         words = [f"round {box.index + 1}/{self._clock.count}", _who(box)]
         if box.samples:
             words.append(f"loss {box.metrics['loss']:.4f}")
@@ -75,14 +83,20 @@ class RoundKeeper:
         if box.result.drifted:
             words.append("behind the others: taking over their state")
         if self._role != "guest":
-            words += self._judge(box.index, where)
+            with self._outer.common():
+                words += self._judge(box.index, where)
             self._note_arrivals()
         self._say("  ".join(words))
+        if box.result.advice:
+            self._say(f"  {box.result.advice}")
+            self.remark("link", round=box.index + 1, advice=box.result.advice)
 
     def lost(self) -> None:
         """Nobody of the swarm answers any more: what is here may be all that is left of it."""
         self.remark("swarm_lost", round=self._outer.round)
-        if self._save(max(self._outer.round, 1)) and self._record.attempt(self._keeper.settle):
+        with self._outer.common():
+            saved = self._save(max(self._outer.round, 1))
+        if saved and self._record.attempt(self._keeper.settle):
             self._say(f"The weights of round {self._outer.round} are kept in {self._keeper.writer.run.checkpoints}.")
 
     def back(self) -> None:
@@ -93,10 +107,11 @@ class RoundKeeper:
         """Test metrics of the best model, if wanted, and ``summary.json``."""
         keeper, rounds = self._keeper, min(self._outer.round, self._clock.count)
         where = self._where(rounds - 1)
-        if self._role == "guest":  # validates once: the model that all of them end with
-            keeper.validate(where)
-        if self._role != "judge" or self._unsaved:
-            self._save(max(rounds, 1))
+        with self._outer.common():
+            if self._role == "guest":  # validates once: the model that all of them end with
+                keeper.validate(where)
+            if self._role != "judge" or self._unsaved:
+                self._save(max(rounds, 1))
         tested = keeper.test(where) if test and self._role != "anchor" else {}
         swarm: dict[str, Any] = {"rounds": rounds, "most_peers": self._most_peers}
         if contributed := Contributions.of(keeper.writer.run).rows():
@@ -184,8 +199,11 @@ def take_over(restored: Restored, outer: OuterState) -> None:
 
 
 def _who(box: Box) -> str:
-    if box.result.used == "average":
-        return f"{box.result.group} peers averaged"
+    result = box.result
+    if result.used == "average":
+        return f"{result.group} peers averaged, {result.parts} of {result.expected} parts"
     if box.peers == 1:
         return "alone"
-    return f"went on alone ({box.result.why})"
+    if result.used == "own":
+        return f"went on alone ({result.why})"
+    return f"no average ({result.why}), what was learned waits for the next round"

@@ -3,17 +3,54 @@
 A peer's *pseudo-gradient* is how far its weights have moved in a round, against their direction. The peers average
 theirs, weighted by samples, and each makes the same step of SGD with Nesterov momentum from the weights that they had
 in common.
+
+Two things may be late, and neither stops anybody (compare the overlapped and the partial exchanges of Streaming DiLoCo,
+arXiv 2501.18512, and eager updates, arXiv 2502.12996):
+
+- The average of a round may arrive while the next round is being trained. The common weights then step as they would
+  have, from the same numbers on every peer; and the model, which has moved on from where the round ended, is moved by
+  the difference: its own contribution is taken back, the common step is added, what it has learned since stays.
+- A contribution may be left out, whole or in parts: for want of a group, of time, or of bandwidth. The model follows
+  the common step and keeps what it has learned besides, so that this becomes part of a later contribution. After k
+  rounds that is a sum of k moves, each made close to the common weights of its time, because the model has followed
+  them; it enters as their mean, with the samples of all k rounds as its weight, and so is no longer than others'.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.collaborative.parts import cuts, num_parts
+
+# A contribution weighs as much as so many rounds at most: reducers do not believe everything.
+_MOST_ROUNDS = 4
 # Weights that peers compare in each round, to see whether they still train the same model.
 PROBE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a peer puts into the exchange of a round."""
+
+    vector: Tensor
+    """Mean pseudo-gradient of the rounds that are in it, then buffers as they are."""
+    weights: tuple[float, ...]
+    """Samples behind each part; 0: there is nothing in it."""
+    moved: Tensor
+    """The whole way that the model has gone from the common weights, against its direction."""
+    finite: bool
+    """Otherwise nothing of it has a say, and the model starts anew from the common weights."""
+
+    @property
+    def usable(self) -> bool:
+        """There is something to average."""
+        return any(self.weights)
 
 
 class OuterState:
@@ -36,35 +73,113 @@ class OuterState:
         """Rounds that this state has behind it with the group; of two that have drifted apart the older one counts."""
         generator = torch.Generator().manual_seed(self.num_parameters)
         self.version = 0
-        """Grows whenever the model is given the common weights: other copies of it are then out of date."""
+        """Grows whenever the model is given other weights from here: copies of it are then out of date."""
+        # Of each part: samples and rounds of this peer that are in no average yet.
+        self._samples = [0.0] * num_parts(self.theta.numel())
+        self._rounds = [0] * len(self._samples)
         self._probe = torch.randint(self.num_parameters, (PROBE_SIZE,), generator=generator)
 
-    def local(self) -> Tensor:
-        """This peer's contribution: pseudo-gradient, then buffers, in one vector."""
-        contribution = _flatten(self._tensors())
-        size = self.num_parameters
-        contribution[:size] = self.theta[:size] - contribution[:size]
-        return contribution
+    def give(self, samples: int) -> Given:
+        """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
+        local, size = _flatten(self._tensors()), self.num_parameters
+        moved = self.theta[:size] - local[:size]
+        finite = bool(torch.isfinite(local).all())
+        if samples and finite:
+            self._samples = [held + samples for held in self._samples]
+            self._rounds = [rounds + 1 for rounds in self._rounds]
+        if not finite:
+            nothing = torch.cat([torch.zeros(size), self.theta[size:]])
+            return Given(nothing, (0.0,) * len(self._samples), torch.zeros(size), finite=False)
+        vector = local
+        vector[:size] = moved
+        for part, rounds in zip(cuts(size), self._rounds, strict=False):
+            vector[part] /= max(1, rounds)
+        weights = tuple(
+            held * min(1.0, _MOST_ROUNDS / max(1, rounds))
+            for held, rounds in zip(self._samples, self._rounds, strict=True)
+        )
+        return Given(vector, weights, moved, finite=True)
 
     def probe(self) -> Tensor:
         """Some of the weights, the same ones on every peer."""
         return self.theta[self._probe].clone()
 
-    def step(self, contribution: Tensor | None, next_round: int, *, counts: bool = True) -> None:
-        """The outer update; None leaves the weights that the peers had in common. The model starts from them.
+    def step(
+        self,
+        average: Tensor,
+        next_round: int,
+        given: Given,
+        *,
+        arrived: Sequence[bool],
+        counted: Sequence[bool],
+        trained_on: bool = False,
+        counts: bool = True,
+    ) -> None:
+        """The outer update, and the model goes on from it.
 
-        ``counts``: the round adds to the state's age.
+        Args:
+            average: of what the peers gave.
+            given: what this peer gave.
+            arrived: parts of the average that are there; of the others the common weights stay as they are.
+            counted: parts of ``given`` that are in an average; the others stay in the model, for a later round.
+            trained_on: the model has been trained since it gave.
+            counts: the round adds to the state's age.
         """
-        size = self.num_parameters
+        size, before = self.num_parameters, self.theta.clone()
         with self.lock:
-            if contribution is not None:
-                gradient = contribution[:size]
-                self.momentum.mul_(self.mu).add_(gradient)
-                self.theta[:size] -= self.lr * (gradient + self.mu * self.momentum)
-                self.theta[size:] = contribution[size:]
+            for part, is_there in zip(cuts(self.theta.numel()), arrived, strict=True):
+                if is_there:
+                    self._step_part(average, slice(part.start, min(part.stop, size)))
+                    buffers = slice(max(part.start, size), part.stop)
+                    self.theta[buffers] = average[buffers]
             self.round = next_round
             self.age += counts
+        taken = given.moved.clone()
+        for number, (part, is_in) in enumerate(zip(cuts(size), counted, strict=False)):
+            if not is_in:
+                taken[part] = 0.0
+            else:
+                self._samples[number], self._rounds[number] = 0.0, 0
+        if not given.finite:
+            self.forget()
+        elif trained_on:
+            self._move(self.theta[:size] - before[:size] + taken)
+        else:
+            self.into_model()
+            if not all(counted):
+                self._move(taken - given.moved)
+
+    def _step_part(self, average: Tensor, part: slice) -> None:
+        gradient, momentum = average[part], self.momentum[part]
+        momentum.mul_(self.mu).add_(gradient)
+        self.theta[part] -= self.lr * (gradient + self.mu * momentum)
+
+    @torch.no_grad()
+    def _move(self, way: Tensor) -> None:
+        """Move the model's parameters; its running statistics follow by themselves."""
+        position = 0
+        for tensor in self.params:
+            tensor.add_(way[position : position + tensor.numel()].view_as(tensor).to(tensor.device, tensor.dtype))
+            position += tensor.numel()
+        self.version += 1
+
+    def forget(self) -> None:
+        """Drop what is in no average yet: the model is as the peers have it in common."""
+        self._samples, self._rounds = [0.0] * len(self._samples), [0] * len(self._samples)
         self.into_model()
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """The model as the peers have it in common, to validate or save it; afterwards it is this peer's again."""
+        own = [tensor.detach().clone() for tensor in self._tensors()]
+        self.into_model()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self._tensors(), own, strict=True):
+                    tensor.copy_(value)
+            self.version += 1
 
     @torch.no_grad()
     def into_model(self) -> None:
@@ -93,7 +208,7 @@ class OuterState:
             self.theta.copy_(theta)
             self.momentum.copy_(momentum)
             self.round, self.age = round_index, age
-        self.into_model()
+        self.forget()
 
 
 def _flatten(tensors: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import torch
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, BannedException, TensorPartReducer
 from torch import Tensor
@@ -42,8 +43,10 @@ class ScreeningReducer(TensorPartReducer):  # type: ignore[misc]
         if self.sender_failed_after[sender_index] != float("inf"):
             raise BannedException(f"sender {sender_index} has failed before")
         future = self.current_part_future
-        # Kept as it is, whatever it is: it counts as arrived, or the others would wait for a sender that lies.
-        self._arrived[sender_index], self._weights[sender_index] = tensor_part, weight
+        # Kept as it is, whatever it is: it counts as arrived, or the others would wait for a sender that lies. Without
+        # weight the sender has left it out, see `exchange`: there is nothing to judge.
+        if weight != 0.0:
+            self._arrived[sender_index], self._weights[sender_index] = tensor_part, weight
         self.current_part_accumulated_from += 1
         self.check_current_part_finished()
         average: Tensor = await future
@@ -53,7 +56,9 @@ class ScreeningReducer(TensorPartReducer):  # type: ignore[misc]
         """Average as soon as nobody is missing."""
         if self.current_part_accumulated_from == self.num_current_senders:
             own = self._own[self.current_part_index]
-            average = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
+            average = torch.zeros_like(own)
+            if self._arrived:
+                average = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
             self._arrived, self._weights = {}, {}
             self.current_part_future.set_result(average)
             self.reset_accumulators()

@@ -37,6 +37,8 @@ swarm answers any more."""
 
 # The swarm is lost after so many rounds without an average and without news of anybody.
 LOST_AFTER = 3
+# So much of a round is spent waiting for its average at most; one that takes longer arrives during the next round.
+_IDLE = 0.02
 # How often a peer asks for news of the others.
 NEWS_SECONDS = 1.0
 
@@ -56,13 +58,31 @@ class Box:
     """Peers heard of lately, this one included."""
 
 
+@dataclass(frozen=True)
+class _Done:
+    """What a peer has done in a round whose average may still be under way."""
+
+    index: int
+    samples: int
+    seconds: float
+    metrics: dict[str, float]
+    lr: float
+    peers: int
+    position: int
+    """Where the data order stood."""
+
+
 @dataclass
 class Pace:
     """How a peer gets on."""
 
     step_seconds: float = 0.0
     """How long an update takes."""
+    exchange_seconds: float = 0.0
+    """How long the last exchange took."""
     rounds_alone: int = 0
+    done: _Done | None = None
+    """The last round, until it is known what came of its exchange."""
 
 
 @dataclass(frozen=True)
@@ -117,35 +137,43 @@ def train(p: Peer) -> Ending:
     Raises:
         RunFailedError: this peer is too slow for its rounds, or its training has diverged.
     """
-    _publish(p, p.outer.round, 0, 0.0, 0.0, 0)
+    _publish(p, p.outer.round)
     with p.team.batches(p.data_seed, p.progress.position) as batches:
         inner = _Inner(batches, Updater(p.team.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
+        ending: Ending | None = None
         while (index := p.clock.index(time.time())) < p.clock.count:
             p.watch.poll()
             p.before_round()
-            if p.stop_requested():
-                return "stopped"
-            if p.watch.stopped:
-                return "ended"
-            if p.watch.first_round > p.clock.first:  # clocks move on only, so that an old manifest moves nobody back
-                return "moved"
-            if index > p.outer.round:  # this peer has slept through a round, or was slow to judge the last one
-                p.averaging.adopt(p.clock.seconds / 2)
-            box = _round(p, inner, index)
-            if box is None:
-                return "ended" if p.watch.stopped else "stopped"
-            p.after_round(box)
-            if box.result.drifted:
-                p.averaging.adopt(p.clock.seconds / 2)  # if it fails, the next round says so again
-            if _is_alone(p, box):
-                if not p.may_be_alone:
-                    return "lost"
-                p.look_around()
-    return "finished"
+            if ending := _ending(p):
+                break
+            if index > p.outer.round + p.averaging.pending:
+                _settle(p, math.inf)
+                if index > p.outer.round:  # this peer has slept through a round, or was slow to judge the last one
+                    p.averaging.adopt(p.clock.seconds / 2)
+            if ending := _round(p, inner, index):
+                break
+        _settle(p, math.inf)
+    return ending or "finished"
 
 
-def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
-    """One round; None when it is time to leave and the search for the others has not begun."""
+def _ending(p: Peer) -> Ending | None:
+    """Why it is time to leave, if it is."""
+    if p.stop_requested():
+        return "stopped"
+    if p.watch.stopped:
+        return "ended"
+    if p.watch.first_round > p.clock.first:  # clocks move on only, so that an old manifest moves nobody back
+        return "moved"
+    if p.pace.rounds_alone >= LOST_AFTER:
+        if not p.may_be_alone:
+            return "lost"
+        p.pace.rounds_alone = 0
+        p.look_around()
+    return None
+
+
+def _round(p: Peer, inner: _Inner, index: int) -> Ending | None:
+    """One round; why, if it is time to leave and the search for the others has not begun."""
     boundary = p.clock.boundary(index)
     search_at = boundary - p.parts.config.collaborative.matchmaking_seconds
     began, samples, seconds, lr = time.time(), 0, 0.0, 0.0
@@ -153,12 +181,14 @@ def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
     p.parts.model.train()
     while True:
         now = time.time()
-        if (p.stop_requested() or p.watch.stopped) and not p.averaging.begun:
-            return None  # afterwards the others count on this peer; the rest of the round is short
+        if not p.averaging.begun and (ending := _ending(p)):
+            return ending  # afterwards the others count on this peer; the rest of the round is short
         if now > news_at:
             p.watch.poll()
             news_at = now + NEWS_SECONDS
+        _settle(p, 0.0)
         if not p.averaging.begun and now + pace.step_seconds >= search_at:
+            _settle(p, math.inf)
             p.sentry.before_round(p.watch.peers, p.clock.seconds)
             p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
         if now + pace.step_seconds >= boundary:
@@ -170,9 +200,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
         samples += p.parts.config.train.global_batch_size
         taken = time.time() - now
         seconds += taken
-        if (
-            p.progress.step > 1
-        ):  # the very first one also warms up kernels and caches; its time says nothing about the next
+        if p.progress.step > 1:  # the very first one also warms up kernels and caches
             pace.step_seconds = 0.8 * pace.step_seconds + 0.2 * taken if pace.step_seconds else taken
         if pace.step_seconds > p.clock.seconds:
             raise RunFailedError(
@@ -183,17 +211,37 @@ def _round(p: Peer, inner: _Inner, index: int) -> Box | None:
     time.sleep(max(0.0, boundary - time.time()))
     since = time.time() - LOST_AFTER * p.clock.seconds
     others = p.watch.others(since)
-    result = p.averaging.finish(
+    p.averaging.exchange(
         samples=samples,
         trained=min(1.0, (boundary - began) / p.clock.seconds),
         next_round=index + 1,
         alone=not others,
     )
-    p.sentry.after_round(index, p.watch.peers)
     metrics = p.team.read(inner.update.meter)
-    rate = samples / seconds if seconds else 0.0
-    _publish(p, index, samples, rate, metrics.get("loss", 0.0), result.group)
-    return Box(index, samples, seconds, metrics, lr, result, len(others) + 1)
+    pace.done = _Done(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position)
+    worth_waiting = _IDLE * p.clock.seconds
+    if pace.exchange_seconds <= worth_waiting:
+        _settle(p, worth_waiting)
+    return None
+
+
+def _settle(p: Peer, seconds: float) -> None:
+    """Wait so long for what came of the last round, if that is not known yet; then take note of it."""
+    done, pace = p.pace.done, p.pace
+    if done is None:
+        return
+    result = p.averaging.settle(seconds, trained_on=p.progress.position > done.position, leads=p.may_be_alone)
+    if result is None:
+        return
+    pace.done, pace.exchange_seconds = None, result.seconds
+    p.sentry.after_round(done.index, p.watch.peers)
+    box = Box(done.index, done.samples, done.seconds, done.metrics, done.lr, result, done.peers)
+    _publish(p, box.index, box)
+    p.after_round(box)
+    p.parts.model.train()
+    if result.drifted:
+        p.averaging.adopt(p.clock.seconds / 2)  # if it fails, the next round says so again
+    pace.rounds_alone = pace.rounds_alone + 1 if result.used != "average" and box.peers == 1 else 0
 
 
 def _update(p: Peer, inner: _Inner, now: float) -> float:
@@ -216,21 +264,26 @@ def _update(p: Peer, inner: _Inner, now: float) -> float:
             raise error.for_user() from None
         p.progress.rollbacks += 1
         inner.nonfinite.in_a_row = 0
-        p.outer.into_model()  # the checkpoint of a peer is what the peers have in common
+        _settle(p, math.inf)
+        p.outer.forget()  # the checkpoint of a peer is what the peers have in common
     return lr
 
 
-def _publish(p: Peer, index: int, samples: int, rate: float, loss: float, group: int) -> None:
+def _publish(p: Peer, index: int, box: Box | None = None) -> None:
     """Tell the others about this round; they forget it when the next ones bring no news."""
     progress = PeerProgress(
         name=p.name,
         round=index,
-        samples=samples,
-        samples_per_sec=float(rate),
-        loss=_finite(loss) or 0.0,
-        group=group,
+        samples=box.samples if box else 0,
+        samples_per_sec=box.samples / box.seconds if box and box.seconds else 0.0,
+        loss=(_finite(box.metrics.get("loss")) if box else None) or 0.0,
+        group=box.result.group if box else 0,
         time=time.time(),
         client=bool(p.dht.node.client_mode),
+        parts=box.result.parts if box else 0,
+        expected=box.result.expected if box else 0,
+        sent=box.result.bytes_up if box else 0,
+        received=box.result.bytes_down if box else 0,
         val_loss=_finite(p.progress.val.get("loss")),
         val_acc1=_finite(p.progress.val.get("acc1")),
         addresses=list(p.addresses),  # the records know no tuples
@@ -240,13 +293,3 @@ def _publish(p: Peer, index: int, samples: int, rate: float, loss: float, group:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _is_alone(p: Peer, box: Box) -> bool:
-    """Whether nobody has been heard of for `LOST_AFTER` rounds; asked after every round."""
-    alone = box.result.used != "average" and box.peers == 1
-    p.pace.rounds_alone = p.pace.rounds_alone + 1 if alone else 0
-    if p.pace.rounds_alone < LOST_AFTER:
-        return False
-    p.pace.rounds_alone = 0
-    return True

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from trainkit import plugins
 from trainkit.checkpoint.saving import Checkpoints
-from trainkit.collaborative.averager import open_averager
+from trainkit.collaborative.averager import open_averager, patience
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.bans import Bans
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch
+from trainkit.collaborative.link import Link
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Peer
 from trainkit.collaborative.sentry import Sentry
@@ -65,6 +66,8 @@ class Seat:
     """Else it only reduces, keeps the common weights and gives them away."""
     patience: float = PATIENCE_SECONDS
     """How long to wait for a swarm that does not answer any more."""
+    max_upload: float | None = None
+    """Bytes per second that this peer may send at most; None: as fast as it goes."""
     beat: Callable[[], None] = lambda: None
     """Called whenever this peer has made progress."""
     team: bool = False
@@ -93,7 +96,9 @@ def averaged(
         distributed(ranks, use_gpu=wants_gpu(config), secret=seat.secret, collective_timeout=PATIENCE) as dist,
         spread(config, dist, splits, outer, dht.peer_id) as team,
     ):
-        yield team, Averaging(averager, dht, outer, config.collaborative)
+        rounds = config.collaborative
+        link = Link(outer.theta.numel(), rounds.compression, rounds.round_seconds, patience(rounds), seat.max_upload)
+        yield team, Averaging(averager, dht, outer, rounds, link)
 
 
 def data_seed(config: Config, peer_id: str) -> int:

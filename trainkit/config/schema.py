@@ -149,8 +149,8 @@ class CollaborativeConfig(Section):
     """How long before the end of a round peers look for one another."""
     outer_lr: PositiveFloat = 0.7
     outer_momentum: Fraction = 0.9
-    compression: Literal["fp16", "none"] = "fp16"
-    """What peers send: fp16 halves the traffic."""
+    compression: Literal["none", "fp16", "8bit"] = "fp16"
+    """What peers send: fp16 halves the traffic, 8bit halves it again. Who has a slow link takes 8bit by itself."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join; `join ADDRESS` sets them."""
     port: Port = 0
