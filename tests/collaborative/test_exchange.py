@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainkit.collaborative.parts import PART, Codec
+from trainkit.collaborative.parts import PART, Codec, Sending
 
 if TYPE_CHECKING:
     from trainkit.collaborative.exchange import Exchange, Outcome
@@ -43,7 +43,7 @@ def meet(
     from hivemind.compression import NoCompression
     from hivemind.p2p import PeerID
 
-    from trainkit.collaborative.exchange import Exchange, Sending
+    from trainkit.collaborative.exchange import Exchange
 
     class Near(Exchange):
         """An exchange whose calls reach the others directly."""

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from trainkit.collaborative import processes
 from trainkit.collaborative.dht import SwarmDHT
-from trainkit.collaborative.exchange import Exchange, Outcome, Sending
+from trainkit.collaborative.exchange import Exchange, Outcome
 from trainkit.collaborative.guarding import GuardedAverager
 from trainkit.collaborative.outer import OuterState
-from trainkit.collaborative.parts import CODECS, PART, Codec, num_parts
+from trainkit.collaborative.parts import CODECS, PART, Codec, Sending, num_parts
 from trainkit.config.schema import CollaborativeConfig
 
 # A round has failed if no group is found within so many seconds after its end.

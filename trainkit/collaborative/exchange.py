@@ -29,7 +29,7 @@ from hivemind.utils.asyncio import achain, aiter_with_timeout, anext, as_aiter
 from torch import Tensor
 
 from trainkit.collaborative.codecs import decode, encode
-from trainkit.collaborative.parts import PART, Codec
+from trainkit.collaborative.parts import Codec, Sending
 
 # In an answer: how many contributions are in the average, and how many were announced.
 _COUNTS = struct.Struct("<HH")
@@ -74,24 +74,6 @@ class _Average:
     message: Any
     values: Tensor
     counts: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Sending:
-    """What a peer puts into an exchange, besides the vector."""
-
-    weights: Sequence[float]
-    """Of each part; 0 leaves it out."""
-    codec: Codec
-    """Of this peer's parts."""
-    codec_back: Codec
-    """Of the averages; the same on all peers."""
-    delicate: int
-    """Values from here on (BatchNorm's statistics) are never coarser than fp16."""
-
-    def codec_of(self, part: int, codec: Codec) -> Codec:
-        """The codec of a part, where ``codec`` is that of most."""
-        return "fp16" if codec == "8bit" and (part + 1) * PART > self.delicate else codec
 
 
 class Exchange(AllReduceRunner):  # type: ignore[misc]

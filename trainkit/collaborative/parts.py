@@ -5,7 +5,7 @@ A part is what can arrive or not; peers with a slow link send some parts in one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +60,24 @@ class Load:
         """Which parts are sent, where ``turn`` rounds have been sent before: they take turns."""
         first = turn * self.parts % self.of
         return [(index - first) % self.of < self.parts for index in range(self.of)]
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What a peer puts into an exchange, besides the vector."""
+
+    weights: Sequence[float]
+    """Of each part; 0 leaves it out."""
+    codec: Codec
+    """Of this peer's parts."""
+    codec_back: Codec
+    """Of the averages; the same on all peers."""
+    delicate: int
+    """Values from here on (BatchNorm's statistics) are never coarser than fp16."""
+
+    def codec_of(self, part: int, codec: Codec) -> Codec:
+        """The codec of a part, where ``codec`` is that of most."""
+        return "fp16" if codec == "8bit" and (part + 1) * PART > self.delicate else codec
 
 
 def load_for(upload: float | None, values: int, codec: Codec, round_seconds: float) -> Load:
