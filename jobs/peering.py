@@ -40,9 +40,16 @@ def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str
     """The run folder of a peer, with its manifest."""
     from trainkit.records.snapshot import write_manifest
 
-    run_dir = RunDir.create(path or next_path(runs_root(env), name), to_yaml(config))
-    write_manifest(run_dir, sys.argv)
-    return run_dir
+    while True:
+        chosen = path or next_path(runs_root(env), name)
+        try:
+            run_dir = RunDir.create(chosen, to_yaml(config))
+        except UserError:
+            if path is not None or not chosen.exists():
+                raise
+            continue  # another peer that starts on this machine has taken that name meanwhile
+        write_manifest(run_dir, sys.argv)
+        return run_dir
 
 
 def peer_name() -> str:
