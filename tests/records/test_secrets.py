@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -151,6 +152,22 @@ def test_a_setting_that_looks_like_a_secret_is_refused_without_showing_it(settin
 def test_an_ordinary_setting_is_none(setting: str) -> None:
     own = [] if setting.startswith("model.name") else ["model.name=my:model"]
     secrets.refuse_settings(load("ddp", ["data.name=my:data", *own, setting]))
+
+
+ORDINARY = ["train.max_steps=460", "schedule.warmup_epochs=0", "model.name=fashion_cnn", "--run-dir", "runs/ddp-0001"]
+
+
+def test_ordinary_settings_and_words_need_no_detectors_whose_import_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_detectors", lambda: pytest.fail("imported"))
+    secrets.refuse_settings(load("ddp", ORDINARY[:3]))
+    assert [secrets.find(word, python=False) for word in ORDINARY] == [[]] * len(ORDINARY)
+
+
+@pytest.mark.parametrize("line", SECRETS + IN_SHELL_AND_YAML)
+def test_the_detectors_are_asked_wherever_they_find_something(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparing = secrets._of_detectors(line)
+    monkeypatch.setattr(secrets, "_MAY_HAVE_A_SHAPE", re.compile(""))
+    assert sparing == secrets._of_detectors(line)
 
 
 def test_our_own_code_holds_none() -> None:

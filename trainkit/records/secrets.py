@@ -58,6 +58,8 @@ _IN_PYTHON = re.compile(rf"(?i){_NAME}{_ASSIGNED}{_QUOTED}")
 _IN_TEXT = re.compile(rf"(?i){_NAME}{_ASSIGNED}(?:{_QUOTED}|(?P<bare>[^\s\"'`,;]{{3,}}))")
 _AS_DEFAULT = re.compile(r"""["'](?P<name>[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD))["']\s*,\s*""" + _QUOTED)
 _WORTH_A_LOOK = re.compile(r"(?i)key|token|secret|pass|pwd|credential|contrase")
+_MAY_HAVE_A_SHAPE = re.compile(r"[A-Za-z0-9_-]{16,}|://|-----BEGIN|eyJ")
+"""What has none of these, nor a telling name, is none for any detector: so most settings do not need their import."""
 
 _TEMPLATE = re.compile(r"^\$|\$\{|\$\(|\{[\w.!:\[\]'-]*\}|^<.*>$|%\(|%s|\*{3}|\.{3}|^(.)\1*$")
 _NOT_A_VALUE = re.compile(
@@ -158,6 +160,8 @@ def _kind(token: str) -> str:
 
 def _of_detectors(text: str) -> dict[tuple[int, int], str]:
     found: dict[tuple[int, int], str] = {}
+    if not (_MAY_HAVE_A_SHAPE.search(text) or _WORTH_A_LOOK.search(text)):
+        return found
     detectors, by_name = _detectors()
     for detector in detectors:
         for secret in set(detector.analyze_string(text)):
