@@ -11,7 +11,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
+
+from trainkit import lifetime
 
 HAS_SAID_WHY = 3
 """Exit code of one that failed: nobody need say it again."""
@@ -19,8 +21,9 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Meant for whoever trains, who saves then, and says when it is over."""
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Be the client, and exit."""
+    lifetime.begin()
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
@@ -30,7 +33,8 @@ def main() -> None:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"Logger 'wandb' is off from here on: {reason}", file=sys.stderr, flush=True)
-        raise SystemExit(HAS_SAID_WHY) from None
+        lifetime.leave(HAS_SAID_WHY)
+    lifetime.leave(0)
 
 
 def _serve(messages: Iterator[dict[str, Any]]) -> None:
