@@ -6,13 +6,18 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainkit import lifetime, terminal
 from trainkit.config import yaml
 from trainkit.errors import TrainkitError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from trainkit.records.rundir import RunDir
 
 # sbatch's flag -> its short form, what it stands for. Their configuration keys are launch.<flag with underscores>.
 RESOURCES: dict[str, tuple[str | None, str]] = {
@@ -49,6 +54,20 @@ def new_folder(text: str) -> Path:
             fix="Give another name.",
         )
     return Path(text).expanduser()
+
+
+@contextmanager
+def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
+    """The run of a folder or name; of a URL, a copy without the optimizer's state, for as long as it takes."""
+    from trainkit.records.rundir import find_run, is_url
+
+    if not is_url(reference):
+        yield find_run(reference, env)
+        return
+    from trainkit.checkpoint.fetching import fetch_run
+
+    with TemporaryDirectory(prefix="trainkit-") as folder:
+        yield fetch_run(reference, Path(folder), wanted=lambda name: not name.startswith("optimizer"))
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,16 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from jobs import cli
 from trainkit import plugins
 from trainkit.config.loading import load
 from trainkit.records.jsonl import append, plain
 from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir, find_run, is_url
+from trainkit.records.rundir import RunDir, is_url
 from trainkit.terminal import one_line
 
 _SHOWN = 5
@@ -43,18 +40,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     cli.add_allow_code_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(argv)
-    with ExitStack() as held:
-        return _evaluate(args, _found(args.run, env, held))
-
-
-def _found(reference: str, env: Mapping[str, str], held: ExitStack) -> RunDir:
-    """The run, or a copy of one that is elsewhere, for as long as it takes."""
-    if not is_url(reference):
-        return find_run(reference, env)
-    from trainkit.checkpoint.fetching import fetch_run
-
-    folder = held.enter_context(TemporaryDirectory(prefix="trainkit-"))
-    return fetch_run(reference, Path(folder), wanted=lambda name: not name.startswith("optimizer"))
+    with cli.run_to_read(args.run, env) as run_dir:
+        return _evaluate(args, run_dir)
 
 
 def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:

@@ -8,13 +8,14 @@ from pathlib import Path
 from jobs import cli
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.records.rundir import find_run
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, write, say what was written."""
     parser = cli.Parser("export", __doc__)
-    parser.add_argument("run", metavar="RUN", help="a run folder or its name")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
+    )
     parser.add_argument("file", metavar="FILE.safetensors", help="replaced, once the new one is complete")
     parser.add_argument(
         "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
@@ -25,19 +26,20 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         help="the model's own, or the averaged ones (default: those, if the run has them)",
     )
     args = parser.parse_args(argv)
-    run_dir, file = find_run(args.run, env), Path(args.file).expanduser()
+    file = Path(args.file).expanduser()
     if file.suffix != ".safetensors":
         raise UserError(
             f"'{file.name}' is no name for a file of safetensors.",
             why="Libraries go by its end.",
             fix=f"Give {file.with_suffix('.safetensors')}.",
         )
-    config = load(str(run_dir.config), []).config
-    from trainkit.checkpoint.exporting import export
-
     stems = {"raw": ("model",), "ema": ("ema",), None: ("ema", "model")}[args.weights]
-    notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.name}
-    step, stem = export(run_dir.checkpoints, args.checkpoint, stems, file, notes)
+    with cli.run_to_read(args.run, env) as run_dir:
+        config = load(str(run_dir.config), []).config
+        from trainkit.checkpoint.exporting import export
+
+        notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.name}
+        step, stem = export(run_dir.checkpoints, args.checkpoint, stems, file, notes)
     print(f"{file}: the {'averaged ' if stem == 'ema' else ''}weights of step {step} ({args.checkpoint}).")
     return 0
 

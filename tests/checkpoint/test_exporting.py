@@ -11,16 +11,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from jobs import export as export_command
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_command, run_ranks, train_run
 from trainkit.checkpoint import files, tensorfile
 from trainkit.checkpoint.exporting import export
 from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.uploading import send_rest
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.models.libraries import timm_model, torchvision_model
 from trainkit.ranks.env import RankEnv
+from trainkit.records.rundir import RunDir
 
 INFO = DataInfo("x", 7, 3, 32, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3)
 
@@ -83,6 +86,14 @@ def test_what_two_ranks_wrote_is_one_file(run: Path, tmp_path: Path, arguments: 
     with safe_open(file, framework="pt") as opened:
         notes = opened.metadata()
     assert notes == {"format": "pt", "step": "3", "run": "run", "model": "fashion_cnn", "data": "digits"}
+
+
+def test_a_runs_copy_elsewhere_is_exported_from_its_url(run: Path, tmp_path: Path) -> None:
+    url = send_rest(RunDir(run), f"file://{tmp_path}/bucket")
+    here, there = tmp_path / "here.safetensors", tmp_path / "there.safetensors"
+    assert export_command.main([str(run), str(here)], {}) == 0
+    assert export_command.main([url, str(there)], {}) == 0
+    assert there.read_bytes() == here.read_bytes()
 
 
 def test_a_run_without_an_average_says_so(tmp_path: Path) -> None:
