@@ -77,6 +77,13 @@ def test_single_is_one_process_on_one_gpu(loaded: Load, gpu_site: Site) -> None:
     assert (plan.world_size, plan.gpus_per_node) == (1, 1)
 
 
+def test_sharding_within_nodes_that_have_one_rank_each_is_refused(loaded: Load, gpu_site: Site) -> None:
+    with pytest.raises(UserError, match="shards nothing over 2 nodes of one rank"):
+        make_plan(loaded("strategy.shard_within=node", preset="fsdp", nodes=2, ntasks_per_node=1), gpu_site, RUN)
+    assert make_plan(loaded(preset="hsdp", nodes=2, ntasks_per_node=2), gpu_site, RUN).world_size == 4
+    assert make_plan(loaded(preset="hsdp", nodes=1, ntasks_per_node=1), LAPTOP, RUN).world_size == 1
+
+
 @pytest.mark.parametrize(("preset", "flags"), [("single", {"nodes": 2}), ("dp", {"ntasks_per_node": 2})])
 def test_a_strategy_of_one_process_is_not_planned_for_more(loaded: Load, preset: str, flags: dict[str, int]) -> None:
     (name, count), *_ = flags.items()

@@ -132,6 +132,7 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     nodes = decide_nodes(loaded, site, executor.value, partition)
     gpus = decide_gpus(loaded, site, executor.value, partition, nodes.value)
     tasks = decide_tasks(loaded, executor.value, gpus.value)
+    _require_shards(loaded, nodes.value, tasks.value)
     cpus = decide_cpus(loaded, executor.value, partition, nodes.value, gpus.value, tasks.value)
     memory = decide_memory(loaded, executor.value, partition, nodes.value, gpus.value)
     time = decide_time(loaded, executor.value, partition)
@@ -178,6 +179,17 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         environment=launch.environment,
         container=container,
     )
+
+
+def _require_shards(loaded: Loaded, nodes: int, tasks: int) -> None:
+    """What the ranks would find out once they have met."""
+    if nodes > 1 and tasks == 1 and loaded.config.strategy.options.get("shard_within") == "node":
+        raise UserError(
+            f"strategy.shard_within=node shards nothing over {nodes} nodes of one rank.",
+            why="Each node would hold the whole model.",
+            fix="Use strategy.shard_within=all, or --ntasks-per-node 2 or more.",
+            key="strategy.shard_within",
+        )
 
 
 def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
