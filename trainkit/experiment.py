@@ -33,6 +33,7 @@ from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.training.batch_size import check_batch_sizes, settled
 from trainkit.training.building import build, wants_gpu
+from trainkit.training.class_weights import class_weights
 from trainkit.training.clock import clock_of
 from trainkit.training.loop import train
 from trainkit.training.oom import memory_explained
@@ -86,6 +87,7 @@ def run(
         with group as dist:
             splits = build_data(config.data, dist)
             check_batch_sizes(config, dist.world_size, splits)
+            class_weights(config.train.class_weights, splits)  # refuses what would leave a failed run behind
             writer = _meet(config, dist, open_run)
             with _failures_recorded(writer.attempt, dist):
                 uploads = kept_elsewhere(config.checkpoint.remote, writer, dist)

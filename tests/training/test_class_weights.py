@@ -11,9 +11,13 @@ from torch.nn import functional
 
 from tests.training.parts import Linear, parts_of
 from tests.training.test_update import IMAGES, LABELS, PLAIN, micro_batches, updated
+from trainkit.config.loading import load
 from trainkit.data.base import normalize
 from trainkit.data.tensors import TensorSamples
+from trainkit.distributed.stop import StopFlag
 from trainkit.errors import UserError
+from trainkit.experiment import run
+from trainkit.ranks.env import RankEnv
 from trainkit.training.class_weights import class_weights
 from trainkit.training.update import Updater
 
@@ -76,3 +80,9 @@ def test_data_that_does_not_tell_its_labels_is_not_read_for_them() -> None:
 def test_as_many_weights_as_classes() -> None:
     with pytest.raises(UserError, match="has 2 weights, and synthetic has 7 classes"):
         class_weights((1.0, 2.0), parts_of().splits)
+
+
+def test_a_wrong_number_of_weights_is_refused_before_there_is_a_run() -> None:
+    config = load("single", ["train.class_weights=[1, 2]"]).config
+    with pytest.raises(UserError, match="has 2 weights, and digits has 10 classes"):
+        run(config, RankEnv.single(), StopFlag(), open_run=lambda: pytest.fail("a run folder was made"))
