@@ -6,6 +6,7 @@ import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 
 from jobs import prepare
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, check_data, image_folder, pack_data
+from trainkit.data import build_data, check_data, image_folder, pack_data, packing
 from trainkit.data.broken import Broken
 from trainkit.data.images import BrokenImageError, read_image
 from trainkit.data.loader import train_batches
@@ -184,3 +185,26 @@ def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(
     final.rename(root / "other.pack")
     pack(root)
     assert [(final / file).read_bytes() for file in ("images.bin", "index.bin")] == whole
+
+
+def test_a_full_disk_says_what_stays_and_once_there_is_room_the_next_call_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, made = packing._append, 0
+
+    def full(*args: Any) -> int:
+        nonlocal made
+        made += 1
+        if made == 6:
+            raise OSError(28, "No space left on device")
+        return append(*args)
+
+    monkeypatch.setattr(packing, "_append", full)
+    final, said = root / "image_folder-64.pack", list[str]()
+    with pytest.raises(
+        UserError, match=r"No space left[\s\S]*image_folder-64\.pack\.partial: the same command goes on"
+    ):
+        pack_data("image_folder", root, 64, "raw", workers=1, say=said.append)
+    assert not final.exists()
+    assert pack_data("image_folder", root, 64, "raw", workers=1, say=said.append) == final
+    assert any(line.startswith("Going on after 5 of") for line in said)

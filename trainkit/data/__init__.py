@@ -99,7 +99,8 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
     try:
         broken = write_pack(final, module.where(root), side, kind, workers=workers, say=say).verify()
     except OSError as error:
-        raise _unwritable(name, root, error) from None
+        kept = f" What is packed so far stays in {final}.partial: the same command goes on from there."
+        raise _unwritable(name, root, error, kept) from None
     if broken:
         say(f"{len(broken)} images are broken, which data.max_broken={len(broken)} lets pass: {', '.join(broken[:5])}")
     return final
@@ -138,9 +139,9 @@ def prepare_data(name: str, root: Path, archives: Sequence[Path], say: Callable[
     return True
 
 
-def _unwritable(name: str, root: Path, error: OSError) -> UserError:
+def _unwritable(name: str, root: Path, error: OSError, more: str = "") -> UserError:
     return UserError(
         f"The data set '{name}' could not be written to {root}.",
-        why=f"{error}.",
+        why=f"{error}.{more}",
         fix="Check its permissions, the disk's free space and your quota, or give another --root.",
     )
