@@ -3,6 +3,7 @@
 create   start a swarm on this machine, train in it, and print the line with which others join
 anchor   reduce for a swarm on a machine that others reach, keep its weights, let others join through it; no training
 doctor   say what keeps this machine from joining a swarm, and what to do about it
+unban    let somebody take part again who was left out of three rounds in a row
 status   peers, rounds and loss of a swarm: at an address, of a run, or of the newest run here
 """
 
@@ -21,6 +22,7 @@ from trainkit import terminal
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.records.ownership import require_own_code
+from trainkit.records.rundir import find_run
 from trainkit.records.secrets import refuse_settings
 
 WATCH_SECONDS = 2.0
@@ -30,6 +32,7 @@ WATCH_SECONDS = 2.0
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse and call the verb."""
     verbs = {"create": _create, "anchor": anchor, "status": _status, "doctor": doctor}
+    verbs["unban"] = _unban
     parser = cli.Parser("swarm", __doc__ or "")
     parser.add_argument("verb", choices=tuple(verbs), metavar="|".join(verbs), help="what to do")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="`create --help` lists its flags")
@@ -77,6 +80,21 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
             trains=not args.no_train,
         )
     say_end(ending, run_dir)
+    return 0
+
+
+def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("swarm unban", "Let a banned peer take part again, in a swarm that was created here.")
+    parser.add_argument("name", metavar="NAME", help="as the run has printed it")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
+    args = parser.parse_args(argv)
+    from trainkit.collaborative.bans import unban
+    from trainkit.collaborative.swarm import newest
+
+    run = find_run(args.run, env) if args.run is not None else newest(env)
+    count = len(unban(run.path, args.name))
+    name = terminal.one_line(args.name, 64)
+    print(f"{name} may take part again from the next round of {run.name}{f' ({count} bans)' if count > 1 else ''}.")
     return 0
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from jobs import swarm
 from trainkit.collaborative.bans import STRIKES, Ban, Bans, Strikes
 from trainkit.collaborative.screening import Verdict
+from trainkit.errors import UserError
+from trainkit.records.rundir import RunDir
 
 EVE = Ban("QmEve", "eve", "sent values that are not finite")
 DROPPED = Verdict("QmEve", "dropped", EVE.why)
@@ -62,3 +67,14 @@ def test_without_a_run_folder_the_list_lasts_as_long_as_its_peer() -> None:
     assert bans.read() == {"QmEve": EVE}
     assert bans.lift("QmEve") == [EVE]
     assert bans.read() == {}
+
+
+def test_unban_lifts_the_ban_of_a_run_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(tmp_path / "swarm-1", "seed: 0")
+    Bans(run.path / "bans.jsonl").add(EVE)
+    with pytest.raises(UserError, match="Nobody called bob is banned") as refused:
+        swarm.main(["unban", "bob", str(run.path)], {})
+    assert "Banned are: eve." in str(refused.value)
+    assert swarm.main(["unban", "eve", str(run.path)], {}) == 0
+    assert capsys.readouterr().out == "eve may take part again from the next round of swarm-1.\n"
+    assert Bans(run.path / "bans.jsonl").read() == {}

@@ -9,9 +9,14 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainkit.collaborative.screening import Verdict
+from trainkit import terminal
+from trainkit.errors import UserError
 from trainkit.records import jsonl
+
+if TYPE_CHECKING:
+    from trainkit.collaborative.screening import Verdict
 
 # Rounds in a row in which a peer's contribution was dropped; one may be a fault on the way, or of a broken GPU.
 STRIKES = 3
@@ -70,6 +75,23 @@ class Bans:
             else:
                 jsonl.append(self._file, {"time": time.time(), "id": ban.id, "lifted": True})
         return found
+
+
+def unban(run: Path, name: str) -> list[Ban]:
+    """Let those of that name take part again in the run of a folder; the run reads it before its next round.
+
+    Raises UserError when nobody of that name is banned.
+    """
+    bans = Bans(run / FILE)
+    lifted = bans.lift(name)
+    if not lifted:
+        names = sorted({terminal.one_line(ban.name, 64) for ban in bans.read().values()})
+        raise UserError(
+            f"Nobody called {terminal.one_line(name, 64)} is banned from {run.name}.",
+            why=f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it.",
+            fix="Give the name as the run has printed it, or the run with --run.",
+        )
+    return lifted
 
 
 @dataclass

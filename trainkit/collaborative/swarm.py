@@ -84,7 +84,7 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
             asked = held.enter_context(reader.open_reader([reference]))
             yield lambda: view_of(asked.read(), [reference], None)
             return
-        run_dir = find_run(reference, env) if reference is not None else _newest(env)
+        run_dir = find_run(reference, env) if reference is not None else newest(env)
         file = run_dir.path / ADDRESS_FILE
         if not file.is_file():
             raise UserError(
@@ -108,7 +108,8 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
         yield look
 
 
-def _newest(env: Mapping[str, str]) -> RunDir:
+def newest(env: Mapping[str, str]) -> RunDir:
+    """The newest run here that has created a swarm."""
     root = runs_root(env)
     swarms = [run for run in list_runs(root) if (run.path / ADDRESS_FILE).is_file()]
     if not swarms:
