@@ -45,10 +45,14 @@ class Swarm:
 def swarm(commands: Commands, *attacks: str, honest: int, to_the_end: bool = True) -> Swarm:
     """A creator and ``honest`` more, with an attacker for each of ``attacks``; all of them end with the creator."""
     creator, address = commands.create(*HARDER, f"collaborative.rounds={ROUNDS if to_the_end else 500}")
-    join = ("join", address, "--allow-code", "--name")
-    peers = [commands.start(*join, f"honest-{index}") for index in range(honest)]
+
+    def join(name: str) -> tuple[str, ...]:
+        # Each in a folder of its own, for those that start at once would take the same one.
+        return ("join", address, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
+
+    peers = [commands.start(*join(f"honest-{index}")) for index in range(honest)]
     creator.says("honest-0 has joined")
-    cheats = [commands.attack(attack, *join, "mallory") for attack in attacks]
+    cheats = [commands.attack(attack, *join("mallory")) for attack in attacks]
     creator.says("mallory" if attacks and attacks != ("name",) else f"{1 + honest} peers averaged")
     status = commands.start("swarm", "status", address)
     assert status.ends() == 0, status.output
