@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.benchmarks.__main__ import BEGIN, END, write
-from tests.benchmarks.measuring import CONTROL, against, ratios, take_turns
+from tests.benchmarks.measuring import CONTROL, Turn, against, ratios, side_by_side, take_turns
 from tests.benchmarks.processes import measured
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,33 @@ def test_a_command_is_measured_with_what_it_leaves_behind(tmp_path: Path) -> Non
     assert cpu > 0.3
     assert children == 0
     assert seconds < 60
+
+
+def test_arms_side_by_side_take_turns_and_each_is_charged_for_its_own() -> None:
+    spent, order = 0.0, []
+
+    def arm(name: str, cost: float, turn: Turn) -> None:
+        nonlocal spent
+        spent += 100  # before the first turn
+        for _ in range(3):
+            turn()
+            order.append(name)
+            spent += cost
+        turn()
+
+    arms = {"bare": partial(arm, "bare", 1.0), "kit": partial(arm, "kit", 2.0)}
+    measured = side_by_side(arms, {"clock": lambda: spent})
+    assert measured == {"clock": {"bare": [1.0] * 3, "kit": [2.0] * 3, CONTROL: [1.0] * 3}}
+    assert order == ["bare", "kit", "bare"] * 3
+
+
+def test_an_arm_that_fails_side_by_side_fails_the_measurement() -> None:
+    def fails(turn: Turn) -> None:
+        turn()
+        raise AssertionError("other weights")
+
+    with pytest.raises(AssertionError, match="other weights"):
+        side_by_side({"bare": lambda turn: turn(), "kit": fails}, {})
 
 
 def test_a_measurement_that_fails_is_a_row_that_says_so(
