@@ -29,6 +29,14 @@ class Internet:
         """Its address, as the others know it."""
         return f"45.10.10.{10 + int(machine[3:])}" if machine.startswith("pub") else f"45.10.10.{50 + int(machine[3:])}"
 
+    def slow(self, machine: str, upload: str) -> None:
+        """Let it send so much at most, as ``2mbit``; skips the test where that cannot be made."""
+        limit = ("qdisc", "add", "dev", "eth0", "root", "tbf", "rate", upload, "burst", "16kb", "latency", "400ms")
+        try:
+            subprocess.run([*self.on(machine), "tc", *limit], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no slow links here: {getattr(error, 'stderr', None) or error}")
+
 
 @contextmanager
 def internet(*, public: int, homes: int) -> Iterator[Internet]:

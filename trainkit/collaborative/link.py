@@ -11,6 +11,8 @@ MEGABIT = 125_000.0
 """Bytes."""
 # A wait shorter than this says nothing about a link: what was waited for was there already.
 _SHORTEST = 0.05
+# Speeds vary from round to round; people are told again when what is sent has changed by so much.
+_NOTABLE = 2.0
 
 
 class Arrivals(Protocol):
@@ -50,7 +52,7 @@ class Link:
         self._turn = 0
         self.upload = limit
         """Bytes per second; None: not known, so not slow."""
-        self.load = self._load()
+        self.load = self._told = self._load()
 
     def sent(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Those of the parts' weights that are sent in this round, and 0 for the others."""
@@ -68,9 +70,11 @@ class Link:
             return ""
         known = measured if self.upload is None else 0.5 * (self.upload + measured)
         self.upload = known if self._limit is None else min(known, self._limit)
-        before, self.load = self.load, self._load()
-        if (before.codec, before.rounds) == (self.load.codec, self.load.rounds):
+        self.load = self._load()
+        told = self._told
+        if told.codec == self.load.codec and 1 / _NOTABLE < told.rounds / self.load.rounds < _NOTABLE:
             return ""
+        self._told = self.load
         return in_words(self.load, self.upload)
 
     def _load(self) -> Load:
