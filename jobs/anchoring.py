@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from jobs import cli
 from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
 from trainkit.collaborative import address
+from trainkit.collaborative.fitting import rate_of
 
 
 def anchor(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -36,6 +37,7 @@ def anchor(argv: Sequence[str], env: Mapping[str, str]) -> int:
             name=args.name,
             host=args.host,
             port=args.port,
+            max_upload=rate_of(args.max_upload) if args.max_upload else None,
             identity=args.identity,
             allow_code=args.allow_code,
             stop=stop,

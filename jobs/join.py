@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from jobs import cli
 from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
 from trainkit.collaborative import address
+from trainkit.collaborative.fitting import rate_of
 from trainkit.errors import UserError
 
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 name=args.name,
                 host=(args.host or "0.0.0.0") if args.public else None,
                 port=args.port,
+                max_upload=rate_of(args.max_upload) if args.max_upload else None,
                 identity=args.identity,
                 allow_code=args.allow_code,
                 stop=stop,

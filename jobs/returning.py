@@ -41,6 +41,7 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
 def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str]) -> int:
     """``python -m jobs.swarm create --resume RUN``."""
     asked = {"--announce": args.announce, "--port": args.port, "--identity": args.identity, "--run-dir": args.run_dir}
+    asked["--max-upload"] = args.max_upload
     # --host has a default, so that it cannot be told whether it was given.
     given = [*([args.preset] if args.preset else []), *args.overrides, *(flag for flag in asked if asked[flag])]
     if given:

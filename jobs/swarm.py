@@ -19,6 +19,7 @@ from jobs.anchoring import anchor, doctor
 from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
 from jobs.returning import resume
 from trainkit import terminal
+from trainkit.collaborative.fitting import rate_of
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.records.ownership import require_own_code
@@ -73,6 +74,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
             name=args.name,
             host=args.host,
             port=port,
+            max_upload=rate_of(args.max_upload) if args.max_upload else None,
             identity=args.identity,
             stop=stop,
             say=peer.say,

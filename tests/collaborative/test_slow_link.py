@@ -64,7 +64,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def updates(records: list[dict[str, Any]]) -> float:
     """The creator's, in a round on average."""
-    steps = [after["step"] - before["step"] for before, after in pairwise(records)]
+    steps: list[int] = [after["step"] - before["step"] for before, after in pairwise(records)]
     return sum(steps) / len(steps)
 
 

@@ -11,6 +11,7 @@ from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht, read_manifest
+from trainkit.collaborative.fitting import volunteers_share
 from trainkit.collaborative.home import Home, Memory, keep_identity
 from trainkit.collaborative.keeping import Role, RoundKeeper
 from trainkit.collaborative.messages import Manifest
@@ -69,6 +70,8 @@ def join(
             )
         splits = build_data(config.data)
         outer = common_state(config, splits)
+        if seat.max_upload is not None:
+            seat.say(volunteers_share(config.collaborative, outer.theta.numel(), seat.max_upload))
         if outer.num_parameters != manifest.num_parameters:
             raise UserError(
                 f"The model has {outer.num_parameters:,} parameters here, not {manifest.num_parameters:,}.",

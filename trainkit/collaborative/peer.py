@@ -38,6 +38,7 @@ def create_swarm(
     port: int,
     identity: Path | None,
     stop: StopFlag,
+    max_upload: float | None = None,
     say: Callable[[str], None] = print,
     announce: str | None = None,
     trains: bool = True,
@@ -83,6 +84,7 @@ def create_swarm(
         announce=announce,
         folder=folder,
         trains=trains,
+        max_upload=max_upload,
     )
     ending, run_dir = session.create(config, seat, announce=tell)
     return ending, run_dir
@@ -137,6 +139,7 @@ def join_swarm(
     identity: Path | None,
     allow_code: bool,
     stop: StopFlag,
+    max_upload: float | None = None,
     say: Callable[[str], None] = print,
     ranks: RankEnv | None = None,
     secret: Secret = NO_SECRET,
@@ -187,6 +190,7 @@ def join_swarm(
         announce=announce,
         must_prove=host is not None,
         trains=trains,
+        max_upload=max_upload,
         opened=opened,
     )
     return joining.join(addresses, seat, adapt=adapt)

@@ -13,6 +13,7 @@ from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.crediting import Credits
 from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht
+from trainkit.collaborative.fitting import creators_share, fitted
 from trainkit.collaborative.home import Home, Memory, home_of, identity_in, keep_identity
 from trainkit.collaborative.keeping import RoundKeeper, take_over
 from trainkit.collaborative.messages import Manifest
@@ -54,6 +55,11 @@ def create(
         open_dht(identity, host=seat.host, port=seat.port, announce=seat.announce) as dht,
     ):
         outer = common_state(config, splits)
+        if seat.max_upload is not None:
+            values = outer.theta.numel()
+            rounds_as_fit = fitted(config.collaborative, values, seat.max_upload)
+            config = config.model_copy(update={"collaborative": rounds_as_fit})
+            seat.say(creators_share(rounds_as_fit, values, seat.max_upload))
         writer = seat.open_run(config)
         run_dir = writer.run
         keep_identity(run_dir, identity.path)
