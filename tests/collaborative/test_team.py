@@ -19,7 +19,6 @@ from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Splits
-from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.models import build_model
@@ -31,10 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 def settings(*overrides: str) -> Config:
     return load("hivemind", [*QUICK, "train.global_batch_size=32", "data.workers=0", *overrides]).config
-
-
-def seed_of(config: Config, identity: str) -> int:
-    return derive_seed(config.seed, len(identity))
 
 
 def digest(model: nn.Module) -> str:
@@ -61,14 +56,14 @@ def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, A
                 if die == env.rank and beats[0] > 12:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            team.follow(dist, make=make, seed_of=seed_of, beat=beat)
+            team.follow(dist, make=make, beat=beat)
             return {"weights": digest(made[0])}
         config, splits, model = make("")
         outer = OuterState(model, lr=0.7, momentum=0.9)
         found: dict[str, Any] = {}
         with (
             team.spread(config, dist, splits, outer, "QmPeer") as peer,
-            peer.batches(seed_of(config, "QmPeer"), 0) as batches,
+            peer.batches(team.data_seed(config, "QmPeer"), 0) as batches,
         ):
             update = Updater(peer.parts)
             for number in range(2):

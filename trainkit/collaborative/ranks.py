@@ -87,7 +87,6 @@ def follow_rank_0(env: RankEnv, secret: Secret, *, use_gpu: bool, beat: Callable
 
     Raises RunFailedError when rank 0 has died.
     """
-    from trainkit.collaborative.seat import data_seed
     from trainkit.collaborative.team import PATIENCE, follow
     from trainkit.config.loading import load
     from trainkit.data import build_data
@@ -105,7 +104,7 @@ def follow_rank_0(env: RankEnv, secret: Secret, *, use_gpu: bool, beat: Callable
         return config, splits, build_model(config.model, splits.info, config.seed)
 
     with distributed(env, use_gpu=use_gpu, secret=secret, collective_timeout=PATIENCE) as dist:
-        follow(dist, make=make, seed_of=data_seed, beat=beat)
+        follow(dist, make=make, beat=beat)
 
 
 def deaf_to_signals() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -20,11 +19,10 @@ from trainkit.collaborative.link import Link
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Peer
 from trainkit.collaborative.sentry import Sentry
-from trainkit.collaborative.team import PATIENCE, Team, spread
+from trainkit.collaborative.team import PATIENCE, Team, data_seed, spread
 from trainkit.collaborative.waiting import PATIENCE_SECONDS
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
-from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import distributed
 from trainkit.models import build_model
 from trainkit.monitor.base import Logger, open_loggers
@@ -99,11 +97,6 @@ def averaged(
         rounds = config.collaborative
         link = Link(outer.theta.numel(), rounds.compression, rounds.round_seconds, patience(rounds), seat.max_upload)
         yield team, Averaging(averager, dht, outer, rounds, link)
-
-
-def data_seed(config: Config, peer_id: str) -> int:
-    """Every peer has a data order of its own, so that together they see more than each alone."""
-    return derive_seed(config.seed, int(hashlib.sha256(peer_id.encode()).hexdigest(), 16))
 
 
 def peer_at(

@@ -7,6 +7,7 @@ of rounds. Where the swarm has changed rank 0's weights, they get the very same 
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.batch import Batch
 from trainkit.data.loader import train_batches
+from trainkit.data.order import derive_seed
 from trainkit.data.workers import Batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
@@ -96,6 +98,11 @@ class Team:
             self._order(_Do.LEAVE)
 
 
+def data_seed(config: Config, peer_id: str) -> int:
+    """Every peer has a data order of its own, so that together they see more than each alone."""
+    return derive_seed(config.seed, int(hashlib.sha256(peer_id.encode()).hexdigest(), 16))
+
+
 @contextmanager
 def together(size: int) -> Iterator[None]:
     """Say in words that another rank has died, which c10d tells by the text of a RuntimeError."""
@@ -139,14 +146,12 @@ def follow(
     dist: Distributed,
     *,
     make: Callable[[str], tuple[Config, Splits, nn.Module]],
-    seed_of: Callable[[Config, str], int],
     beat: Callable[[], None] = lambda: None,
 ) -> None:
     """Any other rank: do what rank 0 says, until it says that this is all.
 
     Args:
         make: of rank 0's configuration as YAML: as it is here, its data and its model.
-        seed_of: of the data order, for the configuration and the peer's identity.
 
     Raises RunFailedError when rank 0 has died.
     """
@@ -154,7 +159,7 @@ def follow(
         told: dict[str, Any] = dist.broadcast_json({})
         config, splits, model = make(told["config"])
         parts = build(_as_ddp(config), dist, splits, model=model)
-        seed, updater = seed_of(config, told["identity"]), Updater(parts, beat=beat)
+        seed, updater = data_seed(config, told["identity"]), Updater(parts, beat=beat)
         loader: Batches[Batch] | None = None
         try:
             while (order := _ORDER.unpack(_receive()))[0] != _Do.LEAVE:
