@@ -12,6 +12,7 @@ import torch
 from tests.collaborative.test_screening import POSSIBLE, SIZE, contributions
 from trainkit.collaborative.bans import Bans
 from trainkit.collaborative.crediting import Credits
+from trainkit.collaborative.messages import Progress
 from trainkit.collaborative.screening import Limits, Screen, Verdict
 from trainkit.collaborative.sentry import Sentry
 from trainkit.records.attempts import Attempt
@@ -52,6 +53,9 @@ class Findings:
     counted: Mapping[str, float]
 
 
+PEERS = {"QmAnna": Progress("anna", 3, 640, 80.0, 1.0, 3, 0.0)}
+
+
 class Averager:
     """Has found out what it is told."""
 
@@ -79,8 +83,8 @@ def test_each_round_goes_into_the_run_folder_and_to_the_swarm(run: RunDir) -> No
     told: list[Sequence[Contribution]] = []
     found = Findings(("QmAnna", "QmBo"), (), {"QmAnna": 640.0})
     sentry = Sentry(Averager(found), Bans(None), credit=credits(run, told).count)
-    sentry.after_round(0, {})
-    expected = [Contribution("..QmAnna", 1, 640.0, 60.0)]
+    sentry.after_round(0, PEERS)
+    expected = [Contribution("anna", 1, 640.0, 60.0)]
     assert Contributions.of(run).best_first() == expected
     assert told == [expected]
 
@@ -88,8 +92,18 @@ def test_each_round_goes_into_the_run_folder_and_to_the_swarm(run: RunDir) -> No
 def test_a_creator_that_was_killed_goes_on_counting(run: RunDir) -> None:
     for _ in range(2):  # a new process each time
         found = Findings(("QmAnna",), (), {"QmAnna": 640.0})
-        Sentry(Averager(found), Bans(None), credit=credits(run, []).count).after_round(0, {})
-    assert Contributions.of(run).best_first() == [Contribution("..QmAnna", 2, 1280.0, 120.0)]
+        Sentry(Averager(found), Bans(None), credit=credits(run, []).count).after_round(0, PEERS)
+    assert Contributions.of(run).best_first() == [Contribution("anna", 2, 1280.0, 120.0)]
+
+
+def test_a_newcomers_first_round_is_credited_once_its_name_is_known(run: RunDir) -> None:
+    averager = Averager(Findings(("QmAnna",), (), {"QmAnna": 640.0}))
+    sentry = Sentry(averager, Bans(None), credit=credits(run, []).count)
+    sentry.after_round(0, {})
+    assert Contributions.of(run).best_first() == []
+    averager.found = [Findings(("QmAnna",), (), {"QmAnna": 60.0})]
+    sentry.after_round(1, PEERS)
+    assert Contributions.of(run).best_first() == [Contribution("anna", 2, 700.0, 120.0)]
 
 
 def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,5 +113,5 @@ def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch
     told: list[Sequence[Contribution]] = []
     monkeypatch.setattr(Contributions, "write", full)
     found = Findings(("QmAnna",), (), {"QmAnna": 640.0})
-    Sentry(Averager(found), Bans(None), credit=credits(run, told).count).after_round(0, {})
+    Sentry(Averager(found), Bans(None), credit=credits(run, told).count).after_round(0, PEERS)
     assert [item.samples for item in told[0]] == [640.0]

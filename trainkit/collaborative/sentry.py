@@ -45,6 +45,7 @@ class Sentry:
     """Takes note of who has contributed to a round."""
     _strikes: Strikes = field(default_factory=Strikes)
     _enforced: frozenset[str] = frozenset()
+    _unnamed: dict[str, float] = field(default_factory=dict)
 
     def keeping(self, run_dir: RunDir, remark: Callable[..., None]) -> Sentry:
         """The same with a memory: bans in that run folder, and events."""
@@ -58,7 +59,7 @@ class Sentry:
     def after_round(self, index: int, peers: Mapping[str, Progress]) -> None:
         """Take note of what the averager has found out in the round."""
         for found in self.averager.findings():
-            self.credit([Counted(_name(peer, peers), samples) for peer, samples in found.counted.items()])
+            self._credit(found.counted, peers)
             for verdict in found.verdicts[:_MOST_EVENTS]:
                 self._tell(verdict, index, _name(verdict.peer, peers))
             for peer, why in self._strikes.note(found.verdicts, found.members).items():
@@ -68,6 +69,13 @@ class Sentry:
                 lift = terminal.command("swarm", "unban", name)
                 self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
         self._enforce()
+
+    def _credit(self, counted: Mapping[str, float], peers: Mapping[str, Progress]) -> None:
+        """Who has just come may not have told its name yet: its first round is credited with the next one."""
+        late, self._unnamed = self._unnamed, {peer: samples for peer, samples in counted.items() if peer not in peers}
+        if late:
+            self.credit([Counted(_name(peer, peers), samples) for peer, samples in late.items()])
+        self.credit([Counted(_name(peer, peers), samples) for peer, samples in counted.items() if peer in peers])
 
     def _tell(self, verdict: Verdict, index: int, name: str) -> None:
         kind = "peer_dropped" if verdict.action == "dropped" else "peer_clipped"
