@@ -53,7 +53,8 @@ def swarm(commands: Commands, *attacks: str, honest: int, to_the_end: bool = Tru
     peers = [commands.start(*join(f"honest-{index}")) for index in range(honest)]
     creator.says("honest-0 has joined")
     cheats = [commands.attack(attack, *join("mallory")) for attack in attacks]
-    creator.says("mallory" if attacks and attacks != ("name",) else f"{1 + honest} peers averaged")
+    # Whose records are lies has no name here; whoever sends no part is in no group.
+    creator.says("mallory" if attacks == ("gather",) else f"{1 + honest + len(attacks)} peers averaged")
     status = commands.start("swarm", "status", address)
     assert status.ends() == 0, status.output
     if not to_the_end:
