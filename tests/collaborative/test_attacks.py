@@ -51,7 +51,6 @@ def swarm(commands: Commands, *attacks: str, honest: int, to_the_end: bool = Tru
         return ("join", address, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
 
     peers = [commands.start(*join(f"honest-{index}")) for index in range(honest)]
-    creator.says("honest-0 has joined")
     cheats = [commands.attack(attack, *join("mallory")) for attack in attacks]
     # Whose records are lies has no name here; whoever sends no part is in no group.
     creator.says("mallory" if attacks == ("gather",) else f"{1 + honest + len(attacks)} peers averaged")
