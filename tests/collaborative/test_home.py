@@ -11,7 +11,7 @@ from trainkit.errors import UserError
 from trainkit.records.rundir import RunDir
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-HOME = Home("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, None, "anna", ())
+HOME = Home("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, None, "anna")
 
 
 def at(port: int) -> str:

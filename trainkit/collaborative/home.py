@@ -38,6 +38,8 @@ class Home:
     """The address by which others know this machine, where that is not its own."""
     name: str = ""
     """What the others call it."""
+    is_anchor: bool = False
+    """It has joined, and does not answer for the run."""
     others: tuple[str, ...] = ()
     """Addresses of other peers that can be reached."""
 
@@ -64,6 +66,7 @@ def home_of(run: RunDir) -> Home | None:
             port=int(found["port"]),
             announce=str(announce) if announce else None,
             name=str(found.get("name") or "")[:64],
+            is_anchor=found.get("is_anchor") is True,
             others=known_of(found.get("others") or ()),
         )
     except (KeyError, TypeError, ValueError) as error:

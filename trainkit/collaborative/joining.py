@@ -97,7 +97,7 @@ def join(
             seat.say(f"Run: {writer.run.path}")
             if not seat.trains and seat.host is not None:
                 keep_identity(writer.run, identity.path)
-                home = Home(manifest.run_id, clock.first, seat.host, dht.port, seat.announce, seat.name)
+                home = Home(manifest.run_id, clock.first, seat.host, dht.port, seat.announce, seat.name, True)
                 memory.keep_in(writer.run, home)
                 seat.opened(writer.run, dht.addresses())
             # A volunteer's machine writes no accounts of a service.

@@ -109,9 +109,9 @@ def resume_swarm(
     home = home_of(run_dir)
     if home is None:
         raise UserError(
-            f"{run_dir.name} has not been a swarm that others could join.",
-            why="It was ended before it was ready, or was created by an older trainkit.",
-            fix=f"Start a new one: {terminal.command('swarm', 'create', run_dir.path)}",
+            f"{run_dir.name} has not created a swarm that others could join.",
+            why="It has joined one, or was ended before it was ready.",
+            fix=f"Join again; or start a new one: {terminal.command('swarm', 'create', run_dir.path)}",
         )
     return create_swarm(
         config,
