@@ -62,28 +62,18 @@ def _go_on(run: RunDir, name: str | None, *, allow_code: bool, force: bool, trai
     require_own_code(run.path, loaded, allow_code=allow_code)
     from trainkit.collaborative.by_hand import by_hand
     from trainkit.collaborative.home import home_of, identity_in
-    from trainkit.collaborative.peer import join_swarm, leave_on_interrupt, resume_swarm
+    from trainkit.collaborative.peer import leave_on_interrupt, resume_swarm
     from trainkit.distributed.stop import stop_on_signal
 
     home = home_of(run)
     if home is not None and home.is_anchor:
-        with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
-            ending, folder = join_swarm(
-                home.others,
-                overrides=["launch.gpus_per_node=0"],
-                open_run=lambda config, name: peer.begin(run),
-                name=home.name,
-                host=home.host,
-                port=home.port,
-                identity=identity_in(run),
-                allow_code=allow_code,
-                stop=stop,
-                say=peer.say,
-                announce=home.announce,
-                trains=False,
-            )
-        say_end(ending, folder)
-        return 0
+        there = ("--port", home.port, *(("--announce", home.announce) if home.announce else ()))
+        again = terminal.command("swarm", "anchor", "TOKEN", *there, "--identity", identity_in(run))
+        raise UserError(
+            f"{run.name} is an anchor's record, which is not gone on with.",
+            why="An anchor takes over the state of the swarm whenever it joins.",
+            fix=f"Under the same address: {again}",
+        )
     with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         ending, run_dir = resume_swarm(
             run,

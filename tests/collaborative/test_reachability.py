@@ -40,6 +40,7 @@ def test_one_that_others_may_reach_is_told_nothing(addresses: list[str]) -> None
         ("45.10.10.11:4711", 0, "/ip4/45.10.10.11/tcp/4711"),
         ("45.10.10.11", 4712, "/ip4/45.10.10.11/tcp/4712"),
         ("[2a01:4f8::1]:4711", 0, "/ip6/2a01:4f8::1/tcp/4711"),
+        ("/ip4/45.10.10.11/tcp/4711", 0, "/ip4/45.10.10.11/tcp/4711"),
         ("swarm.example.org:4711", 4712, "/dns/swarm.example.org/tcp/4711"),
     ],
 )
@@ -47,7 +48,7 @@ def test_what_is_announced_is_a_host_and_a_port(text: str, port: int, address: s
     assert announced(text, port) == address
 
 
-@pytest.mark.parametrize("text", ["45.10.10.11", "a b:1", "45.10.10.11:70000", "/ip4/1.2.3.4/tcp/5", ""])
+@pytest.mark.parametrize("text", ["45.10.10.11", "a b:1", "45.10.10.11:70000", "/ip4/1.2.3.4/tcp/70000", ""])
 def test_what_is_none_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is no address"):
         announced(text, 0)

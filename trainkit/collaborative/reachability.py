@@ -56,12 +56,14 @@ def _is_global(host: str) -> bool:
 
 
 def announced(text: str | None, port: int) -> str | None:
-    """``--announce HOST[:PORT]`` as libp2p writes it; ``port`` is the one to listen on.
+    """``--announce HOST[:PORT]`` as libp2p writes it, ``/ip4/HOST/tcp/PORT``, which will do as well.
+
+    ``port``: the one to listen on, and to announce if no other is given.
 
     Raises UserError.
     """
-    if text is None:
-        return None
+    if text is None or (_PLACE.fullmatch(text) and 0 < address.port_of(text) < 65536):
+        return text
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:]+)\]|([\w.-]+))(?::(\d{1,5}))?", text)
     there = int(match[3]) if match is not None and match[3] else port
     if match is None or not 0 < there < 65536:

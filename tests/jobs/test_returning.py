@@ -1,0 +1,78 @@
+"""Swarms that were made by hand, and what `resume` says to those that cannot go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.collaborative.home import Home
+from trainkit.config.loading import load, to_yaml
+from trainkit.records.attempts import Attempt, submitted
+from trainkit.records.process_id import ProcessId
+from trainkit.records.rundir import RunDir
+
+Command = Callable[..., Any]
+HOME = Home("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711)
+
+
+def ended_process() -> ProcessId:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        return ProcessId.of(process.pid)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A peer that was killed."""
+    made = RunDir.create(tmp_path / "runs" / "hivemind-0001", to_yaml(load("hivemind").config))
+    submitted(made, "swarm", "1", ended_process())
+    Attempt.begin(made).started(step=0)
+    return made
+
+
+def test_a_peer_that_has_joined_is_told_to_join_again(command: Command, run: RunDir) -> None:
+    done = command("resume", run.name)
+    assert (done.code, done.err.splitlines()[0]) == (2, f"{run.name} has not created a swarm that others could join.")
+
+
+def test_an_anchor_is_told_how_to_come_back_under_its_address(command: Command, run: RunDir) -> None:
+    Home(HOME.run_id, HOME.first_round, "0.0.0.0", 4711, is_anchor=True).write(run)
+    done = command("resume", run.name)
+    assert done.code == 2
+    assert f"jobs.swarm anchor TOKEN --port 4711 --identity {run.path}/swarm_identity" in done.err
+
+
+def test_a_swarm_that_is_over_is_not_gone_on_with(command: Command, run: RunDir) -> None:
+    HOME.write(run)
+    Attempt(run, 0).ended("COMPLETED")
+    for words in (("resume", run.name), ("swarm", "create", "--resume", run.name)):
+        done = command(*words)
+        assert (done.code, done.err.splitlines()[0]) == (2, f"{run.name} has finished.")
+
+
+def test_a_swarm_that_runs_is_not_started_twice(command: Command, run: RunDir) -> None:
+    HOME.write(run)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
+        submitted(run, "swarm", "2", ProcessId.of(living.pid))
+        done = command("swarm", "create", "--resume", run.name)
+    assert done.code == 2
+    assert "is PENDING" in done.err
+
+
+@pytest.mark.parametrize("word", ["optim.lr=1", "--nodes=2"])
+def test_what_a_swarm_made_by_hand_cannot_heed_is_refused(command: Command, run: RunDir, word: str) -> None:
+    HOME.write(run)
+    done = command("resume", run.name, word)
+    assert done.code == 2
+
+
+def test_a_resumed_swarm_has_its_settings_and_its_address(command: Command, run: RunDir) -> None:
+    HOME.write(run)
+    for more in (["--port", "4712"], ["--announce", "1.2.3.4:5"], ["hivemind"]):
+        done = command("swarm", "create", "--resume", run.name, *more)
+        assert done.code == 2
+        assert "does not go with --resume" in done.err
