@@ -85,6 +85,7 @@ def test_at_first_it_is_late_and_a_round_says_how_many_parts_arrived(story: Stor
     first = story.records[story.joined]
     assert first["parts"] < first["parts_expected"]
     assert re.search(rf"3 peers averaged, {first['parts']} of {first['parts_expected']} parts", story.creator.output)
+    assert "too late: " in story.creator.output
 
 
 def test_later_all_that_it_sends_arrives_in_time(story: Story) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
+from trainkit import terminal
 from trainkit.checkpoint.saving import Restored
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import Watch
@@ -80,6 +81,8 @@ class RoundKeeper:
         if box.samples:
             words.append(f"loss {box.metrics['loss']:.4f}")
             words.append(f"{rate or 0.0:,.0f} images/s here")
+        if box.result.late:
+            words.append(f"too late: {', '.join(map(self._name, box.result.late))}")
         if box.result.drifted:
             words.append("behind the others: taking over their state")
         if self._role != "guest":
@@ -169,6 +172,10 @@ class RoundKeeper:
         saved = self._record.attempt(save, proves=waits)
         self._unsaved = not saved
         return saved
+
+    def _name(self, peer: str) -> str:
+        known = self._watch.peers.get(peer)
+        return terminal.one_line(known.name, 64) if known is not None else f"..{peer[-6:]}"
 
     def _note_arrivals(self) -> None:
         since = time.time() - 3 * self._clock.seconds
