@@ -28,7 +28,9 @@ FOREIGN = (
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Where whole minutes are spent, the longest first.
-LONGEST = ("tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/slurm/", "tests/jobs/")
+LONGEST = (
+    "tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/slurm/", "tests/training/", "tests/jobs/",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
