@@ -52,4 +52,5 @@ def test_a_rank_that_waits_for_its_data_is_named_with_the_stack_of_its_loader(ru
 def test_a_rank_that_does_not_come_to_the_end_of_a_save_is_named(run: RunDir) -> None:
     hang = read_events(run, "failed")[1]
     assert hang["rank"] == 0
-    assert "in _wait_for_a_dead_disk" in hang["error"]
+    assert "for its checkpoint to be written" in hang["error"]
+    assert "in _wait_for_a_dead_disk" in (run.attempt_logs(1) / "rank-0.err").read_text()

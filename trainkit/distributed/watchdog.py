@@ -40,7 +40,8 @@ _STEPS = 64
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parent) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
-_LOADER = str(Path(__file__).parents[1] / "data" / "workers.py")
+_DATA = str(Path(__file__).parents[1] / "data") + os.sep
+_SAVING = str(Path(__file__).parents[1] / "checkpoint" / "writing.py")
 LATE_SECONDS = 5.0
 """A thread that is waked so much later than it asked for belongs to a process that was stopped, or starved."""
 
@@ -65,7 +66,9 @@ class Stand:
         if frame is None:
             return cls(beats, waits, "")
         where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        return cls(beats, waits, where + ", for its data loader" * (frame.f_code.co_filename == _LOADER))
+        file = frame.f_code.co_filename
+        what = "its data loader" if file.startswith(_DATA) else "its checkpoint to be written" * (file == _SAVING)
+        return cls(beats, waits, f"{where}, for {what}" if what else where)
 
 
 def _is_library(file: str) -> bool:
