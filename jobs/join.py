@@ -1,7 +1,11 @@
-"""``python -m jobs.join ADDRESS``: take part in a collaborative run with this machine.
+"""``python -m jobs.join TOKEN``: take part in a collaborative run with this machine.
 
-Settings come from the run's creator. This peer only calls out, so it works behind routers and in notebooks; --public
-makes it one that others can reach, which takes load off the creator.
+A token is what `python -m jobs.swarm invite` has printed; treat it as a password. A file that holds it will do, or
+``-`` to read it from standard input, or TRAINKIT_TOKEN in the environment, where others on this machine do not see it.
+A run that is open to all is joined by its address.
+
+Settings come from the run's creator. This peer only calls out, so it works behind routers and in notebooks. Who was
+invited with --reduce may add --public to be reached by others, which takes load off the creator.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from collections.abc import Mapping, Sequence
 
 from jobs import cli
 from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
-from trainkit.collaborative import address
+from trainkit.collaborative.entry import entry_of, is_setting
 from trainkit.collaborative.fitting import rate_of
 from trainkit.errors import UserError
+from trainkit.ranks.env import RankEnv
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -20,10 +25,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("join", __doc__ or "")
     parser.add_argument(
         "words",
-        nargs="+",
-        metavar="ADDRESS",
-        help="printed by `python -m jobs.swarm create`; several of one swarm if you like, "
-        "and settings of this machine such as data.root=...",
+        nargs="*",
+        metavar="TOKEN",
+        help="or a file with it, -, or addresses of an open run; and settings of this machine such as data.root=...",
     )
     parser.add_argument("--public", action="store_true", help="listen, so that other peers can reach this one")
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
@@ -31,12 +35,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--allow-code", action="store_true", help="run code of the creator's own, which you trust")
     add_peer_flags(parser, host=None)
     args = parser.parse_intermixed_args(argv)
-    addresses = [word for word in args.words if "=" not in word]
-    overrides = [word for word in args.words if "=" in word]
-    if not addresses:
-        parser.error("the following arguments are required: ADDRESS")
-    for item in addresses:
-        address.check(item)
+    overrides = [word for word in args.words if is_setting(word)]
+    words = [word for word in args.words if word not in overrides]
+    # Other ranks of this peer follow rank 0, who alone may read standard input.
+    entry = entry_of(words, env, name=args.name) if RankEnv.from_mapping(env).is_main else None
     check_peer_flags(args)
     if not args.public and (args.host or args.port or args.announce):
         raise UserError(
@@ -59,9 +61,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             deaf_to_signals()
             follow_rank_0(ranks, secret, use_gpu=wants_gpu(load("hivemind", overrides).config))
             return 0
+        assert entry is not None
         with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
             ending, run_dir = join_swarm(
-                addresses,
+                entry,
                 overrides=overrides,
                 open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-peer", env)),
                 name=args.name,

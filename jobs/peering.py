@@ -41,6 +41,7 @@ def check_peer_flags(args: argparse.Namespace) -> None:
 
 def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
     """The run folder of a peer, with its manifest."""
+    from trainkit.collaborative.invitation import looks_like
     from trainkit.records.snapshot import write_manifest
 
     while True:
@@ -51,7 +52,7 @@ def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str
             if path is not None or not chosen.exists():
                 raise
             continue  # another peer that starts on this machine has taken that name meanwhile
-        write_manifest(run_dir, sys.argv)
+        write_manifest(run_dir, ["TOKEN" if looks_like(word) else word for word in sys.argv])
         return run_dir
 
 

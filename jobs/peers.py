@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ def loaded_to_join(
 
     Raises UserError when the swarm does not answer, or the flags do not go together.
     """
-    from trainkit.collaborative import address, asking
+    from trainkit.collaborative import asking
+    from trainkit.collaborative.entry import VARIABLE, entry_of
     from trainkit.collaborative.settings import require_collaborative
     from trainkit.config.loading import load
 
@@ -44,9 +46,12 @@ def loaded_to_join(
             f"--array {count} is not possible.", why=f"It is a number of peers, 1 to {MOST}.", fix="Use --array 8."
         )
     require_collaborative(load(args.preset).config)
-    where = address.check(args.join)
-    run = asking.run_at(where)
-    return asking.as_peer(run, [where], args.overrides, flags=flags, env=env, allow_code=args.allow_code), count
+    entry = entry_of([args.join] if args.join else [], env, name="submit")
+    if entry.invited:
+        os.environ[VARIABLE] = entry.text  # jobs have it from there, so that it is in no command line and in no folder
+    run = asking.run_at(entry)
+    peers = entry.addresses
+    return asking.as_peer(run, peers, args.overrides, flags=flags, env=env, allow_code=args.allow_code), count
 
 
 def loaded_rank(
@@ -62,19 +67,21 @@ def loaded_rank(
 
     Raises UserError when the swarm does not answer.
     """
-    from trainkit.collaborative import address, asking
+    from trainkit.collaborative import asking
+    from trainkit.collaborative.entry import entry_of
     from trainkit.collaborative.settings import require_collaborative
     from trainkit.config.loading import load
     from trainkit.ranks.env import RankEnv
 
-    where = address.check(where or env.get("TRAINKIT_TOKEN", ""))
+    entry = entry_of([where] if where else [], env, name="train")
     if folder is not None and (folder / "config.yaml").is_file():
         return load(str(folder / "config.yaml"), env=env)
-    loaded = load(preset, [*overrides, f"collaborative.initial_peers=[{where}]"], env=env)
+    loaded = load(preset, [*overrides, f"collaborative.initial_peers=[{','.join(entry.addresses)}]"], env=env)
     require_collaborative(loaded.config)
     if not RankEnv.from_mapping(env).is_main:
         return loaded  # rank 0 tells the others
-    return asking.as_peer(asking.run_at(where), [where], overrides, flags={}, env=env, allow_code=allow_code)
+    run = asking.run_at(entry)
+    return asking.as_peer(run, entry.addresses, overrides, flags={}, env=env, allow_code=allow_code)
 
 
 def without_token(argv: Sequence[str], token: str | None) -> list[str]:

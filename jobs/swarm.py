@@ -1,10 +1,12 @@
-"""``python -m jobs.swarm create PRESET | status [ADDRESS|RUN]``: collaborative runs.
+"""``python -m jobs.swarm create PRESET | invite NAME | revoke NAME | status [TOKEN|RUN]``: collaborative runs.
 
 create   start a swarm on this machine, train in it, and print the line with which others join
+invite   print a token, with which one more may join; it ends by itself
+revoke   end the invitations of a name: whoever uses them is out at once
 anchor   reduce for a swarm on a machine that others reach, keep its weights, let others join through it; no training
 doctor   say what keeps this machine from joining a swarm, and what to do about it
 unban    let somebody take part again who was left out of three rounds in a row
-status   peers, rounds and loss of a swarm: at an address, of a run, or of the newest run here
+status   peers, rounds and loss of a swarm: by a token, of a run, or of the newest run here
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ WATCH_SECONDS = 2.0
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse and call the verb."""
-    verbs = {"create": _create, "anchor": anchor, "status": _status, "doctor": doctor}
+    verbs = {"create": _create, "invite": _invite, "revoke": _revoke}
+    verbs |= {"anchor": anchor, "status": _status, "doctor": doctor}
     verbs["unban"] = _unban
     parser = cli.Parser("swarm", __doc__ or "")
     parser.add_argument("verb", choices=tuple(verbs), metavar="|".join(verbs), help="what to do")
@@ -51,6 +54,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     )
     parser.add_argument("--no-train", action="store_true", help="only reduce, judge, and keep the records")
     parser.add_argument("--resume", metavar="RUN", help="go on with a swarm of before, under its addresses")
+    parser.add_argument("--open", action="store_true", help="whoever has an address may join; else only the invited")
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
     if args.resume is not None:
@@ -63,7 +67,8 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.distributed.stop import stop_on_signal
 
     check_peer_flags(args)
-    loaded = load(args.preset, args.overrides, env=env)
+    overrides = [*args.overrides, *(["collaborative.open=true"] if args.open else [])]
+    loaded = load(args.preset, overrides, env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
     port = args.port or loaded.config.collaborative.port
@@ -85,6 +90,35 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
+def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("swarm invite", "Print a token, with which somebody may join a swarm that was created here.")
+    parser.add_argument("name", metavar="NAME", help="of who is invited; `revoke` takes it")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
+    parser.add_argument(
+        "--expires", default="7d", metavar="7d", help="how long it is good: 30m, 12h, 7d, 4w (default: 7d)"
+    )
+    parser.add_argument(
+        "--reduce", action="store_true", help="trust them: they may average for others and give away the state"
+    )
+    args = parser.parse_args(argv)
+    from trainkit.collaborative.inviting import created_run, invite, seconds_of
+
+    seconds = seconds_of(args.expires)
+    print("\n".join(invite(created_run(args.run, env), args.name, seconds, "reducer" if args.reduce else "volunteer")))
+    return 0
+
+
+def _revoke(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = cli.Parser("swarm revoke", "End the invitations of a name, in a swarm that was created here.")
+    parser.add_argument("name", metavar="NAME", help="as `invite` was given it")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
+    args = parser.parse_args(argv)
+    from trainkit.collaborative.inviting import created_run, revoke
+
+    print(revoke(created_run(args.run, env), args.name))
+    return 0
+
+
 def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("swarm unban", "Let a banned peer take part again, in a swarm that was created here.")
     parser.add_argument("name", metavar="NAME", help="as the run has printed it")
@@ -102,7 +136,7 @@ def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("swarm status", "Peers, rounds and loss of a swarm.")
-    parser.add_argument("swarm", nargs="?", metavar="ADDRESS|RUN", help="default: the newest swarm of this folder")
+    parser.add_argument("swarm", nargs="?", metavar="TOKEN|RUN", help="default: the newest swarm of this folder")
     parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="an object, for programs")
     parser.add_argument("--leaderboard", action="store_true", help="who has contributed how much")

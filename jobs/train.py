@@ -42,6 +42,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_intermixed_args(argv)
     with stop_on_signal() as stop, ExitStack() as held:
         loaded = _loaded(args, env)
+        if args.join:
+            env = {**env, "TRAINKIT_TOKEN": args.join}
         given = Path(args.run).expanduser()
         require_own_code(given, loaded, allow_code=args.allow_code)
         check(loaded)
@@ -139,10 +141,14 @@ def _train(
 
     rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
+        from trainkit.collaborative.entry import VARIABLE
         from trainkit.collaborative.submitted import run_swarm_rank
 
         writer = open_run() if rank_env.is_main else None
-        outcome = run_swarm_rank(config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret)
+        token = env.get(VARIABLE, "")
+        outcome = run_swarm_rank(
+            config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret, token=token
+        )
         return outcome, writer.run if writer is not None else None
     prepared = prepare_loggers(config) if rank_env.is_main else {}
     from trainkit import experiment  # and with it torch

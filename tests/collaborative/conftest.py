@@ -58,7 +58,8 @@ class Command:
             self.note_family()
             text = self.output
             if re.search(pattern, text, re.MULTILINE) is None:
-                assert self.process.poll() is None, f"ended with {self.process.returncode}: {text}"
+                over = self.process.poll() is not None and re.search(pattern, self.output, re.MULTILINE) is None
+                assert not over, f"ended with {self.process.returncode}: {text}"
             return re.search(pattern, text, re.MULTILINE) is not None
 
         wait_for(found, seconds, f"{pattern!r} in {self.output!r}")
@@ -139,15 +140,26 @@ class Commands:
         return self.start(verb[5:], *words, *more)
 
     def create(self, *overrides: str) -> tuple[Command, str]:
-        """A creator on the loopback interface that others can join, and its address: the README's first line."""
+        """A creator on the loopback interface, the README's first line, and the token that it prints."""
         fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", "127.0.0.1"]
         model = "model.name=tests.collaborative.patient:model"
         creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, model, *overrides)
-        return creator, creator.says(r"jobs\.join (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")[1]
+        return creator, creator.says(r"jobs\.join (trainkit1\.\S+)")[1]
 
-    def join(self, address: str, *words: str, on: tuple[str, ...] = ()) -> Command:
+    def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:
         """A peer that joins what `create` made."""
-        return self.start("join", address, "--allow-code", *words, on=on)
+        return self.start("join", token, "--allow-code", *words, on=on)
+
+    def address(self) -> str:
+        """Of the first swarm that was created."""
+        return (self.run("hivemind-0001") / "swarm_address").read_text(encoding="utf-8").split()[0]
+
+    def invite(self, name: str, *words: str) -> str:
+        """The token that the creator of the first swarm gets for ``name``."""
+        invited = self.start("swarm", "invite", name, "hivemind-0001", *words)
+        token = invited.says(r"jobs\.join (trainkit1\.\S+)")[1]
+        assert invited.ends() == 0
+        return token
 
 
 @contextmanager

@@ -163,16 +163,35 @@ def test_at_an_open_run_everybody_is_a_volunteer() -> None:
     assert admission.introduce(credential(open_pass("eve", time.time() + 60), RSA)).role == "volunteer"
 
 
+def test_a_run_turns_out_not_to_be_open() -> None:
+    admission, own = Admission(OWNER.public, open_run=True), credential(open_pass("eve", time.time() + 60), RSA)
+    admission.introduce(own)
+    admission.settle(OWNER.public, open_run=False)
+    assert admission.admitted(PEER) is None
+    with pytest.raises(UntrustedError):
+        admission.introduce(own)
+
+
+def test_a_record_does_not_outlast_the_invitation_of_its_writer_but_the_writer_may_have_been_revoked_since() -> None:
+    """Of many records under one key hivemind refuses all if it refuses one: the answer must not change with time."""
+    admission, own = Admission(OWNER.public), invited(seconds=60)
+    admission.revoke(revoked_list(invited("owner"), 1, [own.grant.id]))
+    shown = credential(own, RSA)
+    assert admission.writer_of(shown, until=own.grant.expires).peer_id == PEER
+    with pytest.raises(UntrustedError, match="outlast"):
+        admission.writer_of(shown, until=own.grant.expires + 1)
+
+
 def test_until_the_owner_is_known_any_owner_counts_and_from_then_on_only_that_one() -> None:
     admission, theirs = Admission(None, open_run=True), credential(invited("owner", STRANGER), RSA)
     admission.introduce(theirs)
-    admission.pin(OWNER.public)
-    assert admission.owner == OWNER.public
+    admission.settle(OWNER.public, open_run=False)
+    assert (admission.owner, admission.open_run) == (OWNER.public, False)
     assert admission.admitted(PEER) is None
     with pytest.raises(UntrustedError):
         admission.introduce(theirs)
     with pytest.raises(ValueError):
-        admission.pin(STRANGER.public)
+        admission.settle(STRANGER.public, open_run=False)
 
 
 # Digests

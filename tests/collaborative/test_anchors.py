@@ -44,28 +44,26 @@ class Story:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     with internet(public=3, homes=2) as net, started_in(tmp_path_factory.mktemp("swarm")) as commands:
-
-        def address_of(command: Command, machine: str) -> str:
-            return command.says(rf"jobs\.join (/ip4/{re.escape(net.address(machine))}/tcp/\d+/p2p/\w+)")[1]
-
         create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *FAST)
         creator = commands.start(*create, on=net.on("pub1"))
-        address = address_of(creator, "pub1")
-        anchoring = ("swarm", "anchor", address, "--allow-code", "--port", "4712", "--name")
+        token = creator.says(r"jobs\.join (trainkit1\.\S+)")[1]
+        trusted = commands.invite("anchors", "--reduce")
+        anchoring = ("swarm", "anchor", trusted, "--allow-code", "--port", "4712", "--name")
         anchor = commands.start(*anchoring, "anchor", on=net.on("pub2"))
         hidden = commands.start(*anchoring, "hidden", on=net.on("lan1"))
-        doctor = commands.start("swarm", "doctor", address, on=net.on("lan2"))
+        doctor = commands.start("swarm", "doctor", token, on=net.on("lan2"))
         assert hidden.ends() == 2
         doctor.ends()
-        homes = [commands.join(address, "--public", "--name", f"home{i}", on=net.on(f"lan{i}")) for i in (1, 2)]
+        homes = [commands.join(trusted, "--public", "--name", f"home{i}", on=net.on(f"lan{i}")) for i in (1, 2)]
         creator.says(r"4 peers averaged.*\n(.*\n)*round .* 4 peers averaged")
-        through_anchor = address_of(anchor, "pub2")
+        address = re.escape(net.address("pub2"))
+        through_anchor = anchor.says(rf"jobs\.join TOKEN (/ip4/{address}/tcp/\d+/p2p/\w+)")[1]
         creator.note_family()
         creator.process.kill()
         creator.process.wait(10)
         killed_at = {"anchor": len(anchor.output)}
         anchor.says("creator has left")
-        late = commands.join(through_anchor, "--name", "late", on=net.on("pub3"))
+        late = commands.join(token, through_anchor, "--name", "late", on=net.on("pub3"))
         late.says("4 peers averaged")
         again = commands.start("resume", str(commands.run("hivemind-0001")), "--allow-code", on=net.on("pub1"))
         wait_for(lambda: "5 peers averaged" in again.output, 90, again.output)

@@ -163,10 +163,10 @@ def test_another_peers_state_is_taken_over_whole() -> None:
     model, outer = state()
     donor.theta += 1.0
     donor.momentum += 2.0
-    outer.load(donor.theta, donor.momentum, 4, 3.5)
+    outer.load(donor.theta, donor.momentum, 4)
     assert torch.equal(outer.theta, donor.theta)
     assert torch.equal(outer.momentum, donor.momentum)
-    assert (outer.round, outer.age) == (4, 3.5)
+    assert outer.round == 4
     assert torch.equal(torch.cat([p.reshape(-1) for p in model.parameters()]), donor.theta[: donor.num_parameters])
 
 
@@ -176,18 +176,10 @@ def test_a_state_that_does_not_fit_or_is_not_finite_is_refused_and_changes_nothi
     before = outer.theta.clone()
     theta = outer.theta[:-1] if broken == "shape" else torch.full_like(outer.theta, math.nan)
     with pytest.raises(ValueError):
-        outer.load(theta, outer.momentum, 1, 1.0)
+        outer.load(theta, outer.momentum, 1)
     assert torch.equal(outer.theta, before)
 
 
 def test_peers_with_the_same_weights_have_the_same_probe() -> None:
     probes = [state()[1].probe() for _ in range(3)]
     assert all(torch.equal(first, second) for first, second in pairwise(probes))
-
-
-def test_only_rounds_with_the_group_make_a_state_older() -> None:
-    _, outer = state()
-    for counts in (True, False):
-        given = outer.give(8)
-        step(outer, given.vector, given, counts=counts)
-    assert (outer.round, outer.age) == (2, 1.0)

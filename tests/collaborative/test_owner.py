@@ -13,23 +13,34 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from trainkit.collaborative.admission import Admission, credential
 from trainkit.collaborative.invitation import write_token
-from trainkit.collaborative.owner import KEY_FILE, owner_of
-from trainkit.collaborative.signing import UntrustedError
+from trainkit.collaborative.owner import KEY_FILE, Owner, keep_key, key_of, owner_of
+from trainkit.collaborative.signing import Key, UntrustedError
 from trainkit.errors import UserError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 DAY = 86400.0
 
 
+def made_in(folder: Path) -> Owner:
+    return keep_key(folder, key_of(folder))
+
+
 def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        made = owner_of(tmp_path, create=True)
+        made = made_in(tmp_path)
     finally:
         os.umask(before)
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
-    assert owner_of(tmp_path).public == owner_of(tmp_path, create=True).public == made.public
+    assert owner_of(tmp_path).key.public == made_in(tmp_path).key.public == made.key.public
     assert sorted(path.name for path in tmp_path.iterdir()) == [KEY_FILE]
+
+
+def test_a_run_that_has_a_key_gets_no_other(tmp_path: Path) -> None:
+    made = made_in(tmp_path)
+    with pytest.raises(AssertionError, match="one key"):
+        keep_key(tmp_path, Key.generate())
+    assert owner_of(tmp_path).key.public == made.key.public
 
 
 def test_without_a_key_nobody_is_the_owner(tmp_path: Path) -> None:
@@ -44,7 +55,7 @@ def test_a_file_that_is_no_key_is_refused(tmp_path: Path, content: bytes) -> Non
     (tmp_path / KEY_FILE).write_bytes(content)
     (tmp_path / KEY_FILE).chmod(0o600)
     with pytest.raises(UserError, match="is no key of a run"):
-        owner_of(tmp_path, create=True)
+        made_in(tmp_path)
     assert (tmp_path / KEY_FILE).read_bytes() == content
 
 
@@ -59,7 +70,7 @@ def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
-    owner_of(tmp_path, create=True)
+    made_in(tmp_path)
     (tmp_path / KEY_FILE).chmod(0o640)
     with pytest.raises(UserError, match="Others can read") as caught:
         owner_of(tmp_path)
@@ -68,11 +79,11 @@ def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
 
 def test_a_key_that_was_cut_while_it_was_written_is_absent(tmp_path: Path) -> None:
     (tmp_path / f".{KEY_FILE}.partial").write_bytes(b"half")
-    assert owner_of(tmp_path, create=True).public == owner_of(tmp_path).public
+    assert made_in(tmp_path).key.public == owner_of(tmp_path).key.public
 
 
 def test_the_list_of_invitations_has_no_secret_in_it(tmp_path: Path) -> None:
-    owner = owner_of(tmp_path, create=True)
+    owner = made_in(tmp_path)
     invited = owner.invite("anna", "reducer", 7 * DAY)
     token = write_token(invited, [ADDRESS])
     left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -86,13 +97,13 @@ def test_the_list_of_invitations_has_no_secret_in_it(tmp_path: Path) -> None:
 
 
 def test_everybody_of_a_name_is_revoked_and_stays_so_and_others_are_not(tmp_path: Path) -> None:
-    owner = owner_of(tmp_path, create=True)
+    owner = made_in(tmp_path)
     anna, again, bo = (owner.invite(name, "volunteer", DAY) for name in ("anna", "anna", "bo"))
     assert owner.revoked() is None
     owner.revoke("anna")
     statement = owner.revoke("bo")
     assert owner_of(tmp_path).revoked() == statement
-    admission = Admission(owner.public)
+    admission = Admission(owner.key.public)
     assert admission.revoke(statement)
     for invited in (anna, again, bo):
         with pytest.raises(UntrustedError, match="revoked"):
@@ -101,16 +112,16 @@ def test_everybody_of_a_name_is_revoked_and_stays_so_and_others_are_not(tmp_path
 
 
 def test_each_list_is_newer_than_the_one_before(tmp_path: Path) -> None:
-    owner = owner_of(tmp_path, create=True)
+    owner = made_in(tmp_path)
     owner.invite("anna", "volunteer", DAY)
-    admission = Admission(owner.public)
+    admission = Admission(owner.key.public)
     for _ in range(3):
         time.sleep(0.002)
         assert admission.revoke(owner.revoke("anna"))
 
 
 def test_an_invitation_that_has_expired_is_not_named_any_more(tmp_path: Path) -> None:
-    owner = owner_of(tmp_path, create=True)
+    owner = made_in(tmp_path)
     expired, alive = owner.invite("anna", "volunteer", 0.0), owner.invite("anna", "volunteer", DAY)
     content = owner.revoke("anna")
     assert alive.grant.id.encode() in content
@@ -118,7 +129,7 @@ def test_an_invitation_that_has_expired_is_not_named_any_more(tmp_path: Path) ->
 
 
 def test_who_was_never_invited_cannot_be_revoked(tmp_path: Path) -> None:
-    owner = owner_of(tmp_path, create=True)
+    owner = made_in(tmp_path)
     owner.invite("anna", "volunteer", DAY)
     with pytest.raises(UserError) as caught:
         owner.revoke("ana")
@@ -128,4 +139,4 @@ def test_who_was_never_invited_cannot_be_revoked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "a" * 65, "an\nna", "\x1b[31m"])
 def test_a_name_can_be_printed(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError):
-        owner_of(tmp_path, create=True).invite(name, "volunteer", DAY)
+        made_in(tmp_path).invite(name, "volunteer", DAY)

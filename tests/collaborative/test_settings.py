@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.collaborative.settings import adapted, check_own, in_words, require_collaborative, same_settings
+from trainkit.collaborative.settings import adapted, check_own, require_collaborative, same_settings
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
@@ -72,7 +72,3 @@ def test_a_job_that_joins_says_where_its_settings_differ() -> None:
     with pytest.raises(UserError) as caught:
         same_settings(config("collaborative.rounds=8"), theirs)
     assert caught.value.fix == "Submit with collaborative.rounds=7."
-
-
-def test_versions_are_listed_by_name() -> None:
-    assert in_words({"torch": "2.6", "timm": "1.0"}) == "timm 1.0, torch 2.6"

@@ -34,18 +34,18 @@ def kill_main_process(command: Command) -> None:
 
 def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_run(commands: Commands) -> None:
     # Two minutes, of which all that happens here takes one, for machines that have much else to do.
-    creator, address = commands.create("collaborative.round_seconds=5", "collaborative.rounds=24")
-    first, second = (commands.join(address, "--name", name) for name in ("first", "second"))
+    creator, token = commands.create("collaborative.round_seconds=5", "collaborative.rounds=24")
+    first, second = (commands.join(token, "--name", name) for name in ("first", "second"))
     creator.says("3 peers averaged")
 
     kill_main_process(first)
     wait_for(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
 
-    late = commands.join(address, "--name", "late")
+    late = commands.join(token, "--name", "late")
     late.says("peers averaged")
     creator.says("first has left")
 
-    status = commands.start("swarm", "status", address)
+    status = commands.start("swarm", "status", token)
     assert status.ends() == 0, status.output
     assert re.search(
         r"hivemind-0001: running, round \d+/24, \d peers, [\d,]+ samples/s, loss \d.*, val acc1 \d", status.output
@@ -94,16 +94,20 @@ class Story:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     with started_in(tmp_path_factory.mktemp("swarm")) as commands:
-        creator, address = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
+        creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
+        address = commands.address()
         machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
         _, join, ask = readme.blocks("swarm")[0]
-        guest = commands.type_in(join.replace("ADDRESS", address), "--name", "guest", "--allow-code")
-        public = commands.join(address, "--name", "public", "--public", "--host", "127.0.0.1")
+        guest = commands.type_in(join.replace("TOKEN", token), "--name", "guest", "--allow-code")
+        trusted = commands.invite("trusted", "--reduce")
+        public = commands.join(trusted, "--name", "public", "--public", "--host", "127.0.0.1")
         refused = {
             "dead": commands.start("join", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
             "stranger": commands.start("join", f"{machine}/{STRANGER}"),
             "port": commands.start("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
-            "data": commands.join(address, "data.root=/nowhere", "optim.lr=1"),
+            "closed": commands.start("join", address),
+            "reduce": commands.start("join", token, "--public", "--host", "127.0.0.1"),
+            "data": commands.join(token, "data.root=/nowhere", "optim.lr=1"),
         }
         creator.says("3 peers averaged")
         asked = commands.type_in(ask)
@@ -120,7 +124,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 def test_the_readmes_commands_for_volunteers_work_as_they_stand(story: Story) -> None:
     create, join, ask = readme.blocks("swarm")[0]
     assert [line.split()[2] for line in (create, join, ask)] == ["jobs.swarm", "jobs.join", "jobs.swarm"]
-    assert re.search(r"^ *python -m jobs\.join /ip4/127\.0\.0\.1/tcp/", story.creator.output, re.MULTILINE)
+    assert re.search(r"^ *python -m jobs\.join trainkit1\.", story.creator.output, re.MULTILINE)
     assert "Joined hivemind-0001" in story.guest.output
     assert story.asked.process.returncode == 0
     assert re.search(r"^hivemind-0001: running, round \d+/500, 3 peers", story.asked.output, re.MULTILINE)
@@ -157,6 +161,8 @@ def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
         ("dead", "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/"),
         ("stranger", "Nobody of the swarm answers at"),
         ("port", "Cannot listen on 127.0.0.1, port"),
+        ("closed", "Nobody of the swarm answers at"),
+        ("reduce", "Only those whom the owner trusts can be reached by others."),
         ("data", "'optim.lr' cannot be set by a peer that joins."),
     ],
 )

@@ -11,22 +11,34 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 PREPARE = """
-import dataclasses
+import dataclasses, time
 from trainkit.collaborative import processes
 processes.require_hivemind()
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
-from trainkit.collaborative import trust
+from trainkit.collaborative import invitation, trust
+from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.messages import Manifest, Progress
+from trainkit.collaborative.signed_records import CREDITS, MANIFEST, PROGRESS, REVOKED, peer_key
+from trainkit.collaborative.signing import Key
 
-def record(identity, key, value):
+OWNER, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
+SOON = time.time() + 60
+
+def peer(role="volunteer", owner=OWNER, path=None, open_run=False):
+    own = invitation.grant(owner, "run", "anna", role, time.time() + 600) if owner else invitation.open_pass("eve", 2e9)
+    return trust.identity(path, own, Admission(OWNER.public, open_run=open_run))
+
+def record(identity, key, value, until=SOON):
     return DHTRecord(DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(identity.subkey),
-                     MSGPackSerializer.dumps(value), 1e10)
+                     MSGPackSerializer.dumps(value), until)
 
-progress = dataclasses.asdict(Progress("anna", 3, 64, 10.0, 0.5, 2, 1e9))
+def signed(identity, own):
+    return dataclasses.replace(own, value=CompositeValidator(identity.validators()).sign_value(own))
+
+progress = {**dataclasses.asdict(Progress("anna", 3, 64, 10.0, 0.5, 2, 1e9)), "addresses": []}
 """
 
 
@@ -43,31 +55,87 @@ def run(code: str) -> list[str]:
 
 
 @pytest.mark.swarm
-def test_a_peer_is_known_by_its_key_and_writes_under_it_alone() -> None:
+def test_a_member_writes_under_its_own_peer_id_alone_and_nobody_else_there() -> None:
     assert run("""
-with trust.identity() as anna, trust.identity() as eve:
-    print(trust.peer_id_of(anna.subkey) == str(PeerID.from_identity(anna.path.read_bytes())))
-    signs, checks = CompositeValidator(anna.validators()), CompositeValidator(eve.validators())
-    own = record(anna, trust.PROGRESS, progress)
-    signed = dataclasses.replace(own, value=signs.sign_value(own))
-    print(checks.validate(signed), checks.strip_value(signed) == own.value)
-    print(checks.validate(own))  # unsigned
-    forged = dataclasses.replace(own, value=checks.sign_value(own))
-    print(checks.validate(forged))  # signed by another
-    changed = dataclasses.replace(signed, value=signed.value.replace(b"anna", b"hans"))
-    print(checks.validate(changed))
-""") == ["True", "True True", "False", "False", "False"]
+with peer() as anna, peer() as eve, peer(owner=STRANGER) as stranger, peer(owner=None) as self_made:
+    print(anna.peer_id == str(PeerID.from_identity(anna.path.read_bytes())))
+    checks = CompositeValidator(eve.validators())
+    own = record(anna, PROGRESS, progress)
+    good = signed(anna, own)
+    print(checks.validate(good), checks.strip_value(good) == own.value)
+    print("as it is", checks.validate(own))
+    print("by another", checks.validate(signed(eve, own)))
+    by_eve = signed(eve, record(eve, PROGRESS, progress))
+    print("taken over", checks.validate(dataclasses.replace(by_eve, subkey=own.subkey)))
+    print("changed", checks.validate(dataclasses.replace(good, value=good.value.replace(b"anna", b"hans", 1))))
+    print("elsewhere", checks.validate(dataclasses.replace(good, key=DHTID.generate(source="x").to_bytes())))
+    print("for longer", checks.validate(dataclasses.replace(good, expiration_time=SOON + 1)))
+    print("cut", any(checks.validate(dataclasses.replace(good, value=good.value[:size])) for size in range(0, 900, 50)))
+    for other in (stranger, self_made):
+        print("not invited", checks.validate(signed(other, record(other, PROGRESS, progress))))
+    print("outlasts", checks.validate(signed(anna, record(anna, PROGRESS, progress, time.time() + 700))))
+    nowhere = dataclasses.replace(own, subkey=MSGPackSerializer.dumps(None))
+    print("without a subkey", checks.validate(signed(anna, nowhere)))
+""") == [
+        "True",
+        "True True",
+        "as it is False",
+        "by another False",
+        "taken over False",
+        "changed False",
+        "elsewhere False",
+        "for longer False",
+        "cut False",
+        "not invited False",
+        "not invited False",
+        "outlasts False",
+        "without a subkey False",
+    ]
 
 
 @pytest.mark.swarm
-def test_records_of_a_wrong_shape_are_refused() -> None:
+def test_a_volunteer_tells_of_itself_and_of_nothing_else() -> None:
+    """Neither that it leads a group or gives a state away (hivemind's own records), nor of the run, nor whom to ban."""
     assert run("""
-with trust.identity() as anna:
-    both = CompositeValidator(anna.validators())
-    for change in ({}, {"round": -1}, {"round": "3"}, {"samples_per_sec": -1.0}, {"name": "x" * 200}, {"more": 1}):
-        own = record(anna, trust.PROGRESS, {**progress, **change})
-        print(both.validate(dataclasses.replace(own, value=both.sign_value(own))))
-""") == ["True", "False", "False", "False", "False", "False"]
+with peer() as volunteer, peer("reducer") as reducer, peer("owner") as owner:
+    checks = CompositeValidator(owner.validators())
+    manifest = dataclasses.asdict(Manifest("run-1", "run", "seed: 0", 1, "ab" * 32))
+    for key, value in ((PROGRESS, progress), ("run_outer.0b", True), ("run_outer.all_averagers", 1e9), (REVOKED, b"x"),
+                       (CREDITS, {"rows": []}), (MANIFEST, manifest)):
+        print([checks.validate(signed(one, record(one, key, value))) for one in (volunteer, reducer, owner)])
+    own, anothers = peer_key(volunteer.peer_id), peer_key(reducer.peer_id)
+    print([checks.validate(signed(volunteer, record(volunteer, key, b"x"))) for key in (own, anothers)])
+""") == [
+        "[True, True, True]",
+        "[False, True, True]",
+        "[False, True, True]",
+        "[False, True, True]",
+        "[False, False, True]",
+        "[False, False, True]",
+        "[True, False]",
+    ]
+
+
+@pytest.mark.swarm
+def test_at_an_open_run_strangers_tell_of_themselves() -> None:
+    assert run("""
+with peer(owner=None) as stranger, peer("owner", open_run=True) as owner:
+    checks = CompositeValidator(owner.validators())
+    for key, value in ((PROGRESS, progress), ("run_outer.all_averagers", 1e9)):
+        print(checks.validate(signed(stranger, record(stranger, key, value))))
+""") == ["True", "False"]
+
+
+@pytest.mark.swarm
+def test_records_of_a_wrong_shape_or_size_are_refused() -> None:
+    assert run("""
+with peer() as anna:
+    checks = CompositeValidator(anna.validators())
+    for change in ({}, {"round": -1}, {"round": "3"}, {"samples_per_sec": -1.0}, {"name": "x" * 200}, {"more": 1},
+                   {"name": "x" * 9000}):
+        print(checks.validate(signed(anna, record(anna, PROGRESS, {**progress, **change}))))
+    print(checks.validate(signed(anna, record(anna, peer_key(anna.peer_id), b"x" * 9000))))
+""") == ["True", *["False"] * 7]
 
 
 @pytest.mark.swarm
@@ -77,16 +145,16 @@ from pathlib import Path
 file = Path({str(tmp_path)!r}) / "key"
 ids = []
 for _ in range(2):
-    with trust.identity(file) as anna:
-        ids.append(trust.peer_id_of(anna.subkey))
+    with peer(path=file) as anna:
+        ids.append(anna.peer_id)
 print(len(set(ids)), oct(file.stat().st_mode & 0o077))
-with trust.identity() as passing:
+with peer() as passing:
     pass
 print(passing.path.exists())
 file = Path({str(tmp_path)!r}) / "nonsense"
 file.write_text("nonsense")
 try:
-    with trust.identity(file): pass
+    with peer(path=file): pass
 except Exception as error:
     print(type(error).__name__)
 """) == ["1 0o0", "False", "UserError"]

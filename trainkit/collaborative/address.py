@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 from trainkit import terminal
 from trainkit.errors import UserError
 
+# Beside config.yaml: the addresses of a running swarm, one a line.
+ADDRESS_FILE = "swarm_address"
+
 EXAMPLE = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 # base58 has no 0, O, I and l. Identities here are RSA keys, whose ids begin with Qm and are 46 characters long.
@@ -57,12 +60,13 @@ def peer_of(address: str) -> str:
     return address.rsplit("/p2p/", 1)[1]
 
 
-def nobody_answers(address: str) -> UserError:
-    """What is to be said when the peer at ``address`` does not answer."""
+def nobody_answers(address: str, *, invited: bool = False) -> UserError:
+    """What is to be said when the peer at ``address`` does not answer; to strangers none does in a run of invited."""
+    refused = "this invitation was revoked" if invited else "it takes only those whom its owner has invited"
     return UserError(
         f"Nobody of the swarm answers at {address}.",
-        why="The run is over, the address is mistyped, or a firewall is between.",
-        fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
+        why=f"The run is over or has moved, a firewall is between, or {refused}.",
+        fix="Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes.",
     )
 
 

@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import base58
@@ -24,8 +24,8 @@ import base58
 from trainkit.collaborative.invitation import NOBODY, Pass, Role, Statement, read_statement
 from trainkit.collaborative.signing import UntrustedError
 
-# Of them at once; who comes later takes the place of the one that was asked about least recently.
-_MOST_MEMBERS = 10_000
+# Of them at once; who comes later takes the place of whoever came first.
+_MOST_MEMBERS = 4096
 _MOST_REVOKED = 500
 _BOARD_SIZE = 1 << 17
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 550
@@ -43,6 +43,8 @@ class Member:
     """Seconds since 1970."""
     invitation: str
     """Id of its invitation; all machines that use one have it."""
+    public_key: bytes = field(repr=False)
+    """Of libp2p, in DER."""
 
     @property
     def trusted(self) -> bool:
@@ -88,17 +90,18 @@ class Admission:
     """Answers for one run: who is this peer, and is it still welcome?"""
 
     def __init__(self, owner: bytes | None, *, open_run: bool = False) -> None:
-        """``owner``: the public key that everything comes from. None for who joins an open run by its address and
-        reads the key in the manifest, which that address vouches for: until `pin`, any owner's word is taken."""
+        """
+        Args:
+            owner: the public key that everything comes from. None for who joins an open run by its address, and reads
+                the key in the manifest that this address vouches for: until `settle`, any owner's word is taken.
+            open_run: strangers are welcome as volunteers.
+        """
         self._board = Board()
-        self._open = open_run
         self._known: dict[str, Member] = {}
+        self._verified: dict[tuple[bytes, bytes | None, bool], Member] = {}
         self._facts: dict[str, Any] = {
-            "owner": owner.hex() if owner else None,
-            "serial": 0,
-            "revoked": [],
-            "banned": [],
-        }
+            "owner": owner.hex() if owner else None, "open": open_run, "serial": 0, "revoked": [], "banned": []
+        }  # fmt: skip
         self._board.write(self._facts)
 
     @property
@@ -107,18 +110,24 @@ class Admission:
         known = self._board.read()["owner"]
         return bytes.fromhex(known) if known else None
 
-    def pin(self, owner: bytes) -> None:
-        """From now on only this owner's word counts. Raises ValueError if it is another's already."""
+    @property
+    def open_run(self) -> bool:
+        """Whether strangers are welcome."""
+        return bool(self._board.read()["open"])
+
+    def settle(self, owner: bytes, *, open_run: bool) -> None:
+        """From now on only this owner's word counts. Raises ValueError if it is known to be another's."""
         if self.owner not in (None, owner):
             raise ValueError("the owner is known")
-        self._write(owner=owner.hex())
+        self._write(owner=owner.hex(), open=open_run)
+        self._known.clear()  # they may have come with another owner's word
 
     def read(self, data: bytes, purpose: str, *, now: float | None = None) -> Statement:
         """A statement of somebody who takes part.
 
         Raises UntrustedError.
         """
-        found = read_statement(data, purpose, owner=self.owner, open_run=self._open, now=now)
+        found = read_statement(data, purpose, owner=self.owner, open_run=self.open_run, now=now)
         if found.grant.id in self._board.read()["revoked"]:
             raise UntrustedError("its invitation was revoked")
         return found
@@ -128,15 +137,10 @@ class Admission:
 
         Raises UntrustedError.
         """
-        found = self.read(credential, "peer", now=now)
-        grant = found.grant
-        member = Member(peer_id_of(found.content), grant.name, grant.role, grant.expires, grant.id)
-        if self._is_banned(member):
-            raise UntrustedError("it was banned from this run")
-        self._known.pop(member.peer_id, None)
-        self._known[member.peer_id] = member
-        while len(self._known) > _MOST_MEMBERS:
-            del self._known[next(iter(self._known))]
+        member = self._member_of(credential)
+        if why := self._objection(member, now):
+            raise UntrustedError(why)
+        _keep(self._known, member.peer_id, member)
         return member
 
     def admitted(self, peer_id: str, *, now: float | None = None) -> Member | None:
@@ -145,10 +149,16 @@ class Admission:
         Ask anew each time: an invitation expires or is revoked while its peer is connected.
         """
         member = self._known.get(peer_id)
-        if member is None or member.expires <= (time.time() if now is None else now):
-            return None
-        if member.invitation in self._board.read()["revoked"] or self._is_banned(member):
-            return None
+        return None if member is None or self._objection(member, now) else member
+
+    def writer_of(self, credential: bytes, until: float) -> Member:
+        """Who has written a record that lasts ``until`` then: whoever was invited for that long.
+
+        Raises UntrustedError.
+        """
+        member = self._member_of(credential)
+        if member.expires < until:
+            raise UntrustedError("it would outlast the invitation of its writer")
         return member
 
     def revoke(self, statement: bytes) -> bool:
@@ -172,12 +182,35 @@ class Admission:
     def _write(self, **facts: Any) -> None:
         self._facts = {**self._facts, **facts}
         self._board.write(self._facts)
-        if "owner" in facts:
-            self._known.clear()  # they may have come with another owner's word
 
-    def _is_banned(self, member: Member) -> bool:
-        banned = self._board.read()["banned"]
-        return member.peer_id in banned or member.invitation in banned
+    def _member_of(self, credential: bytes) -> Member:
+        """Its signatures are checked once; what may change is not looked at."""
+        key = (credential, self.owner, self.open_run)
+        if (known := self._verified.get(key)) is not None:
+            return known
+        found = read_statement(credential, "peer", owner=key[1], open_run=key[2], now=0.0)
+        grant = found.grant
+        member = Member(peer_id_of(found.content), grant.name, grant.role, grant.expires, grant.id, found.content)
+        _keep(self._verified, key, member)
+        return member
+
+    def _objection(self, member: Member, now: float | None) -> str:
+        """Why a peer is not welcome (any more); empty if it is."""
+        facts = self._board.read()
+        if member.expires <= (time.time() if now is None else now):
+            return "its invitation has expired"
+        if member.invitation in facts["revoked"]:
+            return "its invitation was revoked"
+        if member.peer_id in facts["banned"] or member.invitation in facts["banned"]:
+            return "it was banned from this run"
+        return ""
+
+
+def _keep(found: dict[Any, Member], key: Any, member: Member) -> None:
+    found.pop(key, None)
+    found[key] = member
+    if len(found) > _MOST_MEMBERS:  # the one that came first
+        del found[next(iter(found))]
 
 
 def credential(own: Pass, public_key: bytes) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit.collaborative.entry import Entry, entry_of
 from trainkit.config import yaml
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RunFailedError, TrainkitError, UserError, error_from_json
@@ -30,14 +31,14 @@ class Run:
     """As YAML."""
 
 
-def run_at(where: str) -> Run:
-    """The run of the swarm at ``where``, as `entry_of` takes it.
+def run_at(entry: Entry) -> Run:
+    """The run of the swarm that ``entry`` leads to.
 
     Raises UserError when nobody answers.
     """
     done = subprocess.run(
         [sys.executable, "-m", "trainkit.collaborative.asking"],
-        input=f"{where}\n",
+        input=f"{entry.text}\n",
         capture_output=True,
         text=True,
         timeout=_SECONDS,
@@ -88,15 +89,13 @@ def as_peer(
 
 def main() -> int:
     """Ask, and print the answer."""
-    from trainkit.collaborative import address
     from trainkit.collaborative.messages import manifest_of
     from trainkit.collaborative.reader import open_reader
 
-    where = sys.stdin.readline().strip()
     try:
-        address.check(where)
-        with open_reader([where]) as asked:
-            _, manifest = manifest_of(asked.read().manifests, [where])
+        entry = entry_of(sys.stdin.readline().split(), {}, name="ask")
+        with open_reader(entry) as asked:
+            _, manifest = manifest_of(asked.read().manifests, entry.addresses)
         if manifest.stopped:
             raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
         print(json.dumps({"name": manifest.name, "config": manifest.config}))

@@ -14,13 +14,18 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.compression import NoCompression
+from hivemind.p2p import PeerID
 from hivemind.utils.asyncio import as_aiter, azip, enter_asynchronously
 from torch import Tensor
 
 from trainkit.collaborative import processes
+from trainkit.collaborative.admission import Admission, Member
 from trainkit.collaborative.dht import SwarmDHT
+from trainkit.collaborative.digests import digest_of, sign_digest
 from trainkit.collaborative.exchange import Exchange, Outcome
+from trainkit.collaborative.guard import Guard
 from trainkit.collaborative.guarding import GuardedAverager
+from trainkit.collaborative.invitation import Pass
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.parts import CODECS, PART, Codec, Sending, num_parts
 from trainkit.config.schema import CollaborativeConfig
@@ -42,21 +47,28 @@ def patience(config: CollaborativeConfig) -> float:
 
 
 class _Averager(GuardedAverager):
-    """hivemind's averager. Its class name is part of the protocol between peers."""
+    """hivemind's averager, for members only. Its class name is part of the protocol between peers."""
 
     outer: OuterState
     codec: Codec
     plan: Tensor
     """In shared memory: the codec of this peer's parts, then each part's weight."""
+    own: Pass
+    guard: Guard
+    run_id: str
 
     def run(self) -> None:
         processes.become_helper(self._parent_pid)
         super().run()
 
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, Tensor], None]:
-        outer = self.outer
-        with outer.lock:
-            return {"round": outer.round, "age": outer.age}, (outer.theta.clone(), outer.momentum.clone()), None
+        """In the peer's own process: the state, and the word of this peer that it is the run's."""
+        round_index, *tensors = self.outer.copy()
+        theta, momentum = tensors
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, tensors))}, (theta, momentum), None
+
+    async def _look_up(self, admission: Admission, peer: PeerID) -> Member | None:
+        return await self.guard.member(str(peer))
 
     async def _aggregate_with_group(
         self, group_info: GroupInfo, min_vector_size: int, **options: Any
@@ -134,12 +146,14 @@ def open_averager(dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig,
         next_chunk_timeout=min(10.0, max(1.0, config.round_seconds / 4)),
         shutdown_timeout=2.0,
         daemon=True,
-        admission=None,
+        admission=dht.admission,
         num_parameters=outer.num_parameters,
     )
     averager.outer, averager.codec = outer, config.compression
     averager.plan = torch.zeros(1 + num_parts(outer.theta.numel()), dtype=torch.float64)
     averager.plan.share_memory_()  # type: ignore[no-untyped-call]
+    averager.own, averager.run_id = dht.own, run_id
+    averager.guard = Guard(dht.node, dht.admission)
     try:
         averager.run_in_background(await_ready=True, timeout=30.0)
         if threading.current_thread() is threading.main_thread():

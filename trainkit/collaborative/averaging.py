@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -19,14 +19,17 @@ from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.matchmaking import MatchmakingException
 from torch import Tensor
 
+from trainkit.collaborative.admission import Member
 from trainkit.collaborative.averager import GRACE, exchange_seconds
 from trainkit.collaborative.dht import SwarmDHT
+from trainkit.collaborative.digests import digest_of, read_digest
 from trainkit.collaborative.exchange import Outcome
-from trainkit.collaborative.judging import has_drifted, number, objection
+from trainkit.collaborative.judging import has_drifted, number, objection, reference_among
 from trainkit.collaborative.link import Link
 from trainkit.collaborative.outer import Given, OuterState
 from trainkit.collaborative.parts import CODECS
 from trainkit.collaborative.sentry import Screening
+from trainkit.collaborative.signing import UntrustedError
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import RunFailedError
 
@@ -93,13 +96,13 @@ class Averaging:
         self._usual_norm = 0.0  # of the last average that was used
 
     def share(self) -> None:
-        """From now on others may take over this peer's state; they prefer the oldest."""
+        """From now on others may take over this peer's state, if it is of the owner's side; the owner's rather."""
         if self._can_share:
             self._averager.allow_state_sharing = True
-            self._averager.state_sharing_priority = self._outer.age + 1.0
+            self._averager.state_sharing_priority = 2.0 if self._dht.own.grant.role == "owner" else 1.0
 
     def adopt(self, seconds: float, *, newer_than: int = -1) -> bool:
-        """Take over the state of the oldest peer that gives it. False if there is none, or it cannot be used.
+        """Take over the state that the owner's side has signed. False if nobody gives one that can be used.
 
         ``newer_than``: a state is of no use that is not of a later round.
         """
@@ -112,12 +115,12 @@ class Averaging:
             return False
         metadata, tensors = found
         try:
+            signed = read_digest(self._dht.admission, metadata["digest"], run_id=self._averager.run_id)
             theta, momentum = tensors
-            if int(metadata["round"]) <= newer_than:
+            if signed.round <= newer_than or digest_of(signed.run_id, signed.round, (theta, momentum)) != signed:
                 return False
-            # Younger than the donor: it keeps the say, should the two drift apart.
-            self._outer.load(theta.float(), momentum.float(), int(metadata["round"]), float(metadata["age"]) - 0.5)
-        except (ValueError, KeyError, TypeError):
+            self._outer.load(theta, momentum, signed.round)
+        except (UntrustedError, ValueError, KeyError, TypeError):
             return False
         return True
 
@@ -133,7 +136,6 @@ class Averaging:
             )
         about = {
             "shares": self._can_share,
-            "age": self._outer.age,
             "rate": float(samples_per_sec),
             "probe": self._outer.probe().numpy().tobytes(),
         }
@@ -214,8 +216,8 @@ class Averaging:
         else:
             average = given.vector
             arrived = counted = (False,) * len(given.weights)
-        drifted = has_drifted(members, str(self._averager.peer_id), outer.probe())
-        # A peer that went its own way while there were others must not be the one that they listen to later.
+        reference = reference_among(self._trusted(members), self._dht.own.grant.role, str(self._averager.peer_id))
+        drifted = reference is not None and has_drifted(members[reference].get("probe"), outer.probe())
         outer.step(
             average,
             now.next_round,
@@ -223,10 +225,7 @@ class Averaging:
             arrived=arrived,
             counted=counted,
             trained_on=trained_on,
-            counts=used == "average" or now.alone,
         )
-        if not drifted:
-            self.share()
         advice = self._link.learn(now.sent, outcome) if outcome is not None else ""
         self._averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
         return Round(
@@ -239,6 +238,11 @@ class Averaging:
             advice=advice,
             **({} if outcome is None else outcome.in_short()),
         )
+
+    def _trusted(self, members: Mapping[str, Mapping[str, Any]]) -> list[Member]:
+        """Those who say that they give their state away, as far as the owner lets them."""
+        sharing = [peer for peer, member in members.items() if member.get("shares") is True]
+        return [found for peer in sharing if (found := self._dht.member(peer)) and found.trusted]
 
     def _length(self, vector: Tensor) -> float:
         return float(vector[: self._outer.num_parameters].norm())

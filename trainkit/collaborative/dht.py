@@ -1,12 +1,11 @@
 """A peer's place in the swarm's DHT: start, publish, read, leave; every step bounded in time.
 
-One DHT is one swarm. Two kinds of records live in it: the creator's manifest, and every peer's progress.
+One DHT is one swarm. Records of ours in it: the creator's manifest, every peer's progress and credential, and the list
+of revoked invitations.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -18,9 +17,11 @@ from typing import Any
 import hivemind
 
 from trainkit.collaborative import address, dialback, processes
+from trainkit.collaborative.admission import Admission, Member
 from trainkit.collaborative.bounds import bound_records
+from trainkit.collaborative.daemon import check_listening, explain, listen_on
 from trainkit.collaborative.dialback import Seen
-from trainkit.collaborative.home import known_of
+from trainkit.collaborative.invitation import NOBODY
 from trainkit.collaborative.messages import (
     Manifest,
     Progress,
@@ -31,13 +32,18 @@ from trainkit.collaborative.messages import (
     progress_in,
 )
 from trainkit.collaborative.redial import redial
-from trainkit.collaborative.trust import CREDITS, MANIFEST, PROGRESS, Identity
-from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.collaborative.signed_records import CREDITS, MANIFEST, PROGRESS, REVOKED, peer_key
+from trainkit.collaborative.signing import UntrustedError
+from trainkit.collaborative.trust import Identity
 from trainkit.records.contributions import Contribution
 
 _START_SECONDS = 20.0
 _READ_SECONDS = 5.0
 _PROVE_SECONDS = 60.0
+# A list of revoked invitations is stored anew in every round.
+_REVOKED_SECONDS = 3600.0
+# Until it has trained its first round.
+_FIRST_SECONDS = 600.0
 
 
 class _DHT(hivemind.DHT):  # type: ignore[misc]
@@ -54,7 +60,10 @@ class SwarmDHT:
     def __init__(self, node: Any, identity: Identity, helpers: list[Any]) -> None:
         self.node, self._helpers = node, helpers
         self.peer_id = str(node.peer_id)
-        self._subkey = identity.subkey
+        self.own, self.admission = identity.own, identity.admission
+        self._subkey, self._credential = identity.subkey, identity.credential
+        self.revoked = b""
+        """The newest signed list of revoked invitations that this peer has heard of, to pass on."""
 
     @property
     def alive(self) -> bool:
@@ -75,8 +84,34 @@ class SwarmDHT:
         self._store(MANIFEST, asdict(manifest), seconds, wait=wait)
 
     def publish_progress(self, progress: Progress, seconds: float) -> None:
-        """Store this peer's progress for so many seconds; does not wait."""
+        """Store this peer's progress for so many seconds, and who it is; does not wait."""
         self._store(PROGRESS, asdict(progress), seconds, wait=False)
+        self.introduce_myself(seconds)
+        self.publish_revoked()
+
+    def introduce_myself(self, seconds: float, *, wait: bool = False) -> None:
+        """Store this peer's credential, by which those know it whom it asks for something."""
+        self._store(peer_key(self.peer_id), self._credential, seconds, wait=wait)
+
+    def note_revoked(self, statement: bytes) -> None:
+        """Heed a list of revoked invitations, and pass it on from now on if this peer is of the owner's side.
+
+        Raises UntrustedError unless the owner has signed it.
+        """
+        if self.admission.revoke(statement):
+            self.revoked = statement
+
+    def publish_revoked(self, *, wait: bool = False) -> None:
+        """Store the newest list that was noted."""
+        if self.revoked and self.own.grant.role != "volunteer":
+            self._store(REVOKED, self.revoked, _REVOKED_SECONDS, wait=wait)
+
+    def member(self, peer_id: str) -> Member | None:
+        """Who that peer is; None if it does not take part. May wait for an answer of the DHT."""
+        if (known := self.admission.admitted(peer_id)) is not None:
+            return known
+        found = self._read(peer_key(peer_id), latest=False)
+        return introduced(self.admission, peer_id, found)
 
     def publish_credits(self, contributions: Sequence[Contribution], seconds: float) -> None:
         """Store who has contributed how much, by this peer's account; does not wait."""
@@ -122,60 +157,30 @@ class SwarmDHT:
         """Start to read a record; the answer is a future."""
         return self.node.get(key, latest=True, return_future=True)
 
-    def _store(self, key: str, value: dict[str, Any], seconds: float, *, wait: bool) -> None:
+    def _store(self, key: str, value: Any, seconds: float, *, wait: bool) -> None:
         with suppress(FutureTimeoutError, OSError):
-            future = self.node.store(key, value, time.time() + seconds, subkey=self._subkey, return_future=True)
+            # A record must not outlast the invitation of its writer.
+            until = min(time.time() + seconds, float(self.own.grant.expires))
+            future = self.node.store(key, value, until, subkey=self._subkey, return_future=True)
             if wait:
                 future.result(_READ_SECONDS)
 
-    def _read(self, key: str) -> Any:
+    def _read(self, key: str, *, latest: bool = True) -> Any:
         try:
-            return self.ask(key).result(_READ_SECONDS)
+            return self.node.get(key, latest=latest, return_future=True).result(_READ_SECONDS)
         except (FutureTimeoutError, OSError):
             return None
 
 
-class Watch:
-    """The other peers, as far as this one has heard of them; asking never keeps it from training."""
-
-    def __init__(self, dht: SwarmDHT, creator: str) -> None:
-        self._dht, self._creator = dht, creator
-        self._questions: dict[str, Any] = {}
-        self.peers: dict[str, Progress] = {}
-        self.stopped = False
-        """The creator has ended the run."""
-        self.first_round = 0
-        """By the creator's clock; 0 as long as it has not been heard."""
-
-    def poll(self) -> None:
-        """Take the answers that are there and ask again."""
-        for key in (MANIFEST, PROGRESS):
-            question = self._questions.get(key)
-            if question is not None and not question.done():
-                continue
-            if question is not None:
-                with suppress(Exception):  # a question that failed is asked again
-                    self._take(key, question.result(0))
-            with suppress(OSError):  # the node has died, which ends the round
-                self._questions[key] = self._dht.ask(key)
-
-    def others(self, since: float) -> dict[str, Progress]:
-        """Peers besides this one that have told of themselves since then (seconds since 1970)."""
-        return {peer: own for peer, own in self.peers.items() if peer != self._dht.peer_id and own.time >= since}
-
-    def reachable(self) -> tuple[str, ...]:
-        """Addresses of the others, as far as they have any."""
-        return known_of(
-            [item for peer, own in self.peers.items() if peer != self._dht.peer_id for item in own.addresses]
-        )
-
-    def _take(self, key: str, found: Any) -> None:
-        if key == PROGRESS:
-            self.peers = progress_in(found)
-        else:
-            manifest = manifests_in(found).get(self._creator)
-            self.stopped = manifest is not None and manifest.stopped
-            self.first_round = manifest.first_round if manifest is not None else self.first_round
+def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:
+    """Who a peer is, by what the DHT returned for `peer_key`; None if it does not take part."""
+    if found is None or not isinstance(found.value, dict):
+        return None
+    for entry in found.value.values():
+        with suppress(UntrustedError, AttributeError, TypeError):
+            if (member := admission.introduce(entry.value)).peer_id == peer_id:
+                return member
+    return None
 
 
 @contextmanager
@@ -204,16 +209,17 @@ def open_dht(
     for item in peers:
         address.check(item)
     if host is not None:
-        _check_listening(host, port)
+        check_listening(host, port)
     node = _DHT(
         initial_peers=list(peers) or None,
         start=False,
         client_mode=host is None or not proven,
         dht_mode="client" if host is None else "server",
-        host_maddrs=[_listen_on(host, port)],
+        host_maddrs=[listen_on(host, port)],
         identity_path=str(identity.path),
         check_if_identity_free=identity.kept,
         record_validators=identity.validators(),
+        authorizer=identity.authorizer(),
         startup_timeout=_START_SECONDS - 5.0,
         announce_maddrs=[announce] if announce is not None else None,
         nat_port_map=host == "0.0.0.0" and announce is None,
@@ -228,10 +234,11 @@ def open_dht(
             node.wait_until_ready(_START_SECONDS)
             mine = processes.family(node.pid)
         except Exception as error:  # whatever went wrong in the other process comes back as it was there
-            raise _explain(error, peers) from None
+            raise explain(error, peers, invited=identity.own.grant.owner != NOBODY) from None
         dht = SwarmDHT(node, identity, mine)
         if host is not None and proven:
             dht._in_dht(dialback.serve, _READ_SECONDS, None)
+        dht.introduce_myself(_FIRST_SECONDS, wait=bool(peers))
         yield dht
     finally:
         with suppress(OSError, ValueError):
@@ -242,58 +249,13 @@ def open_dht(
 def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0) -> Manifest:
     """The manifest of the swarm that was joined through ``peers``, as `manifest_of` chooses it.
 
-    Raises UserError as well when there is none in time.
+    From then on the word of its owner counts, and nobody else's. Raises UserError as well when there is none in time.
     """
     deadline = time.monotonic() + seconds
     while not (found := dht.manifests()):
         if time.monotonic() > deadline:
             raise no_run_at(peers[0])
         time.sleep(0.5)
-    return manifest_of(found, peers)[1]
-
-
-def _check_listening(host: str, port: int) -> None:
-    """Refuse an address that is not this machine's, and a port that somebody else has.
-
-    Tried here, because libp2p shares a port with whoever let others share it, such as another peer.
-    """
-    try:
-        kind = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-        with socket.socket(kind, socket.SOCK_STREAM) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind((host, port))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"Cannot listen on {host}, port {port or 'any'}.",
-            why=f"{getattr(error, 'strerror', None) or error}.",
-            fix="Choose another --port, or a --host that is an IP address of this machine.",
-        ) from None
-
-
-def _listen_on(host: str | None, port: int) -> str:
-    if host is None:
-        return "/ip4/127.0.0.1/tcp/0"  # libp2p insists on listening; nobody is told of it
-    return f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}"
-
-
-def _explain(error: Exception, peers: Sequence[str]) -> TrainkitError:
-    text = str(error) or type(error).__name__
-    if "local time must be within" in text:
-        return UserError(
-            "The clock of this machine differs from the swarm's by more than three seconds.",
-            why="Rounds end by the clock, so the peers' clocks must agree.",
-            fix="Set it: `timedatectl set-ntp true`, or ask the administrator.",
-        )
-    if "already taken" in text:
-        return UserError(
-            "Another peer uses this identity now.",
-            why="A peer is known by its key, so two cannot share one.",
-            fix="Leave --identity out, or give every peer its own file.",
-        )
-    if peers:
-        return address.nobody_answers(peers[0])
-    return RunFailedError(
-        "The peer-to-peer daemon of hivemind did not start.",
-        why=f"{text.strip().splitlines()[-1][:200]}.",
-        fix="On a loaded machine try again; else run with HIVEMIND_LOGLEVEL=DEBUG and see what it says.",
-    )
+    manifest = manifest_of(found, peers)[1]
+    dht.admission.settle(bytes.fromhex(manifest.owner), open_run=manifest.open_run)
+    return manifest

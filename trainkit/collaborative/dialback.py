@@ -53,6 +53,8 @@ async def serve(dht: Any, node: Any) -> None:
 
     async def answer(request: StringValue, context: P2PContext) -> StringValue:
         now, peer = time.time(), str(context.remote_id)
+        if node.protocol.authorizer.admission.admitted(peer) is None:
+            raise RuntimeError("not invited")
         if peer in waiting or len(waiting) >= _MOST_WAITING:  # or strangers would have this machine do nothing else
             raise RuntimeError("busy")
         waiting.add(peer)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.invitation import Pass
@@ -35,6 +36,11 @@ def sha256_of(tensors: Iterable[memoryview]) -> str:
         found.update(tensor.nbytes.to_bytes(8, "big"))
         found.update(tensor)
     return found.hexdigest()
+
+
+def digest_of(run_id: str, round_index: int, tensors: Iterable[Any]) -> Digest:
+    """Of a state, as torch has it on the CPU."""
+    return Digest(run_id, round_index, sha256_of(memoryview(tensor.numpy()).cast("B") for tensor in tensors))
 
 
 def sign_digest(own: Pass, digest: Digest) -> bytes:

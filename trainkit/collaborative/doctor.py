@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from trainkit import terminal
-from trainkit.collaborative import address, processes
+from trainkit.collaborative import processes
+from trainkit.collaborative.entry import Entry
 from trainkit.errors import TrainkitError
 from trainkit.records.rundir import runs_root
 
@@ -39,25 +40,20 @@ class Finding:
         return [first, *([f"      fix: {terminal.one_line(self.remedy)}"] if self.remedy else [])]
 
 
-def examine(addresses: Sequence[str], env: Mapping[str, str]) -> Iterator[Finding]:
+def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """Look at one thing after the other; what needs one that has failed is left out."""
     yield _device()
     disk = _disk(env, 0)
     if disk.exit_code:
         yield disk
     reached = []
-    for item in addresses:
-        try:
-            address.check(item)
-        except TrainkitError as error:
-            yield Finding("address", f"{error.what} {error.why}", error.fix, 2)
-            continue
+    for item in entry.addresses:
         named = list(_name_and_port(item))
         yield from named
         if all(finding.exit_code == 0 for finding in named):
             reached.append(item)
     if reached:
-        yield from _swarm(reached, env)
+        yield from _swarm(replace(entry, addresses=tuple(reached)), env)
 
 
 def _name_and_port(item: str) -> Iterator[Finding]:
@@ -105,19 +101,23 @@ def _disk(env: Mapping[str, str], parameters: int) -> Finding:
     return Finding("disk", found, "Free some space, or set TRAINKIT_RUNS to a folder with more.", 2)
 
 
-def _swarm(addresses: Sequence[str], env: Mapping[str, str]) -> Iterator[Finding]:
+def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
     try:
         processes.require_hivemind()
         from trainkit.collaborative import trust
         from trainkit.collaborative.dht import open_dht, read_manifest
-        from trainkit.collaborative.settings import adapted, in_words, installed
+        from trainkit.collaborative.facts import in_words, installed, parameters_in
+        from trainkit.collaborative.settings import adapted
 
-        with trust.identity() as identity, open_dht(identity, peers=addresses) as dht:
-            seen = dht.prove(addresses, as_member=False)
+        with (
+            trust.identity(None, entry.own, entry.admission()) as identity,
+            open_dht(identity, peers=entry.addresses) as dht,
+        ):
+            seen = dht.prove(entry.addresses, as_member=False)
             if seen.by:
                 yield _clock(seen.clock)
-            manifest = read_manifest(dht, addresses)
+            manifest = read_manifest(dht, entry.addresses)
             over = manifest.stopped
             config = adapted(manifest.config, (), allow_code=True)
     except TrainkitError as error:
@@ -130,14 +130,15 @@ def _swarm(addresses: Sequence[str], env: Mapping[str, str]) -> Iterator[Finding
         yield Finding("manifest", f"{manifest.name} is over", "Join another run.", 1)
         return
     yield Finding("manifest", f"{manifest.name}, {(end - time.time()) / 60:.0f} minutes to go")
-    theirs, ours = manifest.versions, installed()
-    differ = {name: theirs[name] for name in theirs if ours.get(name) not in (None, theirs[name])}
+    ours = installed()
+    theirs = {name: manifest.facts[name] for name in ours if name in manifest.facts}
+    differ = {name: theirs[name] for name in theirs if ours[name] != theirs[name]}
     if differ:
-        wanted = " ".join(f"{name}=={version}" for name, version in differ.items())
+        wanted = " ".join(f"'{name}=={version}.*'" for name, version in differ.items())
         yield Finding("versions", f"the creator has {in_words(differ)}", f"pip install {wanted}", 2)
     else:
         yield Finding("versions", "those of the creator")
-    yield _disk(env, manifest.num_parameters)
+    yield _disk(env, parameters_in(manifest.facts))
 
 
 def _clock(ahead: float) -> Finding:

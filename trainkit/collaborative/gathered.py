@@ -31,7 +31,6 @@ class About(BaseModel):
     """Samples per second in this round."""
     shares: bool = False
     """Gives away its state."""
-    age: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] = 0.0
     probe: Annotated[bytes, Field(max_length=1024)] = b""
 
 

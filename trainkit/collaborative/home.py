@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainkit.collaborative import address
+from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.errors import UserError
 from trainkit.records import reading
 from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 
-ADDRESS_FILE = "swarm_address"
-"""Beside config.yaml: the addresses of a running swarm, one a line."""
 _FILE, _IDENTITY = "swarm.json", "swarm_identity"
 # Of those that can be reached, so many are remembered.
 MOST_OTHERS = 16

@@ -123,7 +123,7 @@ def grant(owner: Key, run: str, name: str, role: Role, expires: float) -> Pass:
 
 def open_pass(name: str, expires: float) -> Pass:
     """What a stranger shows at a run that is open to all: its own word, as a volunteer."""
-    key = Key.generate()
+    key, name = Key.generate(), as_name(name)
     granted = Grant.from_bytes(Grant("open", NOBODY, key.public, name, "volunteer", int(expires)).to_bytes())
     return Pass(granted, key.sign("grant", granted.to_bytes()), key)
 
@@ -209,17 +209,23 @@ def read_token(text: str, *, now: float | None = None) -> Invitation:
     if own.grant.expires <= (time.time() if now is None else now):
         raise UserError(
             f"The invitation of {own.grant.name} to {own.grant.run} has expired.",
-            why=f"It was good until {_date(own.grant.expires)}.",
+            why=f"It was good until {date(own.grant.expires)}.",
             fix="Ask whoever runs it for another.",
         )
     return Invitation(own, found)
+
+
+def as_name(text: str) -> str:
+    """The name of a machine, as far as a grant may hold it."""
+    return "".join(letter for letter in text if letter.isprintable())[:_LONGEST_NAME] or "peer"
 
 
 def _is_name(text: object, longest: int) -> bool:
     return isinstance(text, str) and 0 < len(text) <= longest and text.isprintable()
 
 
-def _date(seconds: float) -> str:
+def date(seconds: float) -> str:
+    """A moment in words that mean the same everywhere."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht, read_manifest
+from trainkit.collaborative.dht import SwarmDHT, open_dht, read_manifest
+from trainkit.collaborative.entry import Entry
+from trainkit.collaborative.facts import facts_of, meeting_place, require_same
 from trainkit.collaborative.fitting import volunteers_share
 from trainkit.collaborative.home import Home, Memory, keep_identity
 from trainkit.collaborative.keeping import Role, RoundKeeper
@@ -19,8 +21,8 @@ from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.reachability import FORWARD
 from trainkit.collaborative.rounds import Ending, Peer, train
 from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
-from trainkit.collaborative.settings import in_words, installed
 from trainkit.collaborative.waiting import Waiting
+from trainkit.collaborative.watch import Watch
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RunFailedError, UserError
@@ -34,21 +36,21 @@ _ADOPT_SECONDS = 60.0
 
 
 def join(
-    addresses: Sequence[str],
+    entry: Entry,
     seat: Seat,
     *,
     adapt: Callable[[Manifest], Config],
 ) -> tuple[Ending, RunDir | None]:
-    """Join the swarm at ``addresses``, and train in it until it ends.
+    """Join the swarm that ``entry`` leads to, and train in it until it ends.
 
     Args:
         adapt: the configuration for this machine, from the manifest's.
     """
     with (
-        trust.identity(seat.identity) as identity,
+        trust.identity(seat.identity, entry.own, entry.admission()) as identity,
         open_dht(
             identity,
-            peers=addresses,
+            peers=entry.addresses,
             host=seat.host,
             port=seat.port,
             announce=seat.announce,
@@ -56,8 +58,8 @@ def join(
         ) as dht,
     ):
         if seat.must_prove:
-            seat = proven(dht, addresses, seat)
-        manifest = read_manifest(dht, addresses)
+            seat = proven(dht, entry.addresses, seat)
+        manifest = read_manifest(dht, entry.addresses)
         if manifest.stopped:
             raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
         config = adapt(manifest)
@@ -72,18 +74,14 @@ def join(
         outer = common_state(config, splits)
         if seat.max_upload is not None:
             seat.say(volunteers_share(config.collaborative, outer.theta.numel(), seat.max_upload))
-        if outer.num_parameters != manifest.num_parameters:
-            raise UserError(
-                f"The model has {outer.num_parameters:,} parameters here, not {manifest.num_parameters:,}.",
-                why=f"The model's code or a library differs: the creator has {in_words(manifest.versions)}; here are "
-                f"{in_words(installed())}.",
-                fix="Install the creator's versions.",
-            )
-        with averaged(config, seat, splits, outer, dht, manifest.run_id) as (team, averaging):
+        facts = facts_of(config, splits, outer.model)
+        require_same(manifest.facts, facts)
+        place = meeting_place(manifest.run_id, facts)
+        with averaged(config, seat, splits, outer, dht, place) as (team, averaging):
             parts = team.judge
             watch, progress = Watch(dht, _creator_of(dht, manifest)), Progress()
-            memory = Memory(addresses)
-            guest = _Guest(manifest, config, addresses, seat, dht, averaging, outer, memory)
+            memory = Memory(entry.addresses)
+            guest = _Guest(manifest, config, entry, seat, dht, averaging, outer, memory)
             peer = replace(
                 peer_at(seat, team, outer, averaging, dht, clock, watch, progress),
                 before_round=lambda: memory.note(watch.reachable()),
@@ -143,7 +141,7 @@ class _Guest:
 
     manifest: Manifest
     config: Config
-    addresses: Sequence[str]
+    entry: Entry
     seat: Seat
     dht: SwarmDHT
     averaging: Averaging
@@ -206,7 +204,7 @@ class _Guest:
         same = [one for one in found if one.run_id == self.manifest.run_id]
         if found and not same:
             raise UserError(
-                f"Another run is at {self.addresses[0]} now.",
+                f"Another run is at {self.entry.addresses[0]} now.",
                 why=f"It was {self.manifest.name}; its creator has started a new one, {found[0].name}.",
                 fix="Join that one, if it is meant.",
             )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainkit.collaborative.admission import Member
+from trainkit.collaborative.invitation import Role
 from trainkit.collaborative.outer import PROBE_SIZE
 
 # An average more than so many times longer than this peer's own pseudo-gradient is refused.
 _LARGEST_RATIO = 10.0
-# Relative distance of those beyond which a peer takes over the senior peer's state. Rounding to fp16 gives about 1e-5.
+# Relative distance beyond which a peer takes over the state of the owner's side. Rounding to fp16 gives about 1e-5.
 _DRIFT = 1e-3
 
 
@@ -27,15 +29,17 @@ def objection(average: Tensor, num_parameters: int, usual: float) -> str:
     return ""
 
 
-def has_drifted(members: Mapping[str, Mapping[str, Any]], own_id: str, own: Tensor) -> bool:
-    """Compare this peer's probe with that of the oldest member that shares its state."""
-    sharing = [(number(m.get("age")), peer, m) for peer, m in members.items() if m.get("shares") is True]
-    if not sharing:
-        return False
-    _, oldest, member = max(sharing, key=lambda item: item[:2])
-    if oldest == own_id:
-        return False
-    probe = member.get("probe")
+def reference_among(trusted: Iterable[Member], role: Role, own_id: str) -> str | None:
+    """With whose weights a peer compares its own: the owner's; without the owner, of the first of its side by id.
+
+    None if it is itself the one that others compare with; what it has trained counts, whatever anybody says.
+    """
+    first = min(trusted, key=lambda member: (member.role != "owner", member.peer_id), default=None)
+    return None if first is None or role == "owner" or first.peer_id == own_id else first.peer_id
+
+
+def has_drifted(probe: object, own: Tensor) -> bool:
+    """Whether this peer's ``own`` probe is no longer that of the peer which has sent ``probe``."""
     if not isinstance(probe, bytes) or len(probe) != 4 * PROBE_SIZE:
         return False
     theirs = torch.frombuffer(bytearray(probe), dtype=torch.float32)

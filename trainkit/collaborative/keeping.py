@@ -13,10 +13,10 @@ from typing import Any, Literal
 from trainkit import terminal
 from trainkit.checkpoint.saving import Restored
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.dht import Watch
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.patient import PatientRecord
 from trainkit.collaborative.rounds import Box
+from trainkit.collaborative.watch import Watch
 from trainkit.distributed.device import device_name
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
@@ -165,7 +165,7 @@ class RoundKeeper:
         waits = self._record.is_full  # for the end of it: that it has begun says nothing about room
 
         def save() -> None:
-            keeper.save(optimizer=False, extra={"outer": common}, round=rounds, age=self._outer.age)
+            keeper.save(optimizer=False, extra={"outer": common}, round=rounds)
             if waits:
                 keeper.settle()
 
@@ -202,7 +202,7 @@ def take_over(restored: Restored, outer: OuterState) -> None:
     """
     Progress.of(restored.state)
     state, common = restored.state, restored.extra["outer"]
-    outer.load(common["theta"], common["momentum"], int(state["round"]), float(state["age"]))
+    outer.load(common["theta"], common["momentum"], int(state["round"]))
 
 
 def _who(box: Box) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any
 
+import base58
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from trainkit import terminal
@@ -15,7 +16,7 @@ from trainkit.collaborative import address
 from trainkit.errors import RefusedError, UserError
 from trainkit.records.contributions import Contribution, typed
 
-PROTOCOL = 1
+PROTOCOL = 2
 LONGEST_NAME = 64
 
 
@@ -27,10 +28,13 @@ class Manifest:
     name: str
     config: str
     """The complete configuration as YAML."""
-    config_sha256: str
-    num_parameters: int
     first_round: int
-    versions: dict[str, str] = field(default_factory=dict)
+    owner: str
+    """The owner's public key, in hex."""
+    open_run: bool = False
+    """Whoever has an address may take part, as a volunteer."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """What every peer must have alike, see `facts_of`."""
     stopped: bool = False
     """The creator has ended the run before its last round."""
     protocol: int = PROTOCOL
@@ -73,7 +77,7 @@ class Progress:
 
 
 def manifests_in(found: Any) -> dict[str, Manifest]:
-    """Peer id -> manifest, of what the DHT returned for `trust.MANIFEST`."""
+    """Peer id -> manifest, of what the DHT returned for `MANIFEST`."""
     return {peer: Manifest(**value) for peer, value in _records(found).items()}
 
 
@@ -95,7 +99,7 @@ _PROGRESS = TypeAdapter(Progress)
 
 
 def credits_in(found: Any) -> dict[str, list[Contribution]]:
-    """Peer id -> who has contributed how much by its account, of what the DHT returned for `trust.CREDITS`."""
+    """Peer id -> who has contributed how much by its account, of what the DHT returned for `CREDITS`."""
     return {
         peer: typed([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
         for peer, value in _records(found).items()
@@ -131,7 +135,7 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[st
     if manifest.protocol != PROTOCOL:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
-            why=f"Its creator has trainkit {manifest.versions.get('trainkit', 'of unknown version')}.",
+            why="Its creator has another trainkit.",
             fix="Install the creator's version.",
         )
     return creator, manifest
@@ -148,11 +152,9 @@ def no_run_at(peer: str) -> UserError:
 
 def _records(found: Any) -> dict[str, dict[str, Any]]:
     """Peer id -> record. Shapes and signatures have been checked by the DHT's validators."""
-    from trainkit.collaborative.trust import peer_id_of  # which needs hivemind; the messages themselves do not
-
     records: dict[str, dict[str, Any]] = {}
     if found is not None and isinstance(found.value, dict):
         for subkey, entry in islice(found.value.items(), MOST_PEERS):
             with suppress(ValueError, TypeError):
-                records[peer_id_of(subkey)] = dict(entry.value)
+                records[str(base58.b58encode(subkey).decode())] = dict(entry.value)
     return records

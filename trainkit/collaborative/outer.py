@@ -69,8 +69,6 @@ class OuterState:
         self.theta = _flatten(self._tensors())
         self.momentum = torch.zeros(self.num_parameters)
         self.round = 0
-        self.age = 0.0
-        """Rounds that this state has behind it with the group; of two that have drifted apart the older one counts."""
         generator = torch.Generator().manual_seed(self.num_parameters)
         self.version = 0
         """Grows whenever the model is given other weights from here: copies of it are then out of date."""
@@ -113,7 +111,6 @@ class OuterState:
         arrived: Sequence[bool],
         counted: Sequence[bool],
         trained_on: bool = False,
-        counts: bool = True,
     ) -> None:
         """The outer update, and the model goes on from it.
 
@@ -123,7 +120,6 @@ class OuterState:
             arrived: parts of the average that are there; of the others the common weights stay as they are.
             counted: parts of ``given`` that are in an average; the others stay in the model, for a later round.
             trained_on: the model has been trained since it gave.
-            counts: the round adds to the state's age.
         """
         size, before = self.num_parameters, self.theta.clone()
         with self.lock:
@@ -133,7 +129,6 @@ class OuterState:
                     buffers = slice(max(part.start, size), part.stop)
                     self.theta[buffers] = average[buffers]
             self.round = next_round
-            self.age += counts
         taken = given.moved.clone()
         for number, (part, is_in) in enumerate(zip(cuts(size), counted, strict=False)):
             if not is_in:
@@ -181,6 +176,11 @@ class OuterState:
                     tensor.copy_(value)
             self.version += 1
 
+    def copy(self) -> tuple[int, Tensor, Tensor]:
+        """Round, weights and momentum as they were at one moment."""
+        with self.lock:
+            return self.round, self.theta.clone(), self.momentum.clone()
+
     @torch.no_grad()
     def into_model(self) -> None:
         """Copy the common weights into the model."""
@@ -195,7 +195,7 @@ class OuterState:
         # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
         return [*self.params, *(buffer for buffer in self.model.buffers() if buffer.is_floating_point())]
 
-    def load(self, theta: Tensor, momentum: Tensor, round_index: int, age: float) -> None:
+    def load(self, theta: Tensor, momentum: Tensor, round_index: int) -> None:
         """Go on from another peer's state, or from a checkpoint.
 
         Raises ValueError when it does not fit or is not finite.
@@ -207,7 +207,7 @@ class OuterState:
         with self.lock:
             self.theta.copy_(theta)
             self.momentum.copy_(momentum)
-            self.round, self.age = round_index, age
+            self.round = round_index
         self.forget()
 
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from trainkit.collaborative.admission import revoked_list
-from trainkit.collaborative.invitation import Pass, Role, grant
+from trainkit.collaborative.invitation import Pass, Role, as_name, grant
 from trainkit.collaborative.signing import Key
 from trainkit.errors import UserError
 from trainkit.records import jsonl
@@ -33,17 +33,12 @@ class Owner:
     """The owner of a run, by its folder."""
 
     def __init__(self, folder: Path, key: Key) -> None:
-        self._folder, self._key = folder, key
-        self.public = key.public
+        self.key, self._folder = key, folder
 
     @property
     def run(self) -> str:
         """The run's name."""
         return self._folder.name
-
-    def own_pass(self, name: str, role: Role = "owner") -> Pass:
-        """A pass for a peer of the owner's own; it is on no list."""
-        return grant(self._key, self.run, name, role, time.time() + _FOR_EVER)
 
     def invite(self, name: str, role: Role, seconds: float) -> Pass:
         """An invitation for so long, and a line about it in the list.
@@ -52,7 +47,7 @@ class Owner:
         """
         if not (0 < len(name) <= 64 and name.isprintable()):
             raise UserError("That is no name for an invitation.", why="It has 1 to 64 letters.", fix="Use a short one.")
-        made = grant(self._key, self.run, name, role, time.time() + seconds)
+        made = grant(self.key, self.run, name, role, time.time() + seconds)
         about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
         jsonl.append(self._folder / INVITED_FILE, about)
         return made
@@ -87,7 +82,7 @@ class Owner:
 
     def _write_revoked(self, ids: set[str]) -> bytes:
         # Time makes a good serial: it grows, whichever machine with this folder it is.
-        statement = revoked_list(self.own_pass("owner"), time.time_ns() // 1_000_000, ids)
+        statement = revoked_list(own_pass(self.key, "owner"), time.time_ns() // 1_000_000, ids)
         file = self._folder / REVOKED_FILE
         partial = file.with_name(f".{REVOKED_FILE}.partial")
         partial.write_bytes(base64.b64encode(statement))
@@ -95,20 +90,23 @@ class Owner:
         return statement
 
 
-def owner_of(folder: Path, *, create: bool = False) -> Owner:
-    """The owner of the run in ``folder``; ``create``: make its key if there is none.
+def own_pass(key: Key, name: str, role: Role = "owner") -> Pass:
+    """A pass for a peer of the owner's own; it is on no list."""
+    return grant(key, "own", as_name(name), role, time.time() + _FOR_EVER)
 
-    Raises UserError when there is no key here, it can be read by others, or it is none.
+
+def owner_of(folder: Path) -> Owner:
+    """The owner of the run in ``folder``.
+
+    Raises UserError when there is no key, it can be read by others, or it is none.
     """
     file = folder / KEY_FILE
     if not file.exists():
-        if not create:
-            raise UserError(
-                f"{folder.name} was not created here.",
-                why=f"There is no {KEY_FILE} in {folder}: only the creator of a swarm has it.",
-                fix="Name a run that `python -m jobs.swarm create` has made on this machine.",
-            )
-        return Owner(folder, _write(file, Key.generate()))
+        raise UserError(
+            f"{folder.name} was not created here.",
+            why=f"There is no {KEY_FILE} in {folder}: only the creator of a swarm has it.",
+            fix="Name a run that `python -m jobs.swarm create` has made on this machine.",
+        )
     try:
         if file.stat().st_mode & 0o077:
             raise UserError(
@@ -128,7 +126,21 @@ def owner_of(folder: Path, *, create: bool = False) -> Owner:
         ) from None
 
 
-def _write(file: Path, key: Key) -> Key:
+def key_of(folder: Path) -> Key:
+    """The key of a run that goes on; of one that begins, a new one, to be kept by `keep_key`.
+
+    Raises UserError as `owner_of` does.
+    """
+    return owner_of(folder).key if (folder / KEY_FILE).exists() else Key.generate()
+
+
+def keep_key(folder: Path, key: Key) -> Owner:
+    """Write the run's key into its folder, unless it is there already."""
+    file = folder / KEY_FILE
+    if file.exists():
+        owner = owner_of(folder)
+        assert owner.key.public == key.public, "a run has one key"
+        return owner
     pem = Ed25519PrivateKey.from_private_bytes(key.seed).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -140,4 +152,4 @@ def _write(file: Path, key: Key) -> Key:
         out.flush()
         os.fsync(out.fileno())
     partial.replace(file)
-    return key
+    return Owner(folder, key)

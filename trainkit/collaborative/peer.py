@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.collaborative import address, processes
+from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.home import home_of, write_addresses
+from trainkit.collaborative.inviting import invited
+from trainkit.collaborative.owner import owner_of
 from trainkit.collaborative.reachability import how_to_be_reached
 from trainkit.collaborative.settings import adapted, check_own, require_collaborative
 from trainkit.config.schema import Config
@@ -29,6 +32,14 @@ if TYPE_CHECKING:
     from trainkit.collaborative.messages import Manifest
 
 
+# How long the token is good that `create` prints.
+_FIRST_SECONDS = 7 * 86400.0
+
+
+def _to_terminal(line: str) -> None:
+    print(line, flush=True)
+
+
 def create_swarm(
     config: Config,
     *,
@@ -40,6 +51,7 @@ def create_swarm(
     stop: StopFlag,
     max_upload: float | None = None,
     say: Callable[[str], None] = print,
+    whisper: Callable[[str], None] = _to_terminal,
     announce: str | None = None,
     trains: bool = True,
     folder: RunDir | None = None,
@@ -47,6 +59,7 @@ def create_swarm(
     """Create a swarm on this machine and train in it. How it ended (finished, stopped), and the run folder.
 
     Args:
+        whisper: prints what must not be kept in the run's log, such as a token.
         announce: the address that others are told, where it is not this machine's own.
         trains: else it only reduces, judges and keeps the records.
         folder: of the run, if it goes on.
@@ -65,9 +78,14 @@ def create_swarm(
     def tell(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
         say(f"Run: {run_dir.path}")
-        say("Others join with one of these lines, the first that reaches this machine:")
-        for item in addresses:
-            say(f"  {address.join_command([item])}")
+        if config.collaborative.open:
+            say("Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:")
+            for item in addresses:
+                say(f"  {address.join_command([item])}")
+        elif folder is None:
+            for line in invited(owner_of(run_dir.path), tuple(addresses), "guest", _FIRST_SECONDS, "volunteer"):
+                whisper(line)
+        say(f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
         for line in how_to_be_reached(addresses):
             say(line)
         say(f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}")
@@ -129,7 +147,7 @@ def resume_swarm(
 
 
 def join_swarm(
-    addresses: Sequence[str],
+    entry: Entry,
     *,
     overrides: Sequence[str],
     open_run: Callable[[Config, str], Writer],
@@ -156,9 +174,13 @@ def join_swarm(
         trains: else it is an anchor: it reduces, keeps the common weights, and others join through it.
         allow_code: build a model or data set by code of the user's own, that the manifest names.
     """
-    for item in addresses:
-        address.check(item)
     check_own(overrides)
+    if host is not None and entry.own.grant.role == "volunteer":
+        raise UserError(
+            "Only those whom the owner trusts can be reached by others.",
+            why="This peer is a volunteer: it calls out only, and averages for nobody.",
+            fix="Leave --public out, or ask for a token of `python -m jobs.swarm invite NAME --reduce`.",
+        )
     processes.require_hivemind()
     from trainkit.collaborative import joining
     from trainkit.collaborative.seat import Seat
@@ -167,7 +189,8 @@ def join_swarm(
         write_addresses(run_dir, addresses)
         say("Others join through this machine, too:")
         for item in addresses:
-            say(f"  {address.join_command([item])}")
+            # Not the token itself: this goes into the log.
+            say(f"  {terminal.command('join', *(['TOKEN'] if entry.invited else []), item)}")
 
     run_name = ""
 
@@ -193,7 +216,7 @@ def join_swarm(
         max_upload=max_upload,
         opened=opened,
     )
-    return joining.join(addresses, seat, adapt=adapt)
+    return joining.join(entry, seat, adapt=adapt)
 
 
 @contextmanager

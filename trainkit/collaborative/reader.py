@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trainkit.collaborative import address, processes
+from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.light import put_up_packages
 from trainkit.errors import TrainkitError
 
@@ -40,7 +41,7 @@ class Reader:
         Raises UserError when nobody answers, or there is no run.
         """
         from trainkit.collaborative.messages import credits_in, manifests_in, no_run_at, progress_in
-        from trainkit.collaborative.trust import CREDITS, MANIFEST, PROGRESS
+        from trainkit.collaborative.signed_records import CREDITS, MANIFEST, PROGRESS
 
         deadline = time.monotonic() + _READ_SECONDS
         while True:
@@ -57,8 +58,8 @@ class Reader:
 
 
 @contextmanager
-def open_reader(peers: Sequence[str]) -> Iterator[Reader]:
-    """Reach the swarm at ``peers``, and leave nothing behind.
+def open_reader(entry: Entry) -> Iterator[Reader]:
+    """Reach the swarm that ``entry`` leads to, and leave nothing behind.
 
     Raises UserError when nobody answers there.
     """
@@ -71,11 +72,11 @@ def open_reader(peers: Sequence[str]) -> Iterator[Reader]:
 
     loop = asyncio.new_event_loop()
     try:
-        with trust.identity() as identity:
+        with trust.identity(None, entry.own, entry.admission()) as identity:
             processes.subprocesses_die_with_us()
             bound_records()
             created = DHTNode.create(
-                initial_peers=list(peers),
+                initial_peers=list(entry.addresses),
                 client_mode=True,
                 host_maddrs=["/ip4/127.0.0.1/tcp/0"],  # libp2p insists on listening; nobody is told of it
                 identity_path=str(identity.path),
@@ -85,15 +86,16 @@ def open_reader(peers: Sequence[str]) -> Iterator[Reader]:
                 # Of what is asked twice, the newest is wanted.
                 cache_locally=False,
                 record_validator=CompositeValidator(identity.validators()),
+                authorizer=identity.authorizer(),
             )
             try:
                 node = _done(loop, created, _START_SECONDS + 5.0)
             except TrainkitError:
                 raise
             except Exception:  # of libp2p's daemon, in many words
-                raise address.nobody_answers(peers[0]) from None
+                raise address.nobody_answers(entry.addresses[0], invited=entry.invited) from None
             try:
-                yield Reader(loop, node, peers)
+                yield Reader(loop, node, entry.addresses)
             finally:
                 with suppress(Exception):  # on the way out
                     _done(loop, node.shutdown(), 3.0)

@@ -16,11 +16,12 @@ import torch
 
 from trainkit.collaborative.averaging import Averaging, Round
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.dht import SwarmDHT, Watch
+from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.messages import Progress as PeerProgress
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.sentry import Sentry
 from trainkit.collaborative.team import Team, together
+from trainkit.collaborative.watch import Watch
 from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
 from trainkit.errors import RunFailedError

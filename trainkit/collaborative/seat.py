@@ -14,13 +14,14 @@ from trainkit.collaborative.averager import open_averager, patience
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.bans import Bans
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.dht import SwarmDHT, Watch
+from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.link import Link
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Peer
 from trainkit.collaborative.sentry import Sentry
 from trainkit.collaborative.team import PATIENCE, Team, data_seed, spread
 from trainkit.collaborative.waiting import PATIENCE_SECONDS
+from trainkit.collaborative.watch import Watch
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.distributed.process_group import distributed
@@ -119,7 +120,13 @@ def peer_at(
         watch=watch,
         outer=outer,
         averaging=averaging,
-        sentry=Sentry(averaging.screening, Bans(None), say=seat.say),
+        sentry=Sentry(
+            averaging.screening,
+            Bans(None),
+            say=seat.say,
+            enforce=dht.admission.ban,
+            invitation_of=lambda peer: _banned_with(dht, peer),
+        ),
         data_seed=data_seed(team.parts.config, dht.peer_id),
         stop_requested=seat.stop_requested,
         progress=progress,
@@ -127,6 +134,12 @@ def peer_at(
         trains=seat.trains,
         addresses=() if seat.host is None else tuple(dht.addresses()),
     )
+
+
+def _banned_with(dht: SwarmDHT, peer: str) -> str:
+    """A volunteer goes with its invitation, or it would come back with a new key; of the owner's side only the peer."""
+    member = dht.member(peer)
+    return member.invitation if member is not None and not member.trusted else peer
 
 
 @contextmanager

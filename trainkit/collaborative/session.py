@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from trainkit.collaborative import trust
+from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.crediting import Credits
-from trainkit.collaborative.dht import SwarmDHT, Watch, open_dht
+from trainkit.collaborative.dht import SwarmDHT, open_dht
+from trainkit.collaborative.facts import facts_of, meeting_place
 from trainkit.collaborative.fitting import creators_share, fitted
 from trainkit.collaborative.home import Home, Memory, home_of, identity_in, keep_identity
 from trainkit.collaborative.keeping import RoundKeeper, take_over
 from trainkit.collaborative.messages import Manifest
 from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.owner import keep_key, key_of, own_pass
 from trainkit.collaborative.rounds import LOST_AFTER, NEWS_SECONDS, Ending, train
 from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
-from trainkit.collaborative.settings import installed
+from trainkit.collaborative.signing import Key
+from trainkit.collaborative.watch import Watch
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -49,9 +52,11 @@ def create(
     assert seat.host is not None
     splits = build_data(config.data)
     home = home_of(seat.folder) if seat.folder is not None else None
-    key = seat.identity or (identity_in(seat.folder) if seat.folder is not None else None)
+    file = seat.identity or (identity_in(seat.folder) if seat.folder is not None else None)
+    key = key_of(seat.folder.path) if seat.folder is not None else Key.generate()
+    admission = Admission(key.public, open_run=config.collaborative.open)
     with (
-        trust.identity(key) as identity,
+        trust.identity(file, own_pass(key, seat.name), admission) as identity,
         open_dht(identity, host=seat.host, port=seat.port, announce=seat.announce) as dht,
     ):
         outer = common_state(config, splits)
@@ -60,14 +65,16 @@ def create(
             rounds_as_fit = fitted(config.collaborative, values, seat.max_upload)
             config = config.model_copy(update={"collaborative": rounds_as_fit})
             seat.say(creators_share(rounds_as_fit, values, seat.max_upload))
+        facts = facts_of(config, splits, outer.model)
         writer = seat.open_run(config)
         run_dir = writer.run
+        owner = keep_key(run_dir.path, key)
         keep_identity(run_dir, identity.path)
         # Unguessable, and the same for as long as the run lasts: survivors know by it that this is their swarm.
         run_id = home.run_id if home is not None else f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
         memory = Memory(home.others if home is not None else ())
         with (
-            averaged(config, seat, splits, outer, dht, run_id) as (team, averaging),
+            averaged(config, seat, splits, outer, dht, meeting_place(run_id, facts)) as (team, averaging),
             kept(config, writer, team.judge, judges=True) as (checkpoints, metrics),
         ):
             parts = team.judge
@@ -79,18 +86,21 @@ def create(
                 return "finished", run_dir
             clock = _clock(config, outer, home, memory, dht, averaging, seat)
             averaging.share()
-            yaml = to_yaml(config)
             manifest = Manifest(
                 run_id=run_id,
                 name=run_dir.name,
-                config=yaml,
-                config_sha256=hashlib.sha256(yaml.encode()).hexdigest(),
-                num_parameters=outer.num_parameters,
+                config=to_yaml(config),
                 first_round=clock.first,
-                versions=installed(),
+                owner=key.public.hex(),
+                open_run=config.collaborative.open,
+                facts=facts,
             )
 
             def publish(manifest: Manifest, *, wait: bool = False) -> None:
+                # `swarm revoke` has written it there.
+                if revoked := owner.revoked():
+                    dht.note_revoked(revoked)
+                    dht.publish_revoked()
                 # From now on: a record only replaces one that would expire earlier.
                 dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
 

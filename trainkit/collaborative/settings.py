@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,19 +108,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def installed() -> dict[str, str]:
-    """Versions of what decides which model a configuration means, and how peers talk."""
-    found = {}
-    for name in ("trainkit", "torch", "torchvision", "timm", "hivemind"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # trainkit itself, run from a clone
-            continue
-    return found
-
-
-def in_words(versions: Mapping[str, str]) -> str:
-    """``torch 2.6.0, timm 1.0.15``"""
-    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items())) or "unknown versions"

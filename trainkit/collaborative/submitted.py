@@ -8,8 +8,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.collaborative import address, processes
+from trainkit import terminal
+from trainkit.collaborative import processes
+from trainkit.collaborative.entry import Entry, entry_of, with_token
+from trainkit.collaborative.handing import hide, reveal
 from trainkit.collaborative.home import write_addresses
+from trainkit.collaborative.invitation import write_token
+from trainkit.collaborative.owner import own_pass, owner_of
 from trainkit.collaborative.ranks import follow_rank_0
 from trainkit.collaborative.settings import require_collaborative, same_settings
 from trainkit.config.schema import Config
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from trainkit.collaborative.seat import Seat
 
 Outcome = Literal["finished", "preempted"]
+_TOKEN = "token of the ranks"
 
 
 def run_swarm_rank(
@@ -36,6 +42,7 @@ def run_swarm_rank(
     writer: Writer | None,
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
+    token: str = "",
     beat: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """One rank of a submitted swarm; each rank of a new one is a peer of its own.
@@ -49,6 +56,7 @@ def run_swarm_rank(
         writer: of the run folder; on rank 0 only, which keeps the records.
         node: the attempt as it was begun on this node, which need not share rank 0's folder; None: by nobody.
         secret: what the ranks of this run know and nobody else.
+        token: by which they join the swarm at ``collaborative.initial_peers``; without one it must be open to all.
         beat: called whenever this rank has made progress.
     """
     require_collaborative(config)
@@ -74,14 +82,11 @@ def run_swarm_rank(
         ending = "stopped" if stop.requested else "finished"
     elif config.collaborative.initial_peers:
         assert writer is not None
-        for item in config.collaborative.initial_peers:
-            address.check(item)
         # Back from the queue it is who it was before.
         name, identity = f"{socket.gethostname()}/{writer.run.name}", writer.run.path / "identity"
         seat = replace(seat, name=name[-64:], identity=identity, team=True, secret=secret)
-        ending, _ = joining.join(
-            config.collaborative.initial_peers, seat, adapt=lambda manifest: same_settings(config, manifest.config)
-        )
+        entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=seat.name)
+        ending, _ = joining.join(entry, seat, adapt=lambda manifest: same_settings(config, manifest.config))
     else:
         ending = _rank_of_new_swarm(config, seat, secret)
     if ending == "stopped":
@@ -106,28 +111,31 @@ def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
     )
     store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
     if not env.is_main:
-        return joining.join(_addresses_from(store), seat, adapt=lambda _: config)[0]
+        return joining.join(_entry_from(store, secret), seat, adapt=lambda _: config)[0]
 
     def announce(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
         if store is not None:
-            store.set("swarm", "\n".join(addresses))
-        seat.say(f"Volunteers join with: {address.join_command(addresses)}")
+            # A rank is as good as rank 0: it averages for others and gives away the state.
+            ranks = own_pass(owner_of(run_dir.path).key, "ranks", "reducer")
+            store.set("swarm", hide(secret, _TOKEN, write_token(ranks, addresses)))
+        # Not a token: this goes into a log.
+        seat.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
 
     try:
         return session.create(config, seat, announce=announce, prefer_host=_ip_of(env.master_addr))[0]
     except TrainkitError as error:
         if store is not None:
-            store.set("swarm", f"failed: {error.what}")  # or the others would wait for an address
+            store.set("swarm", hide(secret, _TOKEN, f"failed: {error.what}"))  # or the others would wait for an address
         raise
 
 
-def _addresses_from(store: Any) -> list[str]:
-    text = store.get("swarm").decode()  # waits for rank 0
+def _entry_from(store: Any, secret: Secret) -> Entry:
+    text = reveal(secret, _TOKEN, store.get("swarm"))  # waits for rank 0
     if text.startswith("failed: "):
         why = text.removeprefix("failed: ")
         raise RunFailedError("Rank 0 could not create the swarm.", why=why, fix="See its log.")
-    return list(text.splitlines())
+    return with_token(text)
 
 
 def _ip_of(host: str) -> str | None:

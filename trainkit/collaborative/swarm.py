@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit import terminal
-from trainkit.collaborative import address, reader
+from trainkit.collaborative import address, invitation, reader
+from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.home import ADDRESS_FILE
+from trainkit.collaborative.entry import Entry, by_address, entry_of
+from trainkit.collaborative.inviting import addresses_of
+from trainkit.collaborative.owner import KEY_FILE, own_pass, owner_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records import reading
 from trainkit.records.contributions import Contribution, Contributions
@@ -79,10 +82,10 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
         UserError: nobody answers at the address, or there is no such run.
     """
     with ExitStack() as held:
-        if reference is not None and address.looks_like(reference):
-            address.check(reference)
-            asked = held.enter_context(reader.open_reader([reference]))
-            yield lambda: view_of(asked.read(), [reference], None)
+        if reference is not None and (address.looks_like(reference) or invitation.looks_like(reference)):
+            entry = entry_of([reference], env, name="status")
+            asked = held.enter_context(reader.open_reader(entry))
+            yield lambda: view_of(asked.read(), entry.addresses, None)
             return
         run_dir = find_run(reference, env) if reference is not None else newest(env)
         file = run_dir.path / ADDRESS_FILE
@@ -92,9 +95,9 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
                 why=f"It has no {ADDRESS_FILE}.",
                 fix="`python -m jobs.status` shows it.",
             )
-        addresses = file.read_text(encoding="utf-8").split()
+        addresses = addresses_of(run_dir)
         try:
-            asked = held.enter_context(reader.open_reader(addresses))
+            asked = held.enter_context(reader.open_reader(_owners_entry(run_dir, addresses)))
         except TrainkitError:
             yield lambda: _from_records(run_dir)
             return
@@ -108,6 +111,13 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
         yield look
 
 
+def _owners_entry(run_dir: RunDir, addresses: tuple[str, ...]) -> Entry:
+    """Whoever has the run's key needs no token."""
+    if not (run_dir.path / KEY_FILE).exists():
+        return by_address(addresses, name="status")
+    return Entry(addresses, own_pass(owner_of(run_dir.path).key, "status", "volunteer"))
+
+
 def newest(env: Mapping[str, str]) -> RunDir:
     """The newest run here that has created a swarm."""
     root = runs_root(env)
@@ -116,7 +126,7 @@ def newest(env: Mapping[str, str]) -> RunDir:
         raise UserError(
             f"No swarm in {root}.",
             why="None of the runs there has created one.",
-            fix="Give an ADDRESS, or create one: python -m jobs.swarm create hivemind",
+            fix="Give a TOKEN, or create one: python -m jobs.swarm create hivemind",
         )
     return swarms[-1]
 

@@ -1,12 +1,11 @@
-"""Who a peer is, and what it may write: identities, the signed manifest of a run, and the shape of records.
+"""Who a peer is, and what it may write: its identity, its pass, and the shape of records.
 
-An address ends with the id of a peer, and that id is the hash of the peer's public key. The creator signs the manifest
-with that key. So whoever holds the address can tell the creator's manifest from everybody else's, without any server.
+An address ends with the id of a peer, and that id is the hash of the peer's public key: libp2p lets nobody else answer
+there. What the peer may do beyond that its pass says, which comes from the run's owner (see `invitation`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -16,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import base58
-import multihash  # type: ignore[import-untyped]
-from cryptography.hazmat.primitives import serialization
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
+from hivemind.dht.schema import SchemaValidator
 from hivemind.p2p import P2P
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 from pydantic import v1
 
+from trainkit.collaborative.admission import Admission, credential, peer_id_of
+from trainkit.collaborative.authorizer import Authorizer
+from trainkit.collaborative.invitation import Pass
+from trainkit.collaborative.signed_records import SignedRecords, der_of
 from trainkit.errors import UserError
-
-MANIFEST, PROGRESS, CREDITS = "trainkit_manifest", "trainkit_progress", "trainkit_credits"
 
 _Text = v1.constr(strict=True, max_length=128)
 _Count = v1.conint(strict=True, ge=0, le=1 << 50)
 _Number = v1.confloat(strict=True, ge=0.0, le=1e11)  # no infinity; and a comparison refuses what is no number
 _Loss = v1.confloat(strict=True, ge=-1e6, le=1e6)
+_Peer = v1.conbytes(strict=True, min_length=34, max_length=34)
 
 
 class _ManifestRecord(v1.BaseModel):
@@ -42,10 +41,10 @@ class _ManifestRecord(v1.BaseModel):
     run_id: _Text  # type: ignore[valid-type]
     name: _Text  # type: ignore[valid-type]
     config: v1.constr(strict=True, max_length=100_000)  # type: ignore[valid-type]
-    config_sha256: _Text  # type: ignore[valid-type]
-    num_parameters: _Count  # type: ignore[valid-type]
     first_round: _Count  # type: ignore[valid-type]
-    versions: dict[v1.StrictStr, _Text]  # type: ignore[valid-type]
+    owner: v1.constr(strict=True, regex="^[0-9a-f]{64}$")  # type: ignore[valid-type]
+    open_run: v1.StrictBool
+    facts: dict[v1.StrictStr, v1.constr(strict=True, max_length=500)]  # type: ignore[valid-type]
     stopped: v1.StrictBool
 
 
@@ -78,32 +77,51 @@ class _CreditsRecord(v1.BaseModel):
 
 
 class _Records(v1.BaseModel):
-    trainkit_manifest: dict[BytesWithPublicKey, _ManifestRecord]
-    trainkit_progress: dict[BytesWithPublicKey, _ProgressRecord]
-    trainkit_credits: dict[BytesWithPublicKey, _CreditsRecord]
+    trainkit_manifest: dict[_Peer, _ManifestRecord]  # type: ignore[valid-type]
+    trainkit_progress: dict[_Peer, _ProgressRecord]  # type: ignore[valid-type]
+    trainkit_credits: dict[_Peer, _CreditsRecord]  # type: ignore[valid-type]
+    trainkit_revoked: dict[_Peer, v1.StrictBytes]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A peer's key, in a file as libp2p's daemon wants it."""
+    """A peer's key, in a file as libp2p's daemon wants it, and what the peer may do with it."""
 
     path: Path
     key: Any
     kept: bool
     """The file outlives the peer, so that it comes back under the same address."""
+    own: Pass
+    """What the run's owner allows this peer."""
+    admission: Admission
 
-    def validators(self) -> list[Any]:
-        """For every DHT node: without the signature validator a read of signed records would hang for ever."""
-        return [SchemaValidator(_Records, allow_extra_keys=True), RSASignatureValidator(self.key)]
+    @property
+    def peer_id(self) -> str:
+        """As an address has it."""
+        return peer_id_of(der_of(self.key))
 
     @property
     def subkey(self) -> bytes:
         """Under this subkey of a record only this peer can write."""
-        return bytes(RSASignatureValidator(self.key).local_public_key)
+        return bytes(base58.b58decode(self.peer_id))
+
+    @property
+    def credential(self) -> bytes:
+        """What this peer shows to others."""
+        return credential(self.own, der_of(self.key))
+
+    def validators(self) -> list[Any]:
+        """For every DHT node."""
+        schema = SchemaValidator(_Records, allow_extra_keys=True)
+        return [schema, SignedRecords(self.key, self.credential, self.admission)]
+
+    def authorizer(self) -> Authorizer:
+        """For every DHT node."""
+        return Authorizer(self.key, self.credential, self.admission)
 
 
 @contextmanager
-def identity(path: Path | None = None) -> Iterator[Identity]:
+def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Identity]:
     """The identity in ``path``, made if it does not exist; without a path a new one that vanishes with the peer.
 
     Raises UserError when the file cannot be written or holds no key.
@@ -129,20 +147,4 @@ def identity(path: Path | None = None) -> Iterator[Identity]:
                 why=str(error) or type(error).__name__,
                 fix="Give --identity the file of an earlier peer, or one that does not exist yet.",
             ) from None
-        yield Identity(file, key, kept=path is not None)
-
-
-def peer_id_of(subkey: bytes) -> str:
-    """Id of the peer whose public key is in ``subkey``.
-
-    Raises ValueError when there is none in it.
-    """
-    found = RSASignatureValidator._PUBLIC_KEY_RE.findall(subkey)
-    if len(found) != 1:
-        raise ValueError("no public key")
-    der = serialization.load_ssh_public_key(found[0]).public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
-    digest = multihash.encode(hashlib.sha256(message).digest(), multihash.coerce_code("sha2-256"))
-    return str(base58.b58encode(digest).decode())
+        yield Identity(file, key, path is not None, own, admission)

@@ -152,9 +152,11 @@ class CollaborativeConfig(Section):
     compression: Literal["none", "fp16", "8bit"] = "fp16"
     """What peers send: fp16 halves the traffic, 8bit halves it again. Who has a slow link takes 8bit by itself."""
     initial_peers: tuple[str, ...] = ()
-    """Addresses of peers to join; `join ADDRESS` sets them."""
+    """Addresses of a swarm to join, by those who submit peers to it; whom it has invited set TRAINKIT_TOKEN."""
     port: Port = 0
     """Port of the first peer; 0: any free one."""
+    open: bool = False
+    """Whoever has an address may join, as a volunteer. Else those whom `swarm invite` has given a token."""
 
     @model_validator(mode="after")
     def _round_holds_matchmaking(self) -> CollaborativeConfig:

@@ -37,6 +37,7 @@ _TOKENS = {  # in one pass: each of its own would cost as much as all
     "Hugging Face token": r"hf_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{20,}",
     "secret key": r"sk-(?=[A-Za-z_-]*\d)[\w-]{20,}|[sr]k_(?:live|test)_\w{10,}|wandb_v\d_\w{20,}",
     "access token": r"(?:npm|dckr_pat|dop_v1|shpat|pul|figd)[_-](?=\w*\d)[\w-]{20,}",
+    "token of a swarm": r"trainkit\d\.[\w-]{20,}",
     "Telegram token": r"\d{8,10}:AA[\w-]{30,36}(?![\w-])",
 }
 _SHAPES = {

@@ -1,0 +1,74 @@
+"""hivemind's hook for access to the DHT: each request and each answer carries the credential of who sends it.
+
+Whoever has none reads nothing and writes nothing. hivemind's protocol (its issue 253) signs every message with the
+peer's key and refuses repeated ones; ours is only what counts as a token.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from cryptography.hazmat.primitives import serialization
+from hivemind.proto.auth_pb2 import AccessToken
+from hivemind.utils.auth import TokenAuthorizerBase
+from hivemind.utils.crypto import RSAPrivateKey
+
+from trainkit.collaborative.admission import Admission, Member
+from trainkit.collaborative.signing import UntrustedError
+
+_LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 725 in this form
+
+
+class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
+    """Takes requests of those who are admitted, and answers of the owner's side: nobody else keeps the DHT."""
+
+    def __init__(self, key: RSAPrivateKey, credential: bytes, admission: Admission) -> None:
+        super().__init__(key)
+        self.admission = admission
+        self._own = AccessToken(public_key=key.get_public_key().to_bytes(), signature=credential)
+
+    async def get_token(self) -> AccessToken:
+        """This peer's own."""
+        return self._own
+
+    def does_token_need_refreshing(self, access_token: AccessToken) -> bool:
+        """Never: it lasts as long as the invitation."""
+        return False
+
+    def is_token_valid(self, access_token: AccessToken) -> bool:
+        """Whether its holder takes part; asked of both sides."""
+        return self._member(access_token) is not None
+
+    async def validate_request(self, request: Any) -> bool:
+        """Whether to answer."""
+        if not await super().validate_request(request):
+            return False
+        member = self._member(request.auth.client_access_token)
+        if member is not None and not member.trusted:
+            # Not into the routing tables: others would ask it for records.
+            request.ClearField("peer")
+        return True
+
+    async def validate_response(self, response: Any, request: Any) -> bool:
+        """Whether to believe it."""
+        member = self._member(response.auth.service_access_token)
+        return member is not None and member.trusted and bool(await super().validate_response(response, request))
+
+    def _member(self, token: AccessToken) -> Member | None:
+        try:
+            if len(token.public_key) > _LONGEST_KEY:
+                return None
+            member = self.admission.introduce(token.signature)
+            return member if _der(token.public_key) == member.public_key else None
+        except (UntrustedError, ValueError):
+            return None
+
+
+@lru_cache(maxsize=1024)
+def _der(ssh: bytes) -> bytes:
+    return bytes(
+        serialization.load_ssh_public_key(ssh).public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )

@@ -1,0 +1,132 @@
+"""What every peer of a run must have alike, beyond the settings: without it their averages mean nothing.
+
+The creator publishes it with the run; whoever joins looks at what is here before it averages with anybody. Peers that
+differ do not even look for each other in the same place (see `meeting_place`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from torch import nn
+
+from trainkit.config.schema import Config
+from trainkit.data.base import Samples, Splits
+from trainkit.errors import RefusedError
+from trainkit.sources import find_module
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# So many samples, evenly spaced, tell one data set from another.
+_SAMPLES = 16
+# Of these a third digit is a mended error, which does not change what is computed.
+_LIBRARIES = ("torch", "hivemind")
+_MODEL_LIBRARIES = ("timm", "torchvision")
+_MENDS = {
+    "data": "Give data.root the folder of the very same data set.",
+    "code": "Use the creator's version of trainkit, and of code of one's own.",
+    "settings": "Take the run's settings as they are.",
+}
+
+
+def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:
+    """One line for each, as the user sees it."""
+    found = {
+        "model": _model(model),
+        "data": _data(splits),
+        "seed": str(config.seed),
+        "code": _code([getattr(config, section).name for section in ("model", "data")]),
+    }
+    libraries = {type(part).__module__.partition(".")[0] for part in model.modules()}
+    found |= installed()
+    for name in _MODEL_LIBRARIES:
+        if name in libraries:
+            found[name] = metadata.version(name).split("+")[0]
+    return found
+
+
+def installed() -> dict[str, str]:
+    """Versions of the libraries that every run needs, by which what is computed may change."""
+    return {name: ".".join(metadata.version(name).split("+")[0].split(".")[:2]) for name in _LIBRARIES}
+
+
+def in_words(versions: Mapping[str, str]) -> str:
+    """``hivemind 1.1, torch 2.6``"""
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+
+
+def parameters_in(facts: Mapping[str, str]) -> int:
+    """How many the run's model has; 0 if that is not said."""
+    number = facts.get("model", "").partition(" ")[0].replace(",", "")
+    return int(number) if number.isdecimal() else 0
+
+
+def require_same(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Refuse to take part with something else than the run has.
+
+    Raises RefusedError that names everything in which they differ.
+    """
+    different = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    if not different:
+        return
+    libraries = [key for key in different if key in theirs and key in (*_LIBRARIES, *_MODEL_LIBRARIES)]
+    mends = [_MENDS[key] for key in different if key in _MENDS]
+    if libraries:
+        mends.append(f"Install {', '.join(f'{key} {theirs[key]}' for key in libraries)}.")
+    raise RefusedError(
+        f"This peer differs from the run in: {', '.join(different)}.",
+        why="; ".join(f"{key}: {ours.get(key, 'none')} here, {theirs.get(key, 'none')} in the run" for key in different)
+        + ".",
+        fix=" ".join(mends) or "Use what the creator of the run uses.",
+    )
+
+
+def meeting_place(run_id: str, facts: Mapping[str, str]) -> str:
+    """Where peers of a run look for each other: those that differ in what matters never meet."""
+    return f"{run_id}-{_hash([json.dumps(dict(facts), sort_keys=True).encode()])}"
+
+
+def _model(model: nn.Module) -> str:
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return f"{size:,} parameters in {len(shapes)} tensors ({_hash([repr(shapes).encode()])})"
+
+
+def _data(splits: Splits) -> str:
+    info = splits.info
+    about = [repr((info.class_names, info.num_classes, info.in_chans, info.image_size)).encode()]
+    for samples in (splits.train, splits.val, splits.test):
+        about.append(str(len(samples)).encode())
+        about.extend(_some(samples))
+    return f"{info.name}, {len(splits.train):,} samples to train on, {info.num_classes} classes ({_hash(about)})"
+
+
+def _some(samples: Samples) -> Iterable[bytes]:
+    size = len(samples)
+    for index in sorted({place * size // _SAMPLES for place in range(_SAMPLES)} if size else ()):
+        try:
+            image, label = samples[index]
+        except (OSError, ValueError):  # an image that cannot be decoded is so everywhere
+            yield b"broken"
+            continue
+        yield str(int(label)).encode()
+        # Decoders of JPEG differ in the last bit; bytes count only where nothing was decoded.
+        yield image.numpy().tobytes() if hasattr(image, "numpy") else repr(image.size).encode()
+
+
+def _code(plugins: Iterable[str]) -> str:
+    """Of the kit, and of the modules of the user's own that the run names."""
+    files = sorted(_PACKAGE.rglob("*.py"))
+    files += [file for name in plugins if ":" in name and (file := find_module(name.partition(":")[0])) is not None]
+    return _hash(part for file in files for part in (file.name.encode(), file.read_bytes()))
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big"))
+        found.update(part)
+    return found.hexdigest()[:12]

@@ -1,0 +1,59 @@
+"""News of the swarm, as a peer hears them while it trains."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from trainkit.collaborative.dht import SwarmDHT
+from trainkit.collaborative.home import known_of
+from trainkit.collaborative.messages import Progress, manifests_in, progress_in
+from trainkit.collaborative.signed_records import MANIFEST, PROGRESS, REVOKED
+from trainkit.collaborative.signing import UntrustedError
+
+
+class Watch:
+    """The other peers, as far as this one has heard of them; asking never keeps it from training."""
+
+    def __init__(self, dht: SwarmDHT, creator: str) -> None:
+        self._dht, self._creator = dht, creator
+        self._questions: dict[str, Any] = {}
+        self.peers: dict[str, Progress] = {}
+        self.stopped = False
+        """The creator has ended the run."""
+        self.first_round = 0
+        """By the creator's clock; 0 as long as it has not been heard."""
+
+    def poll(self) -> None:
+        """Take the answers that are there and ask again."""
+        for key in (MANIFEST, PROGRESS, REVOKED):
+            question = self._questions.get(key)
+            if question is not None and not question.done():
+                continue
+            if question is not None:
+                with suppress(Exception):  # a question that failed is asked again
+                    self._take(key, question.result(0))
+            with suppress(OSError):  # the node has died, which ends the round
+                self._questions[key] = self._dht.ask(key)
+
+    def others(self, since: float) -> dict[str, Progress]:
+        """Peers besides this one that have told of themselves since then (seconds since 1970)."""
+        return {peer: own for peer, own in self.peers.items() if peer != self._dht.peer_id and own.time >= since}
+
+    def reachable(self) -> tuple[str, ...]:
+        """Addresses of the others, as far as they have any."""
+        return known_of(
+            [item for peer, own in self.peers.items() if peer != self._dht.peer_id for item in own.addresses]
+        )
+
+    def _take(self, key: str, found: Any) -> None:
+        if key == PROGRESS:
+            self.peers = progress_in(found)
+        elif key == REVOKED:
+            for entry in found.value.values() if found is not None else ():
+                with suppress(UntrustedError):
+                    self._dht.note_revoked(entry.value)
+        else:
+            manifest = manifests_in(found).get(self._creator)
+            self.stopped = manifest is not None and manifest.stopped
+            self.first_round = manifest.first_round if manifest is not None else self.first_round
