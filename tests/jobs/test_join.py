@@ -30,11 +30,13 @@ def test_help_loads_neither_torch_nor_hivemind() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "ADDRESS missing."),
-        (("data.root=x",), "ADDRESS missing."),
+        ((), "TOKEN missing."),
+        (("data.root=x",), "TOKEN missing."),
         (("203.0.113.7:4711",), "'203.0.113.7:4711' is not the address of a peer."),
         ((EXAMPLE[:-1],), f"'{EXAMPLE[:-1]}' is not the address of a peer."),
         ((EXAMPLE, EXAMPLE + "x"), f"'{EXAMPLE}x' is not the address of a peer."),
+        (("trainkit1.nonsense",), "This token is none."),
+        (("trainkit1.nonsense", "trainkit1.more"), "One token at a time."),
         ((EXAMPLE, "optim.lr=1"), "'optim.lr' cannot be set by a peer that joins."),
         ((EXAMPLE, "--port", "4711"), "--port needs --public."),
         ((EXAMPLE, "--host", "10.0.0.1"), "--host needs --public."),
