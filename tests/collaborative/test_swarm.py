@@ -52,7 +52,7 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_
     )
     assert all(name in status.output for name in ("creator", "second", "late"))
 
-    board = commands.start("swarm", "status", address, "--leaderboard")
+    board = commands.start("swarm", "status", token, "--leaderboard")
     assert board.ends() == 0, board.output
     assert re.search(r"^hivemind-0001: round \d+/24, [\d,]+ samples of [34] contributors$", board.output, re.MULTILINE)
     assert all(re.search(rf"^  {name} +\d", board.output, re.MULTILINE) for name in ("creator", "first", "second"))
