@@ -24,7 +24,7 @@ from trainkit.collaborative.averager import GRACE, exchange_seconds
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.digests import digest_of, read_digest
 from trainkit.collaborative.exchange import Outcome
-from trainkit.collaborative.judging import has_drifted, number, objection, reference_among
+from trainkit.collaborative.judging import first_line, has_drifted, number, objection, reference_among
 from trainkit.collaborative.link import Link
 from trainkit.collaborative.outer import Given, OuterState
 from trainkit.collaborative.parts import CODECS
@@ -279,9 +279,9 @@ class Averaging:
                 return None
             error = "no others" if lonely else "the exchange took too long"
         except (CancelledError, AllreduceException, MatchmakingException, OSError) as failure:
-            error = "no others" if "could not find a group" in str(failure) else _first_line(failure)
+            error = "no others" if "could not find a group" in str(failure) else first_line(failure)
         except Exception as failure:  # of libp2p, by way of the averager's process: what it is does not matter here
-            error = _first_line(failure)
+            error = first_line(failure)
         else:
             told = {str(peer): value if isinstance(value, dict) else {} for peer, value in members.items()}
             return told, outcome, ""
@@ -296,7 +296,3 @@ class Averaging:
         average = self._averager._averaged_tensors[0].clone()
         lock.release()
         return average, ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

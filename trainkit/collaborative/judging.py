@@ -49,3 +49,8 @@ def has_drifted(probe: object, own: Tensor) -> bool:
 def number(value: Any) -> float:
     """A finite number, or 0."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def first_line(error: BaseException) -> str:
+    """Why something failed, in few words."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
