@@ -166,9 +166,9 @@ def _ending(p: Peer) -> Ending | None:
     if p.watch.first_round > p.clock.first:  # clocks move on only, so that an old manifest moves nobody back
         return "moved"
     if p.pace.rounds_alone >= LOST_AFTER:
+        p.pace.rounds_alone = 0  # also for whoever comes back
         if not p.may_be_alone:
             return "lost"
-        p.pace.rounds_alone = 0
         p.look_around()
     return None
 
