@@ -44,24 +44,25 @@ class Swarm:
 
 def swarm(commands: Commands, *attacks: str, honest: int, to_the_end: bool = True) -> Swarm:
     """A creator and ``honest`` more, with an attacker for each of ``attacks``; all of them end with the creator."""
-    creator, address = commands.create(*HARDER, f"collaborative.rounds={ROUNDS if to_the_end else 500}")
+    creator, token = commands.create(*HARDER, f"collaborative.rounds={ROUNDS if to_the_end else 500}")
 
-    def join(name: str) -> tuple[str, ...]:
+    def join(name: str, token: str) -> tuple[str, ...]:
         # Each in a folder of its own, for those that start at once would take the same one.
-        return ("join", address, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
+        return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
 
-    peers = [commands.start(*join(f"honest-{index}")) for index in range(honest)]
-    cheats = [commands.attack(attack, *join("mallory")) for attack in attacks]
+    peers = [commands.start(*join(f"honest-{index}", token)) for index in range(honest)]
+    # With an invitation of its own: a ban is of all who use one.
+    cheats = [commands.attack(attack, *join("mallory", commands.invite("mallory"))) for attack in attacks]
     # Whose records are lies has no name here; whoever sends no part is in no group.
     creator.says("mallory" if attacks == ("gather",) else f"{1 + honest + len(attacks)} peers averaged")
-    status = commands.start("swarm", "status", address)
+    status = commands.start("swarm", "status", token)
     assert status.ends() == 0, status.output
     if not to_the_end:
         creator.says("mallory is banned")
         creator.says("peers averaged.*\n(.*\n)*.*peers averaged")
         creator.process.send_signal(signal.SIGINT)
     assert creator.ends(240) == 0, creator.output
-    for peer in (*peers, *cheats):
+    for peer in peers:  # who is banned is not told of the end; `started_in` ends it
         peer.ends(60)
     assert [peer.process.returncode for peer in peers] == [0] * honest, [peer.output for peer in peers]
     return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)
