@@ -128,6 +128,7 @@ def _run(
             resumed_step=progress.step,
             is_main=dist.is_main,
             may_write=writer.check,
+            prepared=prepared,
         )
         gpu, monitor = dist.device.type == "cuda", config.monitor
         with (

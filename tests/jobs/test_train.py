@@ -44,6 +44,14 @@ def test_alone_it_makes_a_run_folder_and_says_how_it_went(tmp_path: Path) -> Non
     assert manifest["command"][:4] == ["python", "-m", "jobs.train", "single"]
 
 
+def test_a_logger_is_handed_what_it_has_prepared_before_torch_is_imported(tmp_path: Path) -> None:
+    done = train(
+        "single", *QUICK, "monitor.loggers=[jsonl,tests.monitor.handed:build]", "--run-dir", "here", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "here/handed").read_text(encoding="utf-8") == "prepared"
+
+
 def test_the_rate_is_shown_epoch_by_epoch_and_nothing_is_trained(tmp_path: Path) -> None:
     done = train("ddp", "--show-lr", "train.epochs=2", "schedule.name=constant", "optim.lr=0.5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
