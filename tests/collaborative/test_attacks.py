@@ -14,7 +14,7 @@ import pytest
 
 from tests.collaborative.conftest import Command, Commands, started_in
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
 HARDER = ("data.name=tests.collaborative.noisy:data", "collaborative.round_seconds=4")
 # Long enough that peers that start slowly have most of it in common.

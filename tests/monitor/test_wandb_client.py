@@ -64,7 +64,8 @@ def noted(*kinds: str) -> list[dict[str, Any]]:
 
 
 def client() -> psutil.Process:
-    (process,) = [one for one in psutil.Process().children() if "wandb_client" in " ".join(one.cmdline())]
+    children = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+    (process,) = [one for one in children if "wandb_client" in " ".join(one.cmdline())]
     return process
 
 

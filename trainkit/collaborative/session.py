@@ -133,7 +133,7 @@ def create(
                 ending = train(peer)
                 if ending == "stopped":
                     publish(replace(manifest, stopped=True), wait=True)
-                    if watch.others(time.time() - clock.seconds):
+                    if watch.others(time.time() - LOST_AFTER * clock.seconds):
                         time.sleep(4 * NEWS_SECONDS)  # with this peer the news would vanish
                 else:
                     # The others may still be fetching their part of the last round's average from this peer.
