@@ -32,6 +32,7 @@ def kill_main_process(command: Command) -> None:
     command.process.wait(10)
 
 
+@pytest.mark.long
 def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_run(commands: Commands) -> None:
     # Two minutes, of which all that happens here takes one, for machines that have much else to do.
     creator, token = commands.create("collaborative.round_seconds=5", "collaborative.rounds=24")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,20 +44,52 @@ progress = {**dataclasses.asdict(Progress("anna", 3, 64, 10.0, 0.5, 2, 1e9)), "a
 """
 
 
-def run(code: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARE + code],
-        capture_output=True,
+SERVE = """
+import json, os, sys, traceback
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            exec(json.loads(line))
+            status = 0
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(status)
+    print("done" if os.waitpid(child, 0)[1] == 0 else "failed", flush=True)
+"""
+
+Run = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """What a test's code prints, in a process of its own, forked from one that has imported everything."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", PREPARE + SERVE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
         env={**os.environ, "PYTHONPATH": str(PROJECT)},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    into, out = server.stdin, server.stdout
+
+    def printed(code: str) -> list[str]:
+        print(json.dumps(code), file=into, flush=True)
+        lines = []
+        while (line := out.readline()) not in ("done\n", "failed\n", ""):
+            lines.append(line.rstrip("\n"))
+        assert line == "done\n", lines
+        return lines
+
+    yield printed
+    server.communicate()
 
 
 @pytest.mark.swarm
-def test_a_member_writes_under_its_own_peer_id_alone_and_nobody_else_there() -> None:
+def test_a_member_writes_under_its_own_peer_id_alone_and_nobody_else_there(run: Run) -> None:
     assert run("""
 with peer() as anna, peer() as eve, peer(owner=STRANGER) as stranger, peer(owner=None) as self_made:
     print(anna.peer_id == str(PeerID.from_identity(anna.path.read_bytes())))
@@ -94,7 +128,7 @@ with peer() as anna, peer() as eve, peer(owner=STRANGER) as stranger, peer(owner
 
 
 @pytest.mark.swarm
-def test_a_volunteer_tells_of_itself_and_of_nothing_else() -> None:
+def test_a_volunteer_tells_of_itself_and_of_nothing_else(run: Run) -> None:
     """Neither that it leads a group or gives a state away (hivemind's own records), nor of the run, nor whom to ban."""
     assert run("""
 with peer() as volunteer, peer("reducer") as reducer, peer("owner") as owner:
@@ -117,7 +151,7 @@ with peer() as volunteer, peer("reducer") as reducer, peer("owner") as owner:
 
 
 @pytest.mark.swarm
-def test_at_an_open_run_strangers_tell_of_themselves() -> None:
+def test_at_an_open_run_strangers_tell_of_themselves(run: Run) -> None:
     assert run("""
 with peer(owner=None) as stranger, peer("owner", open_run=True) as owner:
     checks = CompositeValidator(owner.validators())
@@ -127,7 +161,7 @@ with peer(owner=None) as stranger, peer("owner", open_run=True) as owner:
 
 
 @pytest.mark.swarm
-def test_records_of_a_wrong_shape_or_size_are_refused() -> None:
+def test_records_of_a_wrong_shape_or_size_are_refused(run: Run) -> None:
     assert run("""
 with peer() as anna:
     checks = CompositeValidator(anna.validators())
@@ -139,7 +173,7 @@ with peer() as anna:
 
 
 @pytest.mark.swarm
-def test_an_identity_that_is_kept_is_the_same_next_time_and_private(tmp_path: Path) -> None:
+def test_an_identity_that_is_kept_is_the_same_next_time_and_private(run: Run, tmp_path: Path) -> None:
     assert run(f"""
 from pathlib import Path
 file = Path({str(tmp_path)!r}) / "key"
