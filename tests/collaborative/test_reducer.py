@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
-from trainkit.collaborative import processes
 from trainkit.collaborative.screening import Limits, Screen
 
 if TYPE_CHECKING:
     from trainkit.collaborative.reducer import ScreeningReducer
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _hivemind() -> Iterator[None]:
-    """hivemind wants processes started in a way of its own; other tests of this process do not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HIVEMIND_LOGLEVEL", "CRITICAL")
-        patch.setenv("OMP_WAIT_POLICY", "passive")
-        processes.require_hivemind()
-        yield
-    multiprocessing.set_start_method(None, force=True)
-
+pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 SIZES = (3000, 2000)
 LIMITS = Limits(possible=dict.fromkeys("abcd", 10.0))
