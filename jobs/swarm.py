@@ -25,7 +25,6 @@ from trainkit.collaborative.fitting import rate_of
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import find_run
 from trainkit.records.secrets import refuse_settings
 
 WATCH_SECONDS = 2.0
@@ -125,9 +124,9 @@ def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
     args = parser.parse_args(argv)
     from trainkit.collaborative.bans import unban
-    from trainkit.collaborative.swarm import newest
+    from trainkit.collaborative.swarm import run_seen
 
-    run = find_run(args.run, env) if args.run is not None else newest(env)
+    run = run_seen(args.run, env)
     count = len(unban(run.path, args.name))
     name = terminal.one_line(args.name, 64)
     print(f"{name} may take part again from the next round of {run.name}{f' ({count} bans)' if count > 1 else ''}.")

@@ -35,21 +35,29 @@ def seconds_of(text: str) -> float:
 
 
 def created_run(reference: str | None, env: Mapping[str, str]) -> RunDir:
-    """The run of that name or path, or the newest one here that has created a swarm.
+    """The run of that name or path, or the newest one here whose owner's key is here.
 
     Raises UserError when there is none.
+    """
+    return run_with(KEY_FILE, reference, env, fix="Name its folder")
+
+
+def run_with(file: str, reference: str | None, env: Mapping[str, str], *, fix: str) -> RunDir:
+    """The run of that name or path, or the newest one here that has such a file of a swarm's.
+
+    Raises UserError when there is none; ``fix`` is what to give instead.
     """
     if reference is not None:
         return find_run(reference, env)
     root = runs_root(env)
-    created = [run for run in list_runs(root) if (run.path / KEY_FILE).is_file()]
-    if not created:
+    swarms = [run for run in list_runs(root) if (run.path / file).is_file()]
+    if not swarms:
         raise UserError(
             f"No swarm in {root}.",
             why="None of the runs there has created one.",
-            fix="Name its folder, or create one: python -m jobs.swarm create hivemind",
+            fix=f"{fix}, or create one: python -m jobs.swarm create hivemind",
         )
-    return created[-1]
+    return swarms[-1]
 
 
 def addresses_of(run: RunDir) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ from trainkit.collaborative import address, invitation, reader
 from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.entry import Entry, by_address, entry_of
-from trainkit.collaborative.inviting import addresses_of
+from trainkit.collaborative.inviting import addresses_of, run_with
 from trainkit.collaborative.owner import KEY_FILE, own_pass, owner_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records import reading
 from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir, find_run, list_runs, runs_root
+from trainkit.records.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.collaborative.messages import Manifest, Progress
@@ -87,7 +87,7 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
             asked = held.enter_context(reader.open_reader(entry))
             yield lambda: view_of(asked.read(), entry.addresses, None)
             return
-        run_dir = find_run(reference, env) if reference is not None else newest(env)
+        run_dir = run_seen(reference, env)
         file = run_dir.path / ADDRESS_FILE
         if not file.is_file():
             raise UserError(
@@ -118,17 +118,12 @@ def _owners_entry(run_dir: RunDir, addresses: tuple[str, ...]) -> Entry:
     return Entry(addresses, own_pass(owner_of(run_dir.path).key, "status", "volunteer"))
 
 
-def newest(env: Mapping[str, str]) -> RunDir:
-    """The newest run here that has created a swarm."""
-    root = runs_root(env)
-    swarms = [run for run in list_runs(root) if (run.path / ADDRESS_FILE).is_file()]
-    if not swarms:
-        raise UserError(
-            f"No swarm in {root}.",
-            why="None of the runs there has created one.",
-            fix="Give a TOKEN, or create one: python -m jobs.swarm create hivemind",
-        )
-    return swarms[-1]
+def run_seen(reference: str | None, env: Mapping[str, str]) -> RunDir:
+    """The run of that name or path, or the newest one here through which others can reach a swarm.
+
+    Raises UserError when there is none.
+    """
+    return run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
 
 
 def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None) -> View:
