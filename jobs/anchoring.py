@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
+from jobs.peering import add_peer_flags, check_peer_flags, say_end, take_part
 from trainkit.collaborative.entry import entry_of, is_setting
-from trainkit.collaborative.fitting import rate_of
 
 
 def anchor(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -20,27 +19,8 @@ def anchor(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_intermixed_args(argv)
     entry = entry_of([word for word in args.words if not is_setting(word)], env, name=args.name)
     check_peer_flags(args)
-    from trainkit.collaborative.by_hand import by_hand
-    from trainkit.collaborative.peer import join_swarm, leave_on_interrupt
-    from trainkit.collaborative.reachability import announced
-    from trainkit.distributed.stop import stop_on_signal
-
-    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
-        ending, run_dir = join_swarm(
-            entry,
-            overrides=[*(word for word in args.words if is_setting(word)), "launch.gpus_per_node=0"],
-            open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-anchor", env)),
-            name=args.name,
-            host=args.host,
-            port=args.port,
-            max_upload=rate_of(args.max_upload) if args.max_upload else None,
-            identity=args.identity,
-            allow_code=args.allow_code,
-            stop=stop,
-            say=peer.say,
-            announce=announced(args.announce, args.port),
-            trains=False,
-        )
+    overrides = [*(word for word in args.words if is_setting(word)), "launch.gpus_per_node=0"]
+    ending, run_dir = take_part(args, entry, overrides, env, role="anchor", host=args.host)
     say_end(ending, run_dir)
     return 0
 

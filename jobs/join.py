@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
+from jobs.peering import add_peer_flags, check_peer_flags, say_end, take_part
 from trainkit.collaborative.entry import entry_of, is_setting
-from trainkit.collaborative.fitting import rate_of
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 
@@ -47,12 +46,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix="Add --public, or leave it out.",
         )
 
-    from trainkit.collaborative.by_hand import by_hand
-    from trainkit.collaborative.peer import join_swarm, leave_on_interrupt
     from trainkit.collaborative.ranks import deaf_to_signals, follow_rank_0, ranks_of_peer
-    from trainkit.collaborative.reachability import announced
     from trainkit.config.loading import load
-    from trainkit.distributed.stop import stop_on_signal
 
     with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
         if not ranks.is_main:
@@ -62,23 +57,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             follow_rank_0(ranks, secret, use_gpu=wants_gpu(load("hivemind", overrides).config))
             return 0
         assert entry is not None
-        with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
-            ending, run_dir = join_swarm(
-                entry,
-                overrides=overrides,
-                open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-peer", env)),
-                name=args.name,
-                host=(args.host or "0.0.0.0") if args.public else None,
-                port=args.port,
-                max_upload=rate_of(args.max_upload) if args.max_upload else None,
-                identity=args.identity,
-                allow_code=args.allow_code,
-                stop=stop,
-                say=peer.say,
-                announce=announced(args.announce, args.port),
-                ranks=ranks,
-                secret=secret,
-            )
+        host = (args.host or "0.0.0.0") if args.public else None
+        ending, run_dir = take_part(args, entry, overrides, env, role="peer", host=host, ranks=ranks, secret=secret)
     say_end(ending, run_dir)
     return 0
 

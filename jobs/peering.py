@@ -6,14 +6,19 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from jobs import cli
 from trainkit import terminal
+from trainkit.collaborative.entry import Entry
+from trainkit.collaborative.fitting import rate_of
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.rundir import RunDir, next_path, runs_root
 
 
@@ -37,6 +42,49 @@ def check_peer_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
     if not 0 < len(args.name) <= 64:
         raise UserError("--name is too long or empty.", why="It has 1 to 64 characters.", fix="Use a short one.")
+
+
+def take_part(
+    args: argparse.Namespace,
+    entry: Entry,
+    overrides: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    role: Literal["peer", "anchor"],
+    host: str | None,
+    ranks: RankEnv | None = None,
+    secret: Secret = NO_SECRET,
+) -> tuple[str, RunDir | None]:
+    """Join by the flags that every peer has. How it ended, and the run folder.
+
+    Args:
+        role: an anchor does not train.
+        host: address to listen on; None: call out only.
+        ranks: see `trainkit.collaborative.peer.join_swarm`.
+    """
+    from trainkit.collaborative.by_hand import by_hand
+    from trainkit.collaborative.peer import join_swarm, leave_on_interrupt
+    from trainkit.collaborative.reachability import announced
+    from trainkit.distributed.stop import stop_on_signal
+
+    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
+        return join_swarm(
+            entry,
+            overrides=overrides,
+            open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-{role}", env)),
+            name=args.name,
+            host=host,
+            port=args.port,
+            max_upload=rate_of(args.max_upload) if args.max_upload else None,
+            identity=args.identity,
+            allow_code=args.allow_code,
+            stop=stop,
+            say=peer.say,
+            announce=announced(args.announce, args.port),
+            ranks=ranks,
+            secret=secret,
+            trains=role == "peer",
+        )
 
 
 def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
