@@ -32,6 +32,8 @@ LONGEST = (
     "tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/slurm/", "tests/training/", "tests/jobs/",
 )  # fmt: skip
 
+LONG_SECONDS = 3600.0
+
 
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -62,7 +64,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest starts first, or one worker would wait for the other in the end."""
+    """What takes longest starts first, or one worker would wait for the other in the end.
+
+    A test of minutes may hang for longer before it is failed than `timeout` in pyproject.toml says.
+    """
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
     items.sort(
         key=lambda item: next((n for n, slow in enumerate(LONGEST) if item.nodeid.startswith(slow)), len(LONGEST))
     )
