@@ -26,7 +26,7 @@ VIEW = View(
 
 def width_of(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda **_: os.terminal_size((columns, 24)))
 
 
 def test_status_shows_the_run_and_every_peer_with_who_only_calls_out() -> None:
