@@ -1,11 +1,14 @@
 """The measurements of tests/benchmarks: what their table says, and (`long`) that each of them runs."""
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -66,22 +69,25 @@ def test_a_command_is_measured_with_what_it_leaves_behind(tmp_path: Path) -> Non
     assert seconds < 60
 
 
-def test_arms_side_by_side_take_turns_and_each_is_charged_for_its_own() -> None:
-    spent, order = 0.0, []
+def test_arms_side_by_side_take_turns_none_two_in_a_row_and_each_is_charged_for_its_own() -> None:
+    spent, order = 0.0, list[int]()  # threads: the first arm has two
 
-    def arm(name: str, cost: float, turn: Turn) -> None:
+    def arm(cost: float, turn: Turn) -> None:
         nonlocal spent
         spent += 100  # before the first turn
-        for _ in range(3):
+        for _ in range(4):
             turn()
-            order.append(name)
+            order.append(threading.get_ident())
             spent += cost
         turn()
 
-    arms = {"bare": partial(arm, "bare", 1.0), "kit": partial(arm, "kit", 2.0)}
+    arms = {"bare": partial(arm, 1.0), "kit": partial(arm, 2.0)}
     measured = side_by_side(arms, {"clock": lambda: spent})
-    assert measured == {"clock": {"bare": [1.0] * 3, "kit": [2.0] * 3, CONTROL: [1.0] * 3}}
-    assert order == ["bare", "kit", "bare"] * 3
+    assert measured == {"clock": {"bare": [1.0] * 4, "kit": [2.0] * 4, CONTROL: [1.0] * 4}}
+    follows = Counter(itertools.pairwise(order))
+    assert len(order) == 12
+    assert set(follows) == set(itertools.permutations(order[:3], 2))
+    assert max(follows.values()) <= 2
 
 
 def test_an_arm_that_fails_side_by_side_fails_the_measurement() -> None:
