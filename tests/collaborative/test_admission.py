@@ -122,6 +122,13 @@ def test_a_banned_peer_is_out_and_a_banned_invitation_with_every_peer_that_uses_
         assert admission.admitted(PEER)
 
 
+def test_nobody_bans_the_owner() -> None:
+    admission, own = Admission(OWNER.public), invited("owner")
+    admission.introduce(credential(own, RSA))
+    admission.ban([PEER, own.grant.id])
+    assert admission.admitted(PEER)
+
+
 def test_a_fork_hears_of_what_is_revoked_and_banned_after_it_was_made() -> None:
     admission, own = Admission(OWNER.public), invited()
     admission.introduce(credential(own, RSA))
@@ -177,9 +184,9 @@ def test_a_record_does_not_outlast_the_invitation_of_its_writer_but_the_writer_m
     admission, own = Admission(OWNER.public), invited(seconds=60)
     admission.revoke(revoked_list(invited("owner"), 1, [own.grant.id]))
     shown = credential(own, RSA)
-    assert admission.writer_of(shown, until=own.grant.expires).peer_id == PEER
+    assert admission.invited(shown, until=own.grant.expires).peer_id == PEER
     with pytest.raises(UntrustedError, match="outlast"):
-        admission.writer_of(shown, until=own.grant.expires + 1)
+        admission.invited(shown, until=own.grant.expires + 1)
 
 
 def test_until_the_owner_is_known_any_owner_counts_and_from_then_on_only_that_one() -> None:

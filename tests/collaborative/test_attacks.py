@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.collaborative.conftest import Command, Commands, started_in
+from trainkit.collaborative.bans import Bans
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
@@ -42,9 +44,9 @@ class Swarm:
         return [event for line in lines if (event := json.loads(line))["event"] == kind]
 
 
-def swarm(commands: Commands, *attacks: str, honest: int, to_the_end: bool = True) -> Swarm:
+def swarm(commands: Commands, *attacks: str, honest: int) -> Swarm:
     """A creator and ``honest`` more, with an attacker for each of ``attacks``; all of them end with the creator."""
-    creator, token = commands.create(*HARDER, f"collaborative.rounds={ROUNDS if to_the_end else 500}")
+    creator, token = commands.create(*HARDER, f"collaborative.rounds={ROUNDS}")
 
     def join(name: str, token: str) -> tuple[str, ...]:
         # Each in a folder of its own, for those that start at once would take the same one.
@@ -57,43 +59,117 @@ def swarm(commands: Commands, *attacks: str, honest: int, to_the_end: bool = Tru
     creator.says("mallory" if attacks == ("gather",) else f"{1 + honest + len(attacks)} peers averaged")
     status = commands.start("swarm", "status", token)
     assert status.ends() == 0, status.output
-    if not to_the_end:
-        creator.says("mallory is banned")
-        creator.says("peers averaged.*\n(.*\n)*.*peers averaged")
-        creator.process.send_signal(signal.SIGINT)
     assert creator.ends(240) == 0, creator.output
-    for peer in peers:  # who is banned is not told of the end; `started_in` ends it
+    for peer in peers:
         peer.ends(60)
     assert [peer.process.returncode for peer in peers] == [0] * honest, [peer.output for peer in peers]
     return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)
 
 
+@dataclass(frozen=True)
+class Story(Swarm):
+    """How a swarm got rid of two."""
+
+    anchor: Path
+    """Its run folder."""
+    mallory: Command
+    mallory_again: Command
+    anna: Command
+    anna_again: Command
+    told_after: float
+    """Seconds from the end of ``swarm revoke anna`` until anna had left."""
+
+
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    """An honest peer, and one that sends its pseudo-gradient fifty times as long and turned round, until it is out."""
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """One sends its pseudo-gradient fifty times as long and turned round, until it is out; another is revoked."""
     with started_in(tmp_path_factory.mktemp("attack")) as commands:
-        yield swarm(commands, "times-50", honest=1, to_the_end=False)
+        creator, guests = commands.create(*HARDER, "collaborative.rounds=500")
+
+        def join(name: str, token: str, *words: str) -> tuple[str, ...]:
+            return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)), *words)
+
+        anchoring = ("--host", "127.0.0.1", "--name", "anchor", "--run-dir", str(commands.run("anchor")))
+        trusted = commands.invite("anchors", "--reduce")
+        anchor = commands.start("swarm", "anchor", trusted, "--allow-code", *anchoring)
+        honest = commands.start(*join("honest", guests))
+        token = commands.invite("mallory")
+        mallory = commands.attack("times-50", *join("mallory", token))
+        creator.says("mallory is banned")
+        mallory.ends(20)
+        mallory_again = commands.start(*join("mallory-again", token))
+        mallory_again.ends(30)
+        token = commands.invite("anna")
+        anna = commands.start(*join("anna", token))
+        creator.says("anna has joined.*\n(.*\n)*.*4 peers averaged")
+        assert commands.start("swarm", "revoke", "anna", "hivemind-0001").ends() == 0
+        revoked = time.monotonic()
+        anna.ends(30)
+        told_after = time.monotonic() - revoked
+        anna_again = commands.start(*join("anna-again", token))
+        anna_again.ends(30)
+        creator.says("anna has left")
+        creator.says("anna has left.*\n(.*\n)*.*3 peers averaged")
+        creator.process.send_signal(signal.SIGINT)
+        assert [command.ends(60) for command in (creator, anchor, honest)] == [0, 0, 0]
+        run = commands.run("hivemind-0001")
+        found = Swarm(creator, [honest], [mallory], run, "")
+        yield Story(
+            **vars(found),
+            anchor=commands.run("anchor"),
+            mallory=mallory,
+            mallory_again=mallory_again,
+            anna=anna,
+            anna_again=anna_again,
+            told_after=told_after,
+        )
 
 
-def test_an_attacker_does_not_spoil_the_model(story: Swarm) -> None:
+def test_an_attacker_does_not_spoil_the_model(story: Story) -> None:
     losses = [float(text) for text in re.findall(r"val loss (\S+)", story.creator.output)]
     assert losses[-1] < losses[0] < 2.4
     assert max(losses) < 2.4  # who knows nothing has 2.3
 
 
-def test_who_was_left_out_and_why_is_an_event_and_a_line(story: Swarm) -> None:
+def test_who_was_left_out_and_why_is_an_event_and_a_line(story: Story) -> None:
     dropped, (banned,) = story.events("peer_dropped"), story.events("peer_banned")
     assert {event["peer"] for event in dropped} == {banned["peer"]}
     assert all(re.match(r"was .* times longer|points against", event["why"]) for event in dropped)
     assert re.search(r"^  mallory was left out of round \d+: ", story.creator.output, re.MULTILINE)
 
 
-def test_three_times_in_a_row_is_a_ban(story: Swarm) -> None:
+def test_three_times_in_a_row_is_a_ban(story: Story) -> None:
     (banned,) = story.events("peer_banned")
     assert banned["name"] == "mallory"
     assert [event["round"] for event in story.events("peer_dropped")][2] == banned["round"]
     assert "To lift it: python -m jobs.swarm unban mallory" in story.creator.output
     assert "mallory" in (story.run / "bans.jsonl").read_text(encoding="utf-8")
+
+
+def test_a_ban_is_known_to_whoever_else_reduces_and_outlives_who_has_pronounced_it(story: Story) -> None:
+    assert Bans(story.anchor / "bans.jsonl").read() == Bans(story.run / "bans.jsonl").read() != {}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_is_banned_is_told_so_and_why_and_once_more_when_it_comes_back(story: Story, again: bool) -> None:
+    peer = story.mallory_again if again else story.mallory
+    assert peer.process.returncode == 3, peer.output
+    assert "You were banned from the run.\n  why: 3 times in a row" in peer.output
+    assert "Traceback" not in peer.output
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_is_revoked_is_told_so_and_once_more_when_it_comes_back(story: Story, again: bool) -> None:
+    peer = story.anna_again if again else story.anna
+    assert peer.process.returncode == 3, peer.output
+    assert "Your invitation was revoked." in peer.output
+    assert "Traceback" not in peer.output
+
+
+def test_who_is_revoked_is_out_within_15_seconds_and_the_others_go_on(story: Story) -> None:
+    print(f"out {story.told_after:.1f} s after `swarm revoke` had ended")
+    assert story.told_after < 15
+    assert story.creator.output.index("anna has left") < story.creator.output.rindex("3 peers averaged")
 
 
 @pytest.fixture(scope="module")

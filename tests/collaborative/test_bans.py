@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jobs import swarm
-from trainkit.collaborative.bans import STRIKES, Ban, Bans, Strikes
+from trainkit.collaborative.admission import Admission, revoked_list
+from trainkit.collaborative.bans import STRIKES, Ban, Bans, Strikes, bans_list, read_bans
+from trainkit.collaborative.invitation import Role, grant
+from trainkit.collaborative.owner import own_pass
 from trainkit.collaborative.screening import Verdict
+from trainkit.collaborative.signing import Key, UntrustedError
 from trainkit.errors import UserError
+from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
 EVE = Ban("QmEve", "eve", "sent values that are not finite")
@@ -48,9 +55,9 @@ def test_a_ban_is_read_by_whoever_opens_the_run_and_lifted_by_name(tmp_path: Pat
     assert running.read() == {}
     running.add(EVE)
     running.add(EVE)
-    assert command.read() == {"QmEve": EVE}
+    assert list(command.read()) == ["QmEve"]
     assert command.lift("bob") == []
-    assert command.lift("eve") == [EVE]
+    assert [(ban.id, ban.why) for ban in command.lift("eve")] == [("QmEve", EVE.why)]
     assert running.read() == {}
 
 
@@ -58,14 +65,13 @@ def test_a_torn_or_foreign_line_bans_nobody_and_hides_nobody(tmp_path: Path) -> 
     file = tmp_path / "bans.jsonl"
     file.write_text('{"id": 5}\n["QmAnn"]\n{"name": "x"}\n{"id": "QmBob", "name"', encoding="utf-8")
     Bans(file).add(EVE)
-    assert Bans(file).read() == {"QmEve": EVE}
+    assert list(Bans(file).read()) == ["QmEve"]
 
 
 def test_without_a_run_folder_the_list_lasts_as_long_as_its_peer() -> None:
     bans = Bans(None)
     bans.add(EVE)
-    assert bans.read() == {"QmEve": EVE}
-    assert bans.lift("QmEve") == [EVE]
+    assert [ban.id for ban in bans.lift("QmEve")] == ["QmEve"]
     assert bans.read() == {}
 
 
@@ -78,3 +84,81 @@ def test_unban_lifts_the_ban_of_a_run_and_says_so(tmp_path: Path, capsys: pytest
     assert swarm.main(["unban", "eve", str(run.path)], {}) == 0
     assert capsys.readouterr().out == "eve may take part again from the next round of swarm-1.\n"
     assert Bans(run.path / "bans.jsonl").read() == {}
+
+
+OWNER = Key(b"o" * 32)
+
+
+def told(role: Role, *bans: Ban, owner: Key = OWNER) -> bytes:
+    return bans_list(grant(owner, "run", "anna", role, time.time() + 60), bans)
+
+
+@pytest.mark.parametrize("role", ["owner", "reducer"])
+def test_what_one_of_the_owners_side_has_banned_holds_for_whoever_hears_of_it(role: Role, tmp_path: Path) -> None:
+    anchor, creator = Bans(), Bans(tmp_path / "bans.jsonl")
+    anchor.add(EVE)
+    creator.merge(read_bans(Admission(OWNER.public), told(role, *anchor.said())))
+    assert creator.read() == anchor.read() != {}
+    assert Bans(tmp_path / "bans.jsonl").read() == anchor.read()  # also for one that comes back
+
+
+def test_the_last_word_about_somebody_counts_whoever_has_it_and_in_whatever_order_it_comes() -> None:
+    first, lifted, again = (replace(EVE, time=when, lifted=when == 20.0) for when in (10.0, 20.0, 30.0))
+    for order, banned in (((first, lifted), False), ((lifted, first), False), ((again, first, lifted), True)):
+        bans = Bans()
+        for ban in order:
+            bans.merge([ban])
+        assert bool(bans.read()) == banned
+
+
+def test_a_volunteer_bans_nobody() -> None:
+    with pytest.raises(UntrustedError, match="a volunteer bans nobody"):
+        read_bans(Admission(OWNER.public), told("volunteer", EVE))
+
+
+def test_nor_does_a_stranger_or_a_reducer_that_was_revoked() -> None:
+    with pytest.raises(UntrustedError):
+        read_bans(Admission(OWNER.public), told("owner", EVE, owner=Key(b"s" * 32)))
+    admission, own = Admission(OWNER.public), grant(OWNER, "run", "anna", "reducer", time.time() + 60)
+    admission.revoke(revoked_list(own_pass(OWNER, "owner"), 1, [own.grant.id]))
+    with pytest.raises(UntrustedError, match="revoked"):
+        read_bans(admission, bans_list(own, [EVE]))
+
+
+@pytest.mark.parametrize(
+    "rows", [b"", b"5", b"[5]", b'[["id"]]', b'[["id","n","w",NaN,false]]', b'[[5,"n","w",1,false]]']
+)
+def test_a_list_of_a_wrong_shape_is_refused(rows: bytes) -> None:
+    own = grant(OWNER, "run", "anna", "reducer", time.time() + 60)
+    with pytest.raises(UntrustedError, match="no list of bans"):
+        read_bans(Admission(OWNER.public), own.state("bans", rows))
+
+
+def test_a_word_from_the_future_would_be_the_last_for_ever_and_is_passed_over() -> None:
+    ahead, now = replace(EVE, time=time.time() + 3600), replace(EVE, id="QmBob", time=time.time())
+    assert read_bans(Admission(OWNER.public), told("reducer", ahead, now)) == [now]
+
+
+def test_of_a_list_that_is_too_long_the_newest_are_told() -> None:
+    bans = [Ban(f"Qm{index:044}", "x" * 64, "ü" * 200, float(index)) for index in range(1000)]
+    statement = told("owner", *bans)
+    found = read_bans(Admission(OWNER.public), statement)
+    assert 50 < len(found) < 1000
+    assert found == bans[-len(found) :]
+    assert len(statement) < 1 << 16
+
+
+def test_a_ban_holds_though_the_disk_is_full_and_a_command_that_cannot_lift_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bans = Bans(tmp_path / "bans.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonl, "append", full)
+        bans.add(EVE)
+        assert list(bans.read()) == ["QmEve"]
+        with pytest.raises(OSError, match="No space left"):
+            bans.lift("eve")
+
+
+def full(path: Path, record: object) -> None:
+    raise OSError(28, "No space left on device")

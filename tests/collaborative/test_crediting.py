@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,8 @@ class Findings:
     members: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
     counted: Mapping[str, float]
+    received: Mapping[str, int] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 PEERS = {"QmAnna": Progress("anna", 3, 640, 80.0, 1.0, 3, 0.0)}
@@ -104,6 +106,27 @@ def test_a_newcomers_first_round_is_credited_once_its_name_is_known(run: RunDir)
     averager.found = [Findings(("QmAnna",), (), {"QmAnna": 60.0})]
     sentry.after_round(1, PEERS)
     assert Contributions.of(run).best_first() == [Contribution("anna", 2, 700.0, 120.0)]
+
+
+def credited(run: RunDir, said: str, invited: str) -> list[Contribution]:
+    found = Findings(("QmAnna",), (), {"QmAnna": 640.0}, {"QmAnna": 57_000}, {"QmAnna": invited})
+    peers = {"QmAnna": replace(PEERS["QmAnna"], name=said)}
+    Sentry(Averager(found), Bans(None), credit=credits(run, []).count).after_round(0, peers)
+    return Contributions.of(run).best_first()
+
+
+def test_credit_goes_to_the_name_that_the_owner_has_signed_not_to_what_a_peer_calls_itself(run: RunDir) -> None:
+    assert credited(run, "the best of all", "anna") == [Contribution("anna", 1, 640.0, 60.0, 57_000)]
+
+
+def test_where_many_use_one_invitation_what_each_says_of_itself_tells_them_apart(run: RunDir) -> None:
+    assert [item.name for item in credited(run, "carl", "guest")] == ["guest carl"]
+
+
+def test_who_was_invited_by_name_is_credited_at_once(run: RunDir) -> None:
+    found = Findings(("QmAnna",), (), {"QmAnna": 640.0}, {}, {"QmAnna": "anna"})
+    Sentry(Averager(found), Bans(None), credit=credits(run, []).count).after_round(0, {})
+    assert [item.name for item in Contributions.of(run).best_first()] == ["anna"]
 
 
 def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from trainkit.collaborative.bans import STRIKES, Bans
+from trainkit.collaborative.bans import STRIKES, Ban, Bans
 from trainkit.collaborative.messages import Progress
 from trainkit.collaborative.screening import Verdict
 from trainkit.collaborative.sentry import Sentry
@@ -22,6 +23,8 @@ class Found:
     members: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
     counted: Mapping[str, float] = field(default_factory=dict)
+    received: Mapping[str, int] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,6 +108,26 @@ def test_a_ban_that_is_lifted_by_hand_opens_the_door_before_the_next_round(watch
 def test_the_averager_learns_what_peers_can_have_trained_on(watched: Watched) -> None:
     watched.sentry.before_round(PEERS, 4.0)
     assert watched.averager.expected == {EVE: 320.0}
+
+
+def test_who_was_left_out_is_named_by_its_invitation_as_revoke_takes_it(watched: Watched) -> None:
+    watched.averager.pending.append(Found(("QmAnn", EVE), (DROPPED,), names={EVE: "mallory"}))
+    watched.sentry.after_round(6, PEERS)
+    assert watched.lines == ["  mallory was left out of round 7: sent values that are not finite"]
+
+
+def test_a_ban_by_another_of_the_owners_side_is_enforced_and_said(watched: Watched) -> None:
+    watched.bans.merge([Ban("QmBob", "bob", "claims 1e9 samples", time.time())])
+    watched.sentry.look()
+    assert watched.shut_out == [["QmBob"]]
+    assert watched.lines == ["  bob is banned by another peer of the owner's side: claims 1e9 samples"]
+    assert watched.events == [("peer_banned", {"peer": "QmBob", "name": "bob", "why": "claims 1e9 samples"})]
+
+
+def test_a_ban_of_long_ago_is_enforced_and_not_news(watched: Watched) -> None:
+    watched.bans.merge([Ban("QmBob", "bob", "claims 1e9 samples", time.time() - 60)])
+    watched.sentry.look()
+    assert (watched.shut_out, watched.lines) == ([["QmBob"]], [])
 
 
 def test_a_crowd_of_liars_is_not_a_crowd_of_events(watched: Watched) -> None:

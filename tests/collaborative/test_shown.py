@@ -16,8 +16,8 @@ from trainkit.collaborative.shown import as_object, leaderboard_lines, status_li
 from trainkit.collaborative.swarm import PeerRow, View, view_of
 from trainkit.records.contributions import Contribution
 
-ANNA = PeerRow("anna", "QmAnna12345", "creator", 4, 2, 6, 6, 640, 1234.5, 0.25, 4_510_000, 800, 3.2)
-BO = PeerRow("bo", "QmBo1234567", "client", 3, 0, 0, 0, 64, 10.0, 2.5, 0, 0, 9.0)
+ANNA = PeerRow("anna", "anna", "QmAnna12345", "creator", 4, 2, 6, 6, 640, 1234.5, 0.25, 4_510_000, 800, 3.2)
+BO = PeerRow("bo", "bo", "QmBo1234567", "client", 3, 0, 0, 0, 64, 10.0, 2.5, 0, 0, 9.0)
 VIEW = View(
     "hivemind-0001", 5, 15, True, (ANNA, BO), 0.4545, {"loss": 0.3, "acc1": 93.217},
     (Contribution("anna", 4, 3000.0, 7200.0, 18_000_000), Contribution("carl", 1, 1000.0, 900.0, 0)),
@@ -57,6 +57,13 @@ def test_the_leaderboard_says_who_has_contributed_how_much() -> None:
     ]
 
 
+def test_who_trains_now_goes_by_the_name_of_its_invitation() -> None:
+    carl = replace(BO, name="colab", credited="carl")
+    assert leaderboard_lines(replace(VIEW, peers=(ANNA, carl)))[-1].split() == [
+        *("carl", "1,000", "25.0", "%", "1", "0.25", "0", "B", "training"),
+    ]
+
+
 def test_the_object_for_programs_holds_everything_and_is_json() -> None:
     found = json.loads(json.dumps(as_object(VIEW), allow_nan=False))
     assert found["peers"][1]["role"] == "client"
@@ -85,6 +92,12 @@ def told(**own: Any) -> Told:
     mine = [Contribution("anna", 1, 64.0, 8.0, 0)]
     theirs = [Contribution("mallory", 1, 1e9, 1e9, 0)]
     return Told({CREATOR: manifest}, {CREATOR: honest, "QmStranger": stranger}, {CREATOR: mine, "QmStranger": theirs})
+
+
+def test_a_peer_is_credited_by_its_invitation_whatever_it_calls_itself() -> None:
+    peers = {"QmStranger": "mallory", CREATOR: "owner"}
+    rows = {row.peer: row.credited for row in view_of(replace(told(), names=peers), [ADDRESS], None).peers}
+    assert rows == {"QmStranger": "mallory", CREATOR: "x"}
 
 
 def test_accuracy_and_contributions_are_taken_from_the_creators_account_alone() -> None:

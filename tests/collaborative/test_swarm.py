@@ -56,15 +56,16 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_
     board = commands.start("swarm", "status", token, "--leaderboard")
     assert board.ends() == 0, board.output
     assert re.search(r"^hivemind-0001: round \d+/24, [\d,]+ samples of [34] contributors$", board.output, re.MULTILINE)
-    for name in ("creator", "first", "second"):
+    for name in ("creator", "guest first", "guest second"):
         assert re.search(rf"^  {name} +\d", board.output, re.MULTILINE), board.output
 
     assert [peer.ends(150) for peer in (creator, second, late)] == [0, 0, 0]
     done = summary(commands.run("hivemind-0001"))
     assert (done["outcome"], done["rounds"], done["most_peers"]) == ("finished", 24, 3)
     contributed = {item["name"]: item for item in done["contributions"]}
-    assert {"creator", "first", "second", "late"} <= set(contributed)
-    assert contributed["creator"]["rounds"] > contributed["first"]["rounds"] > 0
+    assert {"creator", "guest first", "guest second", "guest late"} <= set(contributed)
+    assert contributed["creator"]["rounds"] > contributed["guest first"]["rounds"] > 0
+    assert contributed["guest first"]["bytes"] > 10_000 * contributed["guest first"]["rounds"]
     assert all(item["samples"] >= 64 * item["rounds"] for item in contributed.values())
     assert done["best"]["val/acc1"] >= 98.5
     assert done["val"]["acc1"] >= 98.0

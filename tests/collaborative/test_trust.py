@@ -23,7 +23,7 @@ from hivemind.utils import MSGPackSerializer
 from trainkit.collaborative import invitation, trust
 from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.messages import Manifest, Progress
-from trainkit.collaborative.signed_records import CREDITS, MANIFEST, PROGRESS, REVOKED, peer_key
+from trainkit.collaborative.signed_records import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, peer_key
 from trainkit.collaborative.signing import Key
 
 OWNER, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
@@ -135,12 +135,13 @@ with peer() as volunteer, peer("reducer") as reducer, peer("owner") as owner:
     checks = CompositeValidator(owner.validators())
     manifest = dataclasses.asdict(Manifest("run-1", "run", "seed: 0", 1, "ab" * 32))
     for key, value in ((PROGRESS, progress), ("run_outer.0b", True), ("run_outer.all_averagers", 1e9), (REVOKED, b"x"),
-                       (CREDITS, {"rows": []}), (MANIFEST, manifest)):
+                       (BANNED, b"x"), (CREDITS, {"rows": []}), (MANIFEST, manifest)):
         print([checks.validate(signed(one, record(one, key, value))) for one in (volunteer, reducer, owner)])
     own, anothers = peer_key(volunteer.peer_id), peer_key(reducer.peer_id)
     print([checks.validate(signed(volunteer, record(volunteer, key, b"x"))) for key in (own, anothers)])
 """) == [
         "[True, True, True]",
+        "[False, True, True]",
         "[False, True, True]",
         "[False, True, True]",
         "[False, True, True]",
@@ -192,3 +193,95 @@ try:
 except Exception as error:
     print(type(error).__name__)
 """) == ["1 0o0", "False", "UserError"]
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("how", ["revoked", "banned"])
+def test_who_is_out_may_ask_who_is_out_and_nothing_else(run: Run, how: str) -> None:
+    assert run(f"""
+import asyncio
+from hivemind.proto import dht_pb2
+from trainkit.collaborative.signed_records import BANNED, hashed
+from trainkit.collaborative.admission import revoked_list
+from trainkit.collaborative.owner import own_pass
+
+with peer() as eve, peer("owner") as owner:
+    async def answered(*requests):
+        for request in requests:
+            await eve.authorizer().sign_request(request, None)
+            if not await owner.authorizer().validate_request(request):
+                print("refused")
+
+    def left():
+        find = dht_pb2.FindRequest(keys=[hashed(REVOKED), hashed(PROGRESS), hashed(BANNED)])
+        store = dht_pb2.StoreRequest(keys=[hashed(PROGRESS)], subkeys=[b"x"], values=[b"x"], expiration_time=[SOON],
+                                     in_cache=[False])
+        ping = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=b"x"))
+        asyncio.run(answered(find, store, ping))
+        print([key in (hashed(REVOKED), hashed(BANNED), hashed(PROGRESS)) for key in find.keys],
+              len(store.keys), len(store.values), ping.HasField("peer"))
+
+    left()
+    if {how!r} == "revoked":
+        owner.admission.revoke(revoked_list(own_pass(OWNER, "owner"), 1, [eve.own.grant.id]))
+    else:
+        owner.admission.ban([eve.peer_id])
+    left()
+with peer(owner=STRANGER) as stranger:
+    print(owner.authorizer().is_token_valid(asyncio.run(stranger.authorizer().get_token())))
+""") == ["[True, True, True] 1 1 False", "[True, False, True] 0 0 False", "False"]
+
+
+@pytest.mark.swarm
+def test_who_is_out_is_told_why_in_words(run: Run) -> None:
+    assert run("""
+from trainkit.collaborative.admission import revoked_list
+from trainkit.collaborative.bans import Ban, bans_list
+from trainkit.collaborative.excluded import Excluded
+from trainkit.collaborative.owner import own_pass
+from trainkit.collaborative.signed_records import BANNED
+
+def said(change):
+    with peer() as anna:
+        excluded = Excluded(anna.own, anna.peer_id, anna.admission)
+        change(excluded, anna.own.grant.id)
+        try:
+            excluded.require_welcome()
+            print("welcome")
+        except Exception as error:
+            print(type(error).__name__, error.what, error.why)
+
+def banned(by):
+    return lambda excluded, own: excluded.hear(BANNED, bans_list(by, [Ban(own, "anna", "lied", 5.0)]))
+
+said(lambda excluded, own: None)
+said(lambda excluded, own: excluded.hear(REVOKED, revoked_list(own_pass(OWNER, "owner"), 1, [own])))
+said(lambda excluded, own: excluded.hear(REVOKED, revoked_list(own_pass(OWNER, "owner"), 1, ["ab" * 32])))
+said(banned(own_pass(OWNER, "anchor", "reducer")))
+""") == [
+        "welcome",
+        "RefusedError Your invitation was revoked. The owner of the run has ended the invitations of anna.",
+        "welcome",
+        "RefusedError You were banned from the run. 3 times in a row your part of a round was left out: lied.",
+    ]
+
+
+@pytest.mark.swarm
+def test_what_a_reducer_has_heard_of_who_is_out_it_passes_on_and_a_volunteer_does_not(run: Run) -> None:
+    assert run("""
+from trainkit.collaborative.admission import revoked_list
+from trainkit.collaborative.bans import Ban, bans_list
+from trainkit.collaborative.excluded import Excluded
+from trainkit.collaborative.owner import own_pass
+from trainkit.collaborative.signed_records import BANNED
+
+for role in ("volunteer", "reducer"):
+    with peer(role) as anna, peer("owner") as next:
+        excluded = Excluded(anna.own, anna.peer_id, anna.admission)
+        excluded.hear(REVOKED, revoked_list(own_pass(OWNER, "owner"), 1, ["ab" * 32]))
+        excluded.hear(BANNED, bans_list(own_pass(OWNER, "owner"), [Ban("QmEve", "eve", "lied", 5.0)]))
+        told = Excluded(next.own, next.peer_id, next.admission)
+        for key, statement in excluded.told().items():
+            told.hear(key, statement)
+        print(next.admission.revoked == ["ab" * 32], list(told.bans.read()))
+""") == ["False []", "True ['QmEve']"]

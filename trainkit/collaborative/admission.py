@@ -151,15 +151,24 @@ class Admission:
         member = self._known.get(peer_id)
         return None if member is None or self._objection(member, now) else member
 
-    def writer_of(self, credential: bytes, until: float) -> Member:
-        """Who has written a record that lasts ``until`` then: whoever was invited for that long.
+    def invited(self, credential: bytes, until: float) -> Member:
+        """Whoever was invited until then, and may have been revoked or banned since: as the writer of a record.
 
         Raises UntrustedError.
         """
         member = self._member_of(credential)
         if member.expires < until:
-            raise UntrustedError("it would outlast the invitation of its writer")
+            raise UntrustedError("it outlasts its invitation")
         return member
+
+    def names(self) -> dict[str, str]:
+        """Peer id -> name of its invitation, of those whose signature was checked here."""
+        return {member.peer_id: member.name for member in self._verified.values()}
+
+    @property
+    def revoked(self) -> list[str]:
+        """Ids of the invitations that do not count any more."""
+        return list(self._board.read()["revoked"])
 
     def revoke(self, statement: bytes) -> bool:
         """Take over a list of revoked invitations (see `revoked_list`). False if this one is not newer.
@@ -201,7 +210,8 @@ class Admission:
             return "its invitation has expired"
         if member.invitation in facts["revoked"]:
             return "its invitation was revoked"
-        if member.peer_id in facts["banned"] or member.invitation in facts["banned"]:
+        # A run without its owner would be none: nobody bans it.
+        if member.role != "owner" and (member.peer_id in facts["banned"] or member.invitation in facts["banned"]):
             return "it was banned from this run"
         return ""
 

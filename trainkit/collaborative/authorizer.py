@@ -1,22 +1,27 @@
 """hivemind's hook for access to the DHT: each request and each answer carries the credential of who sends it.
 
-Whoever has none reads nothing and writes nothing. hivemind's protocol (its issue 253) signs every message with the
-peer's key and refuses repeated ones; ours is only what counts as a token.
+Whoever has none reads nothing and writes nothing; who is out by now may still ask why. hivemind's protocol (its issue
+253) signs every message with the peer's key and refuses repeated ones; ours is only what counts as a token.
 """
 
 from __future__ import annotations
 
+import time
 from functools import lru_cache
 from typing import Any
 
 from cryptography.hazmat.primitives import serialization
+from hivemind.dht.routing import DHTID
+from hivemind.proto import dht_pb2
 from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils.auth import TokenAuthorizerBase
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trainkit.collaborative.admission import Admission, Member
+from trainkit.collaborative.signed_records import BANNED, REVOKED, hashed
 from trainkit.collaborative.signing import UntrustedError
 
+_NOTHING = bytes(DHTID.HASH_NBYTES)  # a key under which nobody stores
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 725 in this form
 
 
@@ -37,17 +42,22 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
         return False
 
     def is_token_valid(self, access_token: AccessToken) -> bool:
-        """Whether its holder takes part; asked of both sides."""
-        return self._member(access_token) is not None
+        """Whether its holder was invited; asked of both sides, and more is asked of each below."""
+        try:
+            return self._holder(access_token, self.admission.invited(access_token.signature, time.time())) is not None
+        except (UntrustedError, ValueError):
+            return False
 
     async def validate_request(self, request: Any) -> bool:
         """Whether to answer."""
         if not await super().validate_request(request):
             return False
         member = self._member(request.auth.client_access_token)
-        if member is not None and not member.trusted:
+        if member is None or not member.trusted:
             # Not into the routing tables: others would ask it for records.
             request.ClearField("peer")
+        if member is None:
+            _leave_who_is_out(request)
         return True
 
     async def validate_response(self, response: Any, request: Any) -> bool:
@@ -57,12 +67,26 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
 
     def _member(self, token: AccessToken) -> Member | None:
         try:
-            if len(token.public_key) > _LONGEST_KEY:
-                return None
-            member = self.admission.introduce(token.signature)
-            return member if _der(token.public_key) == member.public_key else None
+            return self._holder(token, self.admission.introduce(token.signature))
         except (UntrustedError, ValueError):
             return None
+
+    def _holder(self, token: AccessToken, member: Member) -> Member | None:
+        if len(token.public_key) > _LONGEST_KEY or _der(token.public_key) != member.public_key:
+            return None
+        return member
+
+
+def _leave_who_is_out(request: Any) -> None:
+    """Leave of a request what those may ask who are out: the lists that say so. Nothing else is there for them.
+
+    Not a refusal: hivemind would take this node for dead and ask it no more, and they would wait for ever.
+    """
+    if isinstance(request, dht_pb2.FindRequest):
+        request.keys[:] = [key if key in (hashed(REVOKED), hashed(BANNED)) else _NOTHING for key in request.keys]
+    for field in ("keys", "subkeys", "values", "expiration_time", "in_cache"):
+        if isinstance(request, dht_pb2.StoreRequest):
+            request.ClearField(field)
 
 
 @lru_cache(maxsize=1024)

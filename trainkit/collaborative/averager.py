@@ -96,7 +96,7 @@ class _Averager(GuardedAverager):
                 self._running_groups[group_info.group_id].set_result(runner)
                 async for tensor, average in azip(as_aiter(*tensors), runner):
                     tensor.copy_(average)
-                self.report(runner, screen)
+                self.report(runner, screen, runner.received)
             return {peer: member.about.model_dump() for peer, member in group.items()}, runner.outcome()
         except Exception as error:
             raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error

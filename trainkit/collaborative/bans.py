@@ -1,19 +1,26 @@
-"""Who was left out of averages, how often in a row, and who may not come back: kept in the run folder.
+"""Who was left out of averages, how often in a row, and who may not come back: one list for the whole owner's side.
 
 Ids are those of peers, and of the invitations by which they came: a banned guest does not come back with a new key.
+Whoever reduces keeps the list in its run folder and signs what it tells the others of it; of what is said about an id,
+what was said last counts. So a ban outlives whoever has pronounced it, and lifting it anywhere lifts it everywhere.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit import terminal
+from trainkit.collaborative.admission import Admission
+from trainkit.collaborative.invitation import Pass
+from trainkit.collaborative.signing import UntrustedError
 from trainkit.errors import UserError
-from trainkit.records import jsonl
+from trainkit.records import jsonl, reading
 
 if TYPE_CHECKING:
     from trainkit.collaborative.screening import Verdict
@@ -23,58 +30,126 @@ STRIKES = 3
 # Of them at once; strangers can make up as many ids as they like.
 _MOST_BANS = 1000
 _MOST_SUSPECTS = 1000
+# A list as it is told; a record of the DHT holds no more. The newest are told.
+_LONGEST_LIST = 60_000
+# A word from so far in the future would be the last one for ever; clocks agree within three seconds.
+_AHEAD_SECONDS = 60.0
 
 FILE = "bans.jsonl"
 
 
 @dataclass(frozen=True)
 class Ban:
-    """Somebody who may not take part any more."""
+    """Somebody who may not take part any more; or, ``lifted``, may again."""
 
     id: str
     """Of a peer, or of an invitation."""
     name: str
     why: str
+    time: float = 0.0
+    """When it was said, in seconds since 1970."""
+    lifted: bool = False
 
 
 class Bans:
-    """The list in a run folder. Each line bans or lifts a ban, so that a run and a command can both write."""
+    """The list. In a run folder each line bans or lifts a ban, so that a run and a command can both write."""
 
-    def __init__(self, file: Path | None) -> None:
-        """``file``: None for a peer that keeps no records; its list ends with it."""
+    def __init__(self, file: Path | None = None) -> None:
+        """``file``: None for a list that ends with its peer, or until `keep_in`."""
         self._file = file
-        self._own: dict[str, Ban] = {}
+        self._said: dict[str, Ban] = {}
         self._stamp: tuple[int, int] | None = None
+
+    def keep_in(self, file: Path) -> None:
+        """From now on there, with what is there already."""
+        said, self._file = list(self.said()), file
+        self.merge(said)
 
     def read(self) -> dict[str, Ban]:
         """Id -> ban, as it is now; cheap when nothing has changed."""
-        if self._file is None:
-            return self._own
-        try:
-            status = self._file.stat()
-        except FileNotFoundError:
-            return {}
-        stamp = (status.st_size, status.st_mtime_ns)
-        if stamp != self._stamp:
-            self._own, self._stamp = _read(self._file), stamp
-        return self._own
+        return {ban.id: ban for ban in self.said() if not ban.lifted}
+
+    def said(self) -> Iterable[Ban]:
+        """The last word about each id, oldest first; also of bans that were lifted."""
+        if self._file is not None:
+            with suppress(FileNotFoundError):
+                status = self._file.stat()
+                stamp = (status.st_size, status.st_mtime_ns)
+                if stamp != self._stamp:
+                    self._stamp = stamp
+                    for ban in _read(self._file):
+                        self._note(ban)
+        return self._said.values()
 
     def add(self, ban: Ban) -> None:
         """From now on."""
-        if self._file is None:
-            self._own[ban.id] = ban
-        elif ban.id not in self.read():
-            jsonl.append(self._file, {"time": time.time(), "id": ban.id, "name": ban.name, "why": ban.why})
+        if ban.id not in self.read():
+            self._write_if_room(replace(ban, time=time.time()))
 
     def lift(self, name: str) -> list[Ban]:
-        """Let those of that name (or id) take part again; who they were."""
+        """Let those of that name (or id) take part again; who they were. Raises OSError."""
         found = [ban for ban in self.read().values() if name in (ban.name, ban.id)]
         for ban in found:
-            if self._file is None:
-                del self._own[ban.id]
-            else:
-                jsonl.append(self._file, {"time": time.time(), "id": ban.id, "lifted": True})
+            self._write(replace(ban, time=time.time(), lifted=True))
         return found
+
+    def merge(self, others: Iterable[Ban]) -> None:
+        """Take over what others have said later than what is known here."""
+        known = {ban.id: ban for ban in self.said()}
+        for ban in others:
+            if ban.id not in known or ban.time > known[ban.id].time:
+                self._write_if_room(ban)
+
+    def _write_if_room(self, ban: Ban) -> None:
+        with suppress(OSError):  # a full disk: it holds as long as this peer lives, and others know of it
+            self._write(ban)
+
+    def _write(self, ban: Ban) -> None:
+        self._note(ban)
+        if self._file is not None:
+            jsonl.append(self._file, {key: value for key, value in asdict(ban).items() if value is not False})
+
+    def _note(self, ban: Ban) -> None:
+        known = self._said.get(ban.id)
+        if known is not None and known.time > ban.time:
+            return
+        self._said.pop(ban.id, None)
+        self._said[ban.id] = ban
+        if len(self._said) > _MOST_BANS:
+            del self._said[next(iter(self._said))]
+
+
+def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
+    """What this peer tells the others of who is banned, signed."""
+    rows: list[bytes] = []
+    room = _LONGEST_LIST
+    for ban in reversed(list(bans)):
+        row = json.dumps([ban.id, ban.name[:64], ban.why[:200], ban.time, ban.lifted], ensure_ascii=False).encode()
+        room -= len(row) + 1
+        if room < 0:
+            break
+        rows.append(row)
+    return own.state("bans", b"[" + b",".join(reversed(rows)) + b"]")
+
+
+def read_bans(admission: Admission, statement: bytes, *, now: float | None = None) -> list[Ban]:
+    """What somebody of the owner's side says about who is banned.
+
+    Raises UntrustedError when a volunteer or a stranger has signed it.
+    """
+    found = admission.read(statement, "bans", now=now)
+    if found.grant.role == "volunteer":
+        raise UntrustedError("a volunteer bans nobody")
+    latest = (time.time() if now is None else now) + _AHEAD_SECONDS
+    try:
+        bans = [Ban(*row) for row in json.loads(found.content)]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UntrustedError("it is no list of bans") from error
+    for ban in bans:
+        texts = all(isinstance(text, str) and len(text) <= 200 for text in (ban.id, ban.name, ban.why))
+        if not (texts and type(ban.lifted) is bool and reading.is_time(ban.time)):
+            raise UntrustedError("it is no list of bans")
+    return [ban for ban in bans if ban.time <= latest]
 
 
 def unban(run: Path, name: str) -> list[Ban]:
@@ -120,18 +195,19 @@ class Strikes:
         return out
 
 
-def _read(file: Path) -> dict[str, Ban]:
-    bans: dict[str, Ban] = {}
+def _read(file: Path) -> Iterable[Ban]:
     for record in jsonl.read(file):
-        found = {key: record.get(key) for key in ("id", "name", "why")}
-        if not isinstance(found["id"], str):
-            continue
-        bans.pop(found["id"], None)
-        if record.get("lifted") is not True:
-            bans[found["id"]] = Ban(found["id"], _text(found, "name"), _text(found, "why"))
-    return dict(list(bans.items())[-_MOST_BANS:])
+        if isinstance(record.get("id"), str):
+            said = record.get("time")
+            yield Ban(
+                record["id"],
+                _text(record, "name"),
+                _text(record, "why"),
+                float(said) if reading.is_time(said) else 0.0,
+                record.get("lifted") is True,
+            )
 
 
 def _text(record: Mapping[str, object], key: str) -> str:
-    value = record[key]
+    value = record.get(key)
     return value if isinstance(value, str) else ""

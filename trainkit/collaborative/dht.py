@@ -1,7 +1,7 @@
 """A peer's place in the swarm's DHT: start, publish, read, leave; every step bounded in time.
 
-One DHT is one swarm. Records of ours in it: the creator's manifest, every peer's progress and credential, and the list
-of revoked invitations.
+One DHT is one swarm. Records of ours in it: the creator's manifest, every peer's progress and credential, and the lists
+of those who are out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trainkit.collaborative.admission import Admission, Member
 from trainkit.collaborative.bounds import bound_records
 from trainkit.collaborative.daemon import check_listening, explain, listen_on
 from trainkit.collaborative.dialback import Seen
+from trainkit.collaborative.excluded import Excluded
 from trainkit.collaborative.invitation import NOBODY
 from trainkit.collaborative.messages import (
     Manifest,
@@ -32,7 +33,7 @@ from trainkit.collaborative.messages import (
     progress_in,
 )
 from trainkit.collaborative.redial import redial
-from trainkit.collaborative.signed_records import CREDITS, MANIFEST, PROGRESS, REVOKED, peer_key
+from trainkit.collaborative.signed_records import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, peer_key
 from trainkit.collaborative.signing import UntrustedError
 from trainkit.collaborative.trust import Identity
 from trainkit.records.contributions import Contribution
@@ -40,8 +41,8 @@ from trainkit.records.contributions import Contribution
 _START_SECONDS = 20.0
 _READ_SECONDS = 5.0
 _PROVE_SECONDS = 60.0
-# A list of revoked invitations is stored anew in every round.
-_REVOKED_SECONDS = 3600.0
+# The lists of those who are out are stored anew in every round.
+_EXCLUDED_SECONDS = 3600.0
 # Until it has trained its first round.
 _FIRST_SECONDS = 600.0
 
@@ -62,8 +63,7 @@ class SwarmDHT:
         self.peer_id = str(node.peer_id)
         self.own, self.admission = identity.own, identity.admission
         self._subkey, self._credential = identity.subkey, identity.credential
-        self.revoked = b""
-        """The newest signed list of revoked invitations that this peer has heard of, to pass on."""
+        self.excluded = Excluded(identity.own, self.peer_id, identity.admission)
 
     @property
     def alive(self) -> bool:
@@ -87,24 +87,25 @@ class SwarmDHT:
         """Store this peer's progress for so many seconds, and who it is; does not wait."""
         self._store(PROGRESS, asdict(progress), seconds, wait=False)
         self.introduce_myself(seconds)
-        self.publish_revoked()
+        self.publish_excluded()
 
     def introduce_myself(self, seconds: float, *, wait: bool = False) -> None:
         """Store this peer's credential, by which those know it whom it asks for something."""
         self._store(peer_key(self.peer_id), self._credential, seconds, wait=wait)
 
-    def note_revoked(self, statement: bytes) -> None:
-        """Heed a list of revoked invitations, and pass it on from now on if this peer is of the owner's side.
+    def publish_excluded(self, *, wait: bool = False) -> None:
+        """Store who is out, as far as this peer may say so."""
+        for key, statement in self.excluded.told().items():
+            self._store(key, statement, _EXCLUDED_SECONDS, wait=wait)
 
-        Raises UntrustedError unless the owner has signed it.
+    def require_welcome(self) -> None:
+        """Ask whether this peer may take part; it may wait for an answer.
+
+        Raises RefusedError if it may not (any more).
         """
-        if self.admission.revoke(statement):
-            self.revoked = statement
-
-    def publish_revoked(self, *, wait: bool = False) -> None:
-        """Store the newest list that was noted."""
-        if self.revoked and self.own.grant.role != "volunteer":
-            self._store(REVOKED, self.revoked, _REVOKED_SECONDS, wait=wait)
+        for key in (REVOKED, BANNED):
+            self.excluded.take(key, self._read(key))
+        self.excluded.require_welcome()
 
     def member(self, peer_id: str) -> Member | None:
         """Who that peer is; None if it does not take part. May wait for an answer of the DHT."""
@@ -249,10 +250,12 @@ def open_dht(
 def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, seconds: float = 10.0) -> Manifest:
     """The manifest of the swarm that was joined through ``peers``, as `manifest_of` chooses it.
 
-    From then on the word of its owner counts, and nobody else's. Raises UserError as well when there is none in time.
+    From then on the word of its owner counts, and nobody else's. Raises UserError as well when there is none in time,
+    and RefusedError for a peer that is out.
     """
     deadline = time.monotonic() + seconds
     while not (found := dht.manifests()):
+        dht.require_welcome()
         if time.monotonic() > deadline:
             raise no_run_at(peers[0])
         time.sleep(0.5)

@@ -96,6 +96,8 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         self._waited: dict[PeerID, float] = {}
         self._bytes = [0] * count
         self._up = self._down = self._timed = 0
+        self.received: dict[str, int] = {}
+        """As a reducer: sender's id -> bytes of its parts that have arrived here."""
 
     def outcome(self) -> Outcome:
         """What it came to, once it is over."""
@@ -217,6 +219,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                     message = coming.result()
                     waited += clock() - began
                     self._down += len(message.tensor_part.buffer)
+                    self.received[str(sender)] = self.received.get(str(sender), 0) + len(message.tensor_part.buffer)
                     weight = message.weight if 0.0 < message.weight < math.inf else 0.0
                     part = _read(message.tensor_part, own.numel()) if weight else torch.zeros_like(own)
                     if weight:

@@ -39,6 +39,10 @@ class Findings:
     verdicts: tuple[Verdict, ...]
     counted: Mapping[str, float] = field(default_factory=dict)
     """Samples of each member that are in the average."""
+    received: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each member's parts that have arrived here."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """By which each member was invited."""
 
 
 class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
@@ -122,11 +126,14 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
         ]
         return install_screen(runner, Limits(frozenset(trusted), self._possible), self._num_parameters)
 
-    def report(self, runner: AllReduceRunner, screen: Screen) -> None:
+    def report(self, runner: AllReduceRunner, screen: Screen, received: Mapping[str, int]) -> None:
         """Tell the peer's own process what came of a round."""
         members = tuple(map(str, runner.ordered_peer_ids))
         verdicts = {verdict.peer: verdict for verdict in screen.verdicts()}
-        self._tell.send(Findings(members, (*verdicts.values(), *self._refused.values()), screen.counted()))
+        found = (*verdicts.values(), *self._refused.values())
+        known = self._admission.admitted if self._admission is not None else lambda peer: None
+        names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
+        self._tell.send(Findings(members, found, screen.counted(), received, names))
         self._refused = {}
 
     async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: PeerID) -> bool:

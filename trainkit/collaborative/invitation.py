@@ -30,6 +30,8 @@ Role = Literal["owner", "reducer", "volunteer"]
 these two. Volunteer: everybody else; calls out only, neither averages for others nor gives away a state."""
 
 PREFIX = "trainkit1."
+GUESTS, RANKS = "guest", "ranks"
+"""Names of invitations that many use: by the token that `swarm create` prints, and the ranks of one job."""
 NOBODY = bytes(KEY_SIZE)
 """In place of the owner's key: the pass that everybody makes for themselves, for runs that are open to all."""
 
@@ -213,6 +215,16 @@ def read_token(text: str, *, now: float | None = None) -> Invitation:
             fix="Ask whoever runs it for another.",
         )
     return Invitation(own, found)
+
+
+def credited(invited: str, said: str) -> str:
+    """Under which name a peer's work is counted: that of its invitation, which the owner has signed.
+
+    Where many use one, it is told apart by what a peer says of itself; ``invited`` is empty for the owner's own.
+    """
+    if not invited:
+        return said
+    return f"{invited} {said}".rstrip() if invited in (GUESTS, RANKS) else invited
 
 
 def as_name(text: str) -> str:

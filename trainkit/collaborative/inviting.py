@@ -107,11 +107,12 @@ def _tell(run: RunDir, statement: bytes) -> None:
     from trainkit.collaborative import trust
     from trainkit.collaborative.admission import Admission
     from trainkit.collaborative.dht import open_dht
+    from trainkit.collaborative.signed_records import REVOKED
 
     key, addresses = owner_of(run.path).key, addresses_of(run)
     with (
         trust.identity(None, own_pass(key, "revoke"), Admission(key.public, open_run=True)) as identity,
         open_dht(identity, peers=addresses) as dht,
     ):
-        dht.note_revoked(statement)
-        dht.publish_revoked(wait=True)
+        dht.excluded.hear(REVOKED, statement)
+        dht.publish_excluded(wait=True)

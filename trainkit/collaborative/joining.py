@@ -183,6 +183,7 @@ class _Guest:
             if must_wait and not waiting.until_back(self.memory.others):
                 return None
             must_wait = True
+            self.dht.require_welcome()
             peer.watch.poll()
             if peer.watch.stopped:
                 return None

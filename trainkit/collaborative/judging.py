@@ -46,6 +46,11 @@ def has_drifted(probe: object, own: Tensor) -> bool:
     return not float((theirs - own).norm()) <= _DRIFT * float(own.norm())  # also for not-a-number
 
 
+def finite(value: float | None) -> float | None:
+    """``value``, or None if it is none that can be told."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def number(value: Any) -> float:
     """A finite number, or 0."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0

@@ -16,6 +16,7 @@ from trainkit import terminal
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.home import home_of, write_addresses
+from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.inviting import invited
 from trainkit.collaborative.owner import owner_of
 from trainkit.collaborative.reachability import how_to_be_reached
@@ -83,7 +84,7 @@ def create_swarm(
             for item in addresses:
                 say(f"  {address.join_command([item])}")
         elif folder is None:
-            for line in invited(owner_of(run_dir.path), tuple(addresses), "guest", _FIRST_SECONDS, "volunteer"):
+            for line in invited(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer"):
                 whisper(line)
         say(f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
         for line in how_to_be_reached(addresses):

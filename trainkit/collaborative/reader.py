@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.light import put_up_packages
 from trainkit.errors import TrainkitError
+
+if TYPE_CHECKING:
+    from trainkit.collaborative.trust import Identity
 
 T = TypeVar("T")
 
@@ -27,31 +30,41 @@ class Told:
     manifests: dict[str, Any]
     progress: dict[str, Any]
     contributions: dict[str, Any]
+    names: Mapping[str, str] = field(default_factory=dict)
+    """By which they were invited."""
 
 
 class Reader:
     """A node that only asks."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, node: Any, peers: Sequence[str]) -> None:
-        self._loop, self._node, self._peers = loop, node, peers
+    def __init__(self, loop: asyncio.AbstractEventLoop, node: Any, peers: Sequence[str], identity: Identity) -> None:
+        from trainkit.collaborative.excluded import Excluded
+
+        self._loop, self._node, self._peers, self._admission = loop, node, peers, identity.admission
+        self._excluded = Excluded(identity.own, identity.peer_id, identity.admission)
 
     def read(self) -> Told:
         """Ask for everything at once.
 
-        Raises UserError when nobody answers, or there is no run.
+        Raises UserError when nobody answers, or there is no run; RefusedError for who is out by now.
         """
         from trainkit.collaborative.messages import credits_in, manifests_in, no_run_at, progress_in
-        from trainkit.collaborative.signed_records import CREDITS, MANIFEST, PROGRESS
+        from trainkit.collaborative.signed_records import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED
 
         deadline = time.monotonic() + _READ_SECONDS
         while True:
-            asked = self._node.get_many([MANIFEST, PROGRESS, CREDITS], sufficient_expiration_time=float("inf"))
+            keys = [MANIFEST, PROGRESS, CREDITS, REVOKED, BANNED]
+            asked = self._node.get_many(keys, sufficient_expiration_time=float("inf"))
             try:
                 found = self._loop.run_until_complete(asyncio.wait_for(asked, _READ_SECONDS))
             except (asyncio.TimeoutError, OSError):
                 raise address.nobody_answers(self._peers[0]) from None
             if manifests := manifests_in(found[MANIFEST]):
-                return Told(manifests, progress_in(found[PROGRESS]), credits_in(found[CREDITS]))
+                names = self._admission.names()
+                return Told(manifests, progress_in(found[PROGRESS]), credits_in(found[CREDITS]), names)
+            for key in (REVOKED, BANNED):
+                self._excluded.take(key, found[key])
+            self._excluded.require_welcome()
             if time.monotonic() > deadline:
                 raise no_run_at(self._peers[0])
             time.sleep(0.3)
@@ -95,7 +108,7 @@ def open_reader(entry: Entry) -> Iterator[Reader]:
             except Exception:  # of libp2p's daemon, in many words
                 raise address.nobody_answers(entry.addresses[0], invited=entry.invited) from None
             try:
-                yield Reader(loop, node, entry.addresses)
+                yield Reader(loop, node, entry.addresses, identity)
             finally:
                 with suppress(Exception):  # on the way out
                     _done(loop, node.shutdown(), 3.0)

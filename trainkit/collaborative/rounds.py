@@ -17,6 +17,7 @@ import torch
 from trainkit.collaborative.averaging import Averaging, Round
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT
+from trainkit.collaborative.judging import finite, number
 from trainkit.collaborative.messages import Progress as PeerProgress
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.sentry import Sentry
@@ -137,13 +138,14 @@ def train(p: Peer) -> Ending:
 
     Raises:
         RunFailedError: this peer is too slow for its rounds, or its training has diverged.
+        RefusedError: its invitation has ended, or it was banned.
     """
     _publish(p, p.outer.round)
     with p.team.batches(p.data_seed, p.progress.position) as batches:
         inner = _Inner(batches, Updater(p.team.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
         ending: Ending | None = None
         while (index := p.clock.index(time.time())) < p.clock.count:
-            p.watch.poll()
+            _hear(p)
             p.before_round()
             if ending := _ending(p):
                 break
@@ -155,6 +157,13 @@ def train(p: Peer) -> Ending:
                 break
         _settle(p, math.inf)
     return ending or "finished"
+
+
+def _hear(p: Peer) -> None:
+    """News of the others, and of who is out. Raises RefusedError if it is this peer."""
+    p.watch.poll()
+    p.sentry.look()
+    p.dht.excluded.require_welcome()
 
 
 def _ending(p: Peer) -> Ending | None:
@@ -185,7 +194,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Ending | None:
         if not p.averaging.begun and (ending := _ending(p)):
             return ending  # afterwards the others count on this peer; the rest of the round is short
         if now > news_at:
-            p.watch.poll()
+            _hear(p)
             news_at = now + NEWS_SECONDS
         _settle(p, 0.0)
         if not p.averaging.begun and now + pace.step_seconds >= search_at:
@@ -210,8 +219,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Ending | None:
                 fix="Use a faster machine, or a run with a smaller batch or longer rounds.",
             )
     time.sleep(max(0.0, boundary - time.time()))
-    since = time.time() - LOST_AFTER * p.clock.seconds
-    others = p.watch.others(since)
+    others = p.watch.others(time.time() - LOST_AFTER * p.clock.seconds)
     p.averaging.exchange(
         samples=samples,
         trained=min(1.0, (boundary - began) / p.clock.seconds),
@@ -277,7 +285,7 @@ def _publish(p: Peer, index: int, box: Box | None = None) -> None:
         round=index,
         samples=box.samples if box else 0,
         samples_per_sec=box.samples / box.seconds if box and box.seconds else 0.0,
-        loss=(_finite(box.metrics.get("loss")) if box else None) or 0.0,
+        loss=number(box.metrics.get("loss")) if box else 0.0,
         group=box.result.group if box else 0,
         time=time.time(),
         client=bool(p.dht.node.client_mode),
@@ -285,12 +293,8 @@ def _publish(p: Peer, index: int, box: Box | None = None) -> None:
         expected=box.result.expected if box else 0,
         sent=box.result.bytes_up if box else 0,
         received=box.result.bytes_down if box else 0,
-        val_loss=_finite(p.progress.val.get("loss")),
-        val_acc1=_finite(p.progress.val.get("acc1")),
+        val_loss=finite(p.progress.val.get("loss")),
+        val_acc1=finite(p.progress.val.get("acc1")),
         addresses=list(p.addresses),  # the records know no tuples
     )
     p.dht.publish_progress(progress, LOST_AFTER * p.clock.seconds + 5.0)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +12,9 @@ from trainkit import plugins
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.collaborative.averager import open_averager, patience
 from trainkit.collaborative.averaging import Averaging
-from trainkit.collaborative.bans import Bans
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.dht import SwarmDHT
+from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.link import Link
 from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.rounds import Peer
@@ -122,9 +122,9 @@ def peer_at(
         averaging=averaging,
         sentry=Sentry(
             averaging.screening,
-            Bans(None),
+            dht.excluded.bans,
             say=seat.say,
-            enforce=dht.admission.ban,
+            enforce=lambda banned: _shut_out(dht, banned),
             invitation_of=lambda peer: _banned_with(dht, peer),
         ),
         data_seed=data_seed(team.parts.config, dht.peer_id),
@@ -136,10 +136,16 @@ def peer_at(
     )
 
 
+def _shut_out(dht: SwarmDHT, banned: Collection[str]) -> None:
+    dht.admission.ban(banned)
+    dht.publish_excluded()
+
+
 def _banned_with(dht: SwarmDHT, peer: str) -> str:
-    """A volunteer goes with its invitation, or it would come back with a new key; of the owner's side only the peer."""
+    """A volunteer goes with its invitation, or it would come back with a new key. Only the peer: of the owner's side,
+    and of an invitation for many, or one of them could have all the others banned."""
     member = dht.member(peer)
-    return member.invitation if member is not None and not member.trusted else peer
+    return peer if member is None or member.trusted or member.name == GUESTS else member.invitation
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from trainkit import terminal
 from trainkit.collaborative.bans import FILE, STRIKES, Ban, Bans, Strikes
+from trainkit.collaborative.invitation import GUESTS, RANKS, credited
 from trainkit.collaborative.messages import Progress
 from trainkit.collaborative.screening import Verdict
 from trainkit.records.contributions import Counted
@@ -44,38 +46,65 @@ class Sentry:
     credit: Callable[[Collection[Counted]], None] = lambda counted: None
     """Takes note of who has contributed to a round."""
     _strikes: Strikes = field(default_factory=Strikes)
-    _enforced: frozenset[str] = frozenset()
-    _unnamed: dict[str, float] = field(default_factory=dict)
+    _enforced: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
+    _began: float = field(default_factory=time.time)
+    _unnamed: dict[str, Counted] = field(default_factory=dict)
 
     def keeping(self, run_dir: RunDir, remark: Callable[..., None]) -> Sentry:
         """The same with a memory: bans in that run folder, and events."""
-        return replace(self, bans=Bans(run_dir.path / FILE), remark=remark)
+        self.bans.keep_in(run_dir.path / FILE)
+        return replace(self, remark=remark)
 
     def before_round(self, peers: Mapping[str, Progress], round_seconds: float) -> None:
         """Tell the averager what peers can have trained on, by the speed that they have published."""
         self.averager.expect({peer: own.samples_per_sec * round_seconds for peer, own in peers.items()})
-        self._enforce()
+        self.look()
 
     def after_round(self, index: int, peers: Mapping[str, Progress]) -> None:
         """Take note of what the averager has found out in the round."""
         for found in self.averager.findings():
-            self._credit(found.counted, peers)
+            self._credit(found, peers)
             for verdict in found.verdicts[:_MOST_EVENTS]:
-                self._tell(verdict, index, _name(verdict.peer, peers))
+                self._tell(verdict, index, _name(verdict.peer, peers, found.names))
             for peer, why in self._strikes.note(found.verdicts, found.members).items():
-                name = _name(peer, peers)
-                self.bans.add(Ban(self.invitation_of(peer), name, why))
+                name = _name(peer, peers, found.names)
+                ban = Ban(self.invitation_of(peer), name, why)
+                self.bans.add(ban)
+                self._told.add(ban.id)
                 self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
                 lift = terminal.command("swarm", "unban", name)
                 self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
-        self._enforce()
+        self.look()
 
-    def _credit(self, counted: Mapping[str, float], peers: Mapping[str, Progress]) -> None:
+    def look(self) -> None:
+        """Enforce the bans as they are by now: others pronounce them too, and a command lifts them. Cheap."""
+        banned = self.bans.read()
+        if banned.keys() == self._enforced:
+            return
+        for ban in banned.values():
+            if ban.id not in self._enforced and ban.id not in self._told and ban.time >= self._began:
+                name, why = terminal.one_line(ban.name, 64), terminal.one_line(ban.why, 200)
+                self.remark("peer_banned", peer=ban.id, name=name, why=why)
+                self.say(f"  {name} is banned by another peer of the owner's side: {why}")
+        self._told.clear()
+        self.enforce(banned)
+        self._enforced.clear()
+        self._enforced.update(banned)
+
+    def _credit(self, found: Any, peers: Mapping[str, Progress]) -> None:
         """Who has just come may not have told its name yet: its first round is credited with the next one."""
-        late, self._unnamed = self._unnamed, {peer: samples for peer, samples in counted.items() if peer not in peers}
+        now: list[Counted] = []
+        late, self._unnamed = self._unnamed, {}
+        for peer, samples in found.counted.items():
+            counted = Counted(_name(peer, peers, found.names), samples, found.received.get(peer, 0))
+            if peer in peers or found.names.get(peer, GUESTS) not in (GUESTS, RANKS):
+                now.append(counted)
+            else:
+                self._unnamed[peer] = counted
         if late:
-            self.credit([Counted(_name(peer, peers), samples) for peer, samples in late.items()])
-        self.credit([Counted(_name(peer, peers), samples) for peer, samples in counted.items() if peer in peers])
+            self.credit([replace(item, name=_name(peer, peers, found.names)) for peer, item in late.items()])
+        self.credit(now)
 
     def _tell(self, verdict: Verdict, index: int, name: str) -> None:
         kind = "peer_dropped" if verdict.action == "dropped" else "peer_clipped"
@@ -83,13 +112,7 @@ class Sentry:
         if verdict.action == "dropped":
             self.say(f"  {name} was left out of round {index + 1}: {verdict.why}")
 
-    def _enforce(self) -> None:
-        """Also what somebody has changed by hand meanwhile."""
-        banned = frozenset(self.bans.read())
-        if banned != self._enforced:
-            self.enforce(banned)
-            self._enforced = banned
 
-
-def _name(peer: str, peers: Mapping[str, Progress]) -> str:
-    return terminal.one_line(peers[peer].name, 64) if peer in peers else f"..{peer[-6:]}"
+def _name(peer: str, peers: Mapping[str, Progress], invited: Mapping[str, str]) -> str:
+    said = peers[peer].name if peer in peers else f"..{peer[-6:]}"
+    return terminal.one_line(credited(invited.get(peer, ""), said), 64)

@@ -22,6 +22,7 @@ from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.owner import keep_key, key_of, own_pass
 from trainkit.collaborative.rounds import LOST_AFTER, NEWS_SECONDS, Ending, train
 from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
+from trainkit.collaborative.signed_records import REVOKED
 from trainkit.collaborative.signing import Key
 from trainkit.collaborative.watch import Watch
 from trainkit.config.loading import to_yaml
@@ -59,6 +60,8 @@ def create(
         trust.identity(file, own_pass(key, seat.name), admission) as identity,
         open_dht(identity, host=seat.host, port=seat.port, announce=seat.announce) as dht,
     ):
+        if seat.folder is not None:
+            dht.excluded.remember(seat.folder.path)
         outer = common_state(config, splits)
         if seat.max_upload is not None:
             values = outer.theta.numel()
@@ -99,8 +102,8 @@ def create(
             def publish(manifest: Manifest, *, wait: bool = False) -> None:
                 # `swarm revoke` has written it there.
                 if revoked := owner.revoked():
-                    dht.note_revoked(revoked)
-                    dht.publish_revoked()
+                    dht.excluded.hear(REVOKED, revoked)
+                    dht.publish_excluded()
                 # From now on: a record only replaces one that would expire earlier.
                 dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
 

@@ -52,7 +52,7 @@ def leaderboard_lines(view: View) -> list[str]:
     if not view.contributions:
         return [f"{view.name}: no contributions yet, or its creator has not said."]
     whole = sum(item.samples for item in view.contributions)
-    here = {row.name for row in view.peers}
+    here = {row.credited for row in view.peers}
     rows = [
         (
             item.name,

@@ -27,10 +27,10 @@ from trainkit.collaborative.admission import Admission, peer_id_of
 from trainkit.collaborative.signing import UntrustedError, pack, unpack
 
 MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
-CREDITS, REVOKED = "trainkit_credits", "trainkit_revoked"
+CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"
 
 _LONGEST_VALUE = 8192
-_LONGEST = {MANIFEST: 1 << 17, CREDITS: 1 << 16, REVOKED: 1 << 16}
+_LONGEST = {MANIFEST: 1 << 17, CREDITS: 1 << 16, REVOKED: 1 << 16, BANNED: 1 << 16}
 
 
 def peer_key(peer_id: str) -> str:
@@ -45,8 +45,8 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         self._key, self._credential, self._admission = key, credential, admission
         self._subkey = _subkey(peer_id_of(der_of(key)))
         # hivemind keeps only the hash of a key.
-        self._longest = {_hashed(name): size for name, size in _LONGEST.items()}
-        self._by_owner, self._by_all = {_hashed(MANIFEST), _hashed(CREDITS)}, {_hashed(PROGRESS)}
+        self._longest = {hashed(name): size for name, size in _LONGEST.items()}
+        self._by_owner, self._by_all = {hashed(MANIFEST), hashed(CREDITS)}, {hashed(PROGRESS)}
 
     @property
     def priority(self) -> int:
@@ -67,7 +67,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             value, credential, signature = unpack(record.value, 3)
             if len(value) > self._longest.get(record.key, _LONGEST_VALUE):
                 return False
-            writer = self._admission.writer_of(credential, record.expiration_time)
+            writer = self._admission.invited(credential, record.expiration_time)
             if record.subkey != _subkey(writer.peer_id) or not self._may_write(record.key, writer.role, writer.peer_id):
                 return False
             return bool(_public_key(writer.public_key).verify(_content(record, value), signature))
@@ -85,9 +85,9 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     def _may_write(self, key: bytes, role: str, peer_id: str) -> bool:
         if key in self._by_owner:
             return role == "owner"
-        if key in self._by_all or key == _hashed(peer_key(peer_id)):
+        if key in self._by_all or key == hashed(peer_key(peer_id)):
             return True
-        # Who reduces and who gives its state away, by hivemind's records; and the list of those who were revoked.
+        # Who reduces and who gives its state away, by hivemind's records; and the lists of those who are out.
         return role != "volunteer"
 
 
@@ -114,7 +114,8 @@ def _subkey(peer_id: str) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _hashed(name: str) -> bytes:
+def hashed(name: str) -> bytes:
+    """A record's key as a DHT has it."""
     return bytes(DHTID.generate(source=name).to_bytes())
 
 

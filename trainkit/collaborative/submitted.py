@@ -13,7 +13,7 @@ from trainkit.collaborative import processes
 from trainkit.collaborative.entry import Entry, entry_of, with_token
 from trainkit.collaborative.handing import hide, reveal
 from trainkit.collaborative.home import write_addresses
-from trainkit.collaborative.invitation import write_token
+from trainkit.collaborative.invitation import RANKS, write_token
 from trainkit.collaborative.owner import own_pass, owner_of
 from trainkit.collaborative.ranks import follow_rank_0
 from trainkit.collaborative.settings import require_collaborative, same_settings
@@ -117,7 +117,7 @@ def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
         write_addresses(run_dir, addresses)
         if store is not None:
             # A rank is as good as rank 0: it averages for others and gives away the state.
-            ranks = own_pass(owner_of(run_dir.path).key, "ranks", "reducer")
+            ranks = own_pass(owner_of(run_dir.path).key, RANKS, "reducer")
             store.set("swarm", hide(secret, _TOKEN, write_token(ranks, addresses)))
         # Not a token: this goes into a log.
         seat.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")

@@ -33,6 +33,9 @@ class PeerRow:
     """What a peer says of its last round, as far as it can be. None: it has not said so, or nonsense."""
 
     name: str
+    """As it calls itself."""
+    credited: str
+    """Under which name its work is counted, see `invitation.credited`."""
     peer: str
     role: Literal["creator", "public", "client"]
     """Others reach a public one; a client only calls out, as behind a router."""
@@ -136,7 +139,8 @@ def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None)
     creator, manifest = manifest_of(told.manifests, addresses)
     seconds, rounds = _lengths(manifest)
     clock, now = RoundClock(seconds, manifest.first_round, rounds), time.time()
-    rows = [_row(peer, own, creator, now) for peer, own in list(told.progress.items())[:_MOST_PEERS]]
+    told_of = list(told.progress.items())[:_MOST_PEERS]
+    rows = [_row(peer, own, creator, told.names.get(peer, ""), now) for peer, own in told_of]
     rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
     heard = [row for row in rows if row.loss is not None]
     samples = sum(row.samples for row in heard)
@@ -162,10 +166,11 @@ def _lengths(manifest: Manifest) -> tuple[float, int]:
     return collaborative.round_seconds, collaborative.rounds
 
 
-def _row(peer: str, own: Progress, creator: str, now: float) -> PeerRow:
+def _row(peer: str, own: Progress, creator: str, invited: str, now: float) -> PeerRow:
     """Every field is a stranger's: of its type by the DHT's validators, and nothing more."""
     return PeerRow(
         name=terminal.one_line(own.name, 64),
+        credited=terminal.one_line(invitation.credited("" if peer == creator else invited, own.name), 64),
         peer=peer,
         role="creator" if peer == creator else "client" if own.client else "public",
         round=_count(own.round) + 1,

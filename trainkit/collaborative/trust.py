@@ -81,6 +81,7 @@ class _Records(v1.BaseModel):
     trainkit_progress: dict[_Peer, _ProgressRecord]  # type: ignore[valid-type]
     trainkit_credits: dict[_Peer, _CreditsRecord]  # type: ignore[valid-type]
     trainkit_revoked: dict[_Peer, v1.StrictBytes]  # type: ignore[valid-type]
+    trainkit_banned: dict[_Peer, v1.StrictBytes]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)

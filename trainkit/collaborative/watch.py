@@ -8,8 +8,7 @@ from typing import Any
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.home import known_of
 from trainkit.collaborative.messages import Progress, manifests_in, progress_in
-from trainkit.collaborative.signed_records import MANIFEST, PROGRESS, REVOKED
-from trainkit.collaborative.signing import UntrustedError
+from trainkit.collaborative.signed_records import BANNED, MANIFEST, PROGRESS, REVOKED
 
 
 class Watch:
@@ -26,7 +25,7 @@ class Watch:
 
     def poll(self) -> None:
         """Take the answers that are there and ask again."""
-        for key in (MANIFEST, PROGRESS, REVOKED):
+        for key in (MANIFEST, PROGRESS, REVOKED, BANNED):
             question = self._questions.get(key)
             if question is not None and not question.done():
                 continue
@@ -49,10 +48,8 @@ class Watch:
     def _take(self, key: str, found: Any) -> None:
         if key == PROGRESS:
             self.peers = progress_in(found)
-        elif key == REVOKED:
-            for entry in found.value.values() if found is not None else ():
-                with suppress(UntrustedError):
-                    self._dht.note_revoked(entry.value)
+        elif key in (REVOKED, BANNED):
+            self._dht.excluded.take(key, found)
         else:
             manifest = manifests_in(found).get(self._creator)
             self.stopped = manifest is not None and manifest.stopped
