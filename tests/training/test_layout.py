@@ -56,8 +56,10 @@ def test_deterministic_keeps_other_kernels_out(as_it_was: None, monkeypatch: pyt
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     make_deterministic(True)
     assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
     make_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark, "else convolutions are not the quickest of their kind on this GPU"
 
 
 SETTINGS = ("train.max_steps=12", "data.augment=true", "model.norm=batch")

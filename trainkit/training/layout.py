@@ -32,7 +32,11 @@ def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
 
 
 def make_deterministic(asked: bool) -> None:
-    """Whether kernels that may give other bits each time are kept out of this process."""
+    """Whether kernels that may give other bits each time are kept out of this process.
+
+    Where they are not, cuDNN tries its ways to convolve on the first images of each size, and takes the quickest.
+    """
+    torch.backends.cudnn.benchmark = not asked
     if asked:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it, before its first call
     if torch.are_deterministic_algorithms_enabled() != asked:  # saying so again would import torch's compiler

@@ -141,6 +141,9 @@ class _Trials:
         """Bytes that an update with micro batches of ``size`` takes; infinite where memory ran out."""
         self._gauge.start()
         try:
+            if self._dist.device.type == "cuda":  # on a new size cuDNN tries its ways, in memory that it gives back
+                self._update(size)
+                self._gauge.start()
             self._update(size)
             peak = float(self._gauge.peak())
         except Exception as error:
