@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.benchmarks.__main__ import BEGIN, END, write
+from tests.benchmarks.__main__ import BEGIN, END, NOT_MEASUREMENTS, write
 from tests.benchmarks.measuring import CONTROL, Turn, against, ratios, side_by_side, take_turns
 from tests.benchmarks.processes import measured
 
@@ -128,7 +128,7 @@ def test_each_measurement_runs() -> None:
     assert "failed" not in table, done.stderr
     ran = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     files = {file.stem for file in (PROJECT / "tests" / "benchmarks").glob("*.py")}
-    assert ran == files - {"__init__", "__main__", "commands", "measuring", "processes"}
+    assert ran == files - set(NOT_MEASUREMENTS)
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.benchmarks.processes import measured
 
 HERE = Path(__file__).parent
-NOT_MEASUREMENTS = ("__init__", "__main__", "commands", "measuring", "processes")
+NOT_MEASUREMENTS = ("__init__", "__main__", "commands", "gpus", "measuring", "processes", "resident")
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
 
 
@@ -61,11 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def where(peers: str | None) -> str:
     """Date, machine and versions."""
-    packages = ["torch", "torchvision"] + ([] if peers is None else ["lightning", "accelerate"])
+    packages = ["torch", "torchvision", "timm"] + ([] if peers is None else ["lightning", "accelerate"])
     ask = f"import importlib.metadata as m; print(', '.join(f'{{p}} {{m.version(p)}}' for p in {packages}))"
     versions = subprocess.run([peers or sys.executable, "-c", ask], capture_output=True, text=True).stdout.strip()
     cores, python = f"{os.cpu_count()} CPU cores ({platform.machine()})", f"Python {platform.python_version()}"
-    return f"{date.today()}, {cores}, no GPU, {python}, {versions}"
+    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')"
+    gpu = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout.strip()
+    return f"{date.today()}, {cores}, {gpu}, {python}, {versions}"
 
 
 def write(file: Path, lines: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-CIFAR_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+from tests.data import cifar10_files
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,22 +27,7 @@ def one_thread() -> Iterator[None]:
 def write_cifar10() -> Callable[[Path, int], None]:
     """Writes ROOT/cifar-10-batches-py as the official archive has it, in pickle's protocol 2."""
 
-    def write(root: Path, per_file: int = 20) -> None:
-        folder = root / "cifar-10-batches-py"
-        folder.mkdir(parents=True)
-        random = numpy.random.default_rng(0)
-        for file in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
-            batch = {
-                "batch_label": file,
-                "labels": [index % 10 for index in range(per_file)],
-                "data": random.integers(0, 256, (per_file, 3072), dtype=numpy.uint8),
-                "filenames": [f"{index}.png" for index in range(per_file)],
-            }
-            (folder / file).write_bytes(pickle.dumps(batch, protocol=2))
-        meta = {"num_cases_per_batch": per_file, "label_names": CIFAR_NAMES, "num_vis": 3072}
-        (folder / "batches.meta").write_bytes(pickle.dumps(meta, protocol=2))
-
-    return write
+    return cifar10_files.write_cifar10
 
 
 @pytest.fixture

@@ -1,0 +1,150 @@
+"""The `gpu_` measurements of tests/benchmarks on a CPU, in small: that every arm runs, and does what the other does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.benchmarks import gpu_cifar, gpu_memory, gpu_photos, gpu_training
+from tests.benchmarks.arms.turns import Job, Over, Turns
+from tests.benchmarks.gpus import to_timm
+from tests.benchmarks.measuring import Figure
+from tests.benchmarks.resident import assert_same_losses, assert_same_pixels, raced, resident
+
+SMALL = Job(
+    model="resnet10t", image_size=64, num_classes=10, batch=8, out="", device="cpu", precision="fp32", settle=1, timed=2
+)
+SPEED = r"\d\.\d\d x \(.* rounds\); [\d,]+/s, against [\d,]+/s"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("measurement", [gpu_training, gpu_photos, gpu_cifar, gpu_memory])
+def test_without_a_gpu_there_is_a_row_that_says_so(measurement: Any) -> None:
+    (figure,) = measurement.measure()
+    assert figure.verdict == "not measured: no GPU here"
+    assert not figure.void
+
+
+def turned(job: Job, told: list[str]) -> Iterator[int]:
+    """The batches that a loop gets; what was said and waited for goes into ``told``."""
+    turns = Turns(job, lambda: told.append("waits"), told.append)
+    try:
+        yield from turns.taken(count())
+    except Over:
+        told.append("over")
+
+
+def test_an_arm_waits_for_each_turn_and_tells_the_time_of_those_batches_that_count() -> None:
+    told: list[str] = []
+    job = replace(SMALL, warm=2, settle=1, timed=3, turns=2)
+    for number in turned(job, told):
+        if number in (2, 3, 6):  # what is done while nothing counts, and one of those that do
+            time.sleep({2: 0.5, 3: 0.1, 6: 0.5}[number])
+    times = [float(line) for line in told if line not in ("ready", "waits", "over")]
+    assert [line if line in ("ready", "waits", "over") else "time" for line in told] == [
+        "ready", "waits", "time", "waits", "time", "over"
+    ]  # fmt: skip
+    assert 0.1 <= times[0] < 0.4
+    assert times[1] < 0.1
+
+
+def test_arms_with_other_losses_or_pixels_get_no_time() -> None:
+    theirs = {"losses": [3.0, 2.0, 1.0, 0.5], "steps": [1, 2, 3, 4], "pixels": [0.0, 1.0]}
+    ours = {"losses": [2.5, 0.75], "steps": [2, 4], "pixels": [0.01, 1.0]}  # means of two
+    assert_same_losses({"timm": theirs, "kit": ours}, 1e-6)
+    assert_same_pixels({"timm": theirs, "kit": ours}, 0.02)
+    with pytest.raises(AssertionError, match="the losses of kit differ by 4.0e-02"):
+        assert_same_losses({"timm": theirs, "kit": {**ours, "losses": [2.4, 0.75]}}, 1e-3)
+    with pytest.raises(AssertionError, match="too few losses are known"):
+        assert_same_losses({"timm": theirs, "kit": {**ours, "losses": [2.5], "steps": [2]}}, 1e-3)
+    with pytest.raises(AssertionError, match="kit gives other pixels"):
+        assert_same_pixels({"timm": theirs, "kit": ours}, 0.001)
+
+
+def test_the_largest_that_fits_is_bisected() -> None:
+    def limit(largest: int) -> Callable[[int], bool]:
+        return lambda size: size <= largest
+
+    assert gpu_memory.bisected(10, limit(10)) == (10, 11)
+    assert gpu_memory.bisected(10, limit(9)) == (0, 10)
+    low, high = gpu_memory.bisected(100, limit(1234))
+    assert low <= 1234 < high <= low * 1.01 + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "image_size", "batch"), [("resnet10t", 64, 8), ("vit_tiny_patch16_224", 224, 2)])
+def test_timms_arm_and_the_kits_make_the_same_updates_of_given_batches(
+    tmp_path: Path, model: str, image_size: int, batch: int
+) -> None:
+    job = replace(SMALL, model=model, image_size=image_size, batch=batch)
+    figure = to_timm(tmp_path, job, 1, what="", at_least=1.1)
+    assert_measured(figure, SPEED)
+    theirs, ours = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("timm", "kit"))
+    assert len(theirs["losses"]) == 20 + 2 * 3
+    assert ours["steps"] == [10, 20]
+
+
+@pytest.mark.long
+def test_other_updates_are_noticed(tmp_path: Path) -> None:
+    job = replace(SMALL, more=("optim.momentum=0.8",))
+    with pytest.raises(AssertionError, match="the losses of kit differ"):
+        to_timm(tmp_path, job, 0, what="", at_least=1.1)
+
+
+@pytest.mark.long
+def test_compiled_arms_make_the_same_updates_in_bf16(tmp_path: Path) -> None:
+    job = replace(SMALL, compile=True, precision="bf16")
+    assert_measured(to_timm(tmp_path, job, 1, what="", at_least=1.1), SPEED)
+
+
+@pytest.mark.long
+def test_timms_arm_and_the_kits_train_from_the_same_photographs(tmp_path: Path) -> None:
+    job = gpu_photos.photo_job(tmp_path, "resnet10t", batch=8, workers=1, timed=2, rounds=1)
+    job = replace(job, device="cpu", precision="fp32")
+    assert_measured(to_timm(tmp_path, job, 1, what="", at_least=1.5, pixels=0.2), SPEED)
+
+
+@pytest.mark.long
+def test_torchvisions_arm_and_the_kits_train_on_the_same_small_images(tmp_path: Path) -> None:
+    job = replace(gpu_cifar.cifar_job(8), device="cpu", precision="fp32", workers=1, settle=1)
+    figure = gpu_cifar.epochs(tmp_path, job, 1, 10, what="", pixels=0.1)
+    assert_measured(figure, r"\d+\.\d\d x \(.* rounds\); \d+\.\d\d s, against \d+\.\d\d s")
+
+
+@pytest.mark.long
+def test_auto_is_held_against_what_fresh_processes_can_train(tmp_path: Path) -> None:
+    job = replace(SMALL, image_size=128, batch=2)
+    figure = gpu_memory.against_truth(tmp_path, job, 720, "train.memory_limit_mb=1200")
+    assert_measured(figure, r"\d\.\d{3}; \d+, \d+ train in 1,080 MiB, \d+ do not; \d+ fresh processes")
+
+
+def assert_measured(figure: Figure, pattern: str) -> None:
+    import re
+
+    assert re.fullmatch(pattern, figure.figure), figure.figure
+
+
+@pytest.mark.long
+def test_an_arm_that_fails_says_why_and_none_is_left(tmp_path: Path) -> None:
+    jobs = {"timm_train": replace(SMALL, out=str(tmp_path / "timm")), "kit": replace(SMALL, out=str(tmp_path / "kit"))}
+    jobs["kit"] = replace(jobs["kit"], model="no_such_model")
+    with pytest.raises(AssertionError, match=r"kit has failed:(.|\n)*no_such_model"):
+        raced(jobs, 1, lambda told: None)
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.long
+def test_arms_end_with_whoever_measures(tmp_path: Path) -> None:
+    with resident({"timm_train": replace(SMALL, out=str(tmp_path / "timm"), turns=1)}) as arms:
+        arms["timm_train"].ready()
+        (child,) = psutil.Process().children(recursive=True)
+    assert not child.is_running()
