@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 
 from tests.benchmarks.arms.turns import Job
 from tests.benchmarks.gpus import MODELS, absent, images_that_fit, to_timm
-from tests.benchmarks.image_files import write_photos
 from tests.benchmarks.measuring import Figure, fast_folder
 from trainkit.data.loader import default_workers
 
@@ -52,6 +51,8 @@ def photo_job(folder: Path, model: str, batch: int, workers: int, timed: int, ro
 
 def write_links(root: Path, images: int) -> None:
     """The photographs, and further names for them until there are so many in all."""
+    from tests.benchmarks.image_files import write_photos
+
     files = write_photos(root)
     for number in range(len(files), images):
         file = files[number % len(files)]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-import timm
 import torch
 
 from tests.benchmarks.arms.turns import Job
@@ -65,6 +64,8 @@ def to_timm(
 
 def _mfu(job: Job, rates: dict[str, float]) -> str:
     """In words; empty where nobody knows what the device can do."""
+    import timm
+
     peak = peak_flops(torch.cuda.get_device_name(0), job.precision) if job.device == "cuda" else None
     flops = flops_per_image(timm.create_model(job.model, num_classes=job.num_classes), 3, job.image_size)
     if peak is None or flops is None:
