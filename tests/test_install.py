@@ -151,7 +151,7 @@ def test_commands_run_from_the_installation_and_not_from_a_checkout(python: Comm
 def test_an_installed_trainkit_says_what_it_brought(python: Command, installed: Path) -> None:
     done = python("-m", "jobs")
     assert (done.returncode, done.stderr) == (0, "")
-    presets = "ddp, ddp_sim, dp, fsdp, hivemind, hsdp, single, zero"
+    presets = "ddp, ddp_sim, dp, fsdp, hivemind, hivemind_gradients, hsdp, single, zero"
     assert f"presets    {installed / 'trainkit' / 'configs'}: {presets}" in done.stdout
     assert (
         f"templates  {installed / 'trainkit' / 'slurm'}: hivemind_peer.sbatch, train.sbatch, train_torchrun.sbatch"
@@ -162,7 +162,7 @@ def test_an_installed_trainkit_says_what_it_brought(python: Command, installed: 
 def test_a_preset_that_is_not_there_is_answered_with_those_that_are(python: Command) -> None:
     done = python("-m", "jobs.submit", "dpd", "--dry-run")
     assert done.returncode == 2
-    assert "ddp, ddp_sim, dp, fsdp, hivemind, hsdp, mine, single, zero, recipes/" in done.stderr
+    assert "ddp, ddp_sim, dp, fsdp, hivemind, hivemind_gradients, hsdp, mine, single, zero, recipes/" in done.stderr
 
 
 def test_a_preset_of_the_users_own_extends_a_packaged_one(python: Command, home: Path) -> None:

@@ -73,7 +73,7 @@ class Averager:
 
 
 def credits(run: RunDir, told: list[Sequence[Contribution]]) -> Credits:
-    return Credits(Writer(Attempt(run, 0), lambda: None), 60.0, told.append)
+    return Credits(Writer(Attempt(run, 0), lambda: None), lambda: 60.0, told.append)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.collaborative.outer import Given, OuterState
+from trainkit.collaborative.common import Given
+from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.parts import PART
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.collaborative.settings import adapted, check_own, require_collaborative, same_settings
+from trainkit.collaborative.settings import adapted, check_own, check_peer, require_collaborative, same_settings
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
@@ -72,3 +72,22 @@ def test_a_job_that_joins_says_where_its_settings_differ() -> None:
     with pytest.raises(UserError) as caught:
         same_settings(config("collaborative.rounds=8"), theirs)
     assert caught.value.fix == "Submit with collaborative.rounds=7."
+
+
+@pytest.mark.parametrize(
+    ("ranks", "max_upload", "says"),
+    [(2, None, "A peer of 2 ranks cannot take part"), (1, 1e6, "--max-upload does not go with")],
+)
+def test_what_a_peer_that_averages_gradients_cannot_do_is_refused(
+    ranks: int, max_upload: float | None, says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        check_peer(load("hivemind_gradients").config, ranks=ranks, max_upload=max_upload)
+    check_peer(config(), ranks=ranks, max_upload=max_upload)
+
+
+def test_each_peer_has_a_micro_batch_of_its_own_that_divides_the_update() -> None:
+    theirs = to_yaml(load("hivemind_gradients").config)
+    assert adapted(theirs, ["train.micro_batch_size=256"], allow_code=False).train.micro_batch_size == 256
+    with pytest.raises(UserError, match=r"not a multiple of train\.micro_batch_size=100"):
+        adapted(theirs, ["train.micro_batch_size=100"], allow_code=False)

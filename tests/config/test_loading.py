@@ -513,3 +513,18 @@ def test_peers_of_a_swarm_give_their_micro_batch_as_a_number() -> None:
     error = refused("hivemind", ["train.micro_batch_size=auto"])
     assert error.what == "train.micro_batch_size=auto does not go with strategy.name=hivemind."
     assert load("ddp", ["train.micro_batch_size=auto"]).config.train.micro_batch_size == "auto"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["train.micro_batch_size=null"], "collaborative.sync=gradients needs train.micro_batch_size."),
+        (
+            ["train.class_weights=balanced"],
+            "train.class_weights=balanced does not go with collaborative.sync=gradients.",
+        ),
+    ],
+)
+def test_what_peers_cannot_do_who_average_gradients_is_refused(overrides: list[str], says: str) -> None:
+    assert refused("hivemind_gradients", overrides).what == says
+    assert load("hivemind", overrides).config.collaborative.sync == "diloco"

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from trainkit.collaborative import processes
 from trainkit.collaborative.admission import Admission, Member
+from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.digests import digest_of, sign_digest
 from trainkit.collaborative.exchange import Exchange, Outcome
 from trainkit.collaborative.guard import Guard
 from trainkit.collaborative.guarding import GuardedAverager
 from trainkit.collaborative.invitation import Pass
-from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.parts import CODECS, PART, Codec, Sending, num_parts
 from trainkit.config.schema import CollaborativeConfig
 
@@ -49,7 +49,7 @@ def patience(config: CollaborativeConfig) -> float:
 class _Averager(GuardedAverager):
     """hivemind's averager, for members only. Its class name is part of the protocol between peers."""
 
-    outer: OuterState
+    outer: CommonState
     codec: Codec
     plan: Tensor
     """In shared memory: the codec of this peer's parts, then each part's weight."""
@@ -120,7 +120,7 @@ def shares(bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> tuple
 
 
 @contextmanager
-def open_averager(dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig, run_id: str) -> Iterator[Any]:
+def open_averager(dht: SwarmDHT, outer: CommonState, config: CollaborativeConfig, run_id: str) -> Iterator[Any]:
     """Start the averager; on leaving, end its process.
 
     Open it before the first use of CUDA: the process is forked.

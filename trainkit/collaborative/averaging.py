@@ -16,18 +16,20 @@ from typing import Any
 
 import torch
 from hivemind.averaging.allreduce import AllreduceException
+from hivemind.averaging.control import AveragingStage
 from hivemind.averaging.matchmaking import MatchmakingException
 from torch import Tensor
 
 from trainkit.collaborative.admission import Member
 from trainkit.collaborative.averager import GRACE, exchange_seconds
+from trainkit.collaborative.common import CommonState, Given
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.digests import digest_of, read_digest
 from trainkit.collaborative.exchange import Outcome
 from trainkit.collaborative.judging import first_line, has_drifted, number, objection, reference_among
 from trainkit.collaborative.link import Link
-from trainkit.collaborative.outer import Given, OuterState
 from trainkit.collaborative.parts import CODECS
+from trainkit.collaborative.result import Round
 from trainkit.collaborative.sentry import Screening
 from trainkit.collaborative.signing import UntrustedError
 from trainkit.config.schema import CollaborativeConfig
@@ -35,35 +37,6 @@ from trainkit.errors import RunFailedError
 
 # How long the averager's process may take to answer; it does so in milliseconds.
 _ANSWER_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Round:
-    """How a round ended for this peer."""
-
-    group: int
-    """Peers that averaged, itself included; 0 when it went on alone."""
-    used: str
-    """"average"; "own" (it went on alone); or "nothing": what it has learned, if anything, waits for the next round."""
-    why: str
-    """Why the average was not used; empty if it was."""
-    samples_per_sec: float
-    """Of the whole group."""
-    drifted: bool
-    """This peer's weights are no longer those of the group."""
-    seconds: float = 0.0
-    """How long the exchange took, from the end of the round."""
-    parts: int = 0
-    """Contributions to the parts of the average that have arrived here, of ``expected``."""
-    expected: int = 0
-    """Contributions that the peers of the group had announced."""
-    bytes_up: int = 0
-    bytes_down: int = 0
-    """Of the parts alone, see `exchange.Outcome`."""
-    late: tuple[str, ...] = ()
-    """Ids of peers that this one, as a reducer, has left out of the rest of the round."""
-    advice: str = ""
-    """What the person at this machine should know about its link; empty if nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +59,7 @@ class Averaging:
     """One peer's rounds."""
 
     def __init__(
-        self, averager: Any, dht: SwarmDHT, outer: OuterState, config: CollaborativeConfig, link: Link
+        self, averager: Any, dht: SwarmDHT, outer: CommonState, config: CollaborativeConfig, link: Link
     ) -> None:
         self._averager, self._dht, self._outer, self._config, self._link = averager, dht, outer, config, link
         self.screening: Screening = averager
@@ -124,8 +97,13 @@ class Averaging:
             return False
         return True
 
-    def begin(self, boundary: float, samples_per_sec: float) -> None:
-        """Look for the others, while training goes on. ``boundary``: when the round ends."""
+    def begin(self, boundary: float, samples_per_sec: float, *, grace: float = GRACE) -> None:
+        """Look for the others, while training goes on.
+
+        Args:
+            boundary: when the round ends.
+            grace: the search has failed so many seconds after it.
+        """
         assert self._control is None
         assert self._exchange is None
         if not (self._dht.alive and self._averager.is_alive()):
@@ -144,7 +122,7 @@ class Averaging:
             self._control = self._averager.step(
                 gather=about,
                 scheduled_time=max(boundary, time.time() + 0.3),
-                timeout=max(boundary - time.time(), 0.0) + GRACE,
+                timeout=max(boundary - time.time(), 0.0) + grace,
                 require_trigger=True,
                 wait=False,
             )
@@ -164,6 +142,17 @@ class Averaging:
     def begun(self) -> bool:
         """Whether this round's search is under way."""
         return self._control is not None
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a group, which counts on this peer."""
+        return self._control is not None and self._control.stage is not AveragingStage.LOOKING_FOR_GROUP
+
+    def withdraw(self) -> None:
+        """Give up the search."""
+        control, self._control = self._control, None
+        if control is not None:
+            control.cancel()
 
     @property
     def pending(self) -> bool:

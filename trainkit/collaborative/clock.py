@@ -7,6 +7,8 @@ the slowest, and no message of a peer can move the others' clock.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 # Rates are set on a grid of so many points per epoch of the schedule.
@@ -37,6 +39,10 @@ class RoundClock:
         """When round ``index`` ends."""
         return (self.first + index + 1) * self.seconds
 
+    def is_over(self, now: float) -> bool:
+        """Whether all rounds are."""
+        return self.index(now) >= self.count
+
     @property
     def end(self) -> float:
         """When the last round ends."""
@@ -54,3 +60,23 @@ class RoundClock:
         """
         total = epochs * _GRID
         return min(int(self.progress(now) * total), total - 1), _GRID, total
+
+
+@dataclass(frozen=True)
+class UpdateClock(RoundClock):
+    """``sync: gradients``: a round is over when the peers have the samples of an update; ``seconds`` bound it.
+
+    Only the state that they have in common says which round it is.
+    """
+
+    done: Callable[[], int] = lambda: 0
+    """Rounds that are in that state."""
+
+    def index(self, now: float) -> int:
+        """The round under way, whatever the time is."""
+        return min(self.done(), self.count)
+
+    @property
+    def end(self) -> float:
+        """Asked when the last round is over: now."""
+        return time.time()

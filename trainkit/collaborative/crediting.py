@@ -12,10 +12,12 @@ from trainkit.records.writer import Writer
 class Credits:
     """The account of one run, in its folder; it goes on over restarts."""
 
-    def __init__(self, writer: Writer, seconds: float, publish: Callable[[Sequence[Contribution]], None]) -> None:
+    def __init__(
+        self, writer: Writer, seconds: Callable[[], float], publish: Callable[[Sequence[Contribution]], None]
+    ) -> None:
         """
         Args:
-            seconds: length of a round.
+            seconds: length of the round that is counted.
             publish: tells the swarm.
         """
         self._writer, self._seconds, self._publish = writer, seconds, publish
@@ -23,7 +25,7 @@ class Credits:
 
     def count(self, counted: Iterable[Counted]) -> None:
         """Count one round."""
-        self._known.add(self._seconds, counted)
+        self._known.add(self._seconds(), counted)
         self._writer.check()
         with suppress(OSError):  # a full disk; the next round writes all of it again
             self._known.write(self._writer.run)

@@ -126,10 +126,12 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
         return
     rounds = config.collaborative
     end = (manifest.first_round + rounds.rounds) * rounds.round_seconds
-    if over or time.time() >= end:
+    by_time = rounds.sync == "diloco"
+    if over or (by_time and time.time() >= end):
         yield Finding("manifest", f"{manifest.name} is over", "Join another run.", 1)
         return
-    yield Finding("manifest", f"{manifest.name}, {(end - time.time()) / 60:.0f} minutes to go")
+    left = f"{(end - time.time()) / 60:.0f} minutes to go" if by_time else f"a run of {rounds.rounds} updates"
+    yield Finding("manifest", f"{manifest.name}, {left}")
     ours = installed()
     theirs = {name: manifest.facts[name] for name in ours if name in manifest.facts}
     differ = {name: theirs[name] for name in theirs if ours[name] != theirs[name]}

@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 from trainkit.collaborative import trust
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
+from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.dht import SwarmDHT, open_dht, read_manifest
 from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.facts import facts_of, meeting_place, require_same
 from trainkit.collaborative.fitting import volunteers_share
 from trainkit.collaborative.home import Home, Memory, keep_identity
 from trainkit.collaborative.keeping import Role, RoundKeeper
+from trainkit.collaborative.loop import Ending, Peer
 from trainkit.collaborative.messages import Manifest
-from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.reachability import FORWARD
-from trainkit.collaborative.rounds import Ending, Peer, train
-from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
+from trainkit.collaborative.seat import Seat, averaged, clock_at, common_state, kept, peer_at, take_part
+from trainkit.collaborative.settings import check_peer
 from trainkit.collaborative.waiting import Waiting
 from trainkit.collaborative.watch import Watch
 from trainkit.config.schema import Config
@@ -63,15 +64,16 @@ def join(
         if manifest.stopped:
             raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
         config = adapt(manifest)
-        clock = _clock_of(manifest, config)
-        if clock.index(time.time()) >= clock.count:
+        check_peer(config, ranks=seat.env.world_size if seat.team else 1, max_upload=seat.max_upload)
+        if _is_over(manifest, config):
             raise UserError(
                 f"The run {manifest.name} is over.",
-                why=f"All of its {clock.count} rounds are done.",
+                why=f"All of its {config.collaborative.rounds} rounds are done.",
                 fix="Join another.",
             )
         splits = build_data(config.data)
         outer = common_state(config, splits)
+        clock = clock_at(config, outer, manifest.first_round)
         if seat.max_upload is not None:
             seat.say(volunteers_share(config.collaborative, outer.theta.numel(), seat.max_upload))
         facts = facts_of(config, splits, outer.model)
@@ -145,7 +147,7 @@ class _Guest:
     seat: Seat
     dht: SwarmDHT
     averaging: Averaging
-    outer: OuterState
+    outer: CommonState
     memory: Memory
 
     def take_part(
@@ -162,7 +164,7 @@ class _Guest:
         self.seat.say(f"Joined {self.manifest.name} in round {peer.clock.index(time.time()) + 1}/{peer.clock.count}.")
         self.averaging.share()
         while True:
-            ending = train(peer)
+            ending = take_part(peer)
             if ending not in ("lost", "moved"):
                 return ending
             if ending == "lost":
@@ -190,7 +192,7 @@ class _Guest:
             manifest = self._manifest()
             if manifest is None or manifest.first_round < peer.clock.first:
                 continue
-            clock = _clock_of(manifest, self.config)
+            clock = clock_at(self.config, self.outer, manifest.first_round)
             with suppress(RunFailedError):
                 self._adopt(clock, seconds=2 * clock.seconds)
                 return clock
@@ -239,8 +241,11 @@ def _go_on(progress: Progress, run: RunDir, images: int) -> None:
         progress.images = round(records[-1].get("epoch", 0.0) * images)
 
 
-def _clock_of(manifest: Manifest, config: Config) -> RoundClock:
-    return RoundClock(config.collaborative.round_seconds, manifest.first_round, config.collaborative.rounds)
+def _is_over(manifest: Manifest, config: Config) -> bool:
+    """By the time, where it says so; else a newcomer learns it from the state that it is given."""
+    rounds = config.collaborative
+    clock = RoundClock(rounds.round_seconds, manifest.first_round, rounds.rounds)
+    return rounds.sync == "diloco" and clock.is_over(time.time())
 
 
 def _creator_of(dht: SwarmDHT, manifest: Manifest) -> str:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainkit.collaborative.admission import Member
+from trainkit.collaborative.common import PROBE_SIZE
 from trainkit.collaborative.invitation import Role
-from trainkit.collaborative.outer import PROBE_SIZE
 
 # An average more than so many times longer than this peer's own pseudo-gradient is refused.
 _LARGEST_RATIO = 10.0

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from trainkit import terminal
 from trainkit.checkpoint.saving import Restored
 from trainkit.collaborative.clock import RoundClock
-from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.common import CommonState
+from trainkit.collaborative.loop import Box
 from trainkit.collaborative.patient import PatientRecord
-from trainkit.collaborative.rounds import Box
 from trainkit.collaborative.watch import Watch
 from trainkit.distributed.device import device_name
 from trainkit.errors import RunFailedError
@@ -39,7 +39,7 @@ class RoundKeeper:
     """
 
     def __init__(
-        self, keeper: Keeper, outer: OuterState, clock: RoundClock, watch: Watch, *, role: Role, say: _SAY
+        self, keeper: Keeper, outer: CommonState, clock: RoundClock, watch: Watch, *, role: Role, say: _SAY
     ) -> None:
         self._record = PatientRecord(keeper.writer.attempt, keeper.metrics, say)
         self._keeper = replace(keeper, metrics=self._record)
@@ -195,7 +195,7 @@ class RoundKeeper:
         return {"step": self._keeper.progress.step, "epoch": round(self._epoch(), 4), "round": index + 1}
 
 
-def take_over(restored: Restored, outer: OuterState) -> None:
+def take_over(restored: Restored, outer: CommonState) -> None:
     """Go on from a checkpoint of `RoundKeeper`.
 
     Raises KeyError, TypeError or ValueError when it is none of this run's.

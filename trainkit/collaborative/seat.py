@@ -10,14 +10,17 @@ from pathlib import Path
 
 from trainkit import plugins
 from trainkit.checkpoint.saving import Checkpoints
+from trainkit.collaborative import rounds, synchronous
 from trainkit.collaborative.averager import open_averager, patience
 from trainkit.collaborative.averaging import Averaging
-from trainkit.collaborative.clock import RoundClock
+from trainkit.collaborative.clock import RoundClock, UpdateClock
+from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.dht import SwarmDHT
+from trainkit.collaborative.gradients import GatheringParts, GradientState
 from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.link import Link
+from trainkit.collaborative.loop import Ending, Peer
 from trainkit.collaborative.outer import OuterState
-from trainkit.collaborative.rounds import Peer
 from trainkit.collaborative.sentry import Sentry
 from trainkit.collaborative.team import PATIENCE, Team, data_seed, spread
 from trainkit.collaborative.waiting import PATIENCE_SECONDS
@@ -75,15 +78,17 @@ class Seat:
     """What the ranks know and nobody else."""
 
 
-def common_state(config: Config, splits: Splits) -> OuterState:
+def common_state(config: Config, splits: Splits) -> CommonState:
     """A model, on the CPU, and what the peers have in common of it."""
     model = build_model(config.model, splits.info, config.seed)
+    if config.collaborative.sync == "gradients":
+        return GradientState(model, config)
     return OuterState(model, lr=config.collaborative.outer_lr, momentum=config.collaborative.outer_momentum)
 
 
 @contextmanager
 def averaged(
-    config: Config, seat: Seat, splits: Splits, outer: OuterState, dht: SwarmDHT, run_id: str
+    config: Config, seat: Seat, splits: Splits, outer: CommonState, dht: SwarmDHT, run_id: str
 ) -> Iterator[tuple[Team, Averaging]]:
     """What trains here, and what agrees with the others.
 
@@ -95,15 +100,30 @@ def averaged(
         distributed(ranks, use_gpu=wants_gpu(config), secret=seat.secret, collective_timeout=PATIENCE) as dist,
         spread(config, dist, splits, outer, dht.peer_id) as team,
     ):
-        rounds = config.collaborative
-        link = Link(outer.theta.numel(), rounds.compression, rounds.round_seconds, patience(rounds), seat.max_upload)
-        yield team, Averaging(averager, dht, outer, rounds, link)
+        if isinstance(outer, GradientState):
+            team = replace(team, parts=GatheringParts.of(team.parts, outer.gathered))
+        agreed = config.collaborative
+        link = Link(outer.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), seat.max_upload)
+        yield team, Averaging(averager, dht, outer, agreed, link)
+
+
+def clock_at(config: Config, outer: CommonState, first_round: int) -> RoundClock:
+    """The clock of a run that began with that round."""
+    agreed = config.collaborative
+    if agreed.sync == "gradients":
+        return UpdateClock(agreed.round_seconds, first_round, agreed.rounds, lambda: outer.round)
+    return RoundClock(agreed.round_seconds, first_round, agreed.rounds)
+
+
+def take_part(peer: Peer) -> Ending:
+    """Train with the others in the way of the run."""
+    return synchronous.train(peer) if isinstance(peer.outer, GradientState) else rounds.train(peer)
 
 
 def peer_at(
     seat: Seat,
     team: Team,
-    outer: OuterState,
+    outer: CommonState,
     averaging: Averaging,
     dht: SwarmDHT,
     clock: RoundClock,

@@ -11,17 +11,18 @@ from trainkit.collaborative import trust
 from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
+from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.crediting import Credits
 from trainkit.collaborative.dht import SwarmDHT, open_dht
 from trainkit.collaborative.facts import facts_of, meeting_place
 from trainkit.collaborative.fitting import creators_share, fitted
 from trainkit.collaborative.home import Home, Memory, home_of, identity_in, keep_identity
 from trainkit.collaborative.keeping import RoundKeeper, take_over
+from trainkit.collaborative.loop import LOST_AFTER, NEWS_SECONDS, Ending
 from trainkit.collaborative.messages import Manifest
-from trainkit.collaborative.outer import OuterState
 from trainkit.collaborative.owner import keep_key, key_of, own_pass
-from trainkit.collaborative.rounds import LOST_AFTER, NEWS_SECONDS, Ending, train
-from trainkit.collaborative.seat import Seat, averaged, common_state, kept, peer_at
+from trainkit.collaborative.seat import Seat, averaged, clock_at, common_state, kept, peer_at, take_part
+from trainkit.collaborative.settings import check_peer
 from trainkit.collaborative.signed_records import REVOKED
 from trainkit.collaborative.signing import Key
 from trainkit.collaborative.watch import Watch
@@ -51,6 +52,7 @@ def create(
     """
     assert seat.open_run is not None
     assert seat.host is not None
+    check_peer(config, ranks=1, max_upload=seat.max_upload)
     splits = build_data(config.data)
     home = home_of(seat.folder) if seat.folder is not None else None
     file = seat.identity or (identity_in(seat.folder) if seat.folder is not None else None)
@@ -116,13 +118,16 @@ def create(
             rounds = RoundKeeper(keeper, outer, clock, watch, role="judge", say=seat.say)
 
             forgotten = LOST_AFTER * clock.seconds + 60.0
-            credits = Credits(writer, clock.seconds, lambda known: dht.publish_credits(known, forgotten))
 
             def before_round() -> None:
                 publish(manifest)
                 memory.note(watch.reachable())
 
             peer = peer_at(seat, team, outer, averaging, dht, clock, watch, progress)
+            pace = peer.pace
+            credits = Credits(
+                writer, lambda: pace.round_seconds or clock.seconds, lambda known: dht.publish_credits(known, forgotten)
+            )
             peer = replace(
                 peer,
                 sentry=replace(peer.sentry.keeping(run_dir, rounds.remark), credit=credits.count),
@@ -133,7 +138,7 @@ def create(
                 look_around=lambda: dht.look_for(memory.others),
             )
             with rounds.recorded(seat.env):
-                ending = train(peer)
+                ending = take_part(peer)
                 if ending == "stopped":
                     publish(replace(manifest, stopped=True), wait=True)
                     if watch.others(time.time() - LOST_AFTER * clock.seconds):
@@ -152,7 +157,7 @@ def create(
 
 def _clock(
     config: Config,
-    outer: OuterState,
+    outer: CommonState,
     home: Home | None,
     memory: Memory,
     dht: SwarmDHT,
@@ -161,11 +166,12 @@ def _clock(
 ) -> RoundClock:
     """The run's clock. One that others have gone on by stays as it is; rounds that nobody trained in are made up."""
     settings = config.collaborative
-    seconds, count = settings.round_seconds, settings.rounds
     if home is not None and dht.reconnect(memory.others):
-        clock, done = RoundClock(seconds, home.first_round, count), outer.round
+        clock, done = clock_at(config, outer, home.first_round), outer.round
         if averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
             seat.say(f"The others have gone on from round {done} to {outer.round}; so does this peer.")
         if done < outer.round >= clock.index(time.time()):
             return clock
-    return RoundClock.starting(time.time(), seconds, count, done=outer.round)
+    if settings.sync == "gradients":  # nothing is agreed by the time
+        return clock_at(config, outer, 0)
+    return RoundClock.starting(time.time(), settings.round_seconds, settings.rounds, done=outer.round)

@@ -45,6 +45,31 @@ def require_collaborative(config: Config) -> None:
     plugins.check_options("trainkit.strategies", config.strategy.name, config.strategy.options, where="strategy")
 
 
+def check_peer(config: Config, *, ranks: int, max_upload: float | None) -> None:
+    """Refuse a peer that cannot take part in the way of the run.
+
+    Args:
+        ranks: of this peer.
+        max_upload: what it may send, in bytes per second; None: as much as it can.
+
+    Raises UserError.
+    """
+    if config.collaborative.sync != "gradients":
+        return
+    if max_upload is not None:
+        raise UserError(
+            "--max-upload does not go with collaborative.sync=gradients.",
+            why="All gradients of all peers are sent for every update: there is nothing to send later.",
+            fix="Leave it out; or have a run with collaborative.sync=diloco, which sends far less.",
+        )
+    if ranks > 1:
+        raise UserError(
+            f"A peer of {ranks} ranks cannot take part with collaborative.sync=gradients.",
+            why="There every rank gathers gradients for itself.",
+            fix="Start one peer for each GPU, with CUDA_VISIBLE_DEVICES; all may use the same token.",
+        )
+
+
 def check_own(overrides: Sequence[str]) -> None:
     """Refuse overrides of what all peers must have in common.
 

@@ -27,7 +27,7 @@ from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 
 if TYPE_CHECKING:
-    from trainkit.collaborative.rounds import Ending
+    from trainkit.collaborative.loop import Ending
     from trainkit.collaborative.seat import Seat
 
 Outcome = Literal["finished", "preempted"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit import terminal
 from trainkit.collaborative import address, invitation, reader
 from trainkit.collaborative.address import ADDRESS_FILE
-from trainkit.collaborative.clock import RoundClock
+from trainkit.collaborative.clock import RoundClock, UpdateClock
 from trainkit.collaborative.entry import Entry, by_address, entry_of
 from trainkit.collaborative.inviting import addresses_of, run_with
 from trainkit.collaborative.owner import KEY_FILE, own_pass, owner_of
@@ -137,10 +137,9 @@ def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None)
     from trainkit.collaborative.messages import manifest_of
 
     creator, manifest = manifest_of(told.manifests, addresses)
-    seconds, rounds = _lengths(manifest)
-    clock, now = RoundClock(seconds, manifest.first_round, rounds), time.time()
+    clock, now = _clock_of(manifest, told.progress, creator), time.time()
     told_of = list(told.progress.items())[:_MOST_PEERS]
-    rows = [_row(peer, own, creator, told.names.get(peer, ""), now) for peer, own in told_of]
+    rows = [_row(peer, own, creator, told.names.get(peer, ""), clock, now) for peer, own in told_of]
     rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
     heard = [row for row in rows if row.loss is not None]
     samples = sum(row.samples for row in heard)
@@ -149,7 +148,7 @@ def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None)
         name=terminal.one_line(manifest.name, 128),
         round=min(clock.index(now) + 1, clock.count),
         rounds=clock.count,
-        running=not manifest.stopped and now < clock.end,
+        running=not manifest.stopped and not clock.is_over(now),
         peers=tuple(rows),
         loss=sum((row.loss or 0.0) * row.samples for row in heard) / samples if samples else None,
         val={"loss": _number(validated and validated.val_loss), "acc1": _number(validated and validated.val_acc1)},
@@ -159,21 +158,26 @@ def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None)
     )
 
 
-def _lengths(manifest: Manifest) -> tuple[float, int]:
+def _clock_of(manifest: Manifest, told: Mapping[str, Progress], creator: str) -> RoundClock:
     from trainkit.collaborative.settings import adapted
 
-    collaborative = adapted(manifest.config, (), allow_code=True).collaborative
-    return collaborative.round_seconds, collaborative.rounds
+    agreed = adapted(manifest.config, (), allow_code=True).collaborative
+    if agreed.sync == "diloco":
+        return RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds)
+    # The creator knows how far they are; without it, most of the others do.
+    heard = sorted(own.round for own in told.values())
+    done = told[creator].round if creator in told else heard[len(heard) // 2] if heard else agreed.rounds
+    return UpdateClock(agreed.round_seconds, manifest.first_round, agreed.rounds, lambda: done)
 
 
-def _row(peer: str, own: Progress, creator: str, invited: str, now: float) -> PeerRow:
+def _row(peer: str, own: Progress, creator: str, invited: str, clock: RoundClock, now: float) -> PeerRow:
     """Every field is a stranger's: of its type by the DHT's validators, and nothing more."""
     return PeerRow(
         name=terminal.one_line(own.name, 64),
         credited=terminal.one_line(invitation.credited("" if peer == creator else invited, own.name), 64),
         peer=peer,
         role="creator" if peer == creator else "client" if own.client else "public",
-        round=_count(own.round) + 1,
+        round=min(_count(own.round) + 1, clock.count),
         group=_count(own.group),
         parts=_count(own.parts),
         expected=_count(own.expected),

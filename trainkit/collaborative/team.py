@@ -20,7 +20,7 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 
-from trainkit.collaborative.outer import OuterState
+from trainkit.collaborative.common import CommonState
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
@@ -59,7 +59,7 @@ class Team:
     """What trains: spread over the ranks."""
     judge: Parts
     """The same model for rank 0 alone, which validates and saves while the others wait."""
-    outer: OuterState
+    outer: CommonState
     _seen: int = field(default=-1, init=False)
     """Version of the weights that all have."""
 
@@ -119,7 +119,7 @@ def together(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def spread(config: Config, dist: Distributed, splits: Splits, outer: OuterState, identity: str) -> Iterator[Team]:
+def spread(config: Config, dist: Distributed, splits: Splits, outer: CommonState, identity: str) -> Iterator[Team]:
     """Rank 0's part: the others are told what is trained, and at the end to leave.
 
     Args:

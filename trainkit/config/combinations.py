@@ -58,6 +58,8 @@ def check_combinations(config: Config) -> None:
             why="A peer has no time to try sizes: its rounds begin and end by the clock.",
             fix="Give a number; each peer may have its own.",
         )
+    if config.strategy.name == "hivemind" and config.collaborative.sync == "gradients":
+        _check_gradients(config)
     if config.train.ema_decay is not None and config.strategy.name == "hivemind":
         raise ImpossibleError(
             f"train.ema_decay={config.train.ema_decay:g} does not go with strategy.name=hivemind",
@@ -80,4 +82,22 @@ def check_combinations(config: Config) -> None:
             keys=("train.micro_batch_size", "strategy.static_graph"),
             why="Sizes are tried in updates of several micro batches, and a static graph cannot accumulate gradients.",
             fix="Leave out strategy.static_graph, or use train.micro_batch_size=null: each rank's share at once.",
+        )
+
+
+def _check_gradients(config: Config) -> None:
+    """What does not go with averaging gradients in a swarm."""
+    if config.train.micro_batch_size is None:
+        raise ImpossibleError(
+            "collaborative.sync=gradients needs train.micro_batch_size",
+            keys=("collaborative.sync", "train.micro_batch_size"),
+            why="Peers gather an update of train.global_batch_size together, each in micro batches of its own size.",
+            fix=f"Give a number that divides {config.train.global_batch_size}; each peer may have its own.",
+        )
+    if config.train.class_weights is not None:
+        raise ImpossibleError(
+            f"train.class_weights={config.train.class_weights} does not go with collaborative.sync=gradients",
+            keys=("train.class_weights", "collaborative.sync"),
+            why="They are weighed against those of the whole update, which no peer sees.",
+            fix="Use collaborative.sync=diloco, or leave train.class_weights out.",
         )

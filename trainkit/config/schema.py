@@ -139,15 +139,18 @@ class MonitorConfig(Section):
 
 
 class CollaborativeConfig(Section):
-    sync: Literal["diloco"] = "diloco"
-    """How peers agree: diloco averages the progress of a round."""
+    sync: Literal["diloco", "gradients"] = "diloco"
+    """How peers agree: diloco averages the progress of a round, in which each makes updates of its own; gradients
+    averages gradients, and a round is one update of train.global_batch_size samples that all peers gather together."""
     round_seconds: PositiveFloat = 60.0
-    """Length of a round; every peer trains as many updates as it can in it."""
+    """Length of a round; every peer trains as many updates as it can in it. gradients: the longest, after which the
+    update is made with the samples that there are."""
     rounds: PositiveInt = 20
     """The run ends after so many rounds."""
     matchmaking_seconds: PositiveFloat = 3.0
     """How long before the end of a round peers look for one another."""
     outer_lr: PositiveFloat = 0.7
+    """Of diloco's step; with gradients, optim and schedule say it all."""
     outer_momentum: Fraction = 0.9
     compression: Literal["none", "fp16", "8bit"] = "fp16"
     """What peers send: fp16 halves the traffic, 8bit halves it again. Who has a slow link takes 8bit by itself."""

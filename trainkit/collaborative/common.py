@@ -1,0 +1,140 @@
+"""What all peers of a run have in common, however they agree: weights, an optimizer's state, the next round."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Weights that peers compare in each round, to see whether they still train the same model.
+PROBE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a peer puts into the exchange of a round."""
+
+    vector: Tensor
+    """Gradients or pseudo-gradients, the mean of what is in it; then buffers as they are."""
+    weights: tuple[float, ...]
+    """Samples behind each part; 0: there is nothing in it."""
+    moved: Tensor
+    """The whole way that the model has gone from the common weights, against its direction."""
+    finite: bool
+    """Otherwise nothing of it has a say, and the model starts anew from the common weights."""
+
+    @property
+    def usable(self) -> bool:
+        """There is something to average."""
+        return any(self.weights)
+
+
+class CommonState(ABC):
+    """Weights ``theta``, ``momentum`` (what the optimizer that moves them remembers), and the number of the next round.
+
+    Flat float32 vectors on the CPU. BatchNorm's running statistics, if any, lie behind the parameters in ``theta``;
+    they are averaged as they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.num_parameters = sum(parameter.numel() for parameter in self.params)
+        self.lock = threading.Lock()  # hivemind reads the state from a thread of its own
+        self.theta = flatten(self._tensors())
+        self.momentum = torch.zeros(self.num_parameters)
+        self.round = 0
+        self.version = 0
+        """Grows whenever the model is given other weights from here: copies of it are then out of date."""
+        generator = torch.Generator().manual_seed(self.num_parameters)
+        self._probe = torch.randint(self.num_parameters, (PROBE_SIZE,), generator=generator)
+
+    @abstractmethod
+    def give(self, samples: int) -> Given:
+        """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
+
+    @abstractmethod
+    def step(
+        self,
+        average: Tensor,
+        next_round: int,
+        given: Given,
+        *,
+        arrived: Sequence[bool],
+        counted: Sequence[bool],
+        trained_on: bool = False,
+    ) -> None:
+        """The update that all peers make alike, and the model goes on from it.
+
+        Args:
+            average: of what the peers gave.
+            given: what this peer gave.
+            arrived: parts of the average that are there.
+            counted: parts of ``given`` that are in an average.
+            trained_on: the model has been trained since it gave.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what is in no average yet: the model is as the peers have it in common."""
+
+    def probe(self) -> Tensor:
+        """Some of the weights, the same ones on every peer."""
+        return self.theta[self._probe].clone()
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """The model as the peers have it in common, to validate or save it; afterwards it is this peer's again."""
+        own = [tensor.detach().clone() for tensor in self._tensors()]
+        self.into_model()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self._tensors(), own, strict=True):
+                    tensor.copy_(value)
+            self.version += 1
+
+    def copy(self) -> tuple[int, Tensor, Tensor]:
+        """Round, weights and momentum as they were at one moment."""
+        with self.lock:
+            return self.round, self.theta.clone(), self.momentum.clone()
+
+    @torch.no_grad()
+    def into_model(self) -> None:
+        """Copy the common weights into the model."""
+        position = 0
+        for tensor in self._tensors():
+            part = self.theta[position : position + tensor.numel()]
+            tensor.copy_(part.view_as(tensor))
+            position += tensor.numel()
+        self.version += 1
+
+    def _tensors(self) -> list[Tensor]:
+        # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
+        return [*self.params, *(buffer for buffer in self.model.buffers() if buffer.is_floating_point())]
+
+    def load(self, theta: Tensor, momentum: Tensor, round_index: int) -> None:
+        """Go on from another peer's state, or from a checkpoint.
+
+        Raises ValueError when it does not fit or is not finite.
+        """
+        if theta.shape != self.theta.shape or momentum.shape != self.momentum.shape:
+            raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
+        if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
+            raise ValueError("it is not finite")
+        with self.lock:
+            self.theta.copy_(theta)
+            self.momentum.copy_(momentum)
+            self.round = round_index
+        self.forget()
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One float32 vector on the CPU."""
+    return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors]).cpu()
