@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import site
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,15 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("TRAINKIT_RUNS", str(home / "runs"))
     monkeypatch.setenv("WANDB_MODE", wandb_mode)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A command that ends leaves SIGTERM ignored: what later tests fork or start would be deaf to it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import NoReturn
 
 _WHILE_STARTING = 200_000
 """New objects before the collector looks for garbage; Python's own number is 700."""
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -78,6 +80,14 @@ def collecting_by_hand() -> Iterator[Callable[[], None]]:
         gc.enable()
         if frozen and not others_froze:  # as in tests and notebooks, which go on to do other things
             gc.unfreeze()
+
+
+def end_with_parent() -> None:
+    """From now on the kernel kills this process (Linux) when the thread that has started it ends, however it ends."""
+    import ctypes  # which most commands do without
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave(exit_code: int) -> NoReturn:

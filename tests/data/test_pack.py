@@ -17,11 +17,11 @@ from jobs import prepare
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, check_data, image_folder, pack_data, packing
 from trainkit.data.broken import Broken
-from trainkit.data.images import BrokenImageError, read_image
+from trainkit.data.images import BrokenImageError, read_content, read_image
 from trainkit.data.loader import train_batches
 from trainkit.data.pack import Pack
 from trainkit.data.packing import Kind, write_pack
-from trainkit.errors import UserError
+from trainkit.errors import RunFailedError, UserError
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -133,6 +133,30 @@ def test_the_command_packs_and_a_second_call_verifies(root: Path, capsys: pytest
     assert "data.pack=64" in out
     assert "1 images are broken, which data.max_broken=1 lets pass: train/dog/2.jpg" in err
     assert len(build_data(config(root)).train) == 8
+
+
+def test_who_is_deaf_to_sigterm_packs_as_well(root: Path) -> None:
+    """`multiprocessing.Pool` would wait for ever for workers that have inherited it: they are ended by that signal."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for side in (40, 41, 42):
+        assert len(pack(root, side=side, workers=2).verify()) == 1
+
+
+def test_a_worker_that_is_killed_is_said_and_the_next_call_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch, write_images: Callable[..., None]
+) -> None:
+    write_images(root / "train", {"cat": 60, "dog": 60}, size=(90, 90))
+
+    def killed(path: Path) -> Any:
+        if path.name == "050.jpg":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read_content(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "read_content", killed)
+        with pytest.raises(RunFailedError, match=r"A process that packs images was killed[\s\S]*fewer --workers"):
+            pack(root, workers=2)
+    assert len(pack(root, workers=2).splits["train"]) == 2
 
 
 def test_other_files_than_before_are_no_longer_that_pack(root: Path) -> None:

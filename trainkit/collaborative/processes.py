@@ -8,20 +8,17 @@ parent dies, if asked to.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import multiprocessing
 import os
 import platform
 import signal
 import warnings
 from functools import partial
-from typing import Any
 
 import psutil
 
+from trainkit import lifetime
 from trainkit.errors import RefusedError
-
-_PR_SET_PDEATHSIG = 1
 
 
 def require_hivemind() -> None:
@@ -75,7 +72,7 @@ def _start_memory_manager() -> None:
 
 def become_helper(parent: int) -> None:
     """Call first in a forked helper: die with ``parent``, and leave signals to it."""
-    _die_with_parent()
+    lifetime.end_with_parent()
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
     # Ctrl-C goes to the whole terminal group, USR2 to every process of a SLURM step: the peer decides what they mean.
@@ -125,11 +122,4 @@ def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:
 
 def _detach_from_terminal() -> None:
     os.setpgid(0, 0)  # or Ctrl-C would end the daemon before the peer has said goodbye
-    _die_with_parent()
-
-
-_libc: Any = ctypes.CDLL(None, use_errno=True)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    lifetime.end_with_parent()

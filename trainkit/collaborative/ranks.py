@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainkit import lifetime
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
@@ -19,7 +19,6 @@ from trainkit.ranks.rendezvous import free_port
 from trainkit.ranks.secret import VARIABLE, Secret
 
 _LEAVE_SECONDS = 20.0
-_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -69,7 +68,7 @@ def ranks_of_peer(
                     env=variables,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is rank 0's
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=lifetime.end_with_parent,
                 )
             )
         yield RankEnv.from_mapping({**common, "RANK": "0", "LOCAL_RANK": "0"}), secret
@@ -111,7 +110,3 @@ def deaf_to_signals() -> None:
     """Signals to all processes of a peer are rank 0's business."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

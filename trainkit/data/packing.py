@@ -8,17 +8,23 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from trainkit import lifetime
 from trainkit.data.images import BrokenImageError, decode_pixels, read_content
 from trainkit.data.pack import ABOUT, BROKEN, ENCODED, FILES, FORMAT, IMAGES, INDEX, PIXELS, RECORD, Pack, smaller
 from trainkit.data.tree import Listing, Place
-from trainkit.errors import UserError
+from trainkit.errors import RunFailedError, UserError
 from trainkit.records.replacing import replacing
 
 Say = Callable[[str], None]
@@ -27,6 +33,9 @@ Kind = Literal["jpeg", "raw"]
 QUALITY = 90
 LARGEST = 65535
 """Of a side: what the index has room for, and JPEG too."""
+
+_CHUNK = 8
+"""Images that a process gets at once."""
 
 Made = tuple[int, int, int, bytes]
 """Kind, height, width and bytes of a record."""
@@ -142,8 +151,41 @@ def _mapped(function: Callable[[str], Made], paths: Iterator[str], workers: int)
         yield map(function, paths)
         return
     context = multiprocessing.get_context("fork" if platform.system() == "Linux" else None)
-    with context.Pool(workers) as pool:
-        yield pool.imap(function, paths, chunksize=8)
+    pool = ProcessPoolExecutor(workers, context, _become_worker)
+    try:
+        yield _in_order(pool, function, paths, most_ahead=4 * workers)
+    except BrokenProcessPool:
+        raise RunFailedError(
+            "A process that packs images was killed.",
+            why="The kernel does so when memory runs out.",
+            fix="Give the same command again, with fewer --workers: it goes on from what is packed.",
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    pool: Executor, function: Callable[[str], Made], paths: Iterator[str], *, most_ahead: int
+) -> Iterator[Made]:
+    """``most_ahead``: how many chunks may be under way, or memory would fill where the disk is slower than the CPUs."""
+    under_way: deque[Any] = deque()
+    while chunk := [*islice(paths, _CHUNK)]:
+        under_way.append(pool.submit(_all_made, function, chunk))
+        if len(under_way) > most_ahead:
+            yield from under_way.popleft().result()
+    while under_way:
+        yield from under_way.popleft().result()
+
+
+def _all_made(function: Callable[[str], Made], paths: list[str]) -> list[Made]:
+    return [function(path) for path in paths]
+
+
+def _become_worker() -> None:
+    """Ended by whoever packs: at once if that is killed, and by SIGTERM where that itself is deaf to it."""
+    lifetime.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _made(path: str, *, side: int, kind: Kind) -> Made:
