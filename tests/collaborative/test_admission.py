@@ -141,9 +141,11 @@ def test_a_fork_hears_of_what_is_revoked_and_banned_after_it_was_made() -> None:
 
     child = fork.Process(target=ask, daemon=True)
     child.start()
+    theirs.close()  # where the fork has died, there is nothing more to wait for
 
     def seen_there() -> bool:
         ours.send(True)
+        assert ours.poll(30)
         return bool(ours.recv())
 
     assert seen_there()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def test_what_happened_since_the_last_look_is_told_at_once(tmp_path: Path) -> No
     with Notice([file]) as notice:
         file.write_text("1\n")
         assert waited(notice) < LONG / 2
+
+
+@linux_tells
+def test_a_process_that_holds_thousands_of_files_is_told_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.touch()
+    with ExitStack() as held:
+        while held.enter_context(file.open()).fileno() < 1024:
+            pass
+        with Notice([file]) as notice:
+            file.write_text("1\n")
+            assert waited(notice) < LONG / 2
 
 
 def test_other_files_beside_it_disturb_nobody(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
+
+from trainkit.records.notice import readable
 
 TICK_SECONDS = 0.2
 """How often signals that have come, time limits and output are looked at; of a rank's end one is told."""
@@ -139,7 +140,7 @@ class RankGroup:
 
     def _rest(self) -> None:
         """Until a rank ends, or for a moment."""
-        select.select(list(self._ends.values()), [], [], TICK_SECONDS)
+        readable(self._ends.values(), TICK_SECONDS)
 
 
 def _start(rank: Rank, cwd: Path | None) -> subprocess.Popen[bytes]:

@@ -105,7 +105,9 @@ class _Client:
     def close(self) -> None:
         """Wait until it has ended. Raises RuntimeError if it does not."""
         process = self._process
-        while self._held and select.select([], [self._pipe], [], _ENDING_SECONDS)[1]:
+        room = select.poll()
+        room.register(self._pipe, select.POLLOUT)
+        while self._held and room.poll(1000 * _ENDING_SECONDS):
             self._write()
         self._hang_up()
         try:

@@ -51,7 +51,7 @@ class Notice:
         if not told:
             time.sleep(otherwise)
             return False
-        ready, _, _ = select.select(told, [], [], _SELDOM if told_of_all else otherwise)
+        ready = readable(told, _SELDOM if told_of_all else otherwise)
         if self._inotify in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._inotify, 1 << 16)
@@ -76,6 +76,17 @@ class Notice:
 
     def _add(self, path: Path, mask: int) -> bool:
         return self._inotify is not None and int(_libc().inotify_add_watch(self._inotify, os.fsencode(path), mask)) >= 0
+
+
+def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
+    """Those that can be read from, as soon as one can; none after so many seconds.
+
+    `select.select` takes no descriptor from 1,024 on, and a process that trains may hold thousands.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(1000 * seconds)]
 
 
 def _libc() -> ctypes.CDLL:
