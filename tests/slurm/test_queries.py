@@ -76,10 +76,12 @@ def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(
     run = devcluster.home / "runs" / "adopted"
     killed = first_in_path(devcluster, "killed", sbatch='$real "$@" > /dev/null; kill -9 $PPID; sleep 1')
     slow = (*TINY, "--again", "model.seconds=1", "train.max_steps=600", "--run-dir", str(run), *ONE_RANK)
-    assert devcluster.job("submit", "ddp", *slow, env={**light, **killed}, check=False).returncode == -9
+    later = ("--sbatch", "begin=now+1hour")  # nobody but `status` finds it
+    assert devcluster.job("submit", "ddp", *slow, *later, env={**light, **killed}, check=False).returncode == -9
     assert jobs_of(devcluster, run) == []
     assert "adopted=true" in devcluster.job("status", "adopted").stdout
     (job_id,) = jobs_of(devcluster, run)
+    devcluster.run("scontrol", "update", f"jobid={job_id}", "starttime=now")
     # Its rank finds what it has to run, though nobody could name that after the job.
     devcluster.wait_for("the start of the adopted run", lambda: bool(devcluster.events(run, "started")), timeout=60)
     refused = devcluster.job("resume", "adopted", "--force", env=silent, check=False)
