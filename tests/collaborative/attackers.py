@@ -81,6 +81,8 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
     "loss": lambda: progress(loss=float("inf")),
     "speed": lambda: progress(samples_per_sec=1e300),
+    "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
+    "ahead": lambda: progress(round=10**6, client=False),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from trainkit.records.contributions import Contributions
 from trainkit.training.outcome import Keeper
 from trainkit.training.progress import Progress
 
-# Validation and saving may take this share of a round, on average; a long one is made in fewer rounds.
+# Validation and saving may take this share of the time; what takes long is done in fewer rounds.
 _SHARE_FOR_RECORDS = 0.25
 _SAY = Callable[[str], None]
 Role = Literal["judge", "anchor", "guest"]
@@ -47,7 +46,7 @@ class RoundKeeper:
         self._role, self._say = role, say
         self._most_peers = 1
         self._known: dict[str, str] = {}
-        self._skip, self._unsaved = 0, False
+        self._judges_from, self._unsaved = 0.0, False
 
     def remark(self, kind: Remark, **facts: Any) -> None:
         """Write an event, now or when there is room for it."""
@@ -57,7 +56,7 @@ class RoundKeeper:
         """Record a round, and judge the model that came out of it if that is due."""
         checkpoints = self._keeper.checkpoints
         if not self._record.attempt(lambda: checkpoints.go_on(checkpoints.over())):
-            self._unsaved, self._skip = True, 0  # what was on its way is lost: save again
+            self._unsaved, self._judges_from = True, 0.0  # what was on its way is lost: save again
         progress, metrics = self._keeper.progress, self._keeper.metrics
         progress.images += box.samples
         progress.train_seconds += box.seconds
@@ -143,15 +142,14 @@ class RoundKeeper:
             raise
 
     def _judge(self, index: int, where: dict[str, Any]) -> list[str]:
-        if self._skip > 0 and index + 1 < self._clock.count:
-            self._skip -= 1
-            return []
         began = time.monotonic()
+        if began < self._judges_from and index + 1 < self._clock.count:
+            return []
         if self._role == "judge":
             self._keeper.validate(where)
         self._save(index + 1)
-        share = (time.monotonic() - began) / (self._clock.seconds * _SHARE_FOR_RECORDS)
-        self._skip = 0 if self._unsaved else max(0, math.ceil(share) - 1)
+        took = time.monotonic() - began
+        self._judges_from = 0.0 if self._unsaved else began + took / _SHARE_FOR_RECORDS
         if self._role == "anchor":
             return []
         val = self._keeper.progress.val
