@@ -7,7 +7,6 @@ and whom else one can reach is remembered, because whoever comes back may find n
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from trainkit.collaborative import address
 from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.errors import UserError
 from trainkit.records import reading
-from trainkit.records.replacing import replacing
+from trainkit.records.replacing import replacing, write_private
 from trainkit.records.rundir import RunDir
 
 _FILE, _IDENTITY = "swarm.json", "swarm_identity"
@@ -123,10 +122,7 @@ def keep_identity(run: RunDir, key: Path) -> None:
     file = identity_in(run)
     if file.exists() or file == key:
         return
-    with replacing(file) as partial:
-        descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-        with os.fdopen(descriptor, "wb") as out:
-            out.write(key.read_bytes())
+    write_private(file, key.read_bytes())
 
 
 def write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:

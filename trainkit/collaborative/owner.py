@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from trainkit.collaborative.invitation import Pass, Role, as_name, grant
 from trainkit.collaborative.signing import Key
 from trainkit.errors import UserError
 from trainkit.records import jsonl
+from trainkit.records.replacing import replacing, write_private
 
 KEY_FILE = "owner.key"
 INVITED_FILE = "invited.jsonl"
@@ -83,10 +83,8 @@ class Owner:
     def _write_revoked(self, ids: set[str]) -> bytes:
         # Time makes a good serial: it grows, whichever machine with this folder it is.
         statement = revoked_list(own_pass(self.key, "owner"), time.time_ns() // 1_000_000, ids)
-        file = self._folder / REVOKED_FILE
-        partial = file.with_name(f".{REVOKED_FILE}.partial")
-        partial.write_bytes(base64.b64encode(statement))
-        partial.replace(file)
+        with replacing(self._folder / REVOKED_FILE) as partial:
+            partial.write_bytes(base64.b64encode(statement))
         return statement
 
 
@@ -144,12 +142,5 @@ def keep_key(folder: Path, key: Key) -> Owner:
     pem = Ed25519PrivateKey.from_private_bytes(key.seed).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    # Never readable for others, not even for a moment; and whole or absent.
-    partial = file.with_name(f".{KEY_FILE}.partial")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
-        out.write(pem)
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(file)
+    write_private(file, pem)
     return Owner(folder, key)
