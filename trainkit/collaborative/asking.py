@@ -17,7 +17,7 @@ from typing import Any
 from trainkit.collaborative.entry import Entry, entry_of
 from trainkit.config import yaml
 from trainkit.config.loading import Loaded, load
-from trainkit.errors import RunFailedError, TrainkitError, UserError, error_from_json
+from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 
 _SECONDS = 60.0
 
@@ -36,19 +36,27 @@ def run_at(entry: Entry) -> Run:
 
     Raises UserError when nobody answers.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit.collaborative.asking"],
-        input=f"{entry.text}\n",
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    what = "The swarm could not be asked for its settings."
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "trainkit.collaborative.asking"],
+            input=f"{entry.text}\n",
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RunFailedError(
+            what,
+            why=f"There was no answer within {_SECONDS:.0f} s: this machine is overloaded, or its network is.",
+            fix="Try again; `python -m jobs.swarm doctor` with the same token says what is in the way.",
+        ) from None
     try:
         told: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise RunFailedError(
-            "The swarm could not be asked for its settings.",
+            what,
             why=(done.stderr.strip().splitlines() or ["Nothing was said."])[-1][:200],
             fix="Try `python -m jobs.swarm status` with the same token; that traceback is ours to mend.",
         ) from None
@@ -89,15 +97,14 @@ def as_peer(
 
 def main() -> int:
     """Ask, and print the answer."""
-    from trainkit.collaborative.messages import manifest_of
+    from trainkit.collaborative.messages import manifest_of, require_going_on
     from trainkit.collaborative.reader import open_reader
 
     try:
         entry = entry_of(sys.stdin.readline().split(), {}, name="ask")
         with open_reader(entry) as asked:
             _, manifest = manifest_of(asked.read().manifests, entry.addresses)
-        if manifest.stopped:
-            raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
+        require_going_on(manifest)
         print(json.dumps({"name": manifest.name, "config": manifest.config}))
     except TrainkitError as error:
         print(json.dumps({"error": error.to_json()}))

@@ -18,7 +18,7 @@ from trainkit.collaborative.fitting import volunteers_share
 from trainkit.collaborative.home import Home, Memory, keep_identity
 from trainkit.collaborative.keeping import Role, RoundKeeper
 from trainkit.collaborative.loop import Ending, Peer
-from trainkit.collaborative.messages import Manifest
+from trainkit.collaborative.messages import Manifest, require_going_on
 from trainkit.collaborative.reachability import FORWARD
 from trainkit.collaborative.seat import Seat, averaged, clock_at, common_state, kept, peer_at, take_part
 from trainkit.collaborative.settings import check_peer
@@ -61,8 +61,7 @@ def join(
         if seat.must_prove:
             seat = proven(dht, entry.addresses, seat)
         manifest = read_manifest(dht, entry.addresses)
-        if manifest.stopped:
-            raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
+        require_going_on(manifest)
         config = adapt(manifest)
         check_peer(config, ranks=seat.env.world_size if seat.team else 1, max_upload=seat.max_upload)
         if _is_over(manifest, config):

@@ -141,6 +141,12 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[st
     return creator, manifest
 
 
+def require_going_on(manifest: Manifest) -> None:
+    """Raises UserError when the creator has ended the run."""
+    if manifest.stopped:
+        raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
+
+
 def no_run_at(peer: str) -> UserError:
     """Nobody there has a manifest."""
     return UserError(
