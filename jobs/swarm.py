@@ -33,9 +33,8 @@ WATCH_SECONDS = 2.0
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse and call the verb."""
-    verbs = {"create": _create, "invite": _invite, "revoke": _revoke}
-    verbs |= {"anchor": anchor, "status": _status, "doctor": doctor}
-    verbs["unban"] = _unban
+    verbs = {"create": _create, "invite": _invite, "revoke": _revoke, "unban": _unban}
+    verbs |= {"anchor": anchor, "doctor": doctor, "status": _status}
     parser = cli.Parser("swarm", __doc__ or "")
     parser.add_argument("verb", choices=tuple(verbs), metavar="|".join(verbs), help="what to do")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="`create --help` lists its flags")
@@ -90,9 +89,8 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = cli.Parser("swarm invite", "Print a token, with which somebody may join a swarm that was created here.")
-    parser.add_argument("name", metavar="NAME", help="of who is invited; `revoke` takes it")
-    parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
+    about = "Print a token, with which somebody may join a swarm that was created here."
+    parser = _parser_for_a_name("invite", about, "of who is invited; `revoke` takes it")
     parser.add_argument(
         "--expires", default="7d", metavar="7d", help="how long it is good: 30m, 12h, 7d, 4w (default: 7d)"
     )
@@ -108,10 +106,8 @@ def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _revoke(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = cli.Parser("swarm revoke", "End the invitations of a name, in a swarm that was created here.")
-    parser.add_argument("name", metavar="NAME", help="as `invite` was given it")
-    parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
-    args = parser.parse_args(argv)
+    about = "End the invitations of a name, in a swarm that was created here."
+    args = _parser_for_a_name("revoke", about, "as `invite` was given it").parse_args(argv)
     from trainkit.collaborative.inviting import created_run, revoke
 
     print(revoke(created_run(args.run, env), args.name))
@@ -119,10 +115,8 @@ def _revoke(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = cli.Parser("swarm unban", "Let a banned peer take part again, in a swarm that was created here.")
-    parser.add_argument("name", metavar="NAME", help="as the run has printed it")
-    parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
-    args = parser.parse_args(argv)
+    about = "Let a banned peer take part again, in a swarm that was created here."
+    args = _parser_for_a_name("unban", about, "as the run has printed it").parse_args(argv)
     from trainkit.collaborative.bans import unban
     from trainkit.collaborative.swarm import run_seen
 
@@ -131,6 +125,14 @@ def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
     name = terminal.one_line(args.name, 64)
     print(f"{name} may take part again from the next round of {run.name}{f' ({count} bans)' if count > 1 else ''}.")
     return 0
+
+
+def _parser_for_a_name(verb: str, about: str, name: str) -> cli.Parser:
+    """Of ``swarm VERB NAME [RUN]``; ``name``: what is said of NAME."""
+    parser = cli.Parser(f"swarm {verb}", about)
+    parser.add_argument("name", metavar="NAME", help=name)
+    parser.add_argument("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
+    return parser
 
 
 def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:

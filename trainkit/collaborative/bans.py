@@ -164,7 +164,7 @@ def unban(run: Path, name: str) -> list[Ban]:
         raise UserError(
             f"Nobody called {terminal.one_line(name, 64)} is banned from {run.name}.",
             why=f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it.",
-            fix="Give the name as the run has printed it, or the run with --run.",
+            fix="Give the name as the run has printed it, or the run behind it.",
         )
     return lifted
 
