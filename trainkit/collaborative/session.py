@@ -148,10 +148,9 @@ def create(
                     time.sleep(max(0.0, clock.end + 2.0 - time.time()))
             if ending == "finished":
                 rounds.finish("finished")
+                writer.attempt.ended("COMPLETED", step=progress.step)
             elif not seat.goes_on_later:
                 rounds.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
-            if ending == "finished":
-                writer.attempt.ended("COMPLETED", step=progress.step)
     return ending, run_dir
 
 

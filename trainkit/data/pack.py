@@ -150,13 +150,6 @@ class Pack:
         return broken_pack(self.folder, f"the record of {self.path(position)} has another checksum")
 
 
-def open_pack(root: Path, name: str, side: int) -> Pack:
-    """The pack of a data set. Raises UserError where it is not there, or damaged."""
-    folder = pack_folder(root, name, side)
-    require_pack(folder, name, side)
-    return Pack(folder)
-
-
 def require_pack(folder: Path, name: str, side: int) -> None:
     """Refuse, without reading it, a pack that is not there."""
     if not (folder / ABOUT).is_file():

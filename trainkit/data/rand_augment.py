@@ -15,7 +15,6 @@ from trainkit.data import draws
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_OPS = 10
 BINS = 31
 """Magnitudes go from 0 to this, less one."""
 
