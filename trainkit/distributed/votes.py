@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from time import monotonic
 
 import torch
 import torch.distributed as c10d
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from trainkit.distributed.process_group import Distributed
 
-PAUSE_SECONDS = 0.05
+PAUSE_SECONDS = 0.25
 """Where polls come faster than that, not each of them is a vote:"""
 MOST_APART = 16
 """one of so many at least, however fast they are,"""
-FIRST = 100
+FIRST = 20
 """and each of the first, until it is known how fast they are."""
 
 
@@ -33,7 +33,7 @@ class StopVote:
         self._agreed = False
         self._polls, self._next = 0, 0
         self._apart = 1
-        self._began, self._of = time.monotonic(), 0  # the last vote, and the number of its poll
+        self._began, self._of = monotonic(), 0  # the last vote, and the number of its poll
         self.save = False
         """The vote that this poll has read, if it has: any rank wanted to save."""
         self.news = False
@@ -63,7 +63,7 @@ class StopVote:
 
     def _pace(self) -> int:
         """After how many polls rank 0 would have the next vote."""
-        now, polls = time.monotonic(), self._polls - self._of
+        now, polls = monotonic(), self._polls - self._of
         each = (now - self._began) / max(polls, 1)
         self._began, self._of = now, self._polls
         if not self._dist.is_main or self._polls < FIRST:
