@@ -6,6 +6,7 @@ differ do not even look for each other in the same place (see `meeting_place`).
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -25,9 +26,12 @@ _SAMPLES = 16
 # Of these a third digit is a mended error, which does not change what is computed.
 _LIBRARIES = ("torch", "hivemind")
 _MODEL_LIBRARIES = ("timm", "torchvision")
+_CODE = "code of "
+# What decides about an update, and about what becomes of it at the end of a round.
+_ROOMS = ("data", "models", "training")
+_ROUNDS = ("clock", "codecs", "exchange", "outer", "parts")
 _MENDS = {
     "data": "Give data.root the folder of the very same data set.",
-    "code": "Use the creator's version of trainkit, and of code of one's own.",
     "settings": "Take the run's settings as they are.",
 }
 
@@ -38,7 +42,7 @@ def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]
         "model": _model(model),
         "data": _data(splits),
         "seed": str(config.seed),
-        "code": _code([getattr(config, section).name for section in ("model", "data")]),
+        **code_facts(_PACKAGE, [getattr(config, section).name for section in ("model", "data")]),
     }
     libraries = {type(part).__module__.partition(".")[0] for part in model.modules()}
     found |= installed()
@@ -74,6 +78,8 @@ def require_same(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
         return
     libraries = [key for key in different if key in theirs and key in (*_LIBRARIES, *_MODEL_LIBRARIES)]
     mends = [_MENDS[key] for key in different if key in _MENDS]
+    if any(key.startswith(_CODE) for key in different):
+        mends.append("Use the creator's version of trainkit, and of code of one's own.")
     if libraries:
         mends.append(f"Install {', '.join(f'{key} {theirs[key]}' for key in libraries)}.")
     raise RefusedError(
@@ -117,11 +123,51 @@ def _some(samples: Samples) -> Iterable[bytes]:
         yield image.numpy().tobytes() if hasattr(image, "numpy") else repr(image.size).encode()
 
 
-def _code(plugins: Iterable[str]) -> str:
-    """Of the kit, and of the modules of the user's own that the run names."""
-    files = sorted(_PACKAGE.rglob("*.py"))
-    files += [file for name in plugins if ":" in name and (file := find_module(name.partition(":")[0])) is not None]
-    return _hash(part for file in files for part in (file.name.encode(), file.read_bytes()))
+def code_facts(package: Path, plugins: Iterable[str]) -> dict[str, str]:
+    """Of the code that decides what is computed: in the kit, and in modules of the user's own that the run names.
+
+    The rest of the kit may differ: what peers say to one another has a version of its own, `messages.PROTOCOL`.
+    """
+    found = {_CODE + room: sorted((package / room).rglob("*.py")) for room in _ROOMS}
+    found[f"{_CODE}collaborative"] = [package / "collaborative" / f"{name}.py" for name in _ROUNDS]
+    for module in sorted(name.partition(":")[0] for name in plugins if ":" in name):
+        if (file := find_module(module)) is not None:
+            found[_CODE + module] = [file]
+    return {key: _hash([meaning_of(file.read_bytes()) for file in files]) for key, files in found.items()}
+
+
+def meaning_of(source: bytes) -> bytes:
+    """What a module does: without comments, docstrings and layout, and alike for every version of Python."""
+    words: list[str] = []
+    _add_words(ast.parse(source), words)
+    return "\0".join(words).encode()
+
+
+def _add_words(node: object, words: list[str]) -> None:
+    if isinstance(node, ast.AST):
+        words.append(type(node).__name__)
+        for name in node._fields:
+            value = getattr(node, name, None)
+            # Later versions of Python have more fields; of older code these are empty.
+            if value is None or value == [] or name in _MEANS_NOTHING:
+                continue
+            if isinstance(node, ast.JoinedStr):  # of Python 3.12 some end with an empty text
+                value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
+            if name == "body" and isinstance(node, _HAS_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+                value = value[1:]
+            words.append(name)
+            _add_words(value, words)
+        words.append(")")
+    elif isinstance(node, list):
+        for item in node:
+            _add_words(item, words)
+        words.append("]")
+    else:
+        words.append(repr(node))
+
+
+_HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_MEANS_NOTHING = ("type_comment", "kind", "ctx")
 
 
 def _hash(parts: Iterable[bytes]) -> str:
