@@ -71,6 +71,47 @@ def progress(**lies: Any) -> None:
     SchemaValidator.validate = lambda self, record: True
 
 
+def probe(*, serves: bool) -> None:
+    """Claim to hold the run's state, of a round far ahead, and give random weights to whoever asks.
+
+    Args:
+        serves: listen as reducers do; else only say so, as a client.
+    """
+    import torch
+
+    from trainkit.collaborative import averager, joining
+    from trainkit.collaborative.averaging import Averaging
+    from trainkit.collaborative.digests import digest_of, sign_digest
+    from trainkit.collaborative.outer import OuterState
+
+    def state(self: Any) -> Any:
+        print("GAVE AWAY random weights", flush=True)
+        round_index, *tensors = self.outer.copy()
+        wrong = [torch.randn_like(tensor) for tensor in tensors]
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index + 1, wrong))}, tuple(wrong), None
+
+    init, honest = Averaging.__init__, OuterState.probe
+
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._can_share = True
+
+    averager._Averager.get_current_state = state  # type: ignore[method-assign]
+    Averaging.__init__ = made  # type: ignore[method-assign]
+    OuterState.probe = lambda self: torch.randn_like(honest(self))  # type: ignore[method-assign]
+    if serves:
+        module: Any = joining
+        opened, prepared = module.open_dht, averager._Averager.__init__
+        # The DHT takes it for a client all the same: nobody dials back a volunteer.
+        module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "127.0.0.1", "proven": False})
+        averager._Averager.__init__ = lambda self, *args, **options: prepared(  # type: ignore[method-assign]
+            self, *args, **{**options, "client_mode": False}
+        )
+    else:
+        Averaging.share = lambda self: None  # type: ignore[method-assign]
+    progress(round=1 << 40, client=not serves)
+
+
 ATTACKS: dict[str, Callable[[], None]] = {
     "times-9": lambda: contribution(lambda vector: -9 * vector),
     "times-50": lambda: contribution(lambda vector: -50 * vector),
@@ -83,6 +124,8 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "speed": lambda: progress(samples_per_sec=1e300),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),
+    "probe": lambda: probe(serves=False),
+    "impostor": lambda: probe(serves=True),
 }
 
 

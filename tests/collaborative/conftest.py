@@ -111,6 +111,22 @@ class Commands:
         """``python -m tests.collaborative.attackers ATTACK VERB ...``."""
         return self._start("tests.collaborative.attackers", *words)
 
+    def intrude(self, token: str, seconds: float) -> Command:
+        """``python -m tests.collaborative.intruder``, to whom somebody with a token has told all but that."""
+        code = (
+            "import sys\n"
+            "from trainkit.collaborative.entry import with_token\n"
+            "from trainkit.collaborative.facts import meeting_place\n"
+            "from trainkit.collaborative.reader import open_reader\n"
+            "with open_reader(with_token(sys.argv[1])) as asked:\n"
+            "    (manifest,) = asked.read().manifests.values()\n"
+            "    print(meeting_place(manifest.run_id, manifest.facts))\n"
+        )
+        env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+        done = subprocess.run([sys.executable, "-c", code, token], env=env, capture_output=True, text=True, check=True)
+        prefix = f"{done.stdout.strip()}_outer"
+        return self._start("tests.collaborative.intruder", self.address(), prefix, str(seconds))
+
     def _start(self, module: str, *words: str, on: tuple[str, ...] = ()) -> Command:
         file = self.folder / f"{len(self.started)}-{module}.txt"
         with file.open("wb") as out:

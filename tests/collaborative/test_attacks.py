@@ -44,8 +44,11 @@ class Swarm:
         return [event for line in lines if (event := json.loads(line))["event"] == kind]
 
 
-def swarm(commands: Commands, *attacks: str, honest: int) -> Swarm:
-    """A creator and ``honest`` more, with an attacker for each of ``attacks``; all of them end with the creator."""
+def swarm(commands: Commands, *attacks: str, honest: int, intruder: bool = False, late: bool = False) -> Swarm:
+    """A creator and ``honest`` more, with an attacker for each of ``attacks``; all of them end with the creator.
+
+    ``late``: one more honest peer joins when all are there. ``intruder``: somebody without an invitation, see there.
+    """
     creator, token = commands.create(*HARDER, f"collaborative.rounds={ROUNDS}")
 
     def join(name: str, token: str) -> tuple[str, ...]:
@@ -56,13 +59,18 @@ def swarm(commands: Commands, *attacks: str, honest: int) -> Swarm:
     # With an invitation of its own: a ban is of all who use one.
     cheats = [commands.attack(attack, *join("mallory", commands.invite("mallory"))) for attack in attacks]
     # Whose records are lies has no name here; whoever sends no part is in no group.
-    creator.says("mallory" if attacks == ("gather",) else f"{1 + honest + len(attacks)} peers averaged")
+    averages = not {"gather", "impostor"}.intersection(attacks)
+    creator.says(f"{1 + honest + len(attacks)} peers averaged" if averages else "mallory", 120)
     status = commands.start("swarm", "status", token)
     assert status.ends() == 0, status.output
+    if intruder:
+        cheats.append(commands.intrude(token, 40.0))
+    if late:
+        peers.append(commands.start(*join("late", token)))
     assert creator.ends(240) == 0, creator.output
     for peer in peers:
         peer.ends(60)
-    assert [peer.process.returncode for peer in peers] == [0] * honest, [peer.output for peer in peers]
+    assert [peer.process.returncode for peer in peers] == [0] * len(peers), [peer.output for peer in peers]
     return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)
 
 
@@ -77,7 +85,7 @@ class Story(Swarm):
     anna: Command
     anna_again: Command
     told_after: float
-    """Seconds from the end of ``swarm revoke anna`` until anna had left."""
+    """Seconds from the start of ``swarm revoke anna`` until anna had left."""
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +110,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         token = commands.invite("anna")
         anna = commands.start(*join("anna", token))
         creator.says("anna has joined.*\n(.*\n)*.*4 peers averaged")
-        assert commands.start("swarm", "revoke", "anna", "hivemind-0001").ends() == 0
         revoked = time.monotonic()
+        assert commands.start("swarm", "revoke", "anna", "hivemind-0001").ends() == 0
         anna.ends(30)
         told_after = time.monotonic() - revoked
         anna_again = commands.start(*join("anna-again", token))
@@ -167,7 +175,7 @@ def test_who_is_revoked_is_told_so_and_once_more_when_it_comes_back(story: Story
 
 
 def test_who_is_revoked_is_out_within_15_seconds_and_the_others_go_on(story: Story) -> None:
-    print(f"out {story.told_after:.1f} s after `swarm revoke` had ended")
+    print(f"out {story.told_after:.1f} s after `swarm revoke` was started")
     assert story.told_after < 15
     assert story.creator.output.index("anna has left") < story.creator.output.rindex("3 peers averaged")
 
@@ -193,3 +201,46 @@ def test_with_an_attacker_the_honest_peers_loss_is_within_10_percent_of_that_wit
         assert {event["peer"][-6:] for event in found.events("peer_dropped")}
     for text in (found.status, found.creator.output):
         assert text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("attack", ["probe", "impostor"])
+def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_claims_and_signs(
+    attack: str, undisturbed: float, commands: Commands
+) -> None:
+    found = swarm(commands, attack, honest=2, late=True)
+    print(f"{attack}: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
+    assert found.loss <= 1.1 * undisturbed
+    (attacker,), (*_, late) = found.attackers, found.honest
+    assert "GAVE AWAY" not in attacker.output  # nobody has asked it
+    assert "Joined hivemind-0001" in late.output
+    for peer in (found.creator, *found.honest):
+        assert "taking over their state" not in peer.output
+    # Who wants to average for others without being of the owner's side is in no group.
+    assert ("peers averaged" in attacker.output) == (attack == "probe"), attacker.output
+
+
+def test_without_an_invitation_plain_hivemind_reads_nothing_writes_nothing_and_averages_with_nobody(
+    undisturbed: float, commands: Commands
+) -> None:
+    found = swarm(commands, honest=2, intruder=True)
+    print(f"intruder: loss {found.loss:.4f}, without it {undisturbed:.4f}")
+    assert found.loss <= 1.1 * undisturbed
+    (intruder,) = found.attackers
+    print(intruder.output)
+    of_stock, of_run = (json.loads(line) for line in intruder.output.splitlines() if line.startswith("{"))
+    # The same calls get from a stock averager what it has.
+    assert of_stock["stock"] == {
+        "find: nothing": 1,
+        "store: stored": 1,
+        "state: gave its state": 1,
+        "group: NOT_LOOKING_FOR_GROUP": 1,
+        "part: BAD_GROUP_ID": 1,
+    }
+    assert of_run["node"].startswith("refused")
+    tried = of_run["run"]
+    assert sum(tried.values()) >= 50
+    assert all(re.match(r"\w+: (nothing|PROTOCOL_VIOLATION)", what) for what in tried), tried
+    assert tried["group: PROTOCOL_VIOLATION"] >= 10
+    assert tried["part: PROTOCOL_VIOLATION"] >= 10
+    assert "intruder" not in found.creator.output + found.status
+    assert json.loads((found.run / "summary.json").read_text(encoding="utf-8"))["most_peers"] == 3

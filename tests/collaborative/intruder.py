@@ -1,0 +1,140 @@
+"""Somebody with plain hivemind and no invitation: ``python -m tests.collaborative.intruder ADDRESS PREFIX SECONDS``.
+
+It knows everything but a token: where the creator is, where the run's peers meet, and the protocol. For so many seconds
+it asks for what only members get, again and again, and prints as JSON how often it got what: of the run, and with the
+very same calls of a stock averager of its own, to see that these calls are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from trainkit.collaborative import processes
+
+processes.require_hivemind()
+
+import hivemind  # noqa: E402
+import torch  # noqa: E402
+from hivemind.averaging import DecentralizedAverager  # noqa: E402
+from hivemind.dht.protocol import DHTProtocol  # noqa: E402
+from hivemind.dht.routing import DHTID  # noqa: E402
+from hivemind.p2p import P2P, PeerID, ServicerBase  # noqa: E402
+from hivemind.proto import averaging_pb2, dht_pb2  # noqa: E402
+from hivemind.utils import MSGPackSerializer, get_dht_time  # noqa: E402
+
+
+class _Averager(DecentralizedAverager):  # type: ignore[misc]
+    """hivemind's own, under the name by which the run's averagers are called."""
+
+
+KEYS = ("trainkit_progress", "trainkit_manifest", "trainkit_banned")
+
+
+async def averager_gives(p2p: P2P, peer: PeerID, prefix: str) -> dict[str, str]:
+    """What an averager answers to somebody whom it does not know."""
+    stub = _Averager.get_stub(p2p, peer, namespace=prefix)
+
+    async def state() -> str:
+        size = 0
+        async for message in await stub.rpc_download_state(averaging_pb2.DownloadRequest()):
+            size += len(message.SerializeToString())
+        return "gave its state" if size else "nothing"
+
+    async def group() -> str:
+        request = averaging_pb2.JoinRequest(
+            schema_hash=b"x", expiration=get_dht_time() + 3, gather=b"", client_mode=False, group_key=f"{prefix}.0b"
+        )
+        async for message in await stub.rpc_join_group(request):
+            return str(averaging_pb2.MessageCode.Name(message.code))
+        return "nothing"
+
+    async def part() -> str:
+        async def parts() -> Any:
+            yield averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=b"x" * 20)
+
+        async for message in await stub.rpc_aggregate_part(parts()):
+            return str(averaging_pb2.MessageCode.Name(message.code))
+        return "nothing"
+
+    return {"state": await _in_words(state()), "group": await _in_words(group()), "part": await _in_words(part())}
+
+
+async def dht_gives(p2p: P2P, peer: PeerID) -> dict[str, str]:
+    """What a node of the DHT answers to somebody whom it does not know."""
+    stub = ServicerBase.get_stub.__func__(DHTProtocol, p2p, peer)  # its own is of an instance, which signs requests
+    keys = [DHTID.generate(source=key).to_bytes() for key in KEYS]
+
+    async def find() -> str:
+        response = await stub.rpc_find(dht_pb2.FindRequest(keys=keys), timeout=3.0)
+        return "found" if any(result.type != dht_pb2.NOT_FOUND for result in response.results) else "nothing"
+
+    async def store() -> str:
+        count = len(keys)
+        request = dht_pb2.StoreRequest(
+            keys=keys,
+            subkeys=[MSGPackSerializer.dumps(p2p.peer_id.to_bytes())] * count,
+            values=[MSGPackSerializer.dumps({"name": "intruder"})] * count,
+            expiration_time=[get_dht_time() + 60] * count,
+            in_cache=[False] * count,
+        )
+        return "stored" if any((await stub.rpc_store(request, timeout=3.0)).store_ok) else "nothing"
+
+    return {"find": await _in_words(find()), "store": await _in_words(store())}
+
+
+async def _in_words(asked: Any) -> str:
+    try:
+        return str(await asyncio.wait_for(asked, 5.0))
+    except Exception as error:
+        return f"nothing ({type(error).__name__})"
+
+
+def starts_a_node(address: str) -> str:
+    """As `hivemind.DHT` is started by everybody else."""
+    try:
+        dht = hivemind.DHT(initial_peers=[address], client_mode=True, start=True, startup_timeout=10.0, daemon=True)
+    except Exception as error:
+        return f"refused ({type(error).__name__})"
+    dht.shutdown()
+    return "started"
+
+
+async def _ask(address: str, prefix: str, seconds: float) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    until = time.monotonic() + seconds
+    p2p = await P2P.create(initial_peers=[address])
+    peer = PeerID.from_base58(address.rsplit("/p2p/", 1)[1])
+    try:
+        while True:
+            answers = {**await dht_gives(p2p, peer), **await averager_gives(p2p, peer, prefix)}
+            counted.update(f"{what}: {answer}" for what, answer in answers.items())
+            if time.monotonic() > until:
+                return counted
+            await asyncio.sleep(0.5)
+    finally:
+        await p2p.shutdown()
+
+
+def main() -> None:
+    """See the module."""
+    address, prefix, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+    own = hivemind.DHT(start=True, daemon=True)
+    averager = _Averager([torch.zeros(100)], own, start=True, prefix=prefix, allow_state_sharing=True, daemon=True)
+    try:
+        of_stock = asyncio.run(_ask(str(own.get_visible_maddrs()[0]), prefix, 0.0))
+        print(json.dumps({"stock": of_stock}), flush=True)
+        started = starts_a_node(address)
+        of_run = asyncio.run(_ask(address, prefix, seconds))
+        print(json.dumps({"node": started, "run": of_run}), flush=True)
+    finally:
+        averager.shutdown()
+        own.shutdown()
+
+
+if __name__ == "__main__":
+    main()
