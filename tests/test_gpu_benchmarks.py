@@ -82,7 +82,7 @@ def test_the_largest_that_fits_is_bisected() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "image_size", "batch"), [("resnet10t", 64, 8), ("vit_tiny_patch16_224", 224, 2)])
+@pytest.mark.parametrize(("model", "image_size", "batch"), [("resnet10t", 64, 8), ("test_vit", 160, 2)])
 def test_timms_arm_and_the_kits_make_the_same_updates_of_given_batches(
     tmp_path: Path, model: str, image_size: int, batch: int
 ) -> None:

@@ -13,11 +13,14 @@ from torch import nn
 
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
+from tests.training import hungry
 from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.batch_sizes import micro_batch_sizes
+from trainkit.data.batch import Batch
 from trainkit.data.loader import train_batches
+from trainkit.data.prefetch import on_gpu
 from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
@@ -26,6 +29,7 @@ from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 from trainkit.training.clock import DATA, FORWARD, OTHER, clock_of
 from trainkit.training.ema import Ema
+from trainkit.training.flops import peak_flops
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
@@ -172,6 +176,8 @@ def test_a_run_on_a_gpu_tells_its_time_its_memory_its_energy_and_its_use(tmp_pat
     assert summary["seconds"]["forward"] > 0
     assert summary["max_memory_reserved_mb_of_ranks"][0] >= summary["max_memory_mb_of_ranks"][0] > 0
     assert summary["energy"]["gpu_kwh"] > 0
+    known = peak_flops(summary["device"], summary["precision"]) is not None
+    assert (summary["mfu"] is not None) == known == (summary["flops_per_image"] is not None)
     assert list(folder.glob("nvidia-smi-*.txt"))
     assert [file.name for file in (folder / "profile").glob("*.json.gz")] == ["steps-00000010-00000012-rank-0.json.gz"]
 
@@ -195,11 +201,64 @@ def test_auto_is_the_largest_micro_batch_that_trains_in_nine_tenths_of_the_limit
     assert told * 1.05 > 0.9 * 2000, "the next size would not have fitted"
 
 
-def test_a_gpu_without_memory_says_what_to_change(tmp_path: Path) -> None:
-    settings = ("launch.gpus_per_node=1", "model.name=tests.training.hungry:failing", "train.micro_batch_size=8")
-    (told,) = run_ranks(1, train_and_tell, tmp_path / "run", "single", settings)
+def _with_little_memory(env: RankEnv, folder: Path) -> str:
+    """Trains a model that takes 64 MiB and more for each sample with 8 of them, in 256 MiB."""
+    torch.cuda.set_per_process_memory_fraction(2**28 / torch.cuda.get_device_properties(0).total_memory)
+    settings = ("launch.gpus_per_node=1", "train.micro_batch_size=8", "monitor.memory_history=true")
+    return hungry.train_and_tell(env, folder, "single", settings)
+
+
+def test_a_gpu_without_memory_says_what_to_change_and_leaves_a_snapshot(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, _with_little_memory, tmp_path / "run")
     assert told.startswith("1: Rank 0 on ")
     assert "ran out of GPU memory with micro batches of 8." in told
+    assert "Use train.micro_batch_size=4 (the result stays the same) or auto" in told
+    assert (tmp_path / "run/profile/oom-rank-0.pickle").stat().st_size > 0
+
+
+@pytest.mark.parametrize("preset", ["ddp", "fsdp", "zero"])
+def test_all_gpus_together_train_as_one_does(tmp_path: Path, preset: str) -> None:
+    gpus, traces = torch.cuda.device_count(), []
+    settings = ("train.max_steps=20", f"train.global_batch_size={24 * gpus}")
+    for name, ranks in (("single", 1), (preset, gpus)):
+        own = (*settings, f"launch.gpus_per_node={ranks}")
+        assert run_ranks(ranks, train_run, tmp_path / name, name, own) == ["finished"] * ranks
+        traces.append([record["loss"] for record in read_metrics(RunDir(tmp_path / name), "train")])
+    assert traces[1] == pytest.approx(traces[0], rel=5e-3)
+
+
+@pytest.mark.parametrize("preset", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["model", "blocks"])
+def test_what_is_compiled_for_the_gpu_learns_what_it_learns_as_it_is(tmp_path: Path, preset: str, how: str) -> None:
+    settings = ("launch.gpus_per_node=1", "model.name=tests.training.hollow_models:large", "train.max_steps=5")
+    traces = []
+    for compiled in ("off", how):
+        run_ranks(1, train_run, tmp_path / compiled, preset, (*settings, f"train.compile={compiled}"))
+        traces.append([record["loss"] for record in read_metrics(RunDir(tmp_path / compiled), "train")])
+    assert traces[1] == pytest.approx(traces[0], rel=1e-2)
+
+
+def test_the_next_batch_is_copied_while_the_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, make = list[torch.cuda.Stream](), torch.cuda.Stream
+
+    def made(device: torch.device) -> torch.cuda.Stream:
+        streams.append(make(device))  # type: ignore[no-untyped-call]
+        return streams[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    device, labels, keys = torch.device("cuda", 0), torch.zeros(64, dtype=torch.int64), torch.arange(64)
+    images = [torch.full((64, 3, 64, 64), number, dtype=torch.uint8).pin_memory() for number in range(4)]
+    batches = on_gpu(iter([Batch(one, labels.pin_memory(), keys) for one in images]), device)
+    matrix = torch.randn(8192, 8192, device=device)
+    found = [next(batches).images.clone()]
+    (matrix @ matrix).sum().item()
+    for _ in range(100):  # a second or more
+        matrix @ matrix
+    found.append(next(batches).images.clone())  # the third is being copied
+    streams[0].synchronize()
+    assert not torch.cuda.current_stream(device).query(), "the copy has waited for what the GPU computes"
+    found += [batch.images.clone() for batch in batches]
+    assert [one.unique().tolist() for one in found] == [[0], [1], [2], [3]]
 
 
 def _averaged(env: RankEnv) -> tuple[bool, bool]:
