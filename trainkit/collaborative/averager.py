@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,9 +24,11 @@ from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.digests import digest_of, sign_digest
 from trainkit.collaborative.exchange import Exchange, Outcome
+from trainkit.collaborative.gathered import Gathered
 from trainkit.collaborative.guard import Guard
 from trainkit.collaborative.guarding import GuardedAverager
 from trainkit.collaborative.invitation import Pass
+from trainkit.collaborative.judging import has_drifted, reference_among
 from trainkit.collaborative.parts import CODECS, PART, Codec, Sending, num_parts
 from trainkit.config.schema import CollaborativeConfig
 
@@ -70,6 +72,17 @@ class _Averager(GuardedAverager):
     async def _look_up(self, admission: Admission, peer: PeerID) -> Member | None:
         return await self.guard.member(str(peer))
 
+    async def _has_strayed(self, group: Mapping[PeerID, Gathered]) -> bool:
+        """Whether this peer's weights are others than those of the owner's side in the group."""
+        own = group[self.peer_id].about.probe
+        known = [await self.guard.member(str(peer)) for peer, told in group.items() if told.about.shares]
+        trusted = [member for member in known if member is not None and member.trusted]
+        reference = reference_among(trusted, self.own.grant.role, str(self.peer_id))
+        if reference is None or not own:
+            return False
+        theirs = {str(peer): told.about.probe for peer, told in group.items()}
+        return has_drifted(theirs[reference], torch.frombuffer(bytearray(own), dtype=torch.float32))
+
     async def _aggregate_with_group(
         self, group_info: GroupInfo, min_vector_size: int, **options: Any
     ) -> tuple[dict[Any, Any], Outcome]:
@@ -77,6 +90,8 @@ class _Averager(GuardedAverager):
         group = self.read_group(group_info)
         modes = tuple(AveragingMode(member.mode) for member in group.values())
         codec, *weights = self.plan.tolist()
+        if self.outer.same_weights and await self._has_strayed(group):
+            weights = [0.0] * len(weights)
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
             async with enter_asynchronously(self.get_tensors()) as tensors:

@@ -41,6 +41,9 @@ class CommonState(ABC):
     they are averaged as they are.
     """
 
+    same_weights = False
+    """A contribution is worth something only beside others that were made at the very same weights."""
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]

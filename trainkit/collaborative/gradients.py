@@ -97,6 +97,8 @@ class GradientState(CommonState):
     The update is made on the CPU, in every peer from the same bits (as hivemind's ``offload_optimizer``).
     """
 
+    same_weights = True
+
     def __init__(self, model: nn.Module, config: Config) -> None:
         freeze(model, config.model.freeze)
         super().__init__(model)
