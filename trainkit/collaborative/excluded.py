@@ -15,7 +15,7 @@ from trainkit import terminal
 from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.bans import FILE, STRIKES, Bans, bans_list, read_bans
 from trainkit.collaborative.invitation import Pass, date
-from trainkit.collaborative.owner import owner_of
+from trainkit.collaborative.owner import KEY_FILE, owner_of
 from trainkit.collaborative.signed_records import BANNED, REVOKED
 from trainkit.collaborative.signing import UntrustedError
 from trainkit.errors import RefusedError
@@ -31,7 +31,8 @@ class Excluded:
 
     def remember(self, folder: Path) -> None:
         """What the owner has decided so far, by the run's folder, before anybody else can ask."""
-        if revoked := owner_of(folder).revoked():
+        # A submitted run has a folder before it has a key.
+        if (folder / KEY_FILE).exists() and (revoked := owner_of(folder).revoked()):
             self.hear(REVOKED, revoked)
         self.bans.keep_in(folder / FILE)
         self._admission.ban(self.bans.read())
