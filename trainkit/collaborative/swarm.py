@@ -30,7 +30,7 @@ _MOST_PEERS = 5000
 
 @dataclass(frozen=True)
 class PeerRow:
-    """What a peer says of its last round, as far as it can be. None: it has not said so, or nonsense."""
+    """What a peer says of its last round."""
 
     name: str
     """As it calls itself."""
@@ -45,8 +45,8 @@ class PeerRow:
     """Parts of the average that reached it, of so many ``expected``; 0 of 0: not said."""
     expected: int
     samples: int
-    samples_per_sec: float | None
-    loss: float | None
+    samples_per_sec: float
+    loss: float
     sent: int
     """Bytes, for the last round."""
     received: int
@@ -74,7 +74,7 @@ class View:
     @property
     def samples_per_sec(self) -> float:
         """Of all peers together."""
-        return sum(row.samples_per_sec or 0.0 for row in self.peers)
+        return sum(row.samples_per_sec for row in self.peers)
 
 
 @contextmanager
@@ -141,8 +141,7 @@ def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None)
     told_of = list(told.progress.items())[:_MOST_PEERS]
     rows = [_row(peer, own, creator, told.names.get(peer, ""), clock, now) for peer, own in told_of]
     rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
-    heard = [row for row in rows if row.loss is not None]
-    samples = sum(row.samples for row in heard)
+    samples = sum(row.samples for row in rows)
     validated = told.progress.get(creator)
     return View(
         name=terminal.one_line(manifest.name, 128),
@@ -150,8 +149,8 @@ def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None)
         rounds=clock.count,
         running=not manifest.stopped and not clock.is_over(now),
         peers=tuple(rows),
-        loss=sum((row.loss or 0.0) * row.samples for row in heard) / samples if samples else None,
-        val={"loss": _number(validated and validated.val_loss), "acc1": _number(validated and validated.val_acc1)},
+        loss=sum(row.loss * row.samples for row in rows) / samples if samples else None,
+        val={"loss": validated and validated.val_loss, "acc1": validated and validated.val_acc1},
         # Anybody may publish such an account: only the creator's own counts.
         contributions=tuple(told.contributions.get(creator, ())),
         history=_history(run_dir) if run_dir else (),
@@ -171,31 +170,22 @@ def _clock_of(manifest: Manifest, told: Mapping[str, Progress], creator: str) ->
 
 
 def _row(peer: str, own: Progress, creator: str, invited: str, clock: RoundClock, now: float) -> PeerRow:
-    """Every field is a stranger's: of its type by the DHT's validators, and nothing more."""
     return PeerRow(
-        name=terminal.one_line(own.name, 64),
-        credited=terminal.one_line(invitation.credited("" if peer == creator else invited, own.name), 64),
+        name=own.name,
+        credited=terminal.name(invitation.credited("" if peer == creator else invited, own.name)),
         peer=peer,
         role="creator" if peer == creator else "client" if own.client else "public",
-        round=min(_count(own.round) + 1, clock.count),
-        group=_count(own.group),
-        parts=_count(own.parts),
-        expected=_count(own.expected),
-        samples=_count(own.samples),
-        samples_per_sec=_number(own.samples_per_sec),
-        loss=_number(own.loss),
-        sent=_count(own.sent),
-        received=_count(own.received),
-        seconds_ago=max(0.0, now - own.time) if reading.is_time(own.time) else 0.0,
+        round=min(own.round + 1, clock.count),
+        group=own.group,
+        parts=own.parts,
+        expected=own.expected,
+        samples=own.samples,
+        samples_per_sec=own.samples_per_sec,
+        loss=own.loss,
+        sent=own.sent,
+        received=own.received,
+        seconds_ago=max(0.0, now - own.time),
     )
-
-
-def _number(value: object) -> float | None:
-    return float(value) if reading.is_number(value) and abs(value) < 1e12 else None
-
-
-def _count(value: int) -> int:
-    return value if 0 <= value < 10**15 else 0
 
 
 def _from_records(run_dir: RunDir) -> View:
@@ -213,7 +203,7 @@ def _from_records(run_dir: RunDir) -> View:
         running=False,
         peers=(),
         loss=last.get("loss"),
-        val={key: _number(validated.get(key)) for key in ("loss", "acc1")},
+        val={key: value if reading.is_number(value := validated.get(key)) else None for key in ("loss", "acc1")},
         contributions=tuple(Contributions.of(run_dir).best_first()),
         history=history,
     )
