@@ -40,8 +40,9 @@ def check_peer_flags(args: argparse.Namespace) -> None:
     """Refuse a port that does not exist, and a name that would not fit into a record."""
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
-    if not 0 < len(args.name) <= 64:
-        raise UserError("--name is too long or empty.", why="It has 1 to 64 characters.", fix="Use a short one.")
+    if not 0 < len(args.name) <= terminal.LONGEST_NAME:
+        why = f"It has 1 to {terminal.LONGEST_NAME} characters."
+        raise UserError("--name is too long or empty.", why=why, fix="Use a short one.")
 
 
 def take_part(

@@ -122,7 +122,7 @@ def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     run = run_seen(args.run, env)
     count = len(unban(run.path, args.name))
-    name = terminal.one_line(args.name, 64)
+    name = terminal.name(args.name)
     print(f"{name} may take part again from the next round of {run.name}{f' ({count} bans)' if count > 1 else ''}.")
     return 0
 

@@ -37,6 +37,15 @@ def one_line(value: object, longest: int = 500) -> str:
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
+LONGEST_NAME = 64
+"""Of somebody who takes part in a collaborative run."""
+
+
+def name(text: str) -> str:
+    """Such a name as one line of plain text."""
+    return one_line(text, LONGEST_NAME)
+
+
 def _plain(text: str) -> str:
     text = _SEQUENCE.sub("", text)
     return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", _CONTROL.sub(" ", text))

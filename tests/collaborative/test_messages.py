@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.collaborative.messages import LONGEST_NAME, Progress, progress_of
+from trainkit import terminal
+from trainkit.collaborative.messages import Progress, progress_of
 
 HONEST: dict[str, Any] = {
     "name": "ann@lab",
@@ -78,4 +79,4 @@ def test_a_name_is_one_line_that_a_terminal_may_show(name: str, shown: str) -> N
 def test_a_name_is_cut() -> None:
     found = progress_of({**HONEST, "name": "x" * 100_000})
     assert found is not None
-    assert len(found.name) <= LONGEST_NAME + 3
+    assert len(found.name) <= terminal.LONGEST_NAME + 3

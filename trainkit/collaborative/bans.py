@@ -124,7 +124,9 @@ def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
     rows: list[bytes] = []
     room = _LONGEST_LIST
     for ban in reversed(list(bans)):
-        row = json.dumps([ban.id, ban.name[:64], ban.why[:200], ban.time, ban.lifted], ensure_ascii=False).encode()
+        row = json.dumps(
+            [ban.id, ban.name[: terminal.LONGEST_NAME], ban.why[:200], ban.time, ban.lifted], ensure_ascii=False
+        ).encode()
         room -= len(row) + 1
         if room < 0:
             break
@@ -160,9 +162,9 @@ def unban(run: Path, name: str) -> list[Ban]:
     bans = Bans(run / FILE)
     lifted = bans.lift(name)
     if not lifted:
-        names = sorted({terminal.one_line(ban.name, 64) for ban in bans.read().values()})
+        names = sorted({terminal.name(ban.name) for ban in bans.read().values()})
         raise UserError(
-            f"Nobody called {terminal.one_line(name, 64)} is banned from {run.name}.",
+            f"Nobody called {terminal.name(name)} is banned from {run.name}.",
             why=f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it.",
             fix="Give the name as the run has printed it, or the run behind it.",
         )

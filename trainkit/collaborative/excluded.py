@@ -72,7 +72,7 @@ class Excluded:
                 fix="Ask whoever runs it for another.",
             )
         if ban is not None and grant.role != "owner":
-            name = terminal.one_line(ban.name, 64)
+            name = terminal.name(ban.name)
             raise RefusedError(
                 "You were banned from the run.",
                 why=f"{STRIKES} times in a row your part of a round was left out: {terminal.one_line(ban.why, 200)}.",

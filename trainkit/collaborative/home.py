@@ -18,6 +18,7 @@ from trainkit.errors import UserError
 from trainkit.records import reading
 from trainkit.records.replacing import replacing, write_private
 from trainkit.records.rundir import RunDir
+from trainkit.terminal import LONGEST_NAME
 
 _FILE, _IDENTITY = "swarm.json", "swarm_identity"
 # Of those that can be reached, so many are remembered.
@@ -63,7 +64,7 @@ def home_of(run: RunDir) -> Home | None:
             host=str(found["host"]),
             port=int(found["port"]),
             announce=str(announce) if announce else None,
-            name=str(found.get("name") or "")[:64],
+            name=str(found.get("name") or "")[:LONGEST_NAME],
             is_anchor=found.get("is_anchor") is True,
             others=known_of(found.get("others") or ()),
         )

@@ -24,6 +24,7 @@ from typing import Literal, get_args
 from trainkit.collaborative import address
 from trainkit.collaborative.signing import KEY_SIZE, SIGNATURE_SIZE, Key, UntrustedError, is_signed, pack, unpack
 from trainkit.errors import UserError
+from trainkit.terminal import LONGEST_NAME
 
 Role = Literal["owner", "reducer", "volunteer"]
 """Owner: holds the run's key. Reducer: trusted, averages for others and gives away the state. The owner's side is
@@ -38,7 +39,6 @@ NOBODY = bytes(KEY_SIZE)
 _LONGEST_TOKEN = 8000
 _LONGEST_STATEMENT = 70_000
 _MOST_ADDRESSES = 16
-_LONGEST_NAME = 64
 _LONGEST_RUN = 128
 _LATEST = 1 << 40  # seconds since 1970; JSON has no limit of its own
 
@@ -75,7 +75,7 @@ class Grant:
             grant = cls(run, _bytes(owner), _bytes(key), name, role, expires)
         except (ValueError, TypeError, RecursionError) as error:  # also JSON's and base64's own
             raise UntrustedError("it is no invitation") from error
-        if not (_is_name(run, _LONGEST_RUN) and _is_name(name, _LONGEST_NAME)):
+        if not (_is_name(run, _LONGEST_RUN) and _is_name(name, LONGEST_NAME)):
             raise UntrustedError("its names are too long or cannot be printed")
         if len(grant.owner) != KEY_SIZE or len(grant.key) != KEY_SIZE or role not in get_args(Role):
             raise UntrustedError("it is no invitation")
@@ -229,7 +229,7 @@ def credited(invited: str, said: str) -> str:
 
 def as_name(text: str) -> str:
     """The name of a machine, as far as a grant may hold it."""
-    return "".join(letter for letter in text if letter.isprintable())[:_LONGEST_NAME] or "peer"
+    return "".join(letter for letter in text if letter.isprintable())[:LONGEST_NAME] or "peer"
 
 
 def _is_name(text: object, longest: int) -> bool:

@@ -173,7 +173,7 @@ class RoundKeeper:
 
     def _name(self, peer: str) -> str:
         known = self._watch.peers.get(peer)
-        return terminal.one_line(known.name, 64) if known is not None else f"..{peer[-6:]}"
+        return terminal.name(known.name) if known is not None else f"..{peer[-6:]}"
 
     def _note_arrivals(self) -> None:
         since = time.time() - 3 * self._clock.seconds

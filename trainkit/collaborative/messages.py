@@ -17,7 +17,6 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.records.contributions import Contribution, typed
 
 PROTOCOL = 2
-LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Manifest:
 MOST_PEERS = 1000
 """Of whom a node keeps records under one key, and of whom a reader takes note."""
 
-Name = Annotated[str, Field(strict=True), AfterValidator(lambda text: terminal.one_line(text, LONGEST_NAME) or "?")]
+Name = Annotated[str, Field(strict=True), AfterValidator(lambda text: terminal.name(text) or "?")]
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 

@@ -20,6 +20,7 @@ from trainkit.collaborative.signing import Key
 from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.replacing import replacing, write_private
+from trainkit.terminal import LONGEST_NAME
 
 KEY_FILE = "owner.key"
 INVITED_FILE = "invited.jsonl"
@@ -45,8 +46,9 @@ class Owner:
 
         Raises UserError when the name is none.
         """
-        if not (0 < len(name) <= 64 and name.isprintable()):
-            raise UserError("That is no name for an invitation.", why="It has 1 to 64 letters.", fix="Use a short one.")
+        if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
+            why = f"It has 1 to {LONGEST_NAME} letters."
+            raise UserError("That is no name for an invitation.", why=why, fix="Use a short one.")
         made = grant(self.key, self.run, name, role, time.time() + seconds)
         about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
         jsonl.append(self._folder / INVITED_FILE, about)

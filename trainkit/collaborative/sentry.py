@@ -84,7 +84,7 @@ class Sentry:
             return
         for ban in banned.values():
             if ban.id not in self._enforced and ban.id not in self._told and ban.time >= self._began:
-                name, why = terminal.one_line(ban.name, 64), terminal.one_line(ban.why, 200)
+                name, why = terminal.name(ban.name), terminal.one_line(ban.why, 200)
                 self.remark("peer_banned", peer=ban.id, name=name, why=why)
                 self.say(f"  {name} is banned by another peer of the owner's side: {why}")
         self._told.clear()
@@ -115,4 +115,4 @@ class Sentry:
 
 def _name(peer: str, peers: Mapping[str, Progress], invited: Mapping[str, str]) -> str:
     said = peers[peer].name if peer in peers else f"..{peer[-6:]}"
-    return terminal.one_line(credited(invited.get(peer, ""), said), 64)
+    return terminal.name(credited(invited.get(peer, ""), said))

@@ -84,7 +84,7 @@ def run_swarm_rank(
         assert writer is not None
         # Back from the queue it is who it was before.
         name, identity = f"{socket.gethostname()}/{writer.run.name}", writer.run.path / "identity"
-        seat = replace(seat, name=name[-64:], identity=identity, team=True, secret=secret)
+        seat = replace(seat, name=name[-terminal.LONGEST_NAME :], identity=identity, team=True, secret=secret)
         entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=seat.name)
         ending, _ = joining.join(entry, seat, adapt=lambda manifest: same_settings(config, manifest.config))
     else:

@@ -20,7 +20,6 @@ from trainkit.records.rundir import RunDir
 MOST_NAMES = 10_000
 """An open run may meet many; those that come later are counted together."""
 OTHERS = "(others)"
-_LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Contributions:
         for item in counted:
             if not (reading.is_number(item.samples) and item.samples > 0):
                 continue
-            name = terminal.one_line(item.name, _LONGEST_NAME) or OTHERS
+            name = terminal.name(item.name) or OTHERS
             if name not in self._known and len(self._known) >= MOST_NAMES:
                 name = OTHERS
             before = self._known.get(name, Contribution(name))
@@ -103,7 +102,7 @@ def typed(rows: Any) -> list[Contribution]:
         if isinstance(row, Mapping) and isinstance(row.get("name"), str):
             numbers = {key: row.get(key) for key in ("rounds", "samples", "seconds", "bytes")}
             if all(reading.is_number(value) and value >= 0 for value in numbers.values()):
-                name = terminal.one_line(row["name"], _LONGEST_NAME)
+                name = terminal.name(row["name"])
                 found.setdefault(
                     name,
                     Contribution(
