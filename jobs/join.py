@@ -1,8 +1,8 @@
-"""``python -m jobs.join TOKEN``: take part in a collaborative run with this machine.
+"""``TRAINKIT_TOKEN=... python -m jobs.join``: take part in a collaborative run with this machine.
 
-A token is what `python -m jobs.swarm invite` has printed; treat it as a password. A file that holds it will do, or
-``-`` to read it from standard input, or TRAINKIT_TOKEN in the environment, where others on this machine do not see it.
-A run that is open to all is joined by its address.
+A token is what `python -m jobs.swarm invite` has printed; treat it as a password. It is taken from the environment,
+from a file that holds it, or, with ``-``, from standard input; as an argument it works too, but all who use this
+machine would see it in the list of processes. A run that is open to all is joined by its address.
 
 Settings come from the run's creator. This peer only calls out, so it works behind routers and in notebooks. Who was
 invited with --reduce may add --public to be reached by others, which takes load off the creator.
@@ -26,7 +26,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "words",
         nargs="*",
         metavar="TOKEN",
-        help="or a file with it, -, or addresses of an open run; and settings of this machine such as data.root=...",
+        help="a file with the token, -, or addresses of an open run; and settings of this machine: data.root=...",
     )
     parser.add_argument("--public", action="store_true", help="listen, so that other peers can reach this one")
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ import pytest
 from tests import readme
 
 PROJECT = Path(__file__).resolve().parents[2]
+TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
 
 
 def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -127,7 +129,9 @@ class Commands:
         prefix = f"{done.stdout.strip()}_outer"
         return self._start("tests.collaborative.intruder", self.address(), prefix, str(seconds))
 
-    def _start(self, module: str, *words: str, on: tuple[str, ...] = ()) -> Command:
+    def _start(
+        self, module: str, *words: str, on: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    ) -> Command:
         file = self.folder / f"{len(self.started)}-{module}.txt"
         with file.open("wb") as out:
             process = subprocess.Popen(
@@ -142,6 +146,7 @@ class Commands:
                     "XDG_STATE_HOME": str(self.folder / "state"),
                     "OMP_NUM_THREADS": "1",
                     "PYTHONFAULTHANDLER": "1",
+                    **(env or {}),
                 },
                 start_new_session=True,
             )
@@ -150,17 +155,19 @@ class Commands:
         return command
 
     def type_in(self, line: str, *more: str) -> Command:
-        """A line as a user types it, ``python -m jobs.VERB ...``, and what a test adds to it."""
-        python, dash_m, verb, *words = shlex.split(line)
+        """A line as a user types it, ``VARIABLE=... python -m jobs.VERB ...``, and what a test adds to it."""
+        words = shlex.split(line)
+        env = dict(word.split("=", 1) for word in takewhile(lambda word: word != "python", words))
+        python, dash_m, verb, *words = words[len(env) :]
         assert (python, dash_m, verb[:5]) == ("python", "-m", "jobs.")
-        return self.start(verb[5:], *words, *more)
+        return self._start(verb, *words, *more, env=env)
 
     def create(self, *overrides: str) -> tuple[Command, str]:
         """A creator on the loopback interface, the README's first line, and the token that it prints."""
         fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", "127.0.0.1"]
         model = "model.name=tests.collaborative.patient:model"
         creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, model, *overrides)
-        return creator, creator.says(r"jobs\.join (trainkit1\.\S+)")[1]
+        return creator, creator.says(TOKEN)[1]
 
     def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:
         """A peer that joins what `create` made."""
@@ -173,7 +180,7 @@ class Commands:
     def invite(self, name: str, *words: str) -> str:
         """The token that the creator of the first swarm gets for ``name``."""
         invited = self.start("swarm", "invite", name, "hivemind-0001", *words)
-        token = invited.says(r"jobs\.join (trainkit1\.\S+)")[1]
+        token = invited.says(TOKEN)[1]
         assert invited.ends() == 0
         return token
 

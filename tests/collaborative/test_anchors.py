@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.collaborative.conftest import Command, Commands, started_in, wait_for
+from tests.collaborative.conftest import TOKEN, Command, Commands, started_in, wait_for
 from tests.collaborative.internet import internet
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
@@ -46,7 +46,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     with internet(public=3, homes=2) as net, started_in(tmp_path_factory.mktemp("swarm")) as commands:
         create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *FAST)
         creator = commands.start(*create, on=net.on("pub1"))
-        token = creator.says(r"jobs\.join (trainkit1\.\S+)")[1]
+        token = creator.says(TOKEN)[1]
         trusted = commands.invite("anchors", "--reduce")
         anchoring = ("swarm", "anchor", trusted, "--allow-code", "--port", "4712", "--name")
         anchor = commands.start(*anchoring, "anchor", on=net.on("pub2"))

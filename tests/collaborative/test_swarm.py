@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests import readme
-from tests.collaborative.conftest import Command, Commands, started_in, wait_for
+from tests.collaborative.conftest import TOKEN, Command, Commands, started_in, wait_for
+from trainkit.collaborative.invitation import read_token
 
 pytestmark = pytest.mark.swarm
 
@@ -92,6 +93,9 @@ class Story:
     asked: Command
     """Asked for the swarm's status, with three peers in it."""
     refused: dict[str, Command]
+    tokens: tuple[str, ...]
+    seen: list[str]
+    """What everybody on the machine sees: the arguments of those who had a token in the environment or in a file."""
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +107,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         _, join, ask = readme.blocks("swarm")[0]
         guest = commands.type_in(join.replace("TOKEN", token), "--name", "guest", "--allow-code")
         trusted = commands.invite("trusted", "--reduce")
-        public = commands.join(trusted, "--name", "public", "--public", "--host", "127.0.0.1")
+        (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
+        public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
         refused = {
             "dead": commands.start("join", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
             "stranger": commands.start("join", f"{machine}/{STRANGER}"),
@@ -113,6 +118,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             "data": commands.join(token, "data.root=/nowhere", "optim.lr=1"),
         }
         creator.says("3 peers averaged")
+        for command in (guest, public):
+            command.note_family()
+        seen = [word for command in (guest, public) for one in command.alive() for word in one.cmdline()]
         asked = commands.type_in(ask)
         asked.ends()
         guest.process.terminate()
@@ -121,16 +129,27 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         creator.process.send_signal(signal.SIGINT)
         for command in (creator, public, *refused.values()):
             command.ends()
-        yield Story(commands, creator, guest, public, asked, refused)
+        yield Story(commands, creator, guest, public, asked, refused, (token, trusted), seen)
 
 
 def test_the_readmes_commands_for_volunteers_work_as_they_stand(story: Story) -> None:
     create, join, ask = readme.blocks("swarm")[0]
-    assert [line.split()[2] for line in (create, join, ask)] == ["jobs.swarm", "jobs.join", "jobs.swarm"]
-    assert re.search(r"^ *python -m jobs\.join trainkit1\.", story.creator.output, re.MULTILINE)
+    assert join == "TRAINKIT_TOKEN=TOKEN python -m jobs.join"
+    assert [line.split()[2] for line in (create, ask)] == ["jobs.swarm", "jobs.swarm"]
+    assert re.search(TOKEN, story.creator.output, re.MULTILINE)
     assert "Joined hivemind-0001" in story.guest.output
     assert story.asked.process.returncode == 0
     assert re.search(r"^hivemind-0001: running, round \d+/500, 3 peers", story.asked.output, re.MULTILINE)
+
+
+def test_a_token_is_in_no_list_of_processes_and_in_nothing_that_is_kept(story: Story) -> None:
+    assert story.seen
+    assert not any(word.startswith("trainkit1") for word in story.seen)
+    kept = [file for root in (story.commands.runs_root, story.commands.folder / "state") for file in root.rglob("*")]
+    texts = [file.read_bytes() for file in kept if file.is_file()]
+    assert len(texts) > 20
+    for token in story.tokens:
+        assert [item for item in texts if token.encode() in item or read_token(token).own.key.seed in item] == []
 
 
 def test_a_peer_leaves_cleanly_on_sigterm_and_the_others_go_on(story: Story) -> None:

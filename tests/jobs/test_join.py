@@ -70,5 +70,6 @@ def test_the_notebook_is_valid_and_its_code_is_python() -> None:
 
 def test_the_notebook_joins_in_a_process_of_its_own() -> None:
     source = "".join("".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"])
-    assert '"-m", "jobs.join", token' in source
+    assert '"-m", "jobs.join", "--name"' in source
+    assert '"TRAINKIT_TOKEN": token' in source  # not an argument, which others see
     assert "start_new_session=True" in source

@@ -49,7 +49,7 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
 
     Args:
         words: a token, a file that holds one, or ``-`` to read it from standard input, and addresses to try before
-            its own; or addresses alone. None: the token is in TRAINKIT_TOKEN.
+            its own; or addresses alone. None: it is in TRAINKIT_TOKEN.
         name: how an open run sees this peer.
 
     Raises UserError when it is none of these.
@@ -61,7 +61,8 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
                 why=f"Neither a token nor an address was given, and {VARIABLE} is not set.",
                 fix="Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes.",
             )
-        return with_token(env[VARIABLE])
+        word = env[VARIABLE].strip()
+        return with_token(word) if invitation.looks_like(word) else by_address(word.split(), name=name)
     given = [word for word in words if address.looks_like(word)]
     others = [word for word in words if not address.looks_like(word)]
     if not others:

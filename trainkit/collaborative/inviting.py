@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from trainkit import terminal
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.address import ADDRESS_FILE
+from trainkit.collaborative.entry import VARIABLE
 from trainkit.collaborative.home import home_of
 from trainkit.collaborative.invitation import Role, date, write_token
 from trainkit.collaborative.owner import KEY_FILE, Owner, own_pass, owner_of
@@ -88,7 +89,8 @@ def invited(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float,
     may = "average for others and give away the state" if role == "reducer" else "train"
     return [
         f"Until {date(made.grant.expires)} {name} may {may}. Whoever has this line may, so send it as you would a key:",
-        f"  {terminal.command('join', write_token(made, addresses))}",
+        # Not as an argument: everybody on a machine sees those of all processes.
+        f"  {VARIABLE}={write_token(made, addresses)} {terminal.command('join')}",
     ]
 
 

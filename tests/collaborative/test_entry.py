@@ -1,0 +1,48 @@
+"""Ways into a run: a token or an address; as an argument, in a file, from standard input, from the environment."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainkit.collaborative.entry import entry_of
+from trainkit.collaborative.invitation import grant, write_token
+from trainkit.collaborative.inviting import invited
+from trainkit.collaborative.owner import Owner
+from trainkit.collaborative.signing import Key
+from trainkit.errors import UserError
+
+ADDRESS = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+TOKEN = write_token(grant(Key(b"o" * 32), "run", "anna", "volunteer", time.time() + 600), [ADDRESS])
+
+
+@pytest.mark.parametrize("word", [TOKEN, ADDRESS])
+@pytest.mark.parametrize("way", ["argument", "file", "input", "environment"])
+def test_a_token_or_an_address_is_taken_from_wherever_it_is(
+    way: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token.txt").write_text(f"{word}\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{word}\n"))
+    words = {"argument": [word], "file": [str(tmp_path / "token.txt")], "input": ["-"], "environment": []}[way]
+    env = {"TRAINKIT_TOKEN": f"{word}\n"} if way == "environment" else {}
+    entry = entry_of(words, env, name="anna")
+    assert (entry.addresses, entry.invited, entry.own.grant.name) == ((ADDRESS,), word == TOKEN, "anna")
+
+
+def test_what_is_none_is_not_repeated_for_it_may_be_a_secret() -> None:
+    with pytest.raises(UserError) as refused:
+        entry_of([], {"TRAINKIT_TOKEN": TOKEN[:-3]}, name="anna")
+    assert TOKEN[20:40] not in str(refused.value)
+
+
+def test_the_line_that_is_printed_with_a_token_shows_it_to_nobody_else_on_the_machine(tmp_path: Path) -> None:
+    _, line = invited(Owner(tmp_path, Key(b"o" * 32)), (ADDRESS,), "anna", 600.0, "volunteer")
+    variable, *command = line.split()
+    assert command == ["python", "-m", "jobs.join"]
+    name, _, token = variable.partition("=")
+    assert entry_of([], {name: token}, name="x").own.grant.name == "anna"
+    assert token not in "".join(file.read_text(encoding="utf-8") for file in tmp_path.iterdir())
