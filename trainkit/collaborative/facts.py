@@ -29,7 +29,7 @@ _MODEL_LIBRARIES = ("timm", "torchvision")
 _CODE = "code of "
 # What decides about an update, and about what becomes of it at the end of a round.
 _ROOMS = ("data", "models", "training")
-_ROUNDS = ("clock", "codecs", "exchange", "outer", "parts")
+_ROUNDS = ("clock", "codecs", "exchange", "gradients", "outer", "parts")
 _MENDS = {
     "data": "Give data.root the folder of the very same data set.",
     "settings": "Take the run's settings as they are.",
