@@ -105,7 +105,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         address = commands.address()
         machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
         _, join, ask = readme.blocks("swarm")[0]
-        guest = commands.type_in(join.replace("TOKEN", token), "--name", "guest", "--allow-code")
+        guest = commands.type_in(join.replace("=TOKEN", f"={token}"), "--name", "guest", "--allow-code")
         trusted = commands.invite("trusted", "--reduce")
         (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
         public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
