@@ -135,7 +135,7 @@ def peer(splits: Splits, *, until: int = 99, **facts: Any) -> Iterator[tuple[Any
             team=team,
             clock=UpdateClock(SECONDS, 0, 3, lambda: outer.round),
             dht=SimpleNamespace(  # type: ignore[arg-type]
-                node=SimpleNamespace(client_mode=swarm.client_mode),
+                client_mode=swarm.client_mode,
                 own=SimpleNamespace(grant=SimpleNamespace(role=swarm.role)),
                 member=swarm.member,
                 publish_progress=swarm.publish_progress,

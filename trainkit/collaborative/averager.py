@@ -140,7 +140,7 @@ def open_averager(dht: SwarmDHT, outer: CommonState, config: CollaborativeConfig
 
     Open it before the first use of CUDA: the process is forked.
     """
-    client = bool(dht.node.client_mode)
+    client = dht.client_mode
     interrupt = signal.getsignal(signal.SIGINT)
     averager = _Averager(
         [torch.zeros_like(outer.theta)],

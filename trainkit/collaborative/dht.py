@@ -58,7 +58,9 @@ class _DHT(hivemind.DHT):  # type: ignore[misc]
 class SwarmDHT:
     """This peer's node of the DHT."""
 
-    def __init__(self, node: Any, identity: Identity, helpers: list[Any]) -> None:
+    def __init__(self, node: Any, identity: Identity, helpers: list[Any], *, client_mode: bool) -> None:
+        self.client_mode = client_mode
+        """Calls out only. hivemind asks the node's process for it, without limit, also when that has died."""
         self.node, self._helpers = node, helpers
         self.peer_id = str(node.peer_id)
         self.own, self.admission = identity.own, identity.admission
@@ -141,7 +143,7 @@ class SwarmDHT:
         seen: Seen = self._in_dht(partial(dialback.ask, of=tuple(peers)), _PROVE_SECONDS, Seen(by=""))
         if seen.reached and as_member:
             self._in_dht(dialback.become_member, _PROVE_SECONDS, None)
-            self.node._client_mode = None  # asked anew
+            self.client_mode = False
         return seen
 
     def _in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:
@@ -236,7 +238,7 @@ def open_dht(
             mine = processes.family(node.pid)
         except Exception as error:  # whatever went wrong in the other process comes back as it was there
             raise explain(error, peers, invited=identity.own.grant.owner != NOBODY) from None
-        dht = SwarmDHT(node, identity, mine)
+        dht = SwarmDHT(node, identity, mine, client_mode=host is None or not proven)
         if host is not None and proven:
             dht._in_dht(dialback.serve, _READ_SECONDS, None)
         dht.introduce_myself(_FIRST_SECONDS, wait=bool(peers))

@@ -196,7 +196,7 @@ def _gather(p: Peer, work: _Work) -> None:
     now, found = time.time(), _tally(p, work, others)
     left = found.seconds_left(target)
     if others and not p.averaging.begun:
-        if p.dht.node.client_mode:
+        if p.dht.client_mode:
             _search(p, work, max(now + 1.0, work.began + p.clock.seconds))
         elif min(left, work.began + p.clock.seconds - now) <= _matchmaking(p) + p.pace.step_seconds:
             _search(p, work, now + min(left, p.clock.seconds))
