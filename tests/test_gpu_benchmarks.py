@@ -81,6 +81,14 @@ def test_the_largest_that_fits_is_bisected() -> None:
     assert low <= 1234 < high <= low * 1.01 + 1
 
 
+def test_auto_is_held_against_the_largest_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "by_itself", lambda folder, job: gpu_memory.Found(96, 1080.0))
+    monkeypatch.setattr(gpu_memory, "trains", lambda folder, job, memory_mb: job.batch <= 100 and memory_mb == 1080)
+    figure = gpu_memory.against_truth(Path(), SMALL, 720)
+    assert figure.figure == "0.960; 96, 100 train in 1,080 MiB, 101 do not; 5 fresh processes"
+    assert figure.met
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "image_size", "batch"), [("resnet10t", 64, 8), ("test_vit", 160, 2)])
 def test_timms_arm_and_the_kits_make_the_same_updates_of_given_batches(
@@ -122,10 +130,13 @@ def test_torchvisions_arm_and_the_kits_train_on_the_same_small_images(tmp_path: 
 
 
 @pytest.mark.long
-def test_auto_is_held_against_what_fresh_processes_can_train(tmp_path: Path) -> None:
+def test_auto_is_asked_for_its_size_and_fresh_processes_train_with_others(tmp_path: Path) -> None:
     job = replace(SMALL, image_size=128, batch=2)
-    figure = gpu_memory.against_truth(tmp_path, job, 720, "train.memory_limit_mb=1200")
-    assert_measured(figure, r"\d\.\d{3}; \d+, \d+ train in 1,080 MiB, \d+ do not; \d+ fresh processes")
+    found = gpu_memory.by_itself(tmp_path, replace(job, global_batch=720, more=("train.memory_limit_mb=1200",)))
+    assert found.budget_mb == pytest.approx(1080)
+    assert 720 % found.size == 0
+    assert gpu_memory.trains(tmp_path, job, 1080)
+    assert not gpu_memory.trains(tmp_path, job, 100)
 
 
 def assert_measured(figure: Figure, pattern: str) -> None:

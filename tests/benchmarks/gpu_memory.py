@@ -82,7 +82,7 @@ def trains(folder: Path, job: Job, memory_mb: float) -> bool:
             if "memory with micro batches of" not in str(error):
                 raise
             return False
-    return job.device == "cuda" or told["memory_mb"] <= memory_mb
+    return job.device == "cuda" or max(told["memory_mb"]) <= memory_mb
 
 
 def bisected(start: int, fits: Callable[[int], bool]) -> tuple[int, int]:

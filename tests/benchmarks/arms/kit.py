@@ -9,7 +9,6 @@ its own prefetcher. Nothing is validated or saved: neither do the other arms.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +27,10 @@ from trainkit.data.batch import Batch
 from trainkit.data.loader import train_batches
 from trainkit.data.photos import PHOTO_MEAN, PHOTO_STD
 from trainkit.data.prefetch import on_gpu
+from trainkit.distributed.memory import MemoryGauge
+from trainkit.distributed.process_group import Distributed
 from trainkit.errors import TrainkitError
+from trainkit.ranks.env import RankEnv
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 
@@ -75,7 +77,7 @@ def main(job: Job, turns: Turns) -> int:
             return error.exit_code
     records = read_metrics(RunDir(run), "train")
     report.losses, report.steps = [record["loss"] for record in records], [record["step"] for record in records]
-    report.write(memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    report.write(memory_mb=[gauge.peak() / 2**20 for gauge in report.gauges])
     return 0
 
 
@@ -104,6 +106,9 @@ def settings(job: Job) -> list[str]:
 @contextmanager
 def timed(job: Job, turns: Turns, report: Report, splits: Splits, *, device, **options):
     """In the place of the loop's `train_batches`."""
+
+    if job.memory_mb is not None:
+        report.gauges.append(MemoryGauge(Distributed(RankEnv.single(), device), None))
 
     def look(batch: Batch) -> None:
         report.look(normalize(batch.images, splits.info))

@@ -128,6 +128,8 @@ class Report:
         self.losses: list[float] = []
         """Mean of so many updates as are between two `steps`."""
         self.steps: list[int] = []
+        self.gauges: list[Any] = []
+        """What measures memory, where that is asked for."""
 
     def look(self, images: Tensor) -> None:
         """``images``: float [N, 3, H, W], normalised. Few of their pixels are looked at, and nothing is awaited."""
