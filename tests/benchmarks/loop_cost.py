@@ -49,8 +49,8 @@ from trainkit.training.progress import Progress
 from trainkit.training.schedule import lr_at
 
 ROUNDS = 20
-"""Each of so many turns of every arm as there are in `TURNS`."""
-TURNS = 5
+"""Each of so many turns of every arm as there are in `TURNS`, of the small model and the large one."""
+TURNS = 10, 5
 SMALL, LARGE = 50, 10
 """Updates in a turn: a multiple of those between two records."""
 GOAL_US, GOAL_RATIO = 45, 1.01
@@ -108,8 +108,8 @@ def measured(env: RankEnv, rounds: int) -> tuple[Measured, Measured]:
     found = []
     with distributed(env, use_gpu=False) as dist:
         torch.set_num_threads(1)  # CPU time of several threads would also count their waiting
-        for make, updates in ((_small, SMALL), (_large, LARGE)):
-            steps = 1 + rounds * TURNS * updates
+        for make, updates, turns in zip((_small, _large), (SMALL, LARGE), TURNS, strict=True):
+            steps = 1 + rounds * turns * updates
             settings = ["train.precision=fp32", f"train.max_steps={steps}", "train.eval_every_epochs=100000"]
             settings += ["optim.weight_decay=0", f"train.global_batch_size={64 * env.world_size}"]
             work = _Work(load("single" if env.world_size == 1 else "ddp", settings).config, dist, make, steps, updates)

@@ -9,15 +9,18 @@ import torch.distributed as c10d
 
 from tests.rank_functions import run_ranks
 from trainkit.distributed.process_group import distributed
-from trainkit.distributed.votes import FIRST, MOST_APART, PAUSE_SECONDS, StopVote
+from trainkit.distributed.votes import FIRST, MOST_APART, StopVote
 from trainkit.ranks.env import RankEnv
 
 ASKED = FIRST + 50
+PAUSE_SECONDS = 0.05
+"""Here: a quarter of a second each is long for a test."""
 
 
 def _polls(env: RankEnv) -> tuple[list[int], int, int]:
     """The polls that say stop, where rank 1 asks early and where it asks late; votes of 100 fast and 19 slow polls."""
-    with distributed(env, use_gpu=False) as dist:
+    shorter = mock.patch("trainkit.distributed.votes.PAUSE_SECONDS", PAUSE_SECONDS)
+    with shorter, distributed(env, use_gpu=False) as dist:
         early, late = StopVote(dist), StopVote(dist)
         first = [early.poll(dist.rank == 1 and poll == 2) for poll in range(5)].index(True)
         early.finish()

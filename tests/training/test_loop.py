@@ -14,6 +14,7 @@ import torch
 
 import trainkit
 from tests.rank_functions import QUICK, run_ranks
+from tests.training import parts as small
 from tests.training.poisoned import SETTINGS
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.config.loading import load
@@ -26,6 +27,7 @@ from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.training.building import build
 from trainkit.training.loop import train
+from trainkit.training.meter import Meter
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.outcome import Keeper
 from trainkit.training.parts import Parts
@@ -84,6 +86,24 @@ def test_every_step_batch_update_and_save_is_a_sign_of_life(tmp_path: Path) -> N
         train(parts, keeper_of(parts, tmp_path, beat=lambda: beats.append(None)), lambda: False)
     micro_batches, evaluated, around_the_save = 2, 6, 2  # 22 images, 4 at a time
     assert len(beats) == 4 * (1 + micro_batches + 1) + evaluated + around_the_save
+
+
+def test_an_update_that_is_logged_validated_and_saved_is_summed_up_over_the_ranks_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summed: list[Meter] = []
+    sums = Meter.sums
+
+    def noted(meter: Meter, **more: Any) -> tuple[float, int, int, int]:
+        summed.append(meter)
+        return sums(meter, **more)
+
+    monkeypatch.setattr(Meter, "sums", noted)
+    parts = small.parts_of("train.max_steps=3", "monitor.log_every=100")
+    keeper = small.keeper_of(parts, tmp_path / "run", Progress())
+    assert train(parts, keeper, lambda: False)
+    training = summed[0]
+    assert summed.count(training) == 2  # for the record, and for validation and checkpoint together
 
 
 def test_on_a_gpu_the_answers_are_fetched_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,9 +80,14 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
     end = progress.position + parts.total_steps - progress.step
     update.meter.go_on(progress.window)
     is_warm = False
+    noted = -1
 
     def take_note() -> None:
         """Have in ``progress``, which is about to be saved, what is still on the device."""
+        nonlocal noted
+        if noted == progress.position:  # before the validation of this very update: each time is a message
+            return
+        noted = progress.position
         nonfinite.look()
         progress.nonfinite = nonfinite.in_a_row
         progress.window = list(update.meter.sums())
