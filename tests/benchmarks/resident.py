@@ -77,7 +77,11 @@ class Resident:
         while not line.endswith(b"\n"):
             ready = select.select([self._done, self._end], [], [], max(0.0, deadline - time.monotonic()))[0]
             assert self._done in ready, self._failed()
-            line += os.read(self._done, 100) or b"nothing\n"
+            said = os.read(self._done, 100)
+            if not said:  # it has closed its end: it is about to end
+                self._process.wait(timeout=PATIENCE_SECONDS)
+            assert said, self._failed()
+            line += said
         return line.decode().strip()
 
     def _failed(self) -> str:
