@@ -65,6 +65,8 @@ class Swarm:
     others: dict[str, Progress] = field(default_factory=dict)
     fails: int = 0
     """So many rounds come to nothing."""
+    strays: bool = False
+    """Its weights are others than those of the owner's side, until it has taken over that state."""
     newer: tuple[int, Tensor, Tensor] | None = None
     """A state that the owner's side gives away."""
     begun = found = False
@@ -96,7 +98,8 @@ class Swarm:
         self.fails -= 1
         if used != "nothing":
             self.outer.step(given.vector, self.outer.round + 1, given, arrived=everything, counted=everything)
-        return Round(2 if used == "average" else 0, used, "" if used == "average" else "no others", 0.0, False)
+        strays = used == "nothing" and self.strays and not self.adopted
+        return Round(2 if used == "average" else 0, used, "" if used == "average" else "no others", 0.0, strays)
 
     def adopt(self, seconds: float, *, newer_than: int = -1) -> bool:
         if self.newer is None or self.newer[0] <= newer_than:
@@ -237,6 +240,14 @@ def test_a_peer_takes_over_the_state_of_the_owners_side_when_that_is_ahead(split
         assert train(p) == "finished"
     assert swarm.adopted == [2]
     assert [box.index for box in boxes] == [2]  # the last of three
+
+
+def test_a_peer_with_other_weights_takes_over_the_right_ones_also_when_nothing_was_averaged(splits: Splits) -> None:
+    """Where all volunteers have strayed, as when the creator dies while it sends, nobody sends anything any more."""
+    right = state_of(splits, 0)
+    with guest(splits, others={OWNER: told(samples=40)}, newer=right, strays=True, fails=1) as (p, swarm, boxes):
+        assert train(p) == "stopped"
+    assert (swarm.adopted, [box.index for box in boxes]) == ([0], [0])
 
 
 def test_a_volunteer_that_says_it_is_ahead_moves_nobody(splits: Splits) -> None:

@@ -254,6 +254,8 @@ def _agree(p: Peer, work: _Work) -> None:
         work.tries += 1
         why = result.why or "nothing has arrived"
         p.sentry.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
+        if result.drifted:  # then this peer has sent nothing, nor would it the next time
+            _adopt(p, work)
         return
     metrics = p.team.read(work.update.meter)
     work.last = Box(index, samples, seconds, metrics, lr, result, len(others) + 1)
