@@ -55,21 +55,20 @@ def swarm(commands: Commands, *attacks: str, honest: int, intruder: bool = False
         # Each in a folder of its own, for those that start at once would take the same one.
         return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
 
+    # First of all, for it is slow to start.
+    intruders = [commands.intrude(token, 20.0)] if intruder else []
     peers = [commands.start(*join(f"honest-{index}", token)) for index in range(honest)]
     # With an invitation of its own: a ban is of all who use one.
-    cheats = [commands.attack(attack, *join("mallory", commands.invite("mallory"))) for attack in attacks]
+    cheats = intruders + [commands.attack(attack, *join("mallory", commands.invite("mallory"))) for attack in attacks]
     # Whose records are lies has no name here; whoever sends no part is in no group.
     averages = not {"gather", "impostor"}.intersection(attacks)
     creator.says(f"{1 + honest + len(attacks)} peers averaged" if averages else "mallory", 120)
     status = commands.start("swarm", "status", token)
     assert status.ends() == 0, status.output
-    if intruder:
-        cheats.append(commands.intrude(token, 20.0))
-        cheats[-1].ends(240)
     if late:
         peers.append(commands.start(*join("late", token)))
     assert creator.ends(240) == 0, creator.output
-    for peer in peers:
+    for peer in [*peers, *intruders]:
         peer.ends(60)
     assert [peer.process.returncode for peer in peers] == [0] * len(peers), [peer.output for peer in peers]
     return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)
