@@ -203,9 +203,9 @@ def _begin(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
         parameter.grad = torch.zeros_like(parameter)
     set_lr(optimizer, 0.0)
     optimizer.step()
-    optimizer.zero_grad()
     with torch.no_grad():
         for parameter, value in zip(parameters, before, strict=True):
+            parameter.grad = None
             parameter.copy_(value)
     _remember(optimizer, torch.zeros_like(_remembered(optimizer)))
 
