@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.benchmarks.__main__ import BEGIN, END, NOT_MEASUREMENTS, write
+from tests.benchmarks.__main__ import BEGIN, END, NOT_MEASUREMENTS, merged, write
 from tests.benchmarks.measuring import CONTROL, Turn, against, ratios, side_by_side, take_turns
 from tests.benchmarks.processes import measured
 
@@ -114,6 +114,17 @@ def test_a_table_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path:
     write(file, ["new"])
     write(file, ["newer"])
     assert file.read_text() == f"before\n{BEGIN}\nnewer\n\n{END}after\n"
+
+
+def test_measured_alone_its_rows_take_the_place_of_its_own_and_the_others_stay(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    head = ["", "| file | what |", "|---|---|"]
+    file.write_text(f"{BEGIN}\n" + "\n".join(["2026-01-01, here", *head, "| `a` | 1 |", "| `b` | 2 |"]) + f"\n\n{END}")
+    write(file, merged(file, ["2026-02-02, here", *head, "| `a` | 3 |", "| `a` | 4 |"], ["a"]))
+    rows = ["| `a` | 3 |", "| `a` | 4 |", "| `b` | 2 |"]
+    assert file.read_text().split("\n")[2:-3] == ["2026-01-01 to 2026-02-02, here", *head, *rows]
+    with pytest.raises(SystemExit, match="The table is of here; this is elsewhere"):
+        merged(file, ["2026-02-02, elsewhere", *head], ["a"])
 
 
 @pytest.mark.parametrize("name", ["README.md", "tests/benchmarks/README.md"])

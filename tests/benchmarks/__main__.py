@@ -4,6 +4,7 @@
     python -m tests.benchmarks --peers PYTHON      # that has tests/benchmarks/requirements.txt
     python -m tests.benchmarks --rounds 1          # whether they run; says nothing
     python -m tests.benchmarks --write             # the table into README.md here, its headlines into the project's
+    python -m tests.benchmarks --only X --write    # its rows anew, the others' stay
 
 A measurement is a file here with ``measure(rounds=ROUNDS) -> list[Figure]``; it may take ``peers``, the python of the
 others. Each is in a process of its own, which ends with this one however that ends.
@@ -37,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="how often the arms take turns; otherwise each file's own")
     parser.add_argument("--write", action="store_true", help="put the tables into the two READMEs")
     args = parser.parse_args(argv)
-    if args.write and (args.only or args.rounds):
-        parser.error("--write is for the whole table: without --only, without --rounds")
+    if args.write and args.rounds:
+        parser.error("--write is for figures: without --rounds")
     found, began = [], time.monotonic()
     for name in args.only or names:
         started = time.monotonic()
@@ -54,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     headlines += [figure.short_row() for _, figure in found if figure.headline]
     print("", *table, "", f"All took {time.monotonic() - began:.0f} s", sep="\n")
     if args.write:
-        write(HERE / "README.md", table)
-        write(HERE.parents[1] / "README.md", headlines)
+        for file, lines in ((HERE / "README.md", table), (HERE.parents[1] / "README.md", headlines)):
+            write(file, merged(file, lines, args.only) if args.only else lines)
     return int(any(figure.void or figure.note.startswith("failed") for _, figure in found))
 
 
@@ -72,9 +73,35 @@ def where(peers: str | None) -> str:
 
 def write(file: Path, lines: Sequence[str]) -> None:
     """Put the lines between the file's two marks."""
-    before, rest = file.read_text().split(BEGIN)
-    after = rest.split(END)[1]
+    before, _, after = _parts(file)
     file.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}")
+
+
+def merged(file: Path, lines: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The file's table with these rows in place of those of the measurements ``names``, or of the same headlines.
+
+    Raises SystemExit where the others were measured on another machine or with other versions.
+    """
+    old_place, _, *old = _parts(file)[1].strip().split("\n")
+    place, gap, head, rule, *new = lines
+    (old_days, _, old_where), (day, _, where_now) = old_place.partition(", "), place.partition(", ")
+    if old_where != where_now:
+        raise SystemExit(f"The table is of {old_where}; this is {where_now}. Measure all, without --only.")
+    first, last = old_days.split(" to ")[0], max(old_days.split(" to ")[-1], day)
+    replaced = {f"`{name}`" for name in names} | {_cell(row) for row in new}
+    rows = [row for row in old[2:] if _cell(row) not in replaced]
+    ordered = sorted([*rows, *new], key=_cell) if head.startswith("| file") else [*rows, *new]
+    return [f"{first if first == last else f'{first} to {last}'}, {where_now}", gap, head, rule, *ordered]
+
+
+def _parts(file: Path) -> tuple[str, str, str]:
+    before, rest = file.read_text().split(BEGIN)
+    inside, after = rest.split(END)
+    return before, inside, after
+
+
+def _cell(row: str) -> str:
+    return row.split("|")[1].strip()
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ def main(steps: int, out: str, same: str | None = None) -> None:
         with open(out, "w") as file:
             json.dump({"train_seconds": seconds, "losses": losses, "first": first, "last": last}, file)
     if ranks > 1:
+        dist.barrier()  # who leaves while another still works was seen to be aborted at its exit by torch
         dist.destroy_process_group()
 
 
