@@ -14,7 +14,7 @@ PAUSE_SECONDS = 0.25
 """Where polls come faster than that, not each of them is a vote:"""
 MOST_APART = 16
 """one of so many at least, however fast they are,"""
-FIRST = 20
+FIRST = 64
 """and each of the first, until it is known how fast they are."""
 
 
