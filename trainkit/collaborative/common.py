@@ -111,11 +111,8 @@ class CommonState(ABC):
     @torch.no_grad()
     def into_model(self) -> None:
         """Copy the common weights into the model."""
-        position = 0
-        for tensor in self._tensors():
-            part = self.theta[position : position + tensor.numel()]
-            tensor.copy_(part.view_as(tensor))
-            position += tensor.numel()
+        for tensor, part in unflattened(self.theta, self._tensors()):
+            tensor.copy_(part)
         self.version += 1
 
     def _tensors(self) -> list[Tensor]:
@@ -140,4 +137,12 @@ class CommonState(ABC):
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """One float32 vector on the CPU."""
-    return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors]).cpu()
+    parts = [tensor.detach().float().reshape(-1) for tensor in tensors]
+    return torch.cat(parts).cpu() if parts else torch.zeros(0)
+
+
+def unflattened(vector: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of the tensors with its part of the vector, which is seen in its shape; the vector may go on behind them."""
+    sizes = [tensor.numel() for tensor in like]
+    parts = torch.split(vector[: sum(sizes)], sizes)
+    return ((tensor, part.view_as(tensor)) for tensor, part in zip(like, parts, strict=True))

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.collaborative.common import CommonState, Given, flatten
+from trainkit.collaborative.common import CommonState, Given, flatten, unflattened
 from trainkit.collaborative.parts import num_parts
 from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
@@ -107,10 +107,8 @@ class GradientState(CommonState):
         self._config, self._clip = config, config.train.grad_clip_norm
         twin = copy.deepcopy(model)
         self._masters = [parameter for parameter in twin.parameters() if parameter.requires_grad]
-        position = 0
-        for master in self._masters:
-            master.data = self.theta[position : position + master.numel()].view_as(master)
-            position += master.numel()
+        for master, part in unflattened(self.theta, self._masters):
+            master.data = part
         self._optimizer = build_optimizer(twin, config.optim)
         self._precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
         _begin(self._optimizer, self._masters)
@@ -141,7 +139,7 @@ class GradientState(CommonState):
 
     def give(self, samples: int) -> Given:
         """The mean of the gathered gradients, with ``samples`` as its weight. They stay until an average is used."""
-        buffers = self._buffers()
+        buffers = flatten(self._tensors()[len(self.params) :])
         mean = self.gathered.mean() if samples else None
         finite = mean is None or bool(torch.isfinite(mean).all() and torch.isfinite(buffers).all())
         if mean is None or not finite:
@@ -169,13 +167,11 @@ class GradientState(CommonState):
         if not any(arrived):
             return
         with self.lock:
-            position = 0
-            for master in self._masters:
-                master.grad = average[position : position + master.numel()].view_as(master).clone()
-                position += master.numel()
+            for master, part in unflattened(average, self._masters):
+                master.grad = part.clone()
             set_lr(self._optimizer, self.lr)
             self._precision.step(self._optimizer, self._masters, self._clip)
-            self.theta[position:] = average[position:]
+            self.theta[self.num_parameters :] = average[self.num_parameters :]
             self.momentum.copy_(_remembered(self._optimizer))
             self.round = next_round
         self.forget()
@@ -190,10 +186,6 @@ class GradientState(CommonState):
         """Drop what is gathered here."""
         self.gathered.clear()
         self.into_model()
-
-    def _buffers(self) -> Tensor:
-        found = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-        return flatten(found) if found else torch.zeros(0)
 
 
 def _begin(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -225,8 +217,7 @@ def _changes(value: object) -> bool:
 
 
 def _remembered(optimizer: torch.optim.Optimizer) -> Tensor:
-    found = [torch.as_tensor(place[key], dtype=torch.float32) for place, key in _places(optimizer)]
-    return flatten(found) if found else torch.zeros(0)
+    return flatten([torch.as_tensor(place[key], dtype=torch.float32) for place, key in _places(optimizer)])
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainkit.collaborative.common import CommonState, Given, flatten
+from trainkit.collaborative.common import CommonState, Given, flatten, unflattened
 from trainkit.collaborative.parts import cuts, num_parts
 
 # A contribution weighs as much as so many rounds at most: reducers do not believe everything.
@@ -111,10 +111,8 @@ class OuterState(CommonState):
     @torch.no_grad()
     def _move(self, way: Tensor) -> None:
         """Move the model's parameters; its running statistics follow by themselves."""
-        position = 0
-        for tensor in self.params:
-            tensor.add_(way[position : position + tensor.numel()].view_as(tensor).to(tensor.device, tensor.dtype))
-            position += tensor.numel()
+        for tensor, part in unflattened(way, self.params):
+            tensor.add_(part.to(tensor.device, tensor.dtype))
         self.version += 1
 
     def forget(self) -> None:
