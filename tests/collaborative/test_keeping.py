@@ -46,7 +46,7 @@ def test_validation_takes_a_quarter_of_the_time_at_most_however_short_the_rounds
     average = Round(2, "average", "", 0.0, False)
     began, index = time.monotonic(), 0
     while time.monotonic() - began < 1.0:
-        rounds.after_round(Box(index, 0, 0.0, {}, 0.0, average, 2))
+        rounds.after_round(Box(index, 0, 0.0, {}, 0.0, 2, 0, average))
         index += 1
         time.sleep(0.005)
     assert 3 <= len(validated) <= 7  # 1 s / 4 / 40 ms

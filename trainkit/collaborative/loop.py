@@ -33,8 +33,8 @@ NEWS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Box:
-    """What a peer did in one round."""
+class Done:
+    """What a peer has done in a round whose average may still be under way."""
 
     index: int
     samples: int
@@ -42,23 +42,22 @@ class Box:
     """Spent in updates."""
     metrics: dict[str, float]
     lr: float
-    result: Round
     peers: int
     """Peers heard of lately, this one included."""
+    position: int
+    """Where the data order stood."""
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a peer has done in a round whose average may still be under way."""
+class Box(Done):
+    """What a peer did in one round, and what came of it."""
 
-    index: int
-    samples: int
-    seconds: float
-    metrics: dict[str, float]
-    lr: float
-    peers: int
-    position: int
-    """Where the data order stood."""
+    result: Round
+
+    @classmethod
+    def of(cls, done: Done, result: Round) -> Box:
+        """Once that is known."""
+        return cls(**vars(done), result=result)
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Pace:
     """How a peer gets on."""
 
     step_seconds: float = 0.0
-    """How long an update takes."""
+    """How long an update takes, as `took` has it; 0: not known yet."""
     exchange_seconds: float = 0.0
     """How long the last exchange took."""
     rounds_alone: int = 0
@@ -74,6 +73,10 @@ class Pace:
     """How long the last round was, where it is not the clock that says so."""
     done: Done | None = None
     """The last round, until it is known what came of its exchange."""
+
+    def took(self, seconds: float) -> None:
+        """Take in how long one more update took; a single slow one says little."""
+        self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Ending | None:
         taken = time.time() - now
         seconds += taken
         if p.progress.step > 1:  # the very first one also warms up kernels and caches
-            pace.step_seconds = 0.8 * pace.step_seconds + 0.2 * taken if pace.step_seconds else taken
+            pace.took(taken)
         if pace.step_seconds > p.clock.seconds:
             raise RunFailedError(
                 f"One update takes {pace.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
@@ -134,7 +134,7 @@ def _settle(p: Peer, seconds: float) -> None:
         return
     pace.done, pace.exchange_seconds = None, result.seconds
     p.sentry.after_round(done.index, p.watch.peers)
-    box = Box(done.index, done.samples, done.seconds, done.metrics, done.lr, result, done.peers)
+    box = Box.of(done, result)
     publish(p, box.index, box)
     p.after_round(box)
     p.parts.model.train()

@@ -81,7 +81,7 @@ def train(p: Peer) -> Ending:
             Updater(p.team.parts, beat=p.beat),
             NonFinite(p.team.parts, p.remark, seed=p.data_seed),
             outer,
-            Box(outer.round, 0, 0.0, {}, 0.0, nothing, 1),
+            Box(outer.round, 0, 0.0, {}, 0.0, 1, p.progress.position, nothing),
         )
         p.parts.model.train()
         try:
@@ -223,7 +223,7 @@ def _update(p: Peer, work: _Work) -> None:
     p.progress.position += 1
     work.seconds += taken
     if p.progress.position > 1:  # the very first one also warms up kernels and caches
-        pace.step_seconds = 0.8 * pace.step_seconds + 0.2 * taken if pace.step_seconds else taken
+        pace.took(taken)
         work.rate = p.team.parts.micro_batch_size / pace.step_seconds
     if pace.step_seconds > p.clock.seconds:
         raise RunFailedError(
@@ -258,7 +258,7 @@ def _agree(p: Peer, work: _Work) -> None:
             _adopt(p, work)
         return
     metrics = p.team.read(work.update.meter)
-    work.last = Box(index, samples, seconds, metrics, lr, result, len(others) + 1)
+    work.last = Box(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position, result)
     work.anew()
     p.progress.step = outer.round
     if result.drifted:
