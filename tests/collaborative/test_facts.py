@@ -84,7 +84,7 @@ def package(tmp_path: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f'"""{name}"""\nx = 1\n')
     (tmp_path / "collaborative").mkdir()
-    for name in ("clock", "codecs", "exchange", "gradients", "outer", "parts", "doctor"):
+    for name in ("clock", "codecs", "common", "exchange", "gradients", "outer", "parts", "doctor"):
         (tmp_path / "collaborative" / f"{name}.py").write_text("x = 1\n")
     return tmp_path
 

@@ -29,7 +29,10 @@ _MODEL_LIBRARIES = ("timm", "torchvision")
 _CODE = "code of "
 # What decides about an update, and about what becomes of it at the end of a round.
 _ROOMS = ("data", "models", "training")
-_ROUNDS = ("clock", "codecs", "exchange", "gradients", "outer", "parts")
+_ROUNDS = ("clock", "codecs", "common", "exchange", "gradients", "outer", "parts")
+# Of a module's syntax tree.
+_HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_MEANS_NOTHING = ("type_comment", "kind", "ctx")
 _MENDS = {
     "data": "Give data.root the folder of the very same data set.",
     "settings": "Take the run's settings as they are.",
@@ -164,10 +167,6 @@ def _add_words(node: object, words: list[str]) -> None:
         words.append("]")
     else:
         words.append(repr(node))
-
-
-_HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_MEANS_NOTHING = ("type_comment", "kind", "ctx")
 
 
 def _hash(parts: Iterable[bytes]) -> str:
