@@ -103,13 +103,62 @@ def probe(*, serves: bool) -> None:
         module: Any = joining
         opened, prepared = module.open_dht, averager._Averager.__init__
         # The DHT takes it for a client all the same: nobody dials back a volunteer.
-        module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "127.0.0.1", "proven": False})
+        module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "0.0.0.0", "proven": False})
         averager._Averager.__init__ = lambda self, *args, **options: prepared(  # type: ignore[method-assign]
             self, *args, **{**options, "client_mode": False}
         )
     else:
         Averaging.share = lambda self: None  # type: ignore[method-assign]
     progress(round=1 << 40, client=not serves)
+
+
+def twice() -> None:
+    """Send every contribution in two calls at once, to count in the place of somebody who is slower."""
+    import asyncio
+
+    from hivemind.proto import averaging_pb2
+
+    from trainkit.collaborative.exchange import Exchange
+
+    communicate = Exchange._communicate_with_peer
+
+    async def again(self: Any, peer: Any) -> None:
+        index = self.ordered_peer_ids.index(peer)
+        parts, over = self.tensor_part_container.get_raw_input_parts(index), asyncio.Event()
+        stream = await self._get_peer_stub(peer).rpc_aggregate_part(self._messages(self._first[index], parts, over))
+        async for answer in stream:
+            print(f"SECOND CALL: {averaging_pb2.MessageCode.Name(answer.code)}", flush=True)
+
+    async def both(self: Any, peer: Any) -> None:
+        if peer == self.peer_id:
+            return
+        first = asyncio.ensure_future(communicate(self, peer))
+        await asyncio.gather(first, again(self, peer), return_exceptions=True)
+        await first
+
+    patched: Any = Exchange
+    patched._communicate_with_peer = both
+
+
+def stall() -> None:
+    """Take a place in every group, open the call, and never send anything."""
+    import asyncio
+
+    from trainkit.collaborative.exchange import Exchange
+
+    async def messages(self: Any, *of: Any) -> Any:
+        await asyncio.sleep(600.0)
+        yield None
+
+    patched: Any = Exchange
+    patched._messages = messages
+
+
+def deaf() -> None:
+    """Go on after having been told to leave."""
+    from trainkit.collaborative.excluded import Excluded
+
+    Excluded.require_welcome = lambda self: None  # type: ignore[method-assign]
 
 
 ATTACKS: dict[str, Callable[[], None]] = {
@@ -124,6 +173,9 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "speed": lambda: progress(samples_per_sec=1e300),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),
+    "twice": twice,
+    "stall": stall,
+    "deaf": deaf,
     "probe": lambda: probe(serves=False),
     "impostor": lambda: probe(serves=True),
 }

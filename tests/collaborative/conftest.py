@@ -109,11 +109,11 @@ class Commands:
         """``python -m jobs.<words>``; ``on``: what starts it on another machine."""
         return self._start(f"jobs.{words[0]}", *words[1:], on=on)
 
-    def attack(self, *words: str) -> Command:
+    def attack(self, *words: str, on: tuple[str, ...] = ()) -> Command:
         """``python -m tests.collaborative.attackers ATTACK VERB ...``."""
-        return self._start("tests.collaborative.attackers", *words)
+        return self._start("tests.collaborative.attackers", *words, on=on)
 
-    def intrude(self, token: str, seconds: float) -> Command:
+    def intrude(self, token: str, seconds: float, *, on: tuple[str, ...] = ()) -> Command:
         """``python -m tests.collaborative.intruder``, to whom somebody with a token has told all but that."""
         code = (
             "import sys\n"
@@ -125,9 +125,10 @@ class Commands:
             "    print(meeting_place(manifest.run_id, manifest.facts))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-        done = subprocess.run([sys.executable, "-c", code, token], env=env, capture_output=True, text=True, check=True)
+        asking = [*on, sys.executable, "-c", code, token]
+        done = subprocess.run(asking, env=env, capture_output=True, text=True, check=True)
         prefix = f"{done.stdout.strip()}_outer"
-        return self._start("tests.collaborative.intruder", self.address(), prefix, str(seconds))
+        return self._start("tests.collaborative.intruder", self.address(), prefix, str(seconds), on=on)
 
     def _start(
         self, module: str, *words: str, on: tuple[str, ...] = (), env: Mapping[str, str] | None = None
@@ -154,19 +155,19 @@ class Commands:
         self.started.append(command)
         return command
 
-    def type_in(self, line: str, *more: str) -> Command:
+    def type_in(self, line: str, *more: str, on: tuple[str, ...] = ()) -> Command:
         """A line as a user types it, ``VARIABLE=... python -m jobs.VERB ...``, and what a test adds to it."""
         words = shlex.split(line)
         env = dict(word.split("=", 1) for word in takewhile(lambda word: word != "python", words))
         python, dash_m, verb, *words = words[len(env) :]
         assert (python, dash_m, verb[:5]) == ("python", "-m", "jobs.")
-        return self._start(verb, *words, *more, env=env)
+        return self._start(verb, *words, *more, on=on, env=env)
 
-    def create(self, *overrides: str) -> tuple[Command, str]:
-        """A creator on the loopback interface, the README's first line, and the token that it prints."""
-        fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", "127.0.0.1"]
+    def create(self, *overrides: str, host: str = "127.0.0.1", on: tuple[str, ...] = ()) -> tuple[Command, str]:
+        """A creator, by the README's first line, and the token that it prints."""
+        fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", host]
         model = "model.name=tests.collaborative.patient:model"
-        creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, model, *overrides)
+        creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, model, *overrides, on=on)
         return creator, creator.says(TOKEN)[1]
 
     def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:

@@ -9,10 +9,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import pytest
+
+_numbers = count(1)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,30 @@ class Internet:
             pytest.skip(f"no slow links here: {getattr(error, 'stderr', None) or error}")
 
 
+@dataclass(frozen=True)
+class Loopback:
+    """All machines of an internet in one: this one."""
+
+    def on(self, machine: str) -> tuple[str, ...]:
+        """Nothing: a command starts here."""
+        return ()
+
+    def address(self, machine: str) -> str:
+        """The same for all."""
+        return "127.0.0.1"
+
+
+@contextmanager
+def internet_or_loopback(*, public: int, homes: int) -> Iterator[Internet | Loopback]:
+    """`internet`; this machine alone where that cannot be made."""
+    with ExitStack() as stack:
+        try:
+            net: Internet | Loopback = stack.enter_context(internet(public=public, homes=homes))
+        except pytest.skip.Exception:
+            net = Loopback()
+        yield net
+
+
 @contextmanager
 def internet(*, public: int, homes: int) -> Iterator[Internet]:
     """So many public machines, and so many behind a router that lets nobody in.
@@ -49,7 +76,7 @@ def internet(*, public: int, homes: int) -> Iterator[Internet]:
     for tool in ("ip", "iptables"):
         if shutil.which(tool) is None:
             pytest.skip(f"needs `{tool}`")
-    net = Internet(f"tk{os.getpid()}")
+    net = Internet(f"tk{os.getpid()}-{next(_numbers)}")
     names = ["inet", *(f"pub{i + 1}" for i in range(public))]
     names += [f"{kind}{i + 1}" for i in range(homes) for kind in ("nat", "lan")]
     made: list[str] = []

@@ -1,8 +1,9 @@
 """Somebody with plain hivemind and no invitation: ``python -m tests.collaborative.intruder ADDRESS PREFIX SECONDS``.
 
 It knows everything but a token: where the creator is, where the run's peers meet, and the protocol. For so many seconds
-it asks for what only members get, again and again, and prints as JSON how often it got what: of the run, and with the
-very same calls of a stock averager of its own, to see that these calls are right.
+it asks for what only members get, again and again; then it opens many calls and is silent, and at last talks without
+end. It prints as JSON what it got: of the run, and with the very same calls of a stock averager of its own, to see that
+these calls are right.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     """hivemind's own, under the name by which the run's averagers are called."""
 
 
+CALLS = ("join_group", "aggregate_part", "download_state")
 KEYS = ("trainkit_progress", "trainkit_manifest", "trainkit_banned")
 
 
@@ -87,6 +89,37 @@ async def dht_gives(p2p: P2P, peer: PeerID) -> dict[str, str]:
     return {"find": await _in_words(find()), "store": await _in_words(store())}
 
 
+async def holds_calls(p2p: P2P, peer: PeerID, prefix: str, *, count: int = 20, seconds: float = 14.0) -> int:
+    """Open so many calls of each kind, say nothing, and see how many are still open after a while."""
+    names = [_Averager._get_handle_name(prefix, f"rpc_{what}") for what in CALLS]
+    calls = [await p2p.call_binary_stream_handler(peer, name) for name in names for _ in range(count)]
+    ended = [asyncio.ensure_future(reader.read(1)) for _, reader, _ in calls]
+    _, held = await asyncio.wait(ended, timeout=seconds)
+    for _, _, writer in calls:
+        writer.close()
+    return len(held)
+
+
+async def pours_in(p2p: P2P, peer: PeerID, prefix: str, *, most: int = 64) -> int:
+    """Announce a message of 8 GB, and begin to send it; megabytes until the other side hangs up."""
+    name = _Averager._get_handle_name(prefix, "rpc_aggregate_part")
+    _, reader, writer = await p2p.call_binary_stream_handler(peer, name)
+    over = asyncio.ensure_future(reader.read(1))
+    writer.write(P2P.MESSAGE_MARKER + (1 << 33).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER))
+    sent = 0
+    while sent < most and not over.done():
+        try:
+            writer.write(bytes(1 << 20))
+            await asyncio.wait_for(writer.drain(), 5.0)
+            await asyncio.sleep(0.05)
+        except (asyncio.TimeoutError, OSError):
+            break
+        sent += 1
+    over.cancel()
+    writer.close()
+    return sent
+
+
 async def _in_words(asked: Any) -> str:
     try:
         return str(await asyncio.wait_for(asked, 5.0))
@@ -104,7 +137,7 @@ def starts_a_node(address: str) -> str:
     return "started"
 
 
-async def _ask(address: str, prefix: str, seconds: float) -> Counter[str]:
+async def _ask(address: str, prefix: str, seconds: float) -> dict[str, Any]:
     counted: Counter[str] = Counter()
     until = time.monotonic() + seconds
     p2p = await P2P.create(initial_peers=[address])
@@ -114,8 +147,13 @@ async def _ask(address: str, prefix: str, seconds: float) -> Counter[str]:
             answers = {**await dht_gives(p2p, peer), **await averager_gives(p2p, peer, prefix)}
             counted.update(f"{what}: {answer}" for what, answer in answers.items())
             if time.monotonic() > until:
-                return counted
+                break
             await asyncio.sleep(0.5)
+        return {
+            "held": await holds_calls(p2p, peer, prefix),
+            "poured": await pours_in(p2p, peer, prefix),
+            "got": counted,
+        }
     finally:
         await p2p.shutdown()
 

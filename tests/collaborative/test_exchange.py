@@ -33,6 +33,8 @@ class Member:
     reduces: float = 0.0
     seconds: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
     """How long each of its parts is on its way."""
+    twice: bool = False
+    """It sends everything in two calls at once."""
 
 
 def meet(
@@ -42,6 +44,7 @@ def meet(
     from hivemind.averaging import DecentralizedAverager
     from hivemind.compression import NoCompression
     from hivemind.p2p import PeerID
+    from hivemind.utils.asyncio import as_aiter
 
     from trainkit.collaborative.exchange import Exchange
 
@@ -56,13 +59,25 @@ def meet(
                         await asyncio.sleep(next(on_the_way))
                         yield message
 
-                return group[peer].rpc_aggregate_part(slowly(), SimpleNamespace(remote_id=self.peer_id))
+                context = SimpleNamespace(remote_id=self.peer_id)
+                if self.peer_id in liars:
+                    messages = as_aiter(*(said := [message async for message in messages]))
+                    calls.append(
+                        asyncio.ensure_future(drained(group[peer].rpc_aggregate_part(as_aiter(*said), context)))
+                    )
+                return group[peer].rpc_aggregate_part(slowly(), context)
 
             return SimpleNamespace(rpc_aggregate_part=call)
 
     ids = {member.name: PeerID(member.name.encode()) for member in members}
     delays = {ids[member.name]: member.seconds for member in members}
+    liars = {ids[member.name] for member in members if member.twice}
     group: dict[PeerID, Exchange] = {}
+    calls: list[Any] = []
+
+    async def drained(answers: AsyncIterator[Any]) -> None:
+        async for _ in answers:
+            pass
 
     async def run() -> dict[str, tuple[Tensor, Outcome]]:
         for member in members:
@@ -174,6 +189,14 @@ def test_batch_norms_statistics_are_sent_in_16_bit_when_all_else_is_8() -> None:
 def test_a_weight_that_is_no_number_counts_as_none() -> None:
     found = meet(OWNER, Member("liar", filled(9.0), (float("nan"), float("inf"), -1.0, 1.0)))
     assert found["owner"][1].received == (1, 1, 1, 2)
+
+
+def test_who_calls_twice_counts_once_and_takes_nobodys_place() -> None:
+    slower = Member("slower", filled(4.0), seconds=(0.3, 0.0, 0.0, 0.0))
+    found = meet(OWNER, Member("liar", filled(7.0), twice=True), slower)
+    average, outcome = found["slower"]
+    assert outcome.counted == (True,) * 4
+    assert torch.equal(average, filled(4.0))
 
 
 def test_an_anchor_whose_senders_are_all_late_ends_and_says_that_nothing_arrived() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainkit.collaborative import processes
 from trainkit.collaborative.admission import Admission, Member
+from trainkit.collaborative.calls import bound_calls
 from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.digests import digest_of, sign_digest
@@ -61,6 +62,7 @@ class _Averager(GuardedAverager):
 
     def run(self) -> None:
         processes.become_helper(self._parent_pid)
+        bound_calls()
         super().run()
 
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, Tensor], None]:

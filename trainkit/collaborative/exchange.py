@@ -176,7 +176,8 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         sender = context.remote_id
         request = await anext(stream)
         reason = self._check_reasons_to_reject(request, context)
-        if reason is not None or request.code != averaging_pb2.PART_FOR_AVERAGING:
+        # Who has called already would be counted twice, in the place of somebody who is slower.
+        if reason is not None or request.code != averaging_pb2.PART_FOR_AVERAGING or sender in self.active_senders:
             yield reason or averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         self.active_senders.add(sender)
