@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models"),
     ("trainkit.checking", "trainkit.training"),
     ("trainkit.experiment",),
-    ("trainkit.collaborative", "trainkit.evaluation"),
+    ("trainkit.collaborative", "trainkit.evaluation", "trainkit.prediction"),
     ("jobs",),
 )
 # Nothing inside a job needs what puts jobs onto machines.
@@ -41,6 +41,7 @@ NOT_INSIDE_A_JOB = {"trainkit.launch"}
 INSIDE_A_JOB = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
     "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.evaluation", "trainkit.monitor",
+    "trainkit.prediction",
 }  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -64,7 +65,7 @@ VERBS = {
 
 TORCH_ROOMS = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
-    "trainkit.training", "trainkit.experiment", "trainkit.collaborative",
+    "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.prediction",
 }  # fmt: skip
 HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec"}
 

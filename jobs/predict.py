@@ -1,0 +1,147 @@
+"""``python -m jobs.predict RUN FOLDER``: classes and probabilities of images, as CSV; images/s by batch size."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from jobs import cli
+from trainkit import plugins
+from trainkit.config.loading import load
+from trainkit.errors import UserError
+from trainkit.records.ownership import require_own_code
+from trainkit.records.replacing import replacing
+from trainkit.records.rundir import RunDir
+from trainkit.terminal import one_line
+
+if TYPE_CHECKING:
+    from trainkit.prediction import Predicted, Predictor
+
+_SHOWN = 5
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, predict, write."""
+    parser = cli.Parser("predict", __doc__)
+    parser.add_argument(
+        "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="images at any depth of it; or one image")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
+    parser.add_argument("--out", metavar="FILE.csv", help="default: standard output")
+    parser.add_argument("--top", metavar="K", type=int, default=1, help="the K most probable classes (default: 1)")
+    parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="images at a time (default: 64)")
+    parser.add_argument("--speed", metavar="N,N,...", help="also say how many images/s the model takes by batch size")
+    parser.add_argument(
+        "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("raw", "ema"),
+        help="the model's own, or the averaged ones (default: those, if the run has them)",
+    )
+    cli.add_allow_code_flag(parser)
+    args = parser.parse_intermixed_args(argv)
+    _require(args.top >= 1, f"--top {args.top}", "It is the number of classes that are told of each image.")
+    _require(args.batch_size >= 1, f"--batch-size {args.batch_size}", "It is a number of images.")
+    sizes = [_batch_size(word) for word in args.speed.split(",")] if args.speed is not None else []
+    with cli.run_to_read(args.run, env) as run_dir:
+        return _predict(args, run_dir, sizes)
+
+
+def _require(condition: bool, what: str, why: str) -> None:
+    if not condition:
+        raise UserError(f"{what} is not possible.", why=why, fix="Give 1 or more.")
+
+
+def _batch_size(word: str) -> int:
+    _require(word.strip().isdecimal() and int(word) >= 1, f"--speed {word!r}", "It takes batch sizes: --speed 1,8,64.")
+    return int(word)
+
+
+def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) -> int:
+    loaded = load(str(run_dir.config), args.overrides)
+    require_own_code(run_dir.path, loaded, allow_code=args.allow_code)
+    plugins.search_first(run_dir.code)  # the model as it was when it was trained, from any folder
+    from trainkit.prediction import images_in, predicting
+
+    folder = Path(args.folder).expanduser()
+    images = images_in(folder)
+    with (
+        predicting(loaded.config, run_dir, args.checkpoint, args.weights) as predictor,
+        _written(args.out) as out,
+    ):
+        began = time.perf_counter()
+        told = predictor.predict(images, args.batch_size)
+        broken = _write(out, told, folder, args.top, predictor.info.class_names)
+        seconds = time.perf_counter() - began
+        kind = "averaged weights" if predictor.kind == "ema" else "weights"
+        print(
+            f"{len(images):,} images by the {kind} of step {predictor.step} ({args.checkpoint}): "
+            f"{len(images) / seconds:,.0f} images/s, reading included",
+            file=sys.stderr,
+        )
+        if broken:
+            more = f", and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
+            named = "; ".join(f"{one_line(str(each.file))}: {one_line(each.why)}" for each in broken[:_SHOWN])
+            print(f"{len(broken):,} without a class, for they cannot be read: {named}{more}", file=sys.stderr)
+        whole = [image for image in images if image not in {each.file for each in broken}]
+        for size in sizes if whole else ():
+            _say_speed(predictor, whole[0], size)
+    return 0 if whole else 1
+
+
+@contextmanager
+def _written(file: str | None) -> Iterator[TextIO]:
+    """A file that is complete or absent; None: standard output."""
+    if file is None:
+        yield sys.stdout
+        return
+    final = Path(file).expanduser()
+    try:
+        with replacing(final) as partial, partial.open("w", encoding="utf-8", newline="") as out:
+            yield out
+    except OSError as error:
+        raise UserError(
+            f"{final} cannot be written.", why=f"{error.strerror}.", fix="Give another --out, or leave it out."
+        ) from None
+
+
+def _write(
+    out: TextIO, told: Iterable[Predicted], folder: Path, top: int, class_names: Sequence[str]
+) -> list[Predicted]:
+    """A row for each image; those that are broken, whose rows have no class."""
+    top, broken = min(top, len(class_names)), []
+    further = [name for place in range(2, top + 1) for name in (f"class_{place}", f"probability_{place}")]
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(["image", "class", "probability", *further])
+    for each in told:
+        name = each.file.relative_to(folder) if each.file != folder else folder.name
+        if each.probabilities is None:
+            broken.append(each)
+            table.writerow([name, *[""] * (2 * top)])
+            continue
+        values, labels = (part.tolist() for part in each.probabilities.topk(top))
+        cells = zip((class_names[label] for label in labels), (f"{value:.6f}" for value in values), strict=True)
+        table.writerow([name, *(cell for pair in cells for cell in pair)])
+    return broken
+
+
+def _say_speed(predictor: Predictor, image: Path, batch_size: int) -> None:
+    from torch import OutOfMemoryError
+
+    try:
+        told = f"{predictor.images_per_sec(image, batch_size):,.0f} images/s"
+    except OutOfMemoryError:
+        told = "does not fit into memory"
+    print(f"batch size {batch_size:>5}: {told}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,110 @@
+"""Classes of images that nobody has labelled, as a table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.rank_functions import run_command, run_ranks, train_run
+from trainkit.data.digits import build
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("predict") / "run"
+    run_ranks(1, train_run, folder, "single", ("train.max_steps=40", "train.ema_decay=0.9"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test split as files, in folders named after their classes, one of them with a blank; and a broken one."""
+    folder = tmp_path_factory.mktemp("images")
+    test = build(folder).test
+    for index in range(len(test)):
+        pixels, label = test[index]
+        (folder / f"class {label}").mkdir(exist_ok=True)
+        Image.fromarray(pixels[0].numpy()).save(folder / f"class {label}" / f"{index}.png")
+    (folder / "broken.jpg").write_bytes(b"nothing of the kind")
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["raw", "ema"])
+def test_as_many_are_right_as_evaluate_says_of_the_same_images(
+    run: Path, images: Path, weights: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "told.csv"
+    done = run_command(
+        "predict", str(run), str(images), "--out", str(out), "--weights", weights, "--batch-size", "50", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    with out.open(newline="") as file:
+        (broken, *rows) = list(csv.DictReader(file))
+    assert broken == {"image": "broken.jpg", "class": "", "probability": ""}
+    right = sum(row["image"].startswith(f"class {row['class']}/") for row in rows)
+    found = json.loads(run_command("evaluate", str(run), "--json", cwd=tmp_path).stdout)
+    assert len(rows) == found["samples"]
+    assert 100 * right / len(rows) == pytest.approx(found[{"raw": "acc1", "ema": "ema_acc1"}[weights]])
+    assert "broken.jpg: It is no image in any known format." in done.stderr
+
+
+def test_the_most_probable_classes_come_first_whatever_the_batch_size_and_an_image_s_own_size(
+    run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    pixels, label = build(tmp_path).test[0]
+    digit = Image.fromarray(pixels[0].numpy())
+    wide = Image.new("L", (320, 80))  # the digit is in the square in its middle
+    wide.paste(digit.resize((80, 80), Image.Resampling.NEAREST), (120, 0))
+    wide.save(folder / "wide.png")
+    digit.save(folder / "small.png")
+    told = [
+        run_command(
+            "predict", str(run), str(folder), "--top", "10", "--batch-size", size, "--speed", "1,2", cwd=tmp_path
+        )
+        for size in ("1", "2")
+    ]
+    tables = [list(csv.reader(done.stdout.splitlines())) for done in told]
+    assert tables[0][0][:5] == ["image", "class", "probability", "class_2", "probability_2"]
+    for _, *cells in tables[0][1:]:
+        chances = [float(cell) for cell in cells[1::2]]
+        assert chances == sorted(chances, reverse=True)
+        assert sum(chances) == pytest.approx(1.0, abs=1e-5)
+        assert sorted(cells[::2]) == [str(digit) for digit in range(10)]
+    for one, other in zip(tables[0][1:], tables[1][1:], strict=True):
+        assert one[:2] == other[:2]
+        assert float(one[2]) == pytest.approx(float(other[2]), abs=1e-4)
+    small, large = (next(row for row in tables[0] if row[0] == name) for name in ("small.png", "wide.png"))
+    assert small[1] == large[1] == str(label)
+    assert re.search(r"batch size +1: [\d,]+ images/s\nbatch size +2: [\d,]+ images/s", told[0].stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "There is no folder nowhere"),
+        (["."], ". holds no images"),
+        (["images", "--batch-size", "0"], "--batch-size 0 is not possible"),
+        (["images", "--top", "0"], "--top 0 is not possible"),
+        (["images", "--speed", "1,many"], "--speed 'many' is not possible"),
+        (["images", "--out", "absent/file.csv"], "absent/file.csv cannot be written"),
+        (["images", "--checkpoint", "7"], "40"),
+    ],
+)
+def test_what_cannot_be_is_said_in_three_lines(
+    run: Path, images: Path, arguments: list[str], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    folder, *more = arguments
+    place = str(images) if folder == "images" else folder
+    done = run_command("predict", str(run), place, *more, cwd=tmp_path / "empty")
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert re.search(r"^  why: .*\n  fix: ", done.stderr, re.MULTILINE)
