@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.benchmarks.__main__ import BEGIN, END, NOT_MEASUREMENTS, merged, write
-from tests.benchmarks.measuring import CONTROL, Turn, against, ratios, side_by_side, take_turns
+from tests.benchmarks.__main__ import BEGIN, BY_NAME, END, NOT_MEASUREMENTS, merged, write
+from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, ratios, side_by_side, take_turns
 from tests.benchmarks.processes import measured
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -104,6 +104,7 @@ def test_a_measurement_that_fails_is_a_row_that_says_so(
 ) -> None:
     monkeypatch.syspath_prepend(PROJECT)  # for the process of its own, which begins with this one's path
     (figure,) = measured("not_there", None, None)
+    assert isinstance(figure, Figure)
     assert figure.verdict == "failed: No module named 'tests.benchmarks.not_there'"
     assert "Traceback" in capfd.readouterr().err
 
@@ -127,6 +128,25 @@ def test_measured_alone_its_rows_take_the_place_of_its_own_and_the_others_stay(t
         merged(file, ["2026-02-02, elsewhere", *head], ["a"])
 
 
+def test_a_table_of_its_own_is_put_into_its_own_place(tmp_path: Path) -> None:
+    file, begin, end = (
+        tmp_path / "README.md",
+        BEGIN.replace("measured", "swarm_many"),
+        END.replace("measured", "swarm_many"),
+    )
+    file.write_text(f"{BEGIN}one\n{END}{begin}other\n{end}")
+    goal = Figure("fewer bytes", "31.2 x", goal="at least 20 x", met=True)
+    write(file, Table(["arm", "bytes"], [["diloco", "550"]], [goal]).lines(), "swarm_many")
+    rows = "| arm | bytes |\n| --- | --- |\n| diloco | 550 |\n\n- fewer bytes: 31.2 x; at least 20 x: yes"
+    assert file.read_text() == f"{BEGIN}one\n{END}{begin}\n{rows}\n\n{end}"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_readme_has_a_place_for_each_table_of_a_swarm(name: str) -> None:
+    text = (PROJECT / "tests" / "benchmarks" / "README.md").read_text()
+    assert [text.count(mark.replace("measured", name)) for mark in (BEGIN, END)] == [1, 1]
+
+
 @pytest.mark.parametrize("name", ["README.md", "tests/benchmarks/README.md"])
 def test_a_readme_has_one_place_for_a_table(name: str) -> None:
     assert re.findall(f"{BEGIN}|{END}", (PROJECT / name).read_text()) == [BEGIN, END]
@@ -139,7 +159,7 @@ def test_each_measurement_runs() -> None:
     assert "failed" not in table, done.stderr
     ran = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     files = {file.stem for file in (PROJECT / "tests" / "benchmarks").glob("*.py")}
-    assert ran == files - set(NOT_MEASUREMENTS)
+    assert ran == files - {*NOT_MEASUREMENTS, *BY_NAME}
 
 
 @pytest.mark.long

@@ -6,8 +6,9 @@
     python -m tests.benchmarks --write             # the table into README.md here, its headlines into the project's
     python -m tests.benchmarks --only X --write    # its rows anew, the others' stay
 
-A measurement is a file here with ``measure(rounds=ROUNDS) -> list[Figure]``; it may take ``peers``, the python of the
-others. Each is in a process of its own, which ends with this one however that ends.
+A measurement is a file here with ``measure(rounds=ROUNDS) -> Sequence[Figure | Table]``; it may take ``peers``, the
+python of the others. Each is in a process of its own, which ends with this one however that ends. Those of `BY_NAME`
+take long and have a table each.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from tests.benchmarks.measuring import Figure, Table
 from tests.benchmarks.processes import measured
 
 HERE = Path(__file__).parent
-NOT_MEASUREMENTS = ("__init__", "__main__", "commands", "gpus", "measuring", "processes", "resident")
+NOT_MEASUREMENTS = (
+    "__init__", "__main__", "commands", "gpus", "machines", "measuring", "processes", "resident", "swarms"
+)  # fmt: skip
+BY_NAME = ("swarm_accuracy", "swarm_bytes", "swarm_many")
+"""Measured only where --only says so."""
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
 
 
@@ -40,19 +46,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.write and args.rounds:
         parser.error("--write is for figures: without --rounds")
-    found, began = [], time.monotonic()
-    for name in args.only or names:
+    found, tables, began = list[tuple[str, Figure]](), dict[str, Table](), time.monotonic()
+    for name in args.only or [name for name in names if name not in BY_NAME]:
         started = time.monotonic()
-        figures = measured(name, args.peers, args.rounds)
-        found += [(name, figure) for figure in figures]
-        for figure in figures:
-            print(figure.row(name), flush=True)
+        for one in measured(name, args.peers, args.rounds):
+            if isinstance(one, Table):
+                tables[name] = one
+                print(*one.lines(), sep="\n", flush=True)
+            else:
+                found.append((name, one))
+                print(one.row(name), flush=True)
         print(f"{name} took {time.monotonic() - started:.0f} s", flush=True)
     place = where(args.peers)
     table = [place, "", "| file | what | figure | control | goal | met |", "|---|---|---|---|---|---|"]
     table += [figure.row(name) for name, figure in found]
     headlines = [place, "", "| | figure | goal | met |", "|---|---|---|---|"]
     headlines += [figure.short_row() for _, figure in found if figure.headline]
+    if args.write:
+        for name, own in tables.items():
+            write(HERE / "README.md", [place, "", *own.lines()], name)
+    if not found:
+        return 0
     print("", *table, "", f"All took {time.monotonic() - began:.0f} s", sep="\n")
     if args.write:
         for file, lines in ((HERE / "README.md", table), (HERE.parents[1] / "README.md", headlines)):
@@ -71,10 +85,11 @@ def where(peers: str | None) -> str:
     return f"{date.today()}, {cores}, {gpu}, {python}, {versions}"
 
 
-def write(file: Path, lines: Sequence[str]) -> None:
-    """Put the lines between the file's two marks."""
-    before, _, after = _parts(file)
-    file.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}")
+def write(file: Path, lines: Sequence[str], name: str = "measured") -> None:
+    """Put the lines between the file's two marks of that name."""
+    before, _, after = _parts(file, name)
+    begin, end = (mark.replace("measured", name) for mark in (BEGIN, END))
+    file.write_text(f"{before}{begin}\n" + "\n".join(lines) + f"\n\n{end}{after}")
 
 
 def merged(file: Path, lines: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -94,9 +109,10 @@ def merged(file: Path, lines: Sequence[str], names: Sequence[str]) -> list[str]:
     return [f"{first if first == last else f'{first} to {last}'}, {where_now}", gap, head, rule, *ordered]
 
 
-def _parts(file: Path) -> tuple[str, str, str]:
-    before, rest = file.read_text().split(BEGIN)
-    inside, after = rest.split(END)
+def _parts(file: Path, name: str = "measured") -> tuple[str, str, str]:
+    begin, end = (mark.replace("measured", name) for mark in (BEGIN, END))
+    before, rest = file.read_text().split(begin)
+    inside, after = rest.split(end)
     return before, inside, after
 
 

@@ -55,6 +55,21 @@ class Figure:
         return f"| {self.headline} | {self.figure} | {self.goal} | {self.verdict} |"
 
 
+@dataclass(frozen=True)
+class Table:
+    """What takes more than one figure a line: a table of its own, and the goals below it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    goals: Sequence[Figure] = ()
+
+    def lines(self) -> list[str]:
+        """In Markdown."""
+        cells = (self.head, ["---"] * len(self.head), *self.rows)
+        goals = [f"- {one.what}: {one.figure}; {one.goal}: {one.verdict}" for one in self.goals]
+        return [*(f"| {' | '.join(row)} |" for row in cells), "", *goals]
+
+
 def take_turns(
     arms: Mapping[str, Callable[[], float]], rounds: int, *, once: Mapping[str, Callable[[], float]] | None = None
 ) -> dict[str, list[float]]:

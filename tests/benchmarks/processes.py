@@ -9,15 +9,16 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from tests.benchmarks.measuring import Figure
+from tests.benchmarks.measuring import Figure, Table
 
 PR_SET_PDEATHSIG = 1
 
 
-def measured(name: str, peers: str | None, rounds: int | None) -> list[Figure]:
+def measured(name: str, peers: str | None, rounds: int | None) -> Sequence[Figure | Table]:
     """The figures, or the one that says that it failed."""
     try:
         with ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)) as pool:
@@ -27,7 +28,7 @@ def measured(name: str, peers: str | None, rounds: int | None) -> list[Figure]:
         return [Figure("", "", note=f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}")]
 
 
-def measure(name: str, peers: str | None, rounds: int | None) -> list[Figure]:
+def measure(name: str, peers: str | None, rounds: int | None) -> Sequence[Figure | Table]:
     """In the process of its own."""
     module = importlib.import_module(f"tests.benchmarks.{name}")
     options = {} if rounds is None else {"rounds": rounds}
