@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from trainkit.errors import RunFailedError
+
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 
@@ -25,3 +27,17 @@ def test_whether_a_peer_only_calls_out_is_known_without_its_nodes_process(client
 
     identity: Any = SimpleNamespace(own=None, admission=None, subkey=b"", credential=b"")
     assert SwarmDHT(Dead(), identity, [], client_mode=client_mode).client_mode is client_mode
+
+
+@pytest.mark.parametrize("asked", ["peer_id", "get_visible_maddrs"])
+def test_a_node_whose_process_has_died_is_not_waited_for_without_limit(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainkit.collaborative import dht
+
+    monkeypatch.setattr(dht, "_ANSWER_SECONDS", 0.1)
+    node: Any = dht._DHT.__new__(dht._DHT)
+    node._closed, node._popen, node._peer_id, node._parent_pid = False, None, None, -1
+    node._outer_pipe = SimpleNamespace(send=lambda message: None)
+    with pytest.raises(RunFailedError, match="helper process of this peer has died"):
+        _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()

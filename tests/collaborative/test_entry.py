@@ -31,6 +31,7 @@ def test_a_token_or_an_address_is_taken_from_wherever_it_is(
     env = {"TRAINKIT_TOKEN": f"{word}\n"} if way == "environment" else {}
     entry = entry_of(words, env, name="anna")
     assert (entry.addresses, entry.invited, entry.own.grant.name) == ((ADDRESS,), word == TOKEN, "anna")
+    assert entry.seen == (way == "argument" and word == TOKEN)  # of an address there is nothing to hide
 
 
 def test_what_is_none_is_not_repeated_for_it_may_be_a_secret() -> None:

@@ -76,7 +76,8 @@ def test_a_name_is_one_line_that_a_terminal_may_show(name: str, shown: str) -> N
     assert found.name == shown
 
 
-def test_a_name_is_cut() -> None:
-    found = progress_of({**HONEST, "name": "x" * 100_000})
+def test_a_long_name_is_cut_and_one_without_end_is_none() -> None:
+    found = progress_of({**HONEST, "name": "x" * 128})
     assert found is not None
     assert len(found.name) <= terminal.LONGEST_NAME + 3
+    assert progress_of({**HONEST, "name": "x" * 129}) is None

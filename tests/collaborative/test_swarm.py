@@ -44,6 +44,7 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_
     wait_for(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
 
     late = commands.join(token, "--name", "late")
+    late.says("Who uses this machine sees the token in its list of processes; put it in TRAINKIT_TOKEN or a file")
     late.says("peers averaged")
     creator.says("first has left")
 
@@ -148,6 +149,7 @@ def test_a_token_is_in_no_list_of_processes_and_in_nothing_that_is_kept(story: S
     kept = [file for root in (story.commands.runs_root, story.commands.folder / "state") for file in root.rglob("*")]
     texts = [file.read_bytes() for file in kept if file.is_file()]
     assert len(texts) > 20
+    assert "list of processes" not in story.guest.output + story.public.output  # there was nothing to see
     for token in story.tokens:
         assert [item for item in texts if token.encode() in item or read_token(token).own.key.seed in item] == []
 

@@ -166,11 +166,11 @@ def test_records_of_a_wrong_shape_or_size_are_refused(run: Run) -> None:
     assert run("""
 with peer() as anna:
     checks = CompositeValidator(anna.validators())
-    for change in ({}, {"round": -1}, {"round": "3"}, {"samples_per_sec": -1.0}, {"name": "x" * 200}, {"more": 1},
-                   {"name": "x" * 9000}):
+    for change in ({}, {"round": -1}, {"round": "3"}, {"samples_per_sec": -1.0}, {"name": "x" * 200},
+                   {"more": "x" * 9000}, {"more": 1}):
         print(checks.validate(signed(anna, record(anna, PROGRESS, {**progress, **change}))))
     print(checks.validate(signed(anna, record(anna, peer_key(anna.peer_id), b"x" * 9000))))
-""") == ["True", *["False"] * 7]
+""") == ["True", *["False"] * 5, "True", "False"]
 
 
 @pytest.mark.swarm

@@ -20,6 +20,7 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.averaging.matchmaking import MatchmakingException
 from torch import Tensor
 
+from trainkit.collaborative import processes
 from trainkit.collaborative.admission import Member
 from trainkit.collaborative.averager import GRACE, exchange_seconds
 from trainkit.collaborative.common import CommonState, Given
@@ -107,11 +108,7 @@ class Averaging:
         assert self._control is None
         assert self._exchange is None
         if not (self._dht.alive and self._averager.is_alive()):
-            raise RunFailedError(
-                "A helper process of this peer has died.",
-                why="Without it nobody can be reached; most often memory ran out.",
-                fix="Start the peer again.",
-            )
+            raise processes.helper_has_died()
         about = {
             "shares": self._can_share,
             "rate": float(samples_per_sec),

@@ -40,6 +40,8 @@ from trainkit.records.contributions import Contribution
 
 _START_SECONDS = 20.0
 _READ_SECONDS = 5.0
+# For what the node's process knows itself; it answers in milliseconds.
+_ANSWER_SECONDS = 30.0
 _PROVE_SECONDS = 60.0
 # The lists of those who are out are stored anew in every round.
 _EXCLUDED_SECONDS = 3600.0
@@ -48,6 +50,19 @@ _FIRST_SECONDS = 600.0
 
 
 class _DHT(hivemind.DHT):  # type: ignore[misc]
+    def run_coroutine(self, coro: Any, return_future: bool = False) -> Any:
+        """As hivemind's, which waits for ever for the answer of a process that has died.
+
+        Raises RunFailedError.
+        """
+        future = super().run_coroutine(coro, return_future=True)
+        if return_future:
+            return future
+        try:
+            return future.result(_ANSWER_SECONDS)
+        except (FutureTimeoutError, OSError):
+            raise processes.helper_has_died() from None
+
     def run(self) -> None:
         processes.become_helper(self._parent_pid)
         processes.subprocesses_die_with_us()
@@ -60,7 +75,7 @@ class SwarmDHT:
 
     def __init__(self, node: Any, identity: Identity, helpers: list[Any], *, client_mode: bool) -> None:
         self.client_mode = client_mode
-        """Calls out only. hivemind asks the node's process for it, without limit, also when that has died."""
+        """Calls out only; hivemind asks the node's process for it."""
         self.node, self._helpers = node, helpers
         self.peer_id = str(node.peer_id)
         self.own, self.admission = identity.own, identity.admission

@@ -27,6 +27,8 @@ class Entry:
 
     addresses: tuple[str, ...]
     own: Pass
+    seen: bool = False
+    """Its token is an argument, which others on this machine see for as long as the process runs."""
 
     @property
     def invited(self) -> bool:
@@ -72,16 +74,17 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
             "One token at a time.", why=f"{len(others)} were given.", fix="Give one token, or addresses alone."
         )
     word = others[0]
+    seen = invitation.looks_like(word)
     if word == "-":
         word = sys.stdin.read(_LONGEST_FILE).strip()
-    elif not invitation.looks_like(word) and Path(word).is_file():
+    elif not seen and Path(word).is_file():
         with Path(word).open(encoding="utf-8", errors="replace") as file:
             word = file.read(_LONGEST_FILE).strip()
     if not invitation.looks_like(word):  # what is neither is told what an address is
         return by_address(word.split() or [word], name=name)
     found = with_token(word)
     # The run has moved since it was invited to, or an anchor is nearer.
-    return Entry((*(address.check(item) for item in given), *found.addresses), found.own)
+    return Entry((*(address.check(item) for item in given), *found.addresses), found.own, seen)
 
 
 def is_setting(word: str) -> bool:

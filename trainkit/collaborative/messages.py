@@ -42,14 +42,15 @@ class Manifest:
 MOST_PEERS = 1000
 """Of whom a node keeps records under one key, and of whom a reader takes note."""
 
-Name = Annotated[str, Field(strict=True), AfterValidator(lambda text: terminal.name(text) or "?")]
+Name = Annotated[str, Field(strict=True, max_length=128), AfterValidator(lambda text: terminal.name(text) or "?")]
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a peer says about its last round. Read from others, its fields are of these types and in these bounds."""
+    """What a peer says about its last round. Its fields are of these types and in these bounds, or no node keeps it and
+    nobody reads it."""
 
     name: Name
     """One line that a terminal may show."""

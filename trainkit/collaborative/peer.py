@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.collaborative import address, processes
-from trainkit.collaborative.entry import Entry
+from trainkit.collaborative.entry import VARIABLE, Entry
 from trainkit.collaborative.home import home_of, write_addresses
 from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.inviting import invited
@@ -181,6 +181,10 @@ def join_swarm(
             "Only those whom the owner trusts can be reached by others.",
             why="This peer is a volunteer: it calls out only, and averages for nobody.",
             fix="Leave --public out, or ask for a token of `python -m jobs.swarm invite NAME --reduce`.",
+        )
+    if entry.seen:
+        say(
+            f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file, or give -."
         )
     processes.require_hivemind()
     from trainkit.collaborative import joining

@@ -18,7 +18,7 @@ from functools import partial
 import psutil
 
 from trainkit import lifetime
-from trainkit.errors import RefusedError
+from trainkit.errors import RefusedError, RunFailedError
 
 
 def require_hivemind() -> None:
@@ -107,6 +107,15 @@ def all_alive(processes: list[psutil.Process]) -> bool:
         return all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
     except psutil.NoSuchProcess:
         return False
+
+
+def helper_has_died() -> RunFailedError:
+    """One of this peer's helpers is gone, or hangs."""
+    return RunFailedError(
+        "A helper process of this peer has died.",
+        why="Without it nobody can be reached; most often memory ran out.",
+        fix="Start the peer again.",
+    )
 
 
 def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:

@@ -24,13 +24,12 @@ from pydantic import v1
 from trainkit.collaborative.admission import Admission, credential, peer_id_of
 from trainkit.collaborative.authorizer import Authorizer
 from trainkit.collaborative.invitation import Pass
+from trainkit.collaborative.messages import progress_of
 from trainkit.collaborative.signed_records import SignedRecords, der_of
 from trainkit.errors import UserError
 
 _Text = v1.constr(strict=True, max_length=128)
 _Count = v1.conint(strict=True, ge=0, le=1 << 50)
-_Number = v1.confloat(strict=True, ge=0.0, le=1e11)  # no infinity; and a comparison refuses what is no number
-_Loss = v1.confloat(strict=True, ge=-1e6, le=1e6)
 _Peer = v1.conbytes(strict=True, min_length=34, max_length=34)
 
 
@@ -48,24 +47,18 @@ class _ManifestRecord(v1.BaseModel):
     stopped: v1.StrictBool
 
 
-class _ProgressRecord(v1.BaseModel):
-    """What every peer publishes about itself, once a round."""
+class _ProgressRecord:
+    """What every peer publishes about itself, once a round: whatever can be read as such."""
 
-    name: _Text  # type: ignore[valid-type]
-    round: _Count  # type: ignore[valid-type]
-    samples: _Count  # type: ignore[valid-type]
-    samples_per_sec: v1.confloat(strict=True, ge=0.0, le=1e9)  # type: ignore[valid-type]
-    loss: _Loss  # type: ignore[valid-type]
-    group: _Count  # type: ignore[valid-type]
-    time: _Number  # type: ignore[valid-type]
-    client: v1.StrictBool = False
-    parts: _Count = 0  # type: ignore[valid-type]
-    expected: _Count = 0  # type: ignore[valid-type]
-    sent: _Count = 0  # type: ignore[valid-type]
-    received: _Count = 0  # type: ignore[valid-type]
-    val_loss: _Loss | None = None  # type: ignore[valid-type]
-    val_acc1: v1.confloat(strict=True, ge=0.0, le=100.0) | None = None  # type: ignore[valid-type]
-    addresses: v1.conlist(v1.constr(strict=True, max_length=200), max_items=8) = []  # type: ignore[valid-type]
+    @classmethod
+    def __get_validators__(cls) -> Iterator[Any]:
+        yield cls._readable
+
+    @staticmethod
+    def _readable(value: object) -> object:
+        if progress_of(value) is None:
+            raise ValueError("no progress")
+        return value
 
 
 class _CreditsRecord(v1.BaseModel):
