@@ -11,7 +11,8 @@ import signal
 import site
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,13 @@ FOREIGN = (
 # Each of hundreds of processes would compile the whole kit anew. Here, for it must come before any fixture.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Where whole minutes are spent, the longest first.
+# Where most of the time is spent, the longest first, of what computes and of what waits for the cluster.
 LONGEST = (
-    "tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/slurm/", "tests/training/", "tests/jobs/",
+    "tests/collaborative/test_swarm.py", "tests/test_readme.py", "tests/training/test_parity.py",
+    "tests/jobs/test_launch.py", "tests/training/test_ema.py", "tests/training/", "tests/jobs/",
+    "tests/collaborative/test_gradients.py", "tests/test_gpu_benchmarks.py", "tests/test_install.py",
 )  # fmt: skip
+WAITING = ("tests/slurm/test_submit.py", "tests/slurm/test_train_sbatch.py", "tests/slurm/test_why.py", "tests/slurm/")
 
 LONG_SECONDS = 3600.0
 
@@ -75,16 +79,28 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest starts first, or one worker would wait for the other in the end.
-
-    A test of minutes may hang for longer before it is failed than `timeout` in pyproject.toml says.
-    """
+    """A test of minutes may hang for longer before it is failed than `timeout` in pyproject.toml says."""
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
-    items.sort(
-        key=lambda item: next((n for n, slow in enumerate(LONGEST) if item.nodeid.startswith(slow)), len(LONGEST))
-    )
+    place = {file: n for n, file in enumerate(in_order([item.nodeid.split("::")[0] for item in items]))}
+    items.sort(key=lambda item: place[item.nodeid.split("::")[0]])
+
+
+def in_order(files: Iterable[str]) -> list[str]:
+    """The files of tests as they are to be started, each once.
+
+    What takes longest starts first, or one worker would wait for the other in the end. Of those that wait for the
+    cluster every second one is the next: the others compute meanwhile.
+    """
+    known = list(dict.fromkeys(files))
+
+    def at(file: str, names: Sequence[str]) -> int:
+        return next((n for n, name in enumerate(names) if file.startswith(name)), len(names))
+
+    waiting = sorted((file for file in known if at(file, WAITING) < len(WAITING)), key=lambda file: at(file, WAITING))
+    others = sorted((file for file in known if file not in waiting), key=lambda file: at(file, LONGEST))
+    return [file for pair in zip_longest(others, waiting) for file in pair if file is not None]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -40,6 +40,35 @@ def test_what_is_none_is_not_repeated_for_it_may_be_a_secret() -> None:
     assert TOKEN[20:40] not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "{} is empty."),
+        ("\n", "{} is empty."),
+        ("my secret thing", "{} holds neither a token nor an address."),
+    ],
+)
+@pytest.mark.parametrize("way", ["file", "input", "environment"])
+def test_what_holds_no_token_is_named_without_what_it_holds(
+    way: str, text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token.txt"
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    source = {"file": str(file), "input": "Standard input", "environment": "TRAINKIT_TOKEN"}[way]
+    with pytest.raises(UserError) as refused:
+        entry_of({"file": [source], "input": ["-"], "environment": []}[way], {"TRAINKIT_TOKEN": text}, name="anna")
+    missing = way == "environment" and not text.strip()
+    assert refused.value.what == ("TOKEN missing." if missing else says.format(source))
+    assert "secret" not in str(refused.value)
+
+
+def test_a_token_without_its_beginning_is_not_repeated_whole() -> None:
+    with pytest.raises(UserError, match="is neither a token") as refused:
+        entry_of([TOKEN[3:]], {}, name="anna")
+    assert TOKEN[60:80] not in str(refused.value)
+
+
 def test_the_line_that_is_printed_with_a_token_shows_it_to_nobody_else_on_the_machine(tmp_path: Path) -> None:
     _, line = invited(Owner(tmp_path, Key(b"o" * 32)), (ADDRESS,), "anna", 600.0, "volunteer")
     variable, *command = line.split()

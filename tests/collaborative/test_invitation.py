@@ -11,7 +11,16 @@ import pytest
 
 from trainkit.collaborative import invitation
 from trainkit.collaborative.address import EXAMPLE
-from trainkit.collaborative.invitation import NOBODY, Grant, Pass, open_pass, read_statement, read_token, write_token
+from trainkit.collaborative.invitation import (
+    NOBODY,
+    Grant,
+    Pass,
+    looks_like,
+    open_pass,
+    read_statement,
+    read_token,
+    write_token,
+)
 from trainkit.collaborative.signing import Key, UntrustedError, is_signed, pack, unpack
 from trainkit.errors import UserError
 
@@ -181,6 +190,18 @@ def test_a_token_that_a_mail_program_has_wrapped_is_read() -> None:
     assert read_token(f"\n  {text[:70]}\n {text[70:]} \n").addresses == (EXAMPLE,)
 
 
+def test_the_whole_line_that_was_printed_with_a_token_is_taken_for_it() -> None:
+    text = write_token(later(), [EXAMPLE])
+    for line in (f"  TRAINKIT_TOKEN={text} python -m jobs.join\n", f"export TRAINKIT_TOKEN='{text}'"):
+        assert looks_like(line)
+        assert read_token(line).addresses == (EXAMPLE,)
+
+
+@pytest.mark.parametrize("name", ["trainkit-0001", "runs/trainkit1.old", "/home/me/trainkit", "trainkit", ""])
+def test_a_name_or_a_path_is_not_taken_for_a_token(name: str) -> None:
+    assert not looks_like(name)
+
+
 def test_a_token_that_lost_or_changed_any_letter_is_refused_without_repeating_it() -> None:
     text = write_token(later(), [EXAMPLE])
     broken = [text[:size] for size in (0, 5, 10, 11, 60, 200, len(text) - 1)]
@@ -189,7 +210,7 @@ def test_a_token_that_lost_or_changed_any_letter_is_refused_without_repeating_it
     for wrong in broken:
         with pytest.raises(UserError) as caught:
             read_token(wrong)
-        assert caught.value.what == "This token is none."
+        assert caught.value.what == "This is no token."
         assert wrong[12:40] not in str(caught.value) or len(wrong) < 40
 
 

@@ -203,6 +203,10 @@ def test_a_runs_own_configuration_does_not_ask_its_profile_again(write: Write) -
     assert load("runs/ddp-0001").config == run
 
 
+def test_a_name_that_is_too_long_for_a_file_is_no_preset() -> None:
+    assert "Unknown preset" in refused("x" * 600).what
+
+
 def test_a_circle_of_presets_is_refused_with_its_members(write: Write) -> None:
     write("a.yaml", "extends: b\n")
     write("b.yaml", "extends: a\n")

@@ -32,10 +32,10 @@ def test_help_loads_neither_torch_nor_hivemind() -> None:
     [
         ((), "TOKEN missing."),
         (("data.root=x",), "TOKEN missing."),
-        (("203.0.113.7:4711",), "'203.0.113.7:4711' is not the address of a peer."),
+        (("203.0.113.7:4711",), "'203.0.113.7:4711' is neither a token, nor an address, nor a file with one."),
         ((EXAMPLE[:-1],), f"'{EXAMPLE[:-1]}' is not the address of a peer."),
         ((EXAMPLE, EXAMPLE + "x"), f"'{EXAMPLE}x' is not the address of a peer."),
-        (("trainkit1.nonsense",), "This token is none."),
+        (("trainkit1.nonsense",), "This is no token."),
         (("trainkit1.nonsense", "trainkit1.more"), "One token at a time."),
         ((EXAMPLE, "optim.lr=1"), "'optim.lr' cannot be set by a peer that joins."),
         ((EXAMPLE, "--port", "4711"), "--port needs --public."),

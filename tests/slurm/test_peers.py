@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.collaborative.conftest import TOKEN
+
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
@@ -43,9 +45,9 @@ class Creator:
     def said(self) -> str:
         return self.out.read_text(encoding="utf-8")
 
-    def address(self, cluster: Cluster) -> str:
-        cluster.wait_for(f"the address: {self.said}", lambda: "jobs.join" in self.said)
-        found = re.search(r"jobs\.join (\S+)", self.said)
+    def token(self, cluster: Cluster) -> str:
+        cluster.wait_for("the token", lambda: re.search(TOKEN, self.said, re.MULTILINE) is not None)
+        found = re.search(TOKEN, self.said, re.MULTILINE)
         assert found is not None
         return found[1]
 
@@ -69,13 +71,13 @@ def template(cluster: Cluster) -> str:
 def test_an_array_of_peers_joins_comes_back_as_who_it_was_and_ends_with_the_run(
     devcluster: Cluster, creator: Creator
 ) -> None:
-    address = creator.address(devcluster)
+    token = creator.token(devcluster)
     cpu = ("--gpus-per-node", "0", "data.workers=0")
-    submitted = devcluster.job("submit", "hivemind", "--join", address, "--array", "2", *cpu).stdout
+    submitted = devcluster.job("submit", "hivemind", "--join", token, "--array", "2", *cpu).stdout
     assert "(array of 2): 1 node x 1 rank." in submitted
     by_template = devcluster.sbatch(
         "--array=0", "--gpus-per-node=0", template(devcluster), "launch.gpus_per_node=0", "data.workers=0",
-        env={"TRAINKIT_TOKEN": address},
+        env={"TRAINKIT_TOKEN": token},
     )  # fmt: skip
     devcluster.wait_for("four peers", lambda: "4 peers averaged" in creator.said, timeout=240)
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slurm
 
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0", "--time", "20")
-SLOW = (*ONE_RANK, "model.name=light_model:build", "model.seconds=0.3", "monitor.loggers=[jsonl]")
+# Twelve seconds in which a run can be told to save, on a busy machine too; told, it does not wait for their end.
+SLOW = (*ONE_RANK, "model.name=light_model:build", "model.seconds=1.5", "monitor.loggers=[jsonl]")
 
 FAILING = """#!/bin/bash
 # A scheduler that fails in a job: each command of it so often, and a requeue always if that is forbidden.

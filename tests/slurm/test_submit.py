@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.light_experiment import STATE, trained
+
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
@@ -103,18 +105,22 @@ def test_of_two_ranks_on_each_of_two_nodes_one_that_raises_fails_the_job_within_
     assert "RuntimeError: rank 3 fails" in shown
 
 
-def test_a_preempted_run_ends_with_the_weights_of_an_uninterrupted_one(
-    devcluster: Cluster, uninterrupted: Submitted
+def test_a_preempted_run_goes_on_where_it_was_and_makes_each_update_once(
+    devcluster: Cluster, light: dict[str, str]
 ) -> None:
+    """What becomes of real weights is seen at the time limit below, and where a job of a template is preempted."""
     nodes = ("--nodelist", "n3,n4")  # not those of the run with the time limit
-    job = submit(devcluster, "preempted", *TWO_NODES, "--partition", "low", *nodes, "model.seconds=0.5")
+    job = submit(
+        devcluster, "preempted", *TWO_NODES, *LIGHT, "--partition", "low", *nodes, "model.seconds=1.5", env=light
+    )
     wait_for_start(devcluster, job)
     urgent = ("-p", "high", "--nodes=2", *nodes, "--exclusive", "--output=/dev/null", "--wrap=true")
     devcluster.sbatch(*urgent)
     assert devcluster.wait(job.job_id, timeout=150) == "COMPLETED", devcluster.logs()
     first, second, *_ = devcluster.events(job.run, "started")
     assert 0 < second["step"] < first["total_steps"]
-    assert devcluster.final_weights(job.run) == devcluster.final_weights(uninterrupted.run)
+    assert (first["world_size"], len(first["hosts"])) == (2, 2)
+    assert json.loads((job.run / STATE).read_text())[1] == trained(first["total_steps"])
 
 
 def test_status_and_cancel_reach_a_run_on_slurm_from_any_folder(

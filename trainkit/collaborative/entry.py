@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit import terminal
 from trainkit.collaborative import address, invitation
 from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.invitation import NOBODY, Pass
@@ -63,8 +65,7 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
                 why=f"Neither a token nor an address was given, and {VARIABLE} is not set.",
                 fix="Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes.",
             )
-        word = env[VARIABLE].strip()
-        return with_token(word) if invitation.looks_like(word) else by_address(word.split(), name=name)
+        return _entry_in(env[VARIABLE], VARIABLE, name)
     given = [word for word in words if address.looks_like(word)]
     others = [word for word in words if not address.looks_like(word)]
     if not others:
@@ -76,15 +77,29 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
     word = others[0]
     seen = invitation.looks_like(word)
     if word == "-":
-        word = sys.stdin.read(_LONGEST_FILE).strip()
-    elif not seen and Path(word).is_file():
+        found = _entry_in(sys.stdin.read(_LONGEST_FILE), "Standard input", name)
+    elif not seen and os.path.isfile(word):
         with Path(word).open(encoding="utf-8", errors="replace") as file:
-            word = file.read(_LONGEST_FILE).strip()
-    if not invitation.looks_like(word):  # what is neither is told what an address is
-        return by_address(word.split() or [word], name=name)
-    found = with_token(word)
+            found = _entry_in(file.read(_LONGEST_FILE), word, name)
+    else:
+        found = _entry_in(word, "", name)
     # The run has moved since it was invited to, or an anchor is nearer.
     return Entry((*(address.check(item) for item in given), *found.addresses), found.own, seen)
+
+
+def _entry_in(text: str, source: str, name: str) -> Entry:
+    """The token or the addresses in ``text``, which ``source`` holds; none: the user has typed it."""
+    if invitation.looks_like(text):
+        return with_token(text)
+    if words := [word for word in text.split() if address.looks_like(word)]:
+        return by_address(words, name=name)
+    what = f"{source} holds neither a token nor an address." if text.strip() else f"{source} is empty."
+    raise UserError(
+        # Not all of it, for it may be most of a secret.
+        what if source else f"{terminal.one_line(text, 40)!r} is neither a token, nor an address, nor a file with one.",
+        why=f"A token begins with {invitation.PREFIX}, and the address of an open run is like {address.EXAMPLE}.",
+        fix="Copy the whole line that `python -m jobs.swarm create` or `invite` has printed.",
+    )
 
 
 def is_setting(word: str) -> bool:

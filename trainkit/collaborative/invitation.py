@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ NOBODY = bytes(KEY_SIZE)
 """In place of the owner's key: the pass that everybody makes for themselves, for runs that are open to all."""
 
 _LONGEST_TOKEN = 8000
+# Alone, or in the line that was printed with it: TRAINKIT_TOKEN=trainkit1.... python -m jobs.join
+_TOKEN = re.compile(r"(?<![\w/.-])trainkit\d+\.(?:(?!\s+python\b).)*", re.DOTALL)
 _LONGEST_STATEMENT = 70_000
 _MOST_ADDRESSES = 16
 _LONGEST_RUN = 128
@@ -175,8 +178,8 @@ def write_token(own: Pass, addresses: Sequence[str]) -> str:
 
 
 def looks_like(text: str) -> bool:
-    """Whether ``text`` is meant as a token."""
-    return text.startswith(PREFIX[:-2])
+    """Whether ``text`` is meant as a token, or is a whole line with one in it."""
+    return _TOKEN.search(text) is not None
 
 
 def read_token(text: str, *, now: float | None = None) -> Invitation:
@@ -184,7 +187,8 @@ def read_token(text: str, *, now: float | None = None) -> Invitation:
 
     Raises UserError, which does not repeat the token: it is a secret.
     """
-    text = "".join(text.split())  # a mail program has wrapped it
+    match = _TOKEN.search(text)
+    text = "".join((match[0] if match else text).split()).strip("'\"")  # a mail program has wrapped it
     try:
         if len(text) > _LONGEST_TOKEN or not text.startswith(PREFIX):
             raise UntrustedError("it is too long" if len(text) > _LONGEST_TOKEN else f"it does not begin with {PREFIX}")
@@ -204,7 +208,7 @@ def read_token(text: str, *, now: float | None = None) -> Invitation:
     except (UntrustedError, ValueError, RecursionError) as error:
         what = error if isinstance(error, UntrustedError) else "it is garbled"
         raise UserError(
-            "This token is none.",
+            "This is no token.",
             why=f"It is mistyped or not copied to its end: {what}.",
             fix="Copy the whole line again; it is one word.",
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,18 @@ SITE = "site"
 
 def find_preset(preset: str) -> Path:
     """The YAML file of a preset name, a path, or a run folder."""
-    given = Path(preset).expanduser()
-    if given.is_dir() and (given / "config.yaml").is_file():
+    given = Path(preset).expanduser()  # os.path takes names that are too long for a file, too: a token, by mistake
+    if os.path.isfile(given / "config.yaml"):
         return given / "config.yaml"
     if given.suffix in (".yaml", ".yml"):
-        if given.is_file():
+        if os.path.isfile(given):
             return given
         raise UserError(f"No file {preset}.", why=f"It is not in {Path.cwd()}.", fix="Check the path.")
     folders = [folder for folder in (OWN, PACKAGED) if folder.is_dir()]
     for folder in folders:
-        if (folder / f"{preset}.yaml").is_file():
+        if os.path.isfile(folder / f"{preset}.yaml"):
             return folder / f"{preset}.yaml"
-    if given.is_dir():
+    if os.path.isdir(given):
         raise UserError(
             f"{preset} is not a run folder, or only half of one.",
             why="It has no config.yaml.",
