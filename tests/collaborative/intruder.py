@@ -161,14 +161,16 @@ async def _ask(address: str, prefix: str, seconds: float) -> dict[str, Any]:
 def main() -> None:
     """See the module."""
     address, prefix, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+
+    async def both(stock: str) -> dict[str, Any]:
+        of_stock, of_run = await asyncio.gather(_ask(stock, prefix, 0.0), _ask(address, prefix, seconds))
+        return {"stock": of_stock, "run": of_run}
+
     own = hivemind.DHT(start=True, daemon=True)
     averager = _Averager([torch.zeros(100)], own, start=True, prefix=prefix, allow_state_sharing=True, daemon=True)
     try:
-        of_stock = asyncio.run(_ask(str(own.get_visible_maddrs()[0]), prefix, 0.0))
-        print(json.dumps({"stock": of_stock}), flush=True)
         started = starts_a_node(address)
-        of_run = asyncio.run(_ask(address, prefix, seconds))
-        print(json.dumps({"node": started, "run": of_run}), flush=True)
+        print(json.dumps({"node": started, **asyncio.run(both(str(own.get_visible_maddrs()[0])))}), flush=True)
     finally:
         averager.shutdown()
         own.shutdown()

@@ -7,7 +7,8 @@ download its state. libp2p proves the id of whoever asks; what that id may do is
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, AsyncIterator  # noqa: UP035 - by this very type hivemind tells streams from messages
@@ -27,6 +28,10 @@ from trainkit.collaborative.screening import Limits, Screen, Verdict
 
 # Peers that average together; beyond that a reducer would do nothing else.
 _LARGEST_GROUP = 256
+# Who has taken a place in so many groups in a row and then sent nothing is not let into any for so long, then twice as
+# long, and so on: each time the others wait for it as long as they wait for anybody.
+_SILENT_ROUNDS, _BENCH_SECONDS, _LONGEST_BENCH = 3, 30.0, 600.0
+_MOST_SILENT = 1000
 # Refusals that are told of a round; a stranger can cause as many as it likes.
 _MOST_REFUSALS = 32
 
@@ -54,6 +59,8 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
         self._possible: Mapping[str, float] = {}
         self._banned: frozenset[str] = frozenset()
         self._refused: dict[str, Verdict] = {}
+        self._silent: dict[str, tuple[int, float]] = {}
+        """Peer -> rounds in a row in which it has sent nothing, and when it may come again."""
         super().__init__(*args, **options)
 
     # In the peer's own process.
@@ -129,6 +136,7 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
     def report(self, runner: AllReduceRunner, screen: Screen, received: Mapping[str, int]) -> None:
         """Tell the peer's own process what came of a round."""
         members = tuple(map(str, runner.ordered_peer_ids))
+        self.note_silent(members, {str(peer) for peer in runner.banned_senders} - received.keys())
         verdicts = {verdict.peer: verdict for verdict in screen.verdicts()}
         found = (*verdicts.values(), *self._refused.values())
         known = self._admission.admitted if self._admission is not None else lambda peer: None
@@ -136,8 +144,25 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
         self._tell.send(Findings(members, found, screen.counted(), received, names))
         self._refused = {}
 
+    def note_silent(self, members: Iterable[str], silent: Collection[str]) -> None:
+        """Who has been in a group, and who of them has sent nothing until it was too late."""
+        for peer in members:
+            rounds, _ = self._silent.pop(peer, (0, 0.0))
+            if peer in silent:
+                over = rounds + 1 - _SILENT_ROUNDS
+                pause = min(_BENCH_SECONDS * 2.0 ** min(over, 10), _LONGEST_BENCH) if over >= 0 else 0.0
+                self._silent[peer] = rounds + 1, time.monotonic() + pause
+        while len(self._silent) > _MOST_SILENT:
+            del self._silent[next(iter(self._silent))]
+
+    def is_benched(self, peer: str) -> bool:
+        """Whether the group goes on without that peer for a while."""
+        return self._silent.get(peer, (0, 0.0))[1] > time.monotonic()
+
     async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: PeerID) -> bool:
         if not await self._admits(peer) or len(self._matchmaking.current_followers) >= _LARGEST_GROUP:
+            return False
+        if self.is_benched(str(peer)):
             return False
         gathered = read_gathered(request.gather)
         if gathered is None:

@@ -35,6 +35,7 @@ from trainkit.training.update import Updater
 
 # So much of a round is spent waiting for its average at most; one that takes longer arrives during the next round.
 _IDLE = 0.02
+_ASK_AGAIN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,20 @@ def _settle(p: Peer, seconds: float) -> None:
     p.after_round(box)
     p.parts.model.train()
     if result.drifted:
-        p.averaging.adopt(p.clock.seconds / 2)  # if it fails, the next round says so again
+        _catch_up(p)
     pace.rounds_alone = pace.rounds_alone + 1 if result.used != "average" and box.peers == 1 else 0
+
+
+def _catch_up(p: Peer) -> None:
+    """Take over the right weights; if that fails, the next round says so again.
+
+    Whoever gives them may not have made the step of this round yet: without it this peer would be behind once more.
+    """
+    deadline = time.monotonic() + p.clock.seconds / 2
+    while (left := deadline - time.monotonic()) > 0.0:
+        if p.averaging.adopt(left, newer_than=p.outer.round - 1):
+            return
+        time.sleep(min(_ASK_AGAIN_SECONDS, left))
 
 
 def _update(p: Peer, inner: _Inner, now: float) -> float:
