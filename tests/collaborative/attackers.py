@@ -162,6 +162,7 @@ def deaf() -> None:
 
 
 ATTACKS: dict[str, Callable[[], None]] = {
+    "turned": lambda: contribution(lambda vector: -vector),
     "times-9": lambda: contribution(lambda vector: -9 * vector),
     "times-50": lambda: contribution(lambda vector: -50 * vector),
     "times1000": lambda: contribution(lambda vector: 1000 * vector),

@@ -67,6 +67,18 @@ def test_the_memory_of_the_silent_is_bounded(averager: Any) -> None:
     assert len(averager._silent) <= 1000
 
 
+def test_peers_of_one_invitation_share_a_voice_but_for_the_owners_side_and_guests() -> None:
+    from trainkit.collaborative.admission import Member
+    from trainkit.collaborative.guarding import voices_of
+
+    def member(name: str, role: Any = "volunteer") -> Member:
+        return Member("", name, role, 0, f"invitation of {name}", b"")
+
+    members = {"a": member("eve"), "b": member("eve"), "c": member("ann"), "d": member("guest"), "e": member("guest")}
+    owners = {"f": member("ranks", "reducer"), "g": member("ranks", "reducer")}
+    assert voices_of({**members, **owners}) == {"a": 0.5, "b": 0.5, "c": 1.0}
+
+
 def test_a_step_that_fails_is_told_by_its_control_and_not_once_more_where_nobody_listens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -28,10 +28,15 @@ def screened(
     trusted: Sequence[int] = (),
     parameters: int | None = None,
     own: Tensor | None = None,
+    together: Sequence[int] = (),
 ) -> tuple[Tensor, dict[str, str]]:
-    """The average that a reducer makes, and a reason for each who was dropped."""
+    """The average that a reducer makes, and a reason for each who was dropped.
+
+    ``together``: those who use one invitation.
+    """
     names = [f"peer-{index}" for index in range(len(parts))]
-    limits = Limits(frozenset(names[index] for index in trusted), POSSIBLE)
+    voices = {names[index]: 1 / len(together) for index in together}
+    limits = Limits(frozenset(names[index] for index in trusted), POSSIBLE, voices)
     screen = Screen(names, limits, SIZE if parameters is None else parameters)
     claims = [100.0] * len(parts) if weights is None else weights
     own = torch.zeros(SIZE) if own is None else own
@@ -88,6 +93,34 @@ def test_a_weight_counts_as_far_as_the_senders_speed_makes_possible() -> None:
     parts = contributions(3)
     believed, _ = screened(parts, weights=[100.0, 100.0, 1000.0])
     assert distance(believed, screened(parts, weights=[100.0, 100.0, 150.0])[0]) < 1e-6
+
+
+@pytest.mark.parametrize("honest", [1, 2, 3])
+@pytest.mark.parametrize("factor", [-1.0, -4.0, -9.0])
+def test_who_comes_five_times_with_one_invitation_is_no_majority(honest: int, factor: float) -> None:
+    parts = contributions(honest + 5)
+    parts[honest:] = [factor * part for part in parts[honest:]]
+    many = range(honest, honest + 5)
+    average, dropped = screened(parts, trusted=[0], together=many)
+    assert set(dropped) == {f"peer-{index}" for index in many}
+    assert distance(average, torch.stack(parts[:honest]).mean(0)) < 0.1
+    alone, _ = screened(parts, trusted=[0])
+    assert distance(alone, torch.stack(parts[:honest]).mean(0)) > 1.0
+
+
+@pytest.mark.parametrize("others", [0, 1, 2, 3])
+def test_eight_honest_peers_with_one_invitation_count_in_full(others: int) -> None:
+    parts = contributions(others + 8)
+    trusted = [0] if others else []
+    average, dropped = screened(parts, trusted=trusted, together=range(others, others + 8))
+    assert dropped == {}
+    assert distance(average, torch.stack(parts).mean(0)) < 0.1
+
+
+def test_statistics_of_one_who_comes_five_times_do_not_count_for_more() -> None:
+    parts = [torch.full((SIZE,), value) for value in (1.0, 2.0, 3.0, 90.0, 90.0, 90.0, 90.0, 90.0)]
+    average, _ = screened(parts, parameters=0, together=range(3, 8))
+    assert torch.equal(average, torch.full((SIZE,), 2.5))
 
 
 def test_a_newcomer_counts_as_much_as_the_median() -> None:

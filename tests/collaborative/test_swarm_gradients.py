@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.collaborative.attacked import HARDER, swarm
 from tests.collaborative.conftest import Command, Commands, started_in
-from tests.collaborative.test_attacks import HARDER, Swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
@@ -28,6 +28,7 @@ GRADIENTS = (
     "train.micro_batch_size=64",
     "data.workers=0",
 )
+UNSURE = (*GRADIENTS, HARDER[0])
 
 
 @dataclass(frozen=True)
@@ -133,30 +134,16 @@ def test_who_has_gathered_how_much_is_credited(story: Story) -> None:
     assert sum(item["samples"] for item in done["contributions"]) > 0.5 * ROUNDS * 1024
 
 
-def swarm(commands: Commands, *attacks: str) -> Swarm:
-    """A creator and two honest peers, with an attacker for each of ``attacks``; all of them end with the creator."""
-    creator, token = commands.create(*GRADIENTS, HARDER[0])
-
-    def join(name: str, token: str) -> tuple[str, ...]:
-        return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
-
-    peers = [commands.start(*join(f"honest-{index}", token)) for index in range(2)]
-    cheats = [commands.attack(attack, *join("mallory", commands.invite("mallory"))) for attack in attacks]
-    assert creator.ends(300) == 0, creator.output
-    assert [peer.ends(60) for peer in peers] == [0, 0], [peer.output for peer in peers]
-    return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), "")
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
     with started_in(tmp_path_factory.mktemp("honest")) as commands:
-        return swarm(commands).loss
+        return swarm(commands, honest=2, settings=UNSURE, seconds=300).loss
 
 
 @pytest.mark.parametrize("attack", ["times-9", "nan", "weight", "gathered", "ahead"])
 def test_an_attacker_spoils_no_update(attack: str, undisturbed: float, commands: Commands) -> None:
     """The honest peers' loss is within 10 % of that without the attacker, who is named if it has sent nonsense."""
-    found = swarm(commands, attack)
+    found = swarm(commands, attack, honest=2, settings=UNSURE, until="mallory", seconds=300)
     print(f"{attack}: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
     assert found.loss <= 1.1 * undisturbed
     if attack in ("times-9", "nan", "weight"):

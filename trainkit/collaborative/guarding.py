@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from hivemind.proto import averaging_pb2
 
 from trainkit.collaborative.admission import Admission, Member
 from trainkit.collaborative.gathered import CLIENT, NOTHING, Gathered, read_gathered
+from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.reducer import install_screen
 from trainkit.collaborative.screening import Limits, Screen, Verdict
 
@@ -125,13 +127,13 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
 
     async def screen(self, runner: AllReduceRunner) -> Screen:
         """Put a screen into an all-reduce that has not begun."""
-        senders = runner.sender_peer_ids
-        trusted = [
-            str(peer)
-            for peer in senders
-            if peer == self.peer_id or (self._admission is not None and await self._is_trusted(peer))
-        ]
-        return install_screen(runner, Limits(frozenset(trusted), self._possible), self._num_parameters)
+        known: dict[str, Member] = {}
+        for peer in runner.sender_peer_ids:
+            if self._admission is not None and (member := await self._look_up(self._admission, peer)) is not None:
+                known[str(peer)] = member
+        trusted = {peer for peer, member in known.items() if member.trusted} | {str(self.peer_id)}
+        limits = Limits(frozenset(trusted), self._possible, voices_of(known))
+        return install_screen(runner, limits, self._num_parameters)
 
     def report(self, runner: AllReduceRunner, screen: Screen, received: Mapping[str, int]) -> None:
         """Tell the peer's own process what came of a round."""
@@ -187,6 +189,18 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
     async def _look_up(self, admission: Admission, peer: PeerID) -> Member | None:
         """Who that is, by what it keeps in the DHT. Asked anew each time: it may have been banned since."""
         return admission.admitted(str(peer))
+
+
+def voices_of(members: Mapping[str, Member]) -> dict[str, float]:
+    """What each counts for where a majority decides: those of one invitation share a voice.
+
+    Not the owner's side; nor guests, who have one invitation for many: that may fall into any hands.
+    """
+    shared = {
+        peer: member.invitation for peer, member in members.items() if not (member.trusted or member.name == GUESTS)
+    }
+    many = Counter(shared.values())
+    return {peer: 1.0 / many[invitation] for peer, invitation in shared.items()}
 
 
 class _Matchmaking(Matchmaking):  # type: ignore[misc]

@@ -12,7 +12,8 @@ directions are judged by all that has come so far, and every part is averaged as
   data set: by the median of a sender's cosines with all others).
 - BatchNorm's buffers are averaged as a median of each number: all peers measure the same data.
 
-With two senders there is no majority: then the owner's side is what the other is measured by.
+With two senders there is no majority: then the owner's side is what the other is measured by. All who use one
+invitation have one voice together where a majority decides, or one who was invited would come ten times and be it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _LARGEST_VALUE = 1e12
 # Peers agree when the typical cosine between them is at least this; towards the end of training they need not.
 _AGREEMENT = 0.1
 _AGAINST = 0.05
+_ROUNDING = 1e-9  # of voices: eight eighths are one
 # Of two, one of the owner's side: there is no agreement to measure, so more is asked.
 _AGAINST_OF_TWO = 0.2
 
@@ -63,6 +65,8 @@ class Limits:
     possible: Mapping[str, float] = field(default_factory=dict)
     """Samples that a peer can have trained on in a round, by what it has said of its speed before; a newcomer is
     missing."""
+    voices: Mapping[str, float] = field(default_factory=dict)
+    """How much a peer counts where a majority decides, if that is not 1."""
 
 
 class Screen:
@@ -156,7 +160,7 @@ class Screen:
         """How much each counts; without those whose claim is no accident."""
         if not members:
             return {}
-        usual = _median([self._claims[sender] for sender in self._reference(members)])
+        usual = self._median_of({sender: self._claims[sender] for sender in self._reference(members)})
         believed: dict[int, float] = {}
         for sender in members:
             claim = self._claims[sender]
@@ -172,11 +176,22 @@ class Screen:
                 believed[sender] = min(claim, possible)
         return believed
 
+    def _voice(self, sender: int) -> float:
+        return self._limits.voices.get(self._senders[sender], 1.0)
+
+    def _can_vote(self, members: list[int]) -> bool:
+        """Whether there can be a majority."""
+        return sum(map(self._voice, members)) > 2.0 + _ROUNDING
+
     def _reference(self, members: list[int]) -> list[int]:
         """Whom the others are measured by: all, if there can be a majority."""
-        if len(members) > 2:
+        if self._can_vote(members):
             return members
         return [sender for sender in members if self._trusted(sender)] or members
+
+    def _median_of(self, values: Mapping[int, float]) -> float:
+        """Of a value of each sender."""
+        return _median(list(values.values()), [self._voice(sender) for sender in values])
 
     def _parameters(self, members: list[int], rows: Tensor, weight: Mapping[int, float]) -> Tensor:
         products = (rows @ rows.T).double()
@@ -212,7 +227,8 @@ class Screen:
         reference = self._reference([sender for sender in norm if norm[sender] > 0.0])
         if not reference:
             return dict.fromkeys(norm, 0.0)
-        usual, work = _median([norm[sender] for sender in reference]), _median([weight[sender] for sender in reference])
+        usual = self._median_of({sender: norm[sender] for sender in reference})
+        work = self._median_of({sender: weight[sender] for sender in reference})
         return {sender: usual * max(1.0, weight[sender] / work) for sender in norm}
 
     def _judge_directions(self, members: list[int]) -> None:
@@ -221,28 +237,41 @@ class Screen:
         squares = self._squares[where[:, None], where]
         cosines = (self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()).tolist()
         chance = 3.0 / math.sqrt(max(self._seen, 1))  # of vectors that have nothing to do with one another
-        if len(members) == 2:
-            for one, other in ((0, 1), (1, 0)):
-                against = cosines[0][1] < -(_AGAINST_OF_TWO + chance)
-                if against and self._trusted(members[one]) and not self._trusted(members[other]):
-                    self._drop(members[other], f"points against the owner's side (cosine {cosines[0][1]:.2f})")
+        trusted = [place for place, sender in enumerate(members) if self._trusted(sender)]
+        if trusted and not self._can_vote(members):
+            for place, sender in enumerate(members):
+                cosine = min(cosines[place][one] for one in trusted)
+                if place not in trusted and cosine < -(_AGAINST_OF_TWO + chance):
+                    self._drop(sender, f"points against the owner's side (cosine {cosine:.2f})")
         elif len(members) > 2:
+            voices = [self._voice(sender) for sender in members]
             # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
-            typical = [-_median([-value for j, value in enumerate(row) if j != i]) for i, row in enumerate(cosines)]
-            if _median(typical) >= _AGREEMENT:
+            typical = [
+                -_median([-value for j, value in enumerate(row) if j != i], voices[:i] + voices[i + 1 :])
+                for i, row in enumerate(cosines)
+            ]
+            if _median(typical, voices) >= _AGREEMENT:
                 for sender, cosine in zip(members, typical, strict=True):
                     if cosine < -(_AGAINST + chance):
                         self._drop(sender, f"points against the others (cosine {cosine:.2f})")
 
     def _buffers(self, values: Mapping[int, Tensor], own: Tensor) -> Tensor:
-        if len(values) < 3:
-            trusted = [part for sender, part in values.items() if self._trusted(sender)]
+        trusted = [part for sender, part in values.items() if self._trusted(sender)]
+        if not self._can_vote(list(values)) and (trusted or len(values) < 3):
             return torch.stack(trusted or list(values.values())).mean(0)
-        ordered = torch.stack(list(values.values())).sort(0).values
-        middle = len(values) // 2
-        return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        ordered, of = torch.stack(list(values.values())).sort(0)
+        voices = torch.tensor([self._voice(sender) for sender in values], dtype=torch.float64)
+        counted, half = voices[of].cumsum(0), float(voices.sum()) / 2
+        # Of an even number the mean of the two in the middle.
+        below, above = ((counted < half + rounding).sum(0) for rounding in (-_ROUNDING, _ROUNDING))
+        return (ordered.gather(0, below[None]) + ordered.gather(0, above[None]))[0] / 2
 
 
-def _median(values: Sequence[float]) -> float:
+def _median(values: Sequence[float], voices: Sequence[float]) -> float:
     """The lower one, of an even number: an honest peer's, if at least half are honest."""
-    return sorted(values)[(len(values) - 1) // 2]
+    half, counted = sum(voices) / 2, 0.0
+    for value, voice in sorted(zip(values, voices, strict=True)):
+        counted += voice
+        if counted >= half - _ROUNDING:
+            return value
+    raise ValueError("the median of nothing")
