@@ -21,7 +21,7 @@ TASK = (
     "monitor.loggers=[jsonl]",
     "launch.gpus_per_node=0",
 )
-_TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
+TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
 _START_SECONDS = 120.0
 
 
@@ -62,7 +62,7 @@ def _trained(net: Machines, preset: str, rates: Sequence[float], settings: Seque
     runs = [net.folder / "runs" / f"peer-{number}" for number in range(len(rates))]
     create = ("jobs.swarm", "create", preset, *TASK, *settings, "--host", net.address(0), "--name", "peer-0")
     creator = net.start(0, *create, "--run-dir", str(runs[0]), env=at(rates[0]))
-    token = creator.says(_TOKEN, _START_SECONDS)[1]
+    token = creator.says(TOKEN, _START_SECONDS)[1]
     for number, rate in enumerate(rates[1:], 1):
         join = ("jobs.join", "--allow-code", "--name", f"peer-{number}", "--run-dir", str(runs[number]))
         net.start(number, *join, "data.workers=0", "train.precision=fp32", env={**at(rate), "TRAINKIT_TOKEN": token})

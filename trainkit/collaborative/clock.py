@@ -48,6 +48,11 @@ class RoundClock:
         """When the last round ends."""
         return self.boundary(self.count - 1)
 
+    @property
+    def oldest_news(self) -> float:
+        """Seconds; what peers know of one another must not be older."""
+        return self.seconds
+
     def progress(self, now: float) -> float:
         """Share of the run that is over, 0 to 1."""
         return min(max(0.0, (now / self.seconds - self.first) / self.count), 1.0)
@@ -75,6 +80,11 @@ class UpdateClock(RoundClock):
     def index(self, now: float) -> int:
         """The round under way, whatever the time is."""
         return min(self.done(), self.count)
+
+    @property
+    def oldest_news(self) -> float:
+        """They say when the round is over."""
+        return 3.0
 
     @property
     def end(self) -> float:

@@ -171,9 +171,9 @@ class SwarmDHT:
         """As `reconnect`, but the answer is a future."""
         return self.node.run_coroutine(partial(redial, addresses=tuple(addresses)), return_future=True)
 
-    def ask(self, key: str) -> Any:
-        """Start to read a record; the answer is a future."""
-        return self.node.get(key, latest=True, return_future=True)
+    def ask(self, keys: Sequence[str]) -> Any:
+        """Start to read records, all with the same requests; the answer is a future, of key -> what was found."""
+        return self.node.run_coroutine(partial(_read_together, keys=tuple(keys)), return_future=True)
 
     def _store(self, key: str, value: Any, seconds: float, *, wait: bool) -> None:
         with suppress(FutureTimeoutError, OSError):
@@ -188,6 +188,11 @@ class SwarmDHT:
             return self.node.get(key, latest=latest, return_future=True).result(_READ_SECONDS)
         except (FutureTimeoutError, OSError):
             return None
+
+
+async def _read_together(dht: Any, node: Any, *, keys: Sequence[str]) -> Any:
+    """In the DHT's own process."""
+    return await node.get_many(keys, sufficient_expiration_time=float("inf"))
 
 
 def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:

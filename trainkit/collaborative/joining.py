@@ -80,7 +80,7 @@ def join(
         place = meeting_place(manifest.run_id, facts)
         with averaged(config, seat, splits, outer, dht, place) as (team, averaging):
             parts = team.judge
-            watch, progress = Watch(dht, _creator_of(dht, manifest)), Progress()
+            watch, progress = Watch(dht, _creator_of(dht, manifest), clock.oldest_news), Progress()
             memory = Memory(entry.addresses)
             guest = _Guest(manifest, config, entry, seat, dht, averaging, outer, memory)
             peer = replace(

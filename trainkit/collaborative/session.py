@@ -113,7 +113,7 @@ def create(
             addresses = dht.addresses(prefer_host)
             memory.keep_in(run_dir, Home(run_id, clock.first, seat.host, dht.port, seat.announce, seat.name))
             announce(run_dir, addresses)
-            watch = Watch(dht, dht.peer_id)
+            watch = Watch(dht, dht.peer_id, clock.oldest_news)
             keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
             rounds = RoundKeeper(keeper, outer, clock, watch, role="judge", say=seat.say)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,13 +12,23 @@ from trainkit.collaborative.home import known_of
 from trainkit.collaborative.messages import Progress, manifests_in, progress_in
 from trainkit.collaborative.signed_records import BANNED, MANIFEST, PROGRESS, REVOKED
 
+# Every reader is sent the progress of all peers, and there are as many readers: each reads of so many a second.
+_PEERS_A_SECOND = 16
+
 
 class Watch:
-    """The other peers, as far as this one has heard of them; asking never keeps it from training."""
+    """The other peers, as far as this one has heard of them; asking never keeps it from training.
 
-    def __init__(self, dht: SwarmDHT, creator: str) -> None:
-        self._dht, self._creator = dht, creator
-        self._questions: dict[str, Any] = {}
+    Args:
+        oldest: seconds; news of the others are never older for want of asking, however many they are.
+    """
+
+    def __init__(
+        self, dht: SwarmDHT, creator: str, oldest: float, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._dht, self._creator, self._oldest, self._now = dht, creator, oldest, now
+        self._question: Any = None
+        self._progress_at = 0.0
         self.peers: dict[str, Progress] = {}
         self.stopped = False
         """The creator has ended the run."""
@@ -25,15 +37,18 @@ class Watch:
 
     def poll(self) -> None:
         """Take the answers that are there and ask again."""
-        for key in (MANIFEST, PROGRESS, REVOKED, BANNED):
-            question = self._questions.get(key)
-            if question is not None and not question.done():
-                continue
-            if question is not None:
-                with suppress(Exception):  # a question that failed is asked again
-                    self._take(key, question.result(0))
-            with suppress(OSError):  # the node has died, which ends the round
-                self._questions[key] = self._dht.ask(key)
+        if self._question is not None:
+            if not self._question.done():
+                return
+            with suppress(Exception):  # a question that failed is asked again
+                for key, found in self._question.result(0).items():
+                    self._take(key, found)
+        keys, now = [MANIFEST, REVOKED, BANNED], self._now()
+        if now >= self._progress_at:
+            keys.append(PROGRESS)
+            self._progress_at = now + min(len(self.peers) / _PEERS_A_SECOND - 1.0, self._oldest)
+        with suppress(OSError):  # the node has died, which ends the round
+            self._question = self._dht.ask(keys)
 
     def others(self, since: float) -> dict[str, Progress]:
         """Peers besides this one that have told of themselves since then (seconds since 1970)."""

@@ -1,0 +1,96 @@
+"""Many small peers of one run on one machine: each is forked from a process that has imported everything already.
+
+So they share its memory, and start in a second. What they do is the kit's own: they join as `jobs.join` does, train a
+model of 19,000 weights in the run's rounds, and average with the others; only records are kept by nobody.
+
+    python -m tests.benchmarks.arms.light_peers FOLDER
+
+reads names from FOLDER/names, a line each, and starts a peer for each as it comes, with the token in the environment.
+It says ``NAME PID`` at the start of a peer, and ``NAME: ...`` for whatever that says.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from tests.benchmarks.processes import end_with
+from trainkit.data.base import DataInfo
+
+PAUSE = 0.5
+
+
+class Light(nn.Sequential):
+    """Sleeps for most of the time that a pass takes."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(PAUSE)
+        return super().forward(images)
+
+
+def model(info: DataInfo) -> nn.Module:
+    """What is averaged: 38 kB in fp16."""
+    return Light(nn.Flatten(), nn.Linear(info.image_size**2, 256), nn.GELU(), nn.Linear(256, info.num_classes))
+
+
+def main(folder: Path) -> None:
+    from trainkit.collaborative import processes
+
+    processes.require_hivemind()
+    # Everything that a peer needs, before the first is forked.
+    from trainkit.collaborative import joining, settings
+    from trainkit.collaborative.entry import with_token
+    from trainkit.collaborative.seat import Seat
+    from trainkit.ranks.env import RankEnv
+
+    token = os.environ["TRAINKIT_TOKEN"]
+
+    def peer(name: str) -> None:
+        def say(line: str) -> None:
+            print(f"{name}: {line}", flush=True)
+
+        seat = Seat(name, RankEnv.single(), lambda: False, say, None)
+        ending, _ = joining.join(
+            with_token(token), seat, adapt=lambda manifest: settings.adapted(manifest.config, (), allow_code=True)
+        )
+        say(ending)
+
+    gc.collect()
+    gc.freeze()
+    started = 0
+    (folder / "names").touch()
+    while True:
+        names = (folder / "names").read_text().split()
+        for name in names[started:]:
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                end_with(parent)
+                try:
+                    peer(name)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            print(f"{name} {pid}", flush=True)
+        started = len(names)
+        while True:
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    break
+            except ChildProcessError:
+                break
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,200 @@
+"""``python -m tests.benchmarks.swarm_many``: 4, 16 and 64 light peers, of whom some die and others come in each round.
+
+The creator is the real command, on a machine of its own; all others are real peers without records
+(`arms/light_peers.py`) on a second one, so that the creator's network shows what all of them together ask of it. They
+only call out, as volunteers do, so that the creator answers, reduces and gives the state away for all. 10 minutes and
+12 GB of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from tests.benchmarks.arms.counted_swarm import COUNTS
+from tests.benchmarks.machines import Machines, Started, absent, machines
+from tests.benchmarks.measuring import Figure, Table
+from tests.benchmarks.swarms import TOKEN
+
+ROUNDS = 1
+SIZES = (4, 16, 64)
+ROUND_SECONDS, WATCHED = 15.0, 3
+AT_ONCE = 4
+"""So many peers are starting at a time."""
+STATUS_SECONDS = 2.0
+HEAD = (
+    "peers", "rounds", "averaged together", "parts", "sync", "a peer's bytes a round", "the creator's", "DHT requests",
+    "CPU of the creator", "`swarm status`", "memory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Some rounds of a swarm, as its creator saw them."""
+
+    peers: int
+    churn: int
+    """Peers that died in each round, and as many that came."""
+    groups: tuple[int, ...]
+    parts: float
+    """Of those announced, the share that arrived."""
+    sync: tuple[float, ...]
+    """Seconds from the end of a round until the average was there."""
+    bytes_peer: float
+    """Sent and received, in a round."""
+    bytes_creator: float
+    requests: float
+    """To the creator's DHT node, a second."""
+    cpu: float
+    """Cores of the creator and its helpers."""
+    status: tuple[float, ...]
+    """Seconds of the command."""
+    gigabytes: float
+    """Of all peers."""
+
+    def row(self) -> list[str]:
+        """Of the table."""
+        return [
+            f"{self.peers}{f', {self.churn} new ones a round' if self.churn else ''}", str(len(self.groups)),
+            f"{statistics.median(self.groups):.0f} ({min(self.groups)} to {max(self.groups)})",
+            f"{100 * self.parts:.0f} %", f"{statistics.median(self.sync):.2f} s (up to {max(self.sync):.2f})",
+            f"{self.bytes_peer / 1e3:,.0f} kB", f"{self.bytes_creator / 1e6:.1f} MB", f"{self.requests:.0f}/s",
+            f"{self.cpu:.2f} cores", f"{statistics.median(self.status):.2f} s", f"{self.gigabytes:.1f} GB",
+        ]  # fmt: skip
+
+
+def measure(rounds: int = ROUNDS) -> Sequence[Figure | Table]:
+    """The table."""
+    if why := absent():
+        return [Figure("many peers in a swarm", "", note=f"not measured: {why}")]
+    found = list[Watched]()
+    for size in SIZES * rounds:
+        found += watch(size)
+        print(*(one.row() for one in found[-2:]), sep="\n", flush=True)
+    slowest = statistics.median(found[-1].status)
+    goal = Figure(
+        f"`swarm status` with {SIZES[-1]} peers", f"{slowest:.2f} s", goal=f"under {STATUS_SECONDS:.0f} s",
+        met=slowest < STATUS_SECONDS,
+    )  # fmt: skip
+    return [Table(HEAD, [one.row() for one in found], [goal])]
+
+
+def watch(size: int) -> list[Watched]:
+    """A swarm of that size, first left in peace and then with an eighth of it, at least one, dying in each round."""
+    with TemporaryDirectory() as folder, machines(2, Path(folder)) as net:
+        swarm = _Swarm(net)
+        swarm.start(size - 1)
+        quiet = swarm.watched(size, 0)
+        return [quiet, swarm.watched(size, max(1, size // 8))]
+
+
+class _Swarm:
+    def __init__(self, net: Machines) -> None:
+        self.net, self.names = net, count(1)
+        self.run, self.counts = net.folder / "runs" / "creator", net.folder / "counts"
+        settings = (
+            "data.workers=0", "model.name=tests.benchmarks.arms.light_peers:model", "train.precision=fp32",
+            "train.global_batch_size=8", "monitor.loggers=[jsonl]", "launch.gpus_per_node=0",
+            f"collaborative.round_seconds={ROUND_SECONDS}", "collaborative.rounds=1000",
+        )  # fmt: skip
+        counted = ("tests.benchmarks.arms.counted_swarm", str(self.counts), "create", "hivemind", *settings)
+        where = ("--host", net.address(0), "--name", "creator", "--run-dir", str(self.run))
+        self.creator = net.start(0, *counted, *where)
+        self.token = self.creator.says(TOKEN)[1]
+        own = {"TRAINKIT_TOKEN": self.token}
+        self.peers = net.start(1, "tests.benchmarks.arms.light_peers", str(net.folder), env=own)
+        self.alive: dict[str, int] = {}
+
+    def start(self, number: int) -> None:
+        """So many peers, and wait until they are in."""
+        names = [f"light-{place}" for place in islice(self.names, number)]
+        for first in range(0, number, AT_ONCE):
+            chosen = names[first : first + AT_ONCE]
+            with (self.net.folder / "names").open("a") as file:
+                file.write("".join(f"{name}\n" for name in chosen))
+            for name in chosen:
+                self.alive[name] = int(self.peers.says(rf"^{name} (\d+)$")[1])
+                self.peers.says(rf"^{name}: Joined ", 180)
+
+    def records(self) -> list[dict[str, Any]]:
+        file = self.run / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []  # before the first round: none
+        return [record for line in lines if (record := json.loads(line))["split"] == "train"]
+
+    def watched(self, size: int, churn: int) -> Watched:
+        """Some rounds, with so many peers killed and others started in each of them."""
+        self._next_round()
+        first, before, began = len(self.records()), self._counters(), time.monotonic()
+        status: list[float] = []
+        for _ in range(WATCHED):
+            for name in list(self.alive)[:churn]:
+                os.kill(self.alive.pop(name), signal.SIGKILL)
+            self.start(churn)
+            status.append(self._status())
+            self._next_round()
+        records, after, seconds = self.records()[first:], self._counters(), time.monotonic() - began
+        to_creator, from_creator, requests, cpu = (new - old for old, new in zip(before, after, strict=True))
+        moved = (to_creator + from_creator) / seconds * ROUND_SECONDS
+        return Watched(
+            size, churn, tuple(record["peers"] for record in records),
+            sum(record["parts"] for record in records) / max(1, sum(record["parts_expected"] for record in records)),
+            tuple(record["exchange_seconds"] for record in records),
+            moved / (size - 1), moved, requests / seconds, cpu / seconds, tuple(status), _gigabytes(),
+        )  # fmt: skip
+
+    def _next_round(self) -> None:
+        there = len(self.records())
+        _until(lambda: len(self.records()) > there, 3 * ROUND_SECONDS, self.creator)
+
+    def _counters(self) -> list[float]:
+        from_creator, to_creator = self.net.sent()
+        own = psutil.Process(self.creator.process.pid)
+        family = [own, *own.children(recursive=True)]
+        cpu = sum(sum(one.cpu_times()[:2]) for one in family)
+        return [to_creator, from_creator, sum(COUNTS.unpack(self.counts.read_bytes())), cpu]
+
+    def _status(self) -> float:
+        began = time.monotonic()
+        self.net.start(1, "jobs.swarm", "status", env={"TRAINKIT_TOKEN": self.token}).ends(60)
+        return time.monotonic() - began
+
+
+def _until(condition: Callable[[], bool], seconds: float, whose: Started) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert whose.process.poll() is None, whose.output[-2000:]
+        assert time.monotonic() < deadline, whose.output[-2000:]
+        time.sleep(0.1)
+
+
+def _gigabytes() -> float:
+    """Of all processes that come of this one, pages that several share counted once (PSS)."""
+    own = psutil.Process()
+    total = 0
+    for one in own.children(recursive=True):
+        try:
+            total += one.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total / 1e9
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--size"]:  # one swarm alone
+        print(*(one.row() for one in watch(int(sys.argv[2]))), sep="\n")
+        raise SystemExit(0)
+    from tests.benchmarks.__main__ import main
+
+    raise SystemExit(main(["--only", "swarm_many"]))
