@@ -25,11 +25,12 @@ PROJECT = Path(__file__).resolve().parents[2]
 TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
+def wait_for(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
     """Fail with ``what`` if ``condition`` is not true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
         time.sleep(0.1)
 
 
@@ -64,7 +65,7 @@ class Command:
                 assert not over, f"ended with {self.process.returncode}: {text}"
             return re.search(pattern, text, re.MULTILINE) is not None
 
-        wait_for(found, seconds, f"{pattern!r} in {self.output!r}")
+        wait_for(found, seconds, lambda: f"{pattern!r} in {self.output}")
         match = re.search(pattern, self.output, re.MULTILINE)
         assert match is not None
         return match

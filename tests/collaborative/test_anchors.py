@@ -20,6 +20,7 @@ FAST = (
     "collaborative.round_seconds=6",
     "collaborative.rounds=60",
     "model.name=tests.collaborative.patient:model",
+    "data.name=tests.collaborative.rooted:data",
 )
 
 
@@ -31,6 +32,8 @@ class Story:
     doctor: Command
     hidden: Command
     """An anchor behind a router."""
+    bare: Command
+    """Would train, and has no data."""
     creator: Command
     anchor: Command
     homes: list[Command]
@@ -45,7 +48,8 @@ class Story:
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     with internet(public=3, homes=2) as net, started_in(tmp_path_factory.mktemp("swarm")) as commands:
         create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *FAST)
-        creator = commands.start(*create, on=net.on("pub1"))
+        here = f"data.root={commands.folder}"  # the anchor's data.root is where there is nothing
+        creator = commands.start(*create, here, on=net.on("pub1"))
         token = creator.says(TOKEN)[1]
         trusted = commands.invite("anchors", "--reduce")
         anchoring = ("swarm", "anchor", trusted, "--allow-code", "--port", "4712", "--name")
@@ -54,7 +58,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         doctor = commands.start("swarm", "doctor", token, on=net.on("lan2"))
         assert hidden.ends() == 2
         doctor.ends()
-        homes = [commands.join(trusted, "--public", "--name", f"home{i}", on=net.on(f"lan{i}")) for i in (1, 2)]
+        bare = commands.join(token, on=net.on("pub3"))
+        assert bare.ends() == 2
+        homes = [commands.join(trusted, here, "--public", "--name", f"home{i}", on=net.on(f"lan{i}")) for i in (1, 2)]
         creator.says(r"4 peers averaged.*\n(.*\n)*round .* 4 peers averaged")
         address = re.escape(net.address("pub2"))
         through_anchor = anchor.says(rf"jobs\.join TOKEN (/ip4/{address}/tcp/\d+/p2p/\w+)")[1]
@@ -63,14 +69,14 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         creator.process.wait(10)
         killed_at = {"anchor": len(anchor.output)}
         anchor.says("creator has left")
-        late = commands.join(token, through_anchor, "--name", "late", on=net.on("pub3"))
+        late = commands.join(token, here, through_anchor, "--name", "late", on=net.on("pub3"))
         late.says("4 peers averaged")
         again = commands.start("resume", str(commands.run("hivemind-0001")), "--allow-code", on=net.on("pub1"))
         wait_for(lambda: "5 peers averaged" in again.output, 90, again.output)
         again.process.send_signal(signal.SIGINT)
         for command in (again, anchor, *homes, late):
             command.ends()
-        yield Story(commands, doctor, hidden, creator, anchor, homes, late, again, killed_at)
+        yield Story(commands, doctor, hidden, bare, creator, anchor, homes, late, again, killed_at)
 
 
 def test_two_behind_routers_who_would_listen_are_told_that_nobody_reaches_them_and_all_average(story: Story) -> None:
@@ -112,14 +118,20 @@ def test_an_anchor_keeps_checkpoints_of_the_common_weights_and_makes_no_updates(
     assert "images/s here" not in story.anchor.output
 
 
+def test_an_anchor_needs_no_data_and_whoever_trains_does(story: Story) -> None:
+    assert not (story.commands.folder / "data").exists()
+    assert re.search(r"\d peers averaged", story.anchor.output)
+    assert story.bare.output.startswith("The data set 'rooted' is not in")
+
+
 def test_all_end_when_the_creator_does(story: Story) -> None:
     assert [story.again.process.returncode, story.anchor.process.returncode, story.late.process.returncode] == [0, 0, 0]
     assert "The creator ended the run." in story.late.output
 
 
 def test_the_doctor_finds_nothing_behind_a_router_and_joins_nothing(story: Story) -> None:
-    assert story.doctor.process.returncode == 0
+    assert story.doctor.process.returncode == 0, story.doctor.output
     assert [line.split()[1] for line in story.doctor.output.splitlines() if line.startswith("ok")] == [
-        *("device", "tcp", "clock", "manifest", "versions", "disk"),
+        *("device", "tcp", "clock", "manifest", "versions", "disk", "upload"),
     ]
     assert "peer@" not in story.creator.output

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainkit.collaborative.link import MEGABIT, Link, shortest_round
-from trainkit.collaborative.parts import num_parts
+from trainkit.collaborative.link import MEGABIT, Link, enough, shortest_round
+from trainkit.collaborative.parts import load_for, num_parts
 
 VALUES = 3_000_000
 PARTS = num_parts(VALUES)
@@ -109,3 +109,22 @@ def test_a_limit_holds_from_the_first_round_and_whatever_is_measured() -> None:
 @pytest.mark.parametrize(("codec", "seconds"), [("fp16", 12.0), ("8bit", 6.05)])
 def test_a_round_is_long_enough_when_all_of_the_vector_arrives_in_its_share_of_it(codec: str, seconds: float) -> None:
     assert shortest_round(20 * MEGABIT, VALUES, codec) == pytest.approx(seconds, abs=0.01)  # type: ignore[arg-type]
+
+
+def test_what_was_measured_before_the_first_round_counts_in_it() -> None:
+    slow = Link(VALUES, "fp16", 12.0, 3.0, measured=2 * MEGABIT)
+    assert (slow.load.codec, slow.load.rounds) == ("8bit", 6)
+    assert slow.learn(slow.sent(EVERYTHING), Found(2.0, 2.2)) == ""  # it has been told so already
+
+
+def test_a_link_that_was_measured_too_slow_by_mistake_is_found_out_when_nobody_waits_for_it() -> None:
+    one = Link(VALUES, "fp16", 12.0, 3.0, measured=2 * MEGABIT)
+    for _ in range(20):
+        one.learn(one.sent(EVERYTHING), Found(0.0, 0.0, arrived=PARTS))
+    assert (one.load.codec, one.load.rounds) == ("fp16", 1)
+
+
+def test_enough_is_what_sends_everything_in_every_round() -> None:
+    needed = enough(VALUES, "fp16", 12.0)
+    assert load_for(needed, VALUES, "fp16", 12.0).rounds == 1
+    assert load_for(0.99 * needed, VALUES, "fp16", 12.0).codec == "8bit"

@@ -83,7 +83,7 @@ def told(**own: Any) -> Told:
     from trainkit.collaborative.messages import Manifest, progress_of
     from trainkit.config.loading import load, to_yaml
 
-    manifest = Manifest("id", "run\x1b[2J", to_yaml(load("hivemind").config), int(time.time() / 8), "")
+    manifest = Manifest("id", "run\x1b[2J", to_yaml(load("hivemind").config), int(time.time() / 8), "", 10, 1, 8)
     plain: dict[str, Any] = {
         "name": "x", "round": 0, "samples": 64, "samples_per_sec": 10.0, "loss": 1.0, "group": 2, "time": time.time()
     }  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ pytestmark = [pytest.mark.swarm, pytest.mark.long]
 ROUND_SECONDS = 12
 ROUNDS = 22
 # Of the rounds before the slow peer the first ones are those in which the creator and the quick one start.
-WARM, BEFORE, WITH = 3, 5, 8
+WARM, BEFORE, WITH = 3, 4, 8
+BATCH = 64
 
 
 @dataclass
@@ -29,10 +31,14 @@ class Story:
 
     creator: Command
     slow: Command
+    doctor: Command
+    """On the slow peer's machine, before it joins."""
     records: list[dict[str, Any]]
     """The creator's rounds."""
+    quick: list[dict[str, Any]]
+    """The quick peer's; it does nothing but train and average."""
     joined: int
-    """Index of the first of them with the slow peer in it."""
+    """The first round with the slow peer in it."""
 
 
 def rounds_of(run: Path) -> list[dict[str, Any]]:
@@ -45,59 +51,75 @@ def rounds_of(run: Path) -> list[dict[str, Any]]:
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     with internet(public=3, homes=0) as net, started_in(tmp_path_factory.mktemp("swarm")) as commands:
         net.slow("pub3", "2mbit")
-        settings = (f"collaborative.round_seconds={ROUND_SECONDS}", f"collaborative.rounds={ROUNDS}")
+        settings = (f"collaborative.round_seconds={ROUND_SECONDS}", f"collaborative.rounds={ROUNDS}", "--open")
         own = ("model.name=tests.collaborative.patient:wide", "monitor.loggers=[jsonl]", "optim.lr=1e-4")
-        where = ("--host", net.address("pub1"), "--name", "creator")
+        where = ("--host", net.address("pub1"), "--name", "creator", "--allow-code")
         creator = commands.start("swarm", "create", "hivemind", *settings, *own, *where, on=net.on("pub1"))
         address = creator.says(r"jobs\.join (/ip4/45\.10\.10\.11/tcp/\d+/p2p/\w+)")[1]
         commands.start("join", address, "--allow-code", "--name", "quick", on=net.on("pub2"))
-        run = commands.run("hivemind-0001")
+        run, peer = (commands.run(f"hivemind-0001{name}") for name in ("", "-peer-0001"))
 
         def averaged(peers: int) -> list[int]:
-            return [index for index, record in enumerate(rounds_of(run)) if record["peers"] == peers]
+            return [record["round"] for record in rounds_of(run) if record["peers"] == peers]
 
-        wait_for(lambda: len(averaged(2)) >= WARM + BEFORE, 200, "rounds of two")
+        wait_for(lambda: len(averaged(2)) >= 1, 120, creator.file.read_text)
+        doctor = commands.start("swarm", "doctor", address, on=net.on("pub3"))
+        doctor.ends()
+        wait_for(lambda: len(averaged(2)) >= WARM + BEFORE, 200, creator.file.read_text)
         slow = commands.start("join", address, "--allow-code", "--name", "slow", on=net.on("pub3"))
-        wait_for(lambda: len(averaged(3)) >= WITH, 240, "rounds of three")
-        yield Story(creator, slow, rounds_of(run), averaged(3)[0])
+        wait_for(lambda: len(averaged(3)) >= WITH, 240, creator.file.read_text)
+        yield Story(creator, slow, doctor, rounds_of(run), rounds_of(peer), averaged(3)[0])
 
 
-def updates(records: list[dict[str, Any]]) -> float:
-    """The creator's, in a round on average."""
-    steps: list[int] = [after["step"] - before["step"] for before, after in pairwise(records)]
-    return sum(steps) / len(steps)
+def training(records: list[dict[str, Any]]) -> list[float]:
+    """Share of each round but the first that was spent in updates. However busy the machine is: an update that takes
+    longer for that counts for what it takes, and waiting for others does not count."""
+    return [
+        (after["step"] - before["step"]) * BATCH / after["images_per_sec"] / ROUND_SECONDS
+        for before, after in pairwise(records)
+    ]
 
 
 def test_it_costs_the_others_less_than_5_percent_of_their_updates(story: Story) -> None:
-    before = story.records[WARM : story.joined]
-    with_it = story.records[story.joined - 1 : story.joined + WITH]
-    print(f"updates a round: {updates(before):.2f} without, {updates(with_it):.2f} with it")
-    assert updates(with_it) >= 0.95 * updates(before)
+    before = training([record for record in story.quick if WARM < record["round"] < story.joined])
+    with_it = training([record for record in story.quick if story.joined - 1 <= record["round"]][: WITH + 1])
+    print(f"in updates: {before} without, {with_it} with it")
+    assert len(with_it) >= WITH - 1
+    assert mean(with_it) >= 0.95 * mean(before)
 
 
 def test_it_costs_the_others_no_round(story: Story) -> None:
-    with_it = story.records[story.joined : story.joined + WITH]
-    assert all(record["peers"] >= 2 for record in with_it)
-    assert [record["round"] for record in with_it] == list(range(with_it[0]["round"], with_it[0]["round"] + WITH))
+    with_it = [record for record in story.records if story.joined <= record["round"]][:WITH]
+    numbers = [record["round"] for record in with_it]
+    assert numbers == list(range(numbers[0], numbers[0] + WITH))
+    alone = [record for record in with_it if record["peers"] < 2]
+    assert len(alone) <= 1  # a machine that is busy with something else may miss one; the slow peer cost 4 of 9
 
 
-def test_at_first_it_is_late_and_a_round_says_how_many_parts_arrived(story: Story) -> None:
-    first = story.records[story.joined]
-    assert first["parts"] < first["parts_expected"]
+def test_a_round_says_how_many_parts_have_arrived_and_what_it_sends_is_in_time(story: Story) -> None:
+    three = [record for record in story.records if record["peers"] == 3]
+    first = three[0]
     assert re.search(rf"3 peers averaged, {first['parts']} of {first['parts_expected']} parts", story.creator.output)
-    assert "too late: " in story.creator.output
+    assert median(record["parts"] / record["parts_expected"] for record in three) >= 0.95
 
 
-def test_later_all_that_it_sends_arrives_in_time(story: Story) -> None:
-    last = [record for record in story.records if record["peers"] == 3][-3:]
-    assert all(record["parts"] >= 0.95 * record["parts_expected"] for record in last)
-
-
-def test_it_is_told_what_its_link_means_for_it(story: Story) -> None:
-    assert re.search(
-        r"upload [\d.]+ Mbit/s: this peer sends 8 bit, and each weight only in one of \d", story.slow.output
+def test_it_is_told_what_its_link_means_for_it_before_its_first_round(story: Story) -> None:
+    told = re.search(
+        r"upload ([\d.]+) Mbit/s: this peer sends 8 bit, and each weight only in one of \d", story.slow.output
     )
+    assert told is not None
+    assert told.start() < story.slow.output.index("Joined")
+    assert 1.0 <= float(told[1]) <= 2.5
     assert "nothing it learns is lost" in story.slow.output
+
+
+def test_the_doctor_has_measured_that_link(story: Story) -> None:
+    assert story.doctor.process.returncode == 0, story.doctor.output
+    measured = re.search(
+        r"^ok +upload +upload ([\d.]+) Mbit/s: this peer sends 8 bit", story.doctor.output, re.MULTILINE
+    )
+    assert measured is not None, story.doctor.output
+    assert 1.4 <= float(measured[1]) <= 2.5
 
 
 def test_its_averages_are_the_others(story: Story) -> None:

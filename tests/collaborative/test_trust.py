@@ -133,7 +133,7 @@ def test_a_volunteer_tells_of_itself_and_of_nothing_else(run: Run) -> None:
     assert run("""
 with peer() as volunteer, peer("reducer") as reducer, peer("owner") as owner:
     checks = CompositeValidator(owner.validators())
-    manifest = dataclasses.asdict(Manifest("run-1", "run", "seed: 0", 1, "ab" * 32))
+    manifest = dataclasses.asdict(Manifest("run-1", "run", "seed: 0", 1, "ab" * 32, 10, 1, 8))
     for key, value in ((PROGRESS, progress), ("run_outer.0b", True), ("run_outer.all_averagers", 1e9), (REVOKED, b"x"),
                        (BANNED, b"x"), (CREDITS, {"rows": []}), (MANIFEST, manifest)):
         print([checks.validate(signed(one, record(one, key, value))) for one in (volunteer, reducer, owner)])
@@ -159,6 +159,18 @@ with peer(owner=None) as stranger, peer("owner", open_run=True) as owner:
     for key, value in ((PROGRESS, progress), ("run_outer.all_averagers", 1e9)):
         print(checks.validate(signed(stranger, record(stranger, key, value))))
 """) == ["True", "False"]
+
+
+@pytest.mark.swarm
+def test_a_manifest_whose_model_would_fill_a_machine_is_refused(run: Run) -> None:
+    assert run("""
+with peer("owner") as owner:
+    checks = CompositeValidator(owner.validators())
+    manifest = dataclasses.asdict(Manifest("run-1", "run", "seed: 0", 1, "ab" * 32, 10, 1, 8))
+    for change in ({}, {"num_classes": 1 << 30}, {"num_classes": 0}, {"in_chans": 1 << 20}, {"image_size": 1 << 20},
+                   {"image_size": "8"}):
+        print(checks.validate(signed(owner, record(owner, MANIFEST, {**manifest, **change}))))
+""") == ["True", *["False"] * 5]
 
 
 @pytest.mark.swarm

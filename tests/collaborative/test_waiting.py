@@ -19,10 +19,10 @@ class World:
     asked: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
-    def look(self, addresses: Sequence[str]) -> int:
+    def look(self, addresses: Sequence[str]) -> bool:
         assert addresses == ("here",)
         self.asked.append(self.now)
-        return int(self.now >= self.back_at)
+        return self.now >= self.back_at
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

@@ -6,6 +6,7 @@ of those who are out.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -16,7 +17,7 @@ from typing import Any
 
 import hivemind
 
-from trainkit.collaborative import address, dialback, processes
+from trainkit.collaborative import address, dialback, processes, upload
 from trainkit.collaborative.admission import Admission, Member
 from trainkit.collaborative.bounds import bound_records
 from trainkit.collaborative.daemon import check_listening, explain, listen_on
@@ -36,6 +37,7 @@ from trainkit.collaborative.redial import redial
 from trainkit.collaborative.signed_records import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED, peer_key
 from trainkit.collaborative.signing import UntrustedError
 from trainkit.collaborative.trust import Identity
+from trainkit.collaborative.upload import Uploaded
 from trainkit.records.contributions import Contribution
 
 _START_SECONDS = 20.0
@@ -161,6 +163,12 @@ class SwarmDHT:
             self.client_mode = False
         return seen
 
+    def upload(self, peers: Sequence[str], *, enough: float = math.inf) -> Uploaded:
+        """How much this peer can send in a second to somebody at ``peers``, see `upload.measure`."""
+        work = partial(upload.measure, to=tuple(peers), enough=enough)
+        found: Uploaded = self._in_dht(work, _PROVE_SECONDS, Uploaded(0.0))
+        return found
+
     def _in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:
         try:
             return self.node.run_coroutine(work, return_future=True).result(seconds)
@@ -261,6 +269,7 @@ def open_dht(
         dht = SwarmDHT(node, identity, mine, client_mode=host is None or not proven)
         if host is not None and proven:
             dht._in_dht(dialback.serve, _READ_SECONDS, None)
+            dht._in_dht(upload.serve, _READ_SECONDS, None)
         dht.introduce_myself(_FIRST_SECONDS, wait=bool(peers))
         yield dht
     finally:

@@ -19,7 +19,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 
-from trainkit.collaborative import address
+from trainkit.collaborative import address, upload
 from trainkit.collaborative.home import known_of
 from trainkit.collaborative.reachability import worth_dialling
 
@@ -100,6 +100,7 @@ async def become_member(dht: Any, node: Any) -> None:
     await protocol.add_p2p_handlers(protocol.p2p, wrapper)
     await node.find_nearest_nodes([node.node_id])  # whoever is asked learns of it
     await serve(dht, node)
+    await upload.serve(dht, node)
 
 
 def _asked(text: str) -> list[str]:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from trainkit import terminal
 from trainkit.collaborative import processes
 from trainkit.collaborative.entry import Entry
+from trainkit.collaborative.link import MEGABIT, enough, in_words
+from trainkit.collaborative.parts import encoded_bytes, load_for
+from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import TrainkitError
 from trainkit.records.rundir import runs_root
 
@@ -46,12 +49,16 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     disk = _disk(env, 0)
     if disk.exit_code:
         yield disk
-    reached = []
-    for item in entry.addresses:
-        named = list(_name_and_port(item))
-        yield from named
-        if all(finding.exit_code == 0 for finding in named):
-            reached.append(item)
+    found = {item: list(_name_and_port(item)) for item in entry.addresses}
+    reached = [item for item, findings in found.items() if all(finding.exit_code == 0 for finding in findings)]
+    for finding in (finding for findings in found.values() for finding in findings):
+        # One way in is enough: a peer has addresses of its own network, too, which lead nowhere from elsewhere.
+        spared = reached and finding.exit_code
+        yield (
+            replace(finding, remedy="", exit_code=0, found=f"{finding.found}; another address answers")
+            if spared
+            else finding
+        )
     if reached:
         yield from _swarm(replace(entry, addresses=tuple(reached)), env)
 
@@ -118,13 +125,13 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             if seen.by:
                 yield _clock(seen.clock)
             manifest = read_manifest(dht, entry.addresses)
-            over = manifest.stopped
             config = adapted(manifest.config, (), allow_code=True)
+            rounds, over = config.collaborative, manifest.stopped
+            uploaded = dht.upload(entry.addresses).rate
     except TrainkitError as error:
         name = "clock" if "clock" in error.what else "manifest" if "No run" in error.what else "swarm"
         yield Finding(name, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or name == "clock" else 1)
         return
-    rounds = config.collaborative
     end = (manifest.first_round + rounds.rounds) * rounds.round_seconds
     by_time = rounds.sync == "diloco"
     if over or (by_time and time.time() >= end):
@@ -141,6 +148,22 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     else:
         yield Finding("versions", "those of the creator")
     yield _disk(env, parameters_in(manifest.facts))
+    yield _upload(uploaded, parameters_in(manifest.facts), rounds)
+
+
+def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:
+    """What was sent went to a peer of the swarm: an exchange can have as much."""
+    if rate <= 0.0:
+        fix = "Try again; if it stays so, the peer there is overloaded, or has another version: ask its creator."
+        return Finding("upload", "nobody takes what is sent to measure it", fix, 1)
+    found = f"{rate / MEGABIT:.1f} Mbit/s"
+    if rounds.sync == "gradients":
+        size = encoded_bytes(parameters, rounds.compression)
+        return Finding("upload", f"{found}: the {size / 1e6:.1f} MB of an update take {size / rate:.1f} s")
+    if rate >= enough(parameters, rounds.compression, rounds.round_seconds):
+        return Finding("upload", f"{found} at least, and the run needs less")
+    load = load_for(rate, parameters, rounds.compression, rounds.round_seconds)
+    return Finding("upload", in_words(load, rate), "It can join as it is. A wire instead of Wi-Fi may help.")
 
 
 def _clock(ahead: float) -> Finding:

@@ -26,6 +26,7 @@ _SAMPLES = 16
 # Of these a third digit is a mended error, which does not change what is computed.
 _LIBRARIES = ("torch", "hivemind")
 _MODEL_LIBRARIES = ("timm", "torchvision")
+_DATA = "data"
 _CODE = "code of "
 # What decides about an update, and about what becomes of it at the end of a round.
 _ROOMS = ("data", "models", "training")
@@ -34,7 +35,7 @@ _ROUNDS = ("clock", "codecs", "common", "exchange", "gradients", "outer", "parts
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MEANS_NOTHING = ("type_comment", "kind", "ctx")
 _MENDS = {
-    "data": "Give data.root the folder of the very same data set.",
+    _DATA: "Give data.root the folder of the very same data set.",
     "settings": "Take the run's settings as they are.",
 }
 
@@ -43,7 +44,7 @@ def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]
     """One line for each, as the user sees it."""
     found = {
         "model": _model(model),
-        "data": _data(splits),
+        _DATA: _data(splits),
         "seed": str(config.seed),
         **code_facts(_PACKAGE, [getattr(config, section).name for section in ("model", "data")]),
     }
@@ -53,6 +54,14 @@ def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]
         if name in libraries:
             found[name] = metadata.version(name).split("+")[0]
     return found
+
+
+def without_data(ours: Mapping[str, str], theirs: Mapping[str, str], config: Config) -> dict[str, str]:
+    """``ours`` of a peer that does not train: what only says which data set it is, is the run's."""
+    module = config.data.name.partition(":")[0]
+    about = {_DATA, *([_CODE + module] if module != config.model.name.partition(":")[0] else [])}
+    taken = {key: theirs[key] for key in about if key in theirs}
+    return {**{key: value for key, value in ours.items() if key not in about}, **taken}
 
 
 def installed() -> dict[str, str]:

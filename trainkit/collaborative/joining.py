@@ -8,17 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from trainkit.collaborative import trust
+from trainkit.collaborative.absent import no_data
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.dht import SwarmDHT, open_dht, read_manifest
 from trainkit.collaborative.entry import Entry
-from trainkit.collaborative.facts import facts_of, meeting_place, require_same
+from trainkit.collaborative.facts import facts_of, meeting_place, require_same, without_data
 from trainkit.collaborative.fitting import volunteers_share
 from trainkit.collaborative.home import Home, Memory, keep_identity
 from trainkit.collaborative.keeping import Role, RoundKeeper
+from trainkit.collaborative.link import enough, in_words
 from trainkit.collaborative.loop import Ending, Peer
-from trainkit.collaborative.messages import Manifest, require_going_on
+from trainkit.collaborative.messages import Manifest, require_going_on, require_same_version
+from trainkit.collaborative.parts import load_for
 from trainkit.collaborative.reachability import FORWARD
 from trainkit.collaborative.seat import Seat, averaged, clock_at, common_state, kept, peer_at, take_part
 from trainkit.collaborative.settings import check_peer
@@ -70,15 +73,18 @@ def join(
                 why=f"All of its {config.collaborative.rounds} rounds are done.",
                 fix="Join another.",
             )
-        splits = build_data(config.data)
+        splits = build_data(config.data) if seat.trains else no_data(config.data.name, manifest)
         outer = common_state(config, splits)
         clock = clock_at(config, outer, manifest.first_round)
         if seat.max_upload is not None:
             seat.say(volunteers_share(config.collaborative, outer.theta.numel(), seat.max_upload))
         facts = facts_of(config, splits, outer.model)
+        if not seat.trains:
+            facts = without_data(facts, manifest.facts, config)
         require_same(manifest.facts, facts)
         place = meeting_place(manifest.run_id, facts)
-        with averaged(config, seat, splits, outer, dht, place) as (team, averaging):
+        measured = _slow_upload(dht, entry, config, outer, seat)
+        with averaged(config, seat, splits, outer, dht, place, measured=measured) as (team, averaging):
             parts = team.judge
             watch, progress = Watch(dht, _creator_of(dht, manifest), clock.oldest_news), Progress()
             memory = Memory(entry.addresses)
@@ -136,6 +142,22 @@ def proven(dht: SwarmDHT, addresses: Sequence[str], seat: Seat) -> Seat:
     return replace(seat, must_prove=False, host=None)
 
 
+def _slow_upload(dht: SwarmDHT, entry: Entry, config: Config, outer: CommonState, seat: Seat) -> float | None:
+    """Bytes per second that this peer can send; None if they are enough, or not known.
+
+    With ``sync: gradients`` there is nothing that could be sent later.
+    """
+    agreed, values = config.collaborative, outer.theta.numel()
+    needed = enough(values, agreed.compression, agreed.round_seconds)
+    if not seat.trains or agreed.sync == "gradients":
+        return None
+    measured = dht.upload(entry.addresses, enough=needed).rate
+    if not 0.0 < measured < needed:
+        return None
+    seat.say(in_words(load_for(measured, values, agreed.compression, agreed.round_seconds), measured))
+    return measured
+
+
 @dataclass(frozen=True)
 class _Guest:
     """What a peer needs to come into the swarm, and to come back."""
@@ -178,23 +200,34 @@ class _Guest:
 
     def _found_again(self, peer: Peer, *, must_wait: bool) -> RoundClock | None:
         """The clock to go on by, with the state of its present round; None when it is time to leave."""
-        seat = self.seat
-        waiting = Waiting(self.dht.reconnect, seat.stop_requested, seat.say, seat.patience)
-        while not seat.stop_requested():
-            if must_wait and not waiting.until_back(self.memory.others):
-                return None
-            must_wait = True
-            self.dht.require_welcome()
-            peer.watch.poll()
-            if peer.watch.stopped:
-                return None
-            manifest = self._manifest()
-            if manifest is None or manifest.first_round < peer.clock.first:
-                continue
-            clock = clock_at(self.config, self.outer, manifest.first_round)
-            with suppress(RunFailedError):
-                self._adopt(clock, seconds=2 * clock.seconds)
-                return clock
+        back: list[RoundClock] = []
+
+        def look(addresses: Sequence[str]) -> bool:
+            if self.dht.reconnect(addresses) and (clock := self._present_clock(peer)) is not None:
+                back.append(clock)
+            return bool(back) or peer.watch.stopped
+
+        if must_wait or not look(self.memory.others):
+            Waiting(look, self.seat.stop_requested, self.seat.say, self.seat.patience).until_back(self.memory.others)
+        return back[0] if back else None
+
+    def _present_clock(self, peer: Peer) -> RoundClock | None:
+        """That of those who answer, whose state has then been taken over; None if they have none to give, yet.
+
+        Raises UserError when another run answers, and RefusedError when this peer is out of it, or the run is not what
+        it was when this peer has joined it.
+        """
+        self.dht.require_welcome()
+        peer.watch.poll()
+        manifest = self._manifest()
+        if peer.watch.stopped or manifest is None or manifest.first_round < peer.clock.first:
+            return None
+        require_same_version(manifest)
+        require_same(manifest.facts, self.manifest.facts)
+        clock = clock_at(self.config, self.outer, manifest.first_round)
+        with suppress(RunFailedError):
+            self._adopt(clock, seconds=2 * clock.seconds)
+            return None if self.seat.stop_requested() else clock
         return None
 
     def _manifest(self) -> Manifest | None:
@@ -202,7 +235,7 @@ class _Guest:
 
         Raises UserError when it is another run's by now.
         """
-        found = [one for one in self.dht.manifests().values() if one.protocol == self.manifest.protocol]
+        found = list(self.dht.manifests().values())
         same = [one for one in found if one.run_id == self.manifest.run_id]
         if found and not same:
             raise UserError(

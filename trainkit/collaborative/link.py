@@ -11,6 +11,8 @@ MEGABIT = 125_000.0
 """Bytes."""
 # A wait shorter than this says nothing about a link: what was waited for was there already.
 _SHORTEST = 0.05
+# What nobody has waited for has come by a link that is faster than was known: by how much is tried out.
+_FASTER = 1.5
 # Speeds vary from round to round; people are told again when what is sent has changed by so much.
 _NOTABLE = 2.0
 
@@ -34,23 +36,31 @@ class Arrivals(Protocol):
 class Link:
     """Measured where it counts: by how long those who average have waited for this peer.
 
-    Nothing is known at first, so that a peer sends everything in its first round; whatever of it is late is left out
-    and sent later.
+    Of what was measured before the first round (see `upload`) only that counts that is too slow; otherwise a peer sends
+    everything in its first round, and whatever of it is late is left out and sent later.
 
     Args:
         values: in the vector.
         codec: the run's.
         patience: the others wait so long for a peer's parts, in seconds.
         limit: bytes per second that this peer may use at most.
+        measured: bytes per second, where they are known not to be `enough`.
     """
 
     def __init__(
-        self, values: int, codec: Codec, round_seconds: float, patience: float, limit: float | None = None
+        self,
+        values: int,
+        codec: Codec,
+        round_seconds: float,
+        patience: float,
+        limit: float | None = None,
+        measured: float | None = None,
     ) -> None:
         self._values, self._codec, self._round_seconds = values, codec, round_seconds
         self._patience, self._limit = patience, limit
         self._turn = 0
-        self.upload = limit
+        known = [rate for rate in (limit, measured) if rate is not None]
+        self.upload = min(known) if known else None
         """Bytes per second; None: not known, so not slow."""
         self.load = self._told = self._load()
 
@@ -67,7 +77,9 @@ class Link:
             most = (found.timed_bytes + encoded_bytes(PART, self.load.codec)) / self._patience
             measured = most if measured is None else min(measured, most)
         if measured is None:
-            return ""
+            if self.upload is None or late or not any(sent):
+                return ""
+            measured = _FASTER * self.upload  # it was there before anybody waited for it
         known = measured if self.upload is None else 0.5 * (self.upload + measured)
         self.upload = known if self._limit is None else min(known, self._limit)
         self.load = self._load()
@@ -88,6 +100,11 @@ def in_words(load: Load, upload: float) -> str:
     if load.rounds == 1:
         return words
     return f"{words}, and each weight only in one of {load.rounds} rounds; nothing it learns is lost"
+
+
+def enough(values: int, codec: Codec, round_seconds: float) -> float:
+    """Bytes per second with which a peer can send all of its vector in every round."""
+    return encoded_bytes(values, codec) / (SHARE * round_seconds)
 
 
 def shortest_round(upload: float, values: int, codec: Codec) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,7 @@ from trainkit.collaborative.result import Round
 from trainkit.collaborative.sentry import Sentry
 from trainkit.collaborative.team import Team
 from trainkit.collaborative.watch import Watch
+from trainkit.data.batch import Batch
 from trainkit.training.nonfinite import DivergedError, NonFinite, Remark
 from trainkit.training.outcome import MOST_ROLLBACKS
 from trainkit.training.parts import Parts
@@ -114,6 +116,12 @@ class Peer:
     """The creator publishes the manifest anew, so that it neither expires nor misses on new nodes."""
     beat: Callable[[], None] = lambda: None
     pace: Pace = field(default_factory=Pace)
+
+    def batches(self) -> AbstractContextManager[Iterator[Batch]]:
+        """What it trains on; nothing, where it does not: it need not have the data."""
+        if not self.trains:
+            return nullcontext(iter(()))
+        return self.team.batches(self.data_seed, self.progress.position)
 
 
 def hear(p: Peer) -> None:

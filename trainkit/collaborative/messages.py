@@ -16,7 +16,7 @@ from trainkit.collaborative import address
 from trainkit.errors import RefusedError, UserError
 from trainkit.records.contributions import Contribution, typed
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Manifest:
     first_round: int
     owner: str
     """The owner's public key, in hex."""
+    num_classes: int
+    """Of the data; a peer that does not train builds its model by this and the next two."""
+    in_chans: int
+    image_size: int
     open_run: bool = False
     """Whoever has an address may take part, as a volunteer."""
     facts: dict[str, str] = field(default_factory=dict)
@@ -131,14 +135,18 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[st
             why="Somebody has published a manifest of their own in this swarm.",
             fix="Join by the address of the run's creator.",
         )
-    creator, manifest = candidates[0]
+    require_same_version(candidates[0][1])
+    return candidates[0]
+
+
+def require_same_version(manifest: Manifest) -> None:
+    """Raises RefusedError when the creator's trainkit speaks otherwise than this one."""
     if manifest.protocol != PROTOCOL:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
             why="Its creator has another trainkit.",
             fix="Install the creator's version.",
         )
-    return creator, manifest
 
 
 def require_going_on(manifest: Manifest) -> None:

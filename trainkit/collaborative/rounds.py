@@ -55,7 +55,7 @@ def train(p: Peer) -> Ending:
         RefusedError: its invitation has ended, or it was banned.
     """
     publish(p, p.outer.round)
-    with p.team.batches(p.data_seed, p.progress.position) as batches:
+    with p.batches() as batches:
         inner = _Inner(batches, Updater(p.team.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
         ending: Ending | None = None
         while (index := p.clock.index(time.time())) < p.clock.count:

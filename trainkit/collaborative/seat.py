@@ -88,9 +88,18 @@ def common_state(config: Config, splits: Splits) -> CommonState:
 
 @contextmanager
 def averaged(
-    config: Config, seat: Seat, splits: Splits, outer: CommonState, dht: SwarmDHT, run_id: str
+    config: Config,
+    seat: Seat,
+    splits: Splits,
+    outer: CommonState,
+    dht: SwarmDHT,
+    run_id: str,
+    *,
+    measured: float | None = None,
 ) -> Iterator[tuple[Team, Averaging]]:
     """What trains here, and what agrees with the others.
+
+    ``measured``: bytes per second that this peer can send, where that is too slow for all that there is to send.
 
     In this order: the averager's process is forked, which must be before CUDA is used for the first time.
     """
@@ -103,7 +112,9 @@ def averaged(
         if isinstance(outer, GradientState):
             team = replace(team, parts=GatheringParts.of(team.parts, outer.gathered))
         agreed = config.collaborative
-        link = Link(outer.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), seat.max_upload)
+        link = Link(
+            outer.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), seat.max_upload, measured
+        )
         yield team, Averaging(averager, dht, outer, agreed, link)
 
 

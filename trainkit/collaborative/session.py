@@ -97,6 +97,9 @@ def create(
                 config=to_yaml(config),
                 first_round=clock.first,
                 owner=key.public.hex(),
+                num_classes=splits.info.num_classes,
+                in_chans=splits.info.in_chans,
+                image_size=splits.info.image_size,
                 open_run=config.collaborative.open,
                 facts=facts,
             )

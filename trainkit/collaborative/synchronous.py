@@ -7,7 +7,7 @@ beginning of a round on and are found by those who lead one, who look for the ot
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from trainkit.collaborative.gradients import GradientState
@@ -17,7 +17,6 @@ from trainkit.collaborative.result import Round
 from trainkit.collaborative.tally import FRESH_SECONDS, Tally, newest_round, tally
 from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
-from trainkit.data.workers import Batches
 from trainkit.errors import RunFailedError
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.update import Updater
@@ -40,7 +39,7 @@ _LONGEST_PAUSE = 8.0
 class _Work:
     """What updates are made of, and how a peer gets on with the present one."""
 
-    batches: Batches[Batch]
+    batches: Iterator[Batch]
     update: Updater
     nonfinite: NonFinite
     outer: GradientState
@@ -75,7 +74,7 @@ def train(p: Peer) -> Ending:
     outer = p.outer
     assert isinstance(outer, GradientState)
     nothing = Round(group=0, used="nothing", why="", samples_per_sec=0.0, drifted=False)
-    with p.team.batches(p.data_seed, p.progress.position) as batches:
+    with p.batches() as batches:
         work = _Work(
             batches,
             Updater(p.team.parts, beat=p.beat),

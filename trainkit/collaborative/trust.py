@@ -42,6 +42,10 @@ class _ManifestRecord(v1.BaseModel):
     config: v1.constr(strict=True, max_length=100_000)  # type: ignore[valid-type]
     first_round: _Count  # type: ignore[valid-type]
     owner: v1.constr(strict=True, regex="^[0-9a-f]{64}$")  # type: ignore[valid-type]
+    # Who builds a model by these must not run out of memory: a plausible one has no more.
+    num_classes: v1.conint(strict=True, ge=1, le=1 << 20)  # type: ignore[valid-type]
+    in_chans: v1.conint(strict=True, ge=1, le=1024)  # type: ignore[valid-type]
+    image_size: v1.conint(strict=True, ge=1, le=1 << 14)  # type: ignore[valid-type]
     open_run: v1.StrictBool
     facts: dict[v1.StrictStr, v1.constr(strict=True, max_length=500)]  # type: ignore[valid-type]
     stopped: v1.StrictBool

@@ -19,8 +19,8 @@ _LOOK_SECONDS = 0.5
 class Waiting:
     """How to wait."""
 
-    look: Callable[[Sequence[str]], int]
-    """Look for peers at addresses; how many answer."""
+    look: Callable[[Sequence[str]], bool]
+    """Look for the swarm at addresses: whether it is there, and goes on with this peer."""
     stop_requested: Callable[[], bool]
     say: Callable[[str], None]
     patience: float = PATIENCE_SECONDS
