@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jobs import cli
 from jobs.peering import peer_name, say_end
@@ -35,17 +36,15 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
             why="It is a swarm that was created by hand, and goes on in this terminal.",
             fix=f"Leave it out: {terminal.command('resume', run.path)}",
         )
-    return _go_on(run, None, allow_code=args.allow_code, force=args.force, trains=True)
+    return _go_on(run, None, allow_code=args.allow_code, force=args.force, trains=True, moved={})
 
 
 def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str]) -> int:
     """``python -m jobs.swarm create --resume RUN``."""
-    asked = {"--announce": args.announce, "--port": args.port, "--identity": args.identity, "--run-dir": args.run_dir}
-    asked["--max-upload"] = args.max_upload
-    # --host has a default, so that it cannot be told whether it was given.
+    asked = {"--identity": args.identity, "--run-dir": args.run_dir, "--max-upload": args.max_upload}
     given = [*([args.preset] if args.preset else []), *args.overrides, *(flag for flag in asked if asked[flag])]
     if given:
-        parser.error(f"{given[0]} does not go with --resume: the run has its settings, its addresses and its folder")
+        parser.error(f"{given[0]} does not go with --resume: the run has its settings, its key and its folder")
     run = find_run(args.resume, env)
     if life_of(run).finished:
         raise UserError(
@@ -53,10 +52,13 @@ def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str])
             why="All of its rounds are done.",
             fix=f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}",
         )
-    return _go_on(run, args.name, allow_code=args.allow_code, force=False, trains=not args.no_train)
+    moved = {"host": args.host, "port": args.port, "announce": args.announce}
+    return _go_on(run, args.name, allow_code=args.allow_code, force=False, trains=not args.no_train, moved=moved)
 
 
-def _go_on(run: RunDir, name: str | None, *, allow_code: bool, force: bool, trains: bool) -> int:
+def _go_on(
+    run: RunDir, name: str | None, *, allow_code: bool, force: bool, trains: bool, moved: Mapping[str, Any]
+) -> int:
     require_no_job(run, force=force)
     loaded = load(str(run.config))
     require_own_code(run.path, loaded, allow_code=allow_code)
@@ -83,6 +85,7 @@ def _go_on(run: RunDir, name: str | None, *, allow_code: bool, force: bool, trai
             trains=trains,
             stop=stop,
             say=peer.say,
+            **moved,
         )
     say_end(ending, run_dir)
     return 0

@@ -47,6 +47,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("preset", nargs="?", metavar="PRESET", help="as a rule hivemind")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     add_peer_flags(parser, host="0.0.0.0")
+    parser.set_defaults(host=None)  # with --resume it matters whether it was given
     parser.add_argument(
         "--announce", metavar="HOST[:PORT]", help="tell others this address: of the router that forwards the port"
     )
@@ -75,7 +76,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
             loaded.config,
             open_run=lambda config: peer.begin(make_run(config, args.run_dir, loaded.name, env)),
             name=args.name,
-            host=args.host,
+            host=args.host or "0.0.0.0",
             port=port,
             max_upload=rate_of(args.max_upload) if args.max_upload else None,
             identity=args.identity,

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.collaborative.conftest import TOKEN, Command, Commands, started_in, wait_for
+from tests.collaborative.conftest import TOKEN, Command, Commands, started_in
 from tests.collaborative.internet import internet
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
+ROUND_SECONDS = 6
 FAST = (
     "monitor.loggers=[jsonl]",
     "collaborative.matchmaking_seconds=1.5",
-    "collaborative.round_seconds=6",
+    f"collaborative.round_seconds={ROUND_SECONDS}",
     "collaborative.rounds=60",
     "model.name=tests.collaborative.patient:model",
     "data.name=tests.collaborative.rooted:data",
@@ -26,7 +29,8 @@ FAST = (
 
 @dataclass
 class Story:
-    """The creator is killed when all average; a newcomer joins through the anchor; the creator comes back."""
+    """The creator is killed when all average; a newcomer joins through the anchor; the creator comes back elsewhere;
+    the anchor is killed while all send their parts."""
 
     commands: Commands
     doctor: Command
@@ -40,8 +44,11 @@ class Story:
     """Two that believe they can be reached."""
     late: Command
     again: Command
+    """The creator, on another machine, from a copy of its run folder."""
+    twin: Command
+    """The same from the run folder itself, on the creator's own machine."""
     killed_at: dict[str, int]
-    """How much each had said when the creator was killed."""
+    """How much the anchor had said when the creator was killed, and the creator when the anchor was."""
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +78,23 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         anchor.says("creator has left")
         late = commands.join(token, here, through_anchor, "--name", "late", on=net.on("pub3"))
         late.says("4 peers averaged")
-        again = commands.start("resume", str(commands.run("hivemind-0001")), "--allow-code", on=net.on("pub1"))
-        wait_for(lambda: "5 peers averaged" in again.output, 90, again.output)
+        copy = shutil.copytree(commands.run("hivemind-0001"), commands.folder / "copied" / "hivemind-0001")
+        resume = ("swarm", "create", "--allow-code", "--resume")
+        again = commands.start(*resume, str(copy), on=net.on("pub3"))
+        again.says("5 peers averaged", 120)
+        twin = commands.start(*resume, str(commands.run("hivemind-0001")), on=net.on("pub1"))
+        assert twin.ends() == 2
+        again.says(r"5 peers averaged.*\n(.*\n)*.*5 peers averaged", 120)
+        killed_at["again"] = len(again.output)
+        anchor.note_family()
+        time.sleep(ROUND_SECONDS - time.time() % ROUND_SECONDS + 0.02)  # all have met, and send their parts
+        for one in anchor.alive():
+            one.kill()
+        again.says(r"4 peers averaged", 120)
         again.process.send_signal(signal.SIGINT)
-        for command in (again, anchor, *homes, late):
+        for command in (again, *homes, late):
             command.ends()
-        yield Story(commands, doctor, hidden, bare, creator, anchor, homes, late, again, killed_at)
+        yield Story(commands, doctor, hidden, bare, creator, anchor, homes, late, again, twin, killed_at)
 
 
 def test_two_behind_routers_who_would_listen_are_told_that_nobody_reaches_them_and_all_average(story: Story) -> None:
@@ -124,14 +142,32 @@ def test_an_anchor_needs_no_data_and_whoever_trains_does(story: Story) -> None:
     assert story.bare.output.startswith("The data set 'rooted' is not in")
 
 
+def test_a_creator_that_has_moved_says_where_newcomers_find_it(story: Story) -> None:
+    place = r"python -m jobs\.join TOKEN /ip4/45\.10\.10\.13/tcp/4711/"
+    assert re.search(rf"^It has moved\. Who trains finds it through an anchor.*\n  {place}", story.again.output, re.M)
+
+
+def test_a_second_creator_from_a_copy_of_the_run_folder_is_refused(story: Story) -> None:
+    lines = story.twin.output.splitlines()
+    assert lines[0] == "This run goes on already, on another machine."
+    assert "answers at /ip4/45.10.10.13/tcp/4711/" in lines[1]
+    assert "round" not in story.twin.output.splitlines()[-1]
+
+
+def test_an_anchor_killed_while_all_send_their_parts_costs_a_round_at_most(story: Story) -> None:
+    later = [line for line in story.again.output[story.killed_at["again"] :].splitlines() if line.startswith("round ")]
+    until = next(index for index, line in enumerate(later) if "4 peers averaged" in line)
+    assert len([line for line in later[:until] if "peers averaged" not in line]) <= 1
+
+
 def test_all_end_when_the_creator_does(story: Story) -> None:
-    assert [story.again.process.returncode, story.anchor.process.returncode, story.late.process.returncode] == [0, 0, 0]
+    assert [peer.process.returncode for peer in (story.again, story.late, *story.homes)] == [0, 0, 0, 0]
     assert "The creator ended the run." in story.late.output
 
 
 def test_the_doctor_finds_nothing_behind_a_router_and_joins_nothing(story: Story) -> None:
     assert story.doctor.process.returncode == 0, story.doctor.output
     assert [line.split()[1] for line in story.doctor.output.splitlines() if line.startswith("ok")] == [
-        *("device", "tcp", "clock", "manifest", "versions", "disk", "upload"),
+        *("device", "tcp", "tcp", "clock", "manifest", "versions", "disk", "upload"),
     ]
     assert "peer@" not in story.creator.output

@@ -74,7 +74,7 @@ def upload(rate: float, **settings: Any) -> Finding:
 
 def test_an_upload_is_told_with_what_it_means_for_this_run() -> None:
     assert upload(50.0).found == "50.0 Mbit/s at least, and the run needs less"
-    assert upload(2.0).found.startswith("upload 2.0 Mbit/s: this peer sends 8 bit, and each weight only in one of 6")
+    assert upload(2.0).found.startswith("2.0 Mbit/s: this peer sends 8 bit, and each weight only in one of 6")
     assert upload(2.0, sync="gradients").found == "2.0 Mbit/s: the 6.0 MB of an update take 24.0 s"
 
 

@@ -33,6 +33,8 @@ class Story:
     slow: Command
     doctor: Command
     """On the slow peer's machine, before it joins."""
+    told: str
+    """What the quick peer has said; it was started with a limit."""
     records: list[dict[str, Any]]
     """The creator's rounds."""
     quick: list[dict[str, Any]]
@@ -56,8 +58,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         where = ("--host", net.address("pub1"), "--name", "creator", "--allow-code")
         creator = commands.start("swarm", "create", "hivemind", *settings, *own, *where, on=net.on("pub1"))
         address = creator.says(r"jobs\.join (/ip4/45\.10\.10\.11/tcp/\d+/p2p/\w+)")[1]
-        commands.start("join", address, "--allow-code", "--name", "quick", on=net.on("pub2"))
-        run, peer = (commands.run(f"hivemind-0001{name}") for name in ("", "-peer-0001"))
+        run, peer = (commands.run(name) for name in ("hivemind-0001", "quick"))
+        limited = ("--max-upload", "50Mbit", "--run-dir", str(peer))
+        quick = commands.start("join", address, "--allow-code", "--name", "quick", *limited, on=net.on("pub2"))
 
         def averaged(peers: int) -> list[int]:
             return [record["round"] for record in rounds_of(run) if record["peers"] == peers]
@@ -68,7 +71,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         wait_for(lambda: len(averaged(2)) >= WARM + BEFORE, 200, creator.file.read_text)
         slow = commands.start("join", address, "--allow-code", "--name", "slow", on=net.on("pub3"))
         wait_for(lambda: len(averaged(3)) >= WITH, 240, creator.file.read_text)
-        yield Story(creator, slow, doctor, rounds_of(run), rounds_of(peer), averaged(3)[0])
+        yield Story(creator, slow, doctor, quick.output, rounds_of(run), rounds_of(peer), averaged(3)[0])
 
 
 def training(records: list[dict[str, Any]]) -> list[float]:
@@ -86,6 +89,11 @@ def test_it_costs_the_others_less_than_5_percent_of_their_updates(story: Story) 
     print(f"in updates: {before} without, {with_it} with it")
     assert len(with_it) >= WITH - 1
     assert mean(with_it) >= 0.95 * mean(before)
+
+
+def test_others_train_on_while_its_parts_are_on_their_way(story: Story) -> None:
+    with_it = [record for record in story.quick if story.joined <= record["round"]][:WITH]
+    assert mean(record["exchange_seconds"] for record in with_it) > 0.02 * ROUND_SECONDS
 
 
 def test_it_costs_the_others_no_round(story: Story) -> None:
@@ -115,12 +123,14 @@ def test_it_is_told_what_its_link_means_for_it_before_its_first_round(story: Sto
 
 def test_the_doctor_has_measured_that_link(story: Story) -> None:
     assert story.doctor.process.returncode == 0, story.doctor.output
-    measured = re.search(
-        r"^ok +upload +upload ([\d.]+) Mbit/s: this peer sends 8 bit", story.doctor.output, re.MULTILINE
-    )
+    measured = re.search(r"^ok +upload +([\d.]+) Mbit/s: this peer sends 8 bit", story.doctor.output, re.MULTILINE)
     assert measured is not None, story.doctor.output
     assert 1.4 <= float(measured[1]) <= 2.5
 
 
 def test_its_averages_are_the_others(story: Story) -> None:
     assert "taking over their state" not in story.slow.output.split("Joined")[1]
+
+
+def test_who_sets_a_limit_is_told_what_to_expect(story: Story) -> None:
+    assert story.told.startswith("upload 50.0 Mbit/s: this peer sends fp16; 5.7 MB a round, 0.9 s, 8 % of it.")

@@ -14,24 +14,25 @@ class World:
     """A clock that nobody waits for, and a swarm that is back at some moment."""
 
     back_at: float
+    ready_at: float = 0.0
     stop_at: float = 1e9
     now: float = 0.0
     asked: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
-    def look(self, addresses: Sequence[str]) -> bool:
+    def look(self, addresses: Sequence[str]) -> int:
         assert addresses == ("here",)
         self.asked.append(self.now)
-        return self.now >= self.back_at
+        return int(self.now >= self.back_at)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
     def wait(self, patience: float = 24 * 3600.0) -> bool:
         stopped = lambda: self.now >= self.stop_at  # noqa: E731
-        return Waiting(self.look, stopped, self.said.append, patience, lambda: self.now, self.sleep).until_back(
-            ("here",)
-        )
+        ready = lambda: self.now >= self.ready_at  # noqa: E731
+        waiting = Waiting(self.look, ready, stopped, self.said.append, patience, lambda: self.now, self.sleep)
+        return waiting.until_back(("here",))
 
 
 def test_a_peer_waits_until_somebody_of_the_swarm_answers() -> None:
@@ -46,6 +47,13 @@ def test_it_asks_less_and_less_often_and_at_least_once_a_minute() -> None:
     pauses = [later - before for before, later in zip(world.asked, world.asked[1:], strict=False)]
     assert pauses == sorted(pauses)
     assert [pauses[0], pauses[-1]] == pytest.approx([2.0, 60.0])
+
+
+def test_who_answers_and_is_not_ready_is_asked_again_soon() -> None:
+    world = World(back_at=3600.0, ready_at=3690.0)
+    assert world.wait()
+    assert world.now < 3690.0 + 35.0
+    assert world.said.count(world.said[0]) == 1
 
 
 def test_it_says_how_long_it_will_wait_and_every_ten_minutes_that_it_does() -> None:

@@ -70,9 +70,9 @@ def test_what_a_swarm_made_by_hand_cannot_heed_is_refused(command: Command, run:
     assert done.code == 2
 
 
-def test_a_resumed_swarm_has_its_settings_and_its_address(command: Command, run: RunDir) -> None:
+def test_a_resumed_swarm_has_its_settings_and_its_key(command: Command, run: RunDir) -> None:
     HOME.write(run)
-    for more in (["--port", "4712"], ["--announce", "1.2.3.4:5"], ["hivemind"]):
+    for more in (["--identity", "key"], ["optim.lr=1"], ["hivemind"]):
         done = command("swarm", "create", "--resume", run.name, *more)
         assert done.code == 2
         assert "does not go with --resume" in done.err

@@ -157,19 +157,20 @@ class SwarmDHT:
 
         ``as_member``: if it is reached, it is a member from then on.
         """
-        seen: Seen = self._in_dht(partial(dialback.ask, of=tuple(peers)), _PROVE_SECONDS, Seen(by=""))
+        seen: Seen = self.in_dht(partial(dialback.ask, of=tuple(peers)), _PROVE_SECONDS, Seen(by=""))
         if seen.reached and as_member:
-            self._in_dht(dialback.become_member, _PROVE_SECONDS, None)
+            self.in_dht(dialback.become_member, _PROVE_SECONDS, None)
             self.client_mode = False
         return seen
 
     def upload(self, peers: Sequence[str], *, enough: float = math.inf) -> Uploaded:
         """How much this peer can send in a second to somebody at ``peers``, see `upload.measure`."""
         work = partial(upload.measure, to=tuple(peers), enough=enough)
-        found: Uploaded = self._in_dht(work, _PROVE_SECONDS, Uploaded(0.0))
+        found: Uploaded = self.in_dht(work, _PROVE_SECONDS, Uploaded(0.0))
         return found
 
-    def _in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:
+    def in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:
+        """What the coroutine ``work(dht, node)`` returns, in the node's process; ``otherwise`` if it takes too long."""
         try:
             return self.node.run_coroutine(work, return_future=True).result(seconds)
         except (FutureTimeoutError, OSError):
@@ -268,8 +269,8 @@ def open_dht(
             raise explain(error, peers, invited=identity.own.grant.owner != NOBODY) from None
         dht = SwarmDHT(node, identity, mine, client_mode=host is None or not proven)
         if host is not None and proven:
-            dht._in_dht(dialback.serve, _READ_SECONDS, None)
-            dht._in_dht(upload.serve, _READ_SECONDS, None)
+            dht.in_dht(dialback.serve, _READ_SECONDS, None)
+            dht.in_dht(upload.serve, _READ_SECONDS, None)
         dht.introduce_myself(_FIRST_SECONDS, wait=bool(peers))
         yield dht
     finally:

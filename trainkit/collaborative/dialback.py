@@ -91,6 +91,13 @@ async def ask(dht: Any, node: Any, *, of: Sequence[str]) -> Seen:
     return Seen(by="")
 
 
+async def reached(dht: Any, node: Any, *, at: Sequence[str]) -> list[str]:
+    """Those of the addresses, at most eight, at which the peer that they name answers."""
+    tried = at[:8]
+    answers = await asyncio.gather(*(_reaches(item) for item in tried))
+    return [item for item, answer in zip(tried, answers, strict=True) if answer]
+
+
 async def become_member(dht: Any, node: Any) -> None:
     """Of a node that has only called out, make one that answers, as if it had been started so."""
     protocol = node.protocol

@@ -163,7 +163,8 @@ def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Findin
     if rate >= enough(parameters, rounds.compression, rounds.round_seconds):
         return Finding("upload", f"{found} at least, and the run needs less")
     load = load_for(rate, parameters, rounds.compression, rounds.round_seconds)
-    return Finding("upload", in_words(load, rate), "It can join as it is. A wire instead of Wi-Fi may help.")
+    found = in_words(load, rate).removeprefix("upload ")
+    return Finding("upload", found, "It can join as it is. A wire instead of Wi-Fi may help.")
 
 
 def _clock(ahead: float) -> Finding:

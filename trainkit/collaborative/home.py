@@ -126,6 +126,12 @@ def keep_identity(run: RunDir, key: Path) -> None:
     write_private(file, key.read_bytes())
 
 
+def addresses_in(run: RunDir) -> tuple[str, ...]:
+    """Where others have joined, by what `write_addresses` has kept; empty if nothing."""
+    file = run.path / ADDRESS_FILE
+    return known_of(file.read_text(encoding="utf-8").split()) if file.exists() else ()
+
+
 def write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
     """Where others join, for whoever reads the run folder."""
     with replacing(run_dir.path / ADDRESS_FILE) as partial:

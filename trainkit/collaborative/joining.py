@@ -202,17 +202,18 @@ class _Guest:
         """The clock to go on by, with the state of its present round; None when it is time to leave."""
         back: list[RoundClock] = []
 
-        def look(addresses: Sequence[str]) -> bool:
-            if self.dht.reconnect(addresses) and (clock := self._present_clock(peer)) is not None:
-                back.append(clock)
+        def goes_on() -> bool:
+            back.extend(self._present_clock(peer))
             return bool(back) or peer.watch.stopped
 
-        if must_wait or not look(self.memory.others):
-            Waiting(look, self.seat.stop_requested, self.seat.say, self.seat.patience).until_back(self.memory.others)
+        seat = self.seat
+        if must_wait or not goes_on():
+            waiting = Waiting(self.dht.reconnect, goes_on, seat.stop_requested, seat.say, seat.patience)
+            waiting.until_back(self.memory.others)
         return back[0] if back else None
 
-    def _present_clock(self, peer: Peer) -> RoundClock | None:
-        """That of those who answer, whose state has then been taken over; None if they have none to give, yet.
+    def _present_clock(self, peer: Peer) -> list[RoundClock]:
+        """That of those who answer, whose state has then been taken over; none if they have none to give, yet.
 
         Raises UserError when another run answers, and RefusedError when this peer is out of it, or the run is not what
         it was when this peer has joined it.
@@ -221,14 +222,14 @@ class _Guest:
         peer.watch.poll()
         manifest = self._manifest()
         if peer.watch.stopped or manifest is None or manifest.first_round < peer.clock.first:
-            return None
+            return []
         require_same_version(manifest)
         require_same(manifest.facts, self.manifest.facts)
         clock = clock_at(self.config, self.outer, manifest.first_round)
         with suppress(RunFailedError):
             self._adopt(clock, seconds=2 * clock.seconds)
-            return None if self.seat.stop_requested() else clock
-        return None
+            return [] if self.seat.stop_requested() else [clock]
+        return []
 
     def _manifest(self) -> Manifest | None:
         """The run's; None if whoever answers does not know it yet.

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from trainkit import terminal
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.entry import VARIABLE, Entry
-from trainkit.collaborative.home import home_of, write_addresses
+from trainkit.collaborative.home import addresses_in, home_of, write_addresses
 from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.inviting import invited
 from trainkit.collaborative.owner import owner_of
-from trainkit.collaborative.reachability import how_to_be_reached
+from trainkit.collaborative.reachability import announced, how_to_be_reached
 from trainkit.collaborative.settings import adapted, check_own, require_collaborative
 from trainkit.config.schema import Config
 from trainkit.distributed.stop import StopFlag
@@ -77,8 +77,12 @@ def create_swarm(
     from trainkit.collaborative.seat import Seat
 
     def tell(run_dir: RunDir, addresses: list[str]) -> None:
+        before = addresses_in(run_dir)
         write_addresses(run_dir, addresses)
         say(f"Run: {run_dir.path}")
+        if before and not {*before} & {*addresses[:1]}:
+            say("It has moved. Who trains finds it through an anchor; without one, and with a token of before:")
+            say(f"  {terminal.command('join', 'TOKEN', addresses[0])}")
         if config.collaborative.open:
             say("Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:")
             for item in addresses:
@@ -117,11 +121,16 @@ def resume_swarm(
     name: str,
     trains: bool,
     stop: StopFlag,
+    host: str | None = None,
+    port: int = 0,
+    announce: str | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[str, RunDir]:
     """Go on with a swarm that this machine has created: under the same addresses, from its newest checkpoint.
 
-    ``name``: where it had none.
+    Args:
+        name: where it had none.
+        host: to listen on instead, on another machine; so are ``port`` and ``announce``.
 
     Raises UserError when the run folder does not say where it was.
     """
@@ -136,12 +145,12 @@ def resume_swarm(
         config,
         open_run=open_run,
         name=home.name or name,
-        host=home.host,
-        port=home.port,
+        host=host or home.host,
+        port=port or home.port,
         identity=None,
         stop=stop,
         say=say,
-        announce=home.announce,
+        announce=announced(announce, port or home.port) or home.announce,
         trains=trains,
         folder=run_dir,
     )

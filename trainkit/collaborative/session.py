@@ -16,7 +16,7 @@ from trainkit.collaborative.crediting import Credits
 from trainkit.collaborative.dht import SwarmDHT, open_dht
 from trainkit.collaborative.facts import facts_of, meeting_place
 from trainkit.collaborative.fitting import creators_share, fitted
-from trainkit.collaborative.home import Home, Memory, home_of, identity_in, keep_identity
+from trainkit.collaborative.home import Home, Memory, addresses_in, home_of, identity_in, keep_identity
 from trainkit.collaborative.keeping import RoundKeeper, take_over
 from trainkit.collaborative.loop import LOST_AFTER, NEWS_SECONDS, Ending
 from trainkit.collaborative.messages import Manifest
@@ -25,6 +25,7 @@ from trainkit.collaborative.seat import Seat, averaged, clock_at, common_state, 
 from trainkit.collaborative.settings import check_peer
 from trainkit.collaborative.signed_records import REVOKED
 from trainkit.collaborative.signing import Key
+from trainkit.collaborative.twin import Twin, require_alone
 from trainkit.collaborative.watch import Watch
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
@@ -64,6 +65,9 @@ def create(
     ):
         if seat.folder is not None:
             dht.excluded.remember(seat.folder.path)
+        if seat.folder is not None and home is not None:
+            dht.reconnect(home.others)
+            require_alone(dht, addresses_in(seat.folder))
         outer = common_state(config, splits)
         if seat.max_upload is not None:
             values = outer.theta.numel()
@@ -122,9 +126,12 @@ def create(
 
             forgotten = LOST_AFTER * clock.seconds + 60.0
 
+            twin = Twin(addresses, time.time(), seat.say)
+
             def before_round() -> None:
                 publish(manifest)
                 memory.note(watch.reachable())
+                twin.look(watch.peers.get(dht.peer_id))
 
             peer = peer_at(seat, team, outer, averaging, dht, clock, watch, progress)
             pace = peer.pace

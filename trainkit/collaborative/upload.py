@@ -92,7 +92,7 @@ async def measure(dht: Any, node: Any, *, to: Sequence[str], enough: float) -> U
             there_and_back = min([await send(0), await send(0)])
             for size in SIZES:
                 took = await send(size)
-                rate = max(rate, size / max(took - there_and_back, 1e-3))
+                rate = size / max(took - there_and_back, 1e-3)  # a link gives the first bytes away: the largest counts
                 if took >= _ENOUGH_SECONDS or rate >= enough:
                     break
         if rate:

@@ -19,8 +19,10 @@ _LOOK_SECONDS = 0.5
 class Waiting:
     """How to wait."""
 
-    look: Callable[[Sequence[str]], bool]
-    """Look for the swarm at addresses: whether it is there, and goes on with this peer."""
+    look: Callable[[Sequence[str]], int]
+    """Look for peers at addresses; how many answer."""
+    goes_on: Callable[[], bool]
+    """Whether they go on with this peer; who has just come back may not be ready for that."""
     stop_requested: Callable[[], bool]
     say: Callable[[str], None]
     patience: float = PATIENCE_SECONDS
@@ -32,13 +34,16 @@ class Waiting:
 
         Raises RunFailedError when nobody has answered for so long that nobody will.
         """
-        began, said, pause = self.now(), self.now(), _FIRST_PAUSE
+        began, said, pause, there = self.now(), self.now(), _FIRST_PAUSE, False
         self.say(
             f"Nobody of the swarm answers. Waiting for it for up to {_in_words(self.patience)}; Ctrl-C leaves for good."
         )
         while not self.stop_requested():
             if self.look(addresses):
-                return True
+                if self.goes_on():
+                    return True
+                if not there:  # it has just come back, and will be ready soon
+                    there, pause = True, _FIRST_PAUSE
             waited = self.now() - began
             if waited >= self.patience:
                 raise RunFailedError(
