@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,8 @@ class Story:
     the anchor is killed while all send their parts."""
 
     commands: Commands
+    seen: dict[str, Any]
+    """`swarm status --json`, when all averaged."""
     doctor: Command
     hidden: Command
     """An anchor behind a router."""
@@ -69,6 +73,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         assert bare.ends() == 2
         homes = [commands.join(trusted, here, "--public", "--name", f"home{i}", on=net.on(f"lan{i}")) for i in (1, 2)]
         creator.says(r"4 peers averaged.*\n(.*\n)*round .* 4 peers averaged")
+        status = commands.start("swarm", "status", token, "--json", on=net.on("pub3"))
+        assert status.ends() == 0, status.output
         address = re.escape(net.address("pub2"))
         through_anchor = anchor.says(rf"jobs\.join TOKEN (/ip4/{address}/tcp/\d+/p2p/\w+)")[1]
         creator.note_family()
@@ -94,7 +100,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         again.process.send_signal(signal.SIGINT)
         for command in (again, *homes, late):
             command.ends()
-        yield Story(commands, doctor, hidden, bare, creator, anchor, homes, late, again, twin, killed_at)
+        seen = json.loads(status.output)
+        yield Story(commands, seen, doctor, hidden, bare, creator, anchor, homes, late, again, twin, killed_at)
 
 
 def test_two_behind_routers_who_would_listen_are_told_that_nobody_reaches_them_and_all_average(story: Story) -> None:
@@ -140,6 +147,17 @@ def test_an_anchor_needs_no_data_and_whoever_trains_does(story: Story) -> None:
     assert not (story.commands.folder / "data").exists()
     assert re.search(r"\d peers averaged", story.anchor.output)
     assert story.bare.output.startswith("The data set 'rooted' is not in")
+
+
+def test_the_creators_load_is_shown_and_the_anchor_shares_it(story: Story) -> None:
+    rows = {row["name"]: row for row in story.seen["peers"]}
+    assert set(rows) == {"creator", "anchor", "home1", "home2"}
+    assert all(rows[name]["sent"] > 0 for name in ("creator", "anchor"))  # who has how many parts: `test_exchange`
+    assert rows["anchor"]["samples"] == 0
+    assert {name: row["role"] for name, row in rows.items() if row["role"] == "client"} == {
+        "home1": "client",
+        "home2": "client",
+    }
 
 
 def test_a_creator_that_has_moved_says_where_newcomers_find_it(story: Story) -> None:
