@@ -74,10 +74,14 @@ def dry_run(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> int
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("setting", "value", "source", "reason", box=None)
-        for row in rows:
-            table.add_row(*row)
-        Console(stderr=True).print(table)
+        # What one may want to type is never cut; the rest is folded.
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column("setting", no_wrap=True)
+        for name in ("value", "from"):
+            table.add_column(name, overflow="fold")
+        for setting, value, source, reason in rows:
+            table.add_row(setting, value, f"{source}: {reason}" if reason else source)
+        Console(stderr=True, highlight=False, markup=False).print(table)
         return 0
     widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
     for row in rows:

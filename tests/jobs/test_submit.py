@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -59,6 +60,22 @@ def test_a_dry_run_prints_the_very_script_that_is_submitted_and_writes_nothing(
     assert done.code == 0, done.err
     assert (tmp_path / "runs" / "ddp-0001" / "submit.sbatch").read_bytes() == dry.out.encode()
     assert (fake_slurm / "submitted.sbatch").read_bytes() == dry.out.encode()
+
+
+def test_on_a_narrow_terminal_a_dry_run_cuts_no_setting_and_none_of_its_values(
+    command: Command, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("ddp", "--nodes", "2", "--gpus-per-node", "2", "optim.lr=1e-4", "model.name=vit_base_patch32_224")
+    wide = [line.split("  ")[0] for line in command("submit", *arguments, "--dry-run").err.splitlines() if "  " in line]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    told = command("submit", *arguments, "--dry-run").err
+    lines = {name: re.findall(f"^{re.escape(name)} .*", told, re.MULTILINE) for name in wide}
+    assert "#SBATCH --gpus-per-node" in lines
+    assert [name for name, found in lines.items() if not found or len(found[0]) > 80] == []
+    assert "vit_base_patch32_224" in told
+    assert "ddp.yaml:" in told
 
 
 def test_a_submission_to_slurm_returns_the_job_id_the_folder_and_what_to_type_next(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit import packaged
 from trainkit.config.loading import Loaded
 from trainkit.launch.batch_script import TASK
 from trainkit.launch.plan import Plan
@@ -33,7 +34,9 @@ def config_rows(loaded: Loaded) -> list[Row]:
         pairs: Mapping[str, Any] = values if isinstance(values, dict) else {"": values}
         for key, value in pairs.items():
             name = f"{section}.{key}" if key else section
-            rows.append((name, _text(value), str(loaded.source(name)), ""))
+            # Of our own presets the name says it.
+            source = str(loaded.source(name)).replace(f"{packaged.folder('configs')}/", "")
+            rows.append((name, _text(value), source, ""))
     return rows
 
 
