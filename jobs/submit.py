@@ -16,8 +16,14 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.records.rundir import next_path, runs_root
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainkit.config.loading import Loaded
+    from trainkit.launch.plan import Plan
     from trainkit.records.history import Life
+    from trainkit.records.rundir import RunDir
+
+    Then = Callable[[Sequence[RunDir], Plan, argparse.Namespace], int]
 
 DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
 
@@ -25,6 +31,11 @@ DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this mach
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    return submit(argv, env, _followed)
+
+
+def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
+    """What the command does, in this process; its exit code. ``then`` gets the runs that were started."""
     parser = cli.Parser("submit", DESCRIPTION)
     parser.add_argument("preset", help="a preset in configs/, a YAML file, or a run folder to repeat")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
@@ -58,7 +69,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.max_parallel is not None:
         flags["launch.max_parallel"] = (yaml.parse_value(args.max_parallel), "--max-parallel")
     if args.join is not None or args.array is not None:
-        return _join(argv, args, flags, env)
+        return _join(argv, args, flags, env, then)
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
     if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
         return _submit_there(argv, args, parser, variants, env)
@@ -70,19 +81,26 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _estimate(args, variants[0], loadeds[0], env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
     command = ["python", "-m", "jobs.submit", *argv]
-    return _submit(loadeds, variants, folder, args, command, env)
+    return _submit(loadeds, variants, folder, args, command, env, then)
+
+
+def _followed(runs: Sequence[RunDir], plan: Plan, args: argparse.Namespace) -> int:
+    from jobs.starting import follow
+
+    return follow(runs, plan, args)
 
 
 def _join(
-    argv: Sequence[str], args: argparse.Namespace, flags: dict[str, tuple[object, str]], env: Mapping[str, str]
-) -> int:
+    argv: Sequence[str], args: argparse.Namespace, flags: dict[str, tuple[object, str]], env: Mapping[str, str],
+    then: Then,
+) -> int:  # fmt: skip
     from jobs.peers import loaded_to_join, without_token
 
     loaded, count = loaded_to_join(args, flags, env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
     args.again = True  # such a run may be there as often as you like
     command = ["python", "-m", "jobs.submit", *without_token(argv, args.join)]
-    return _submit([loaded] * count, [list(args.overrides)] * count, folder, args, command, env)
+    return _submit([loaded] * count, [list(args.overrides)] * count, folder, args, command, env, then)
 
 
 def _submit_there(
@@ -119,9 +137,9 @@ def _estimate(args: argparse.Namespace, overrides: Sequence[str], loaded: Loaded
 
 def _submit(
     loadeds: Sequence[Loaded], variants: Sequence[Sequence[str]], folder: Path, args: argparse.Namespace,
-    command: Sequence[str], env: Mapping[str, str],
+    command: Sequence[str], env: Mapping[str, str], then: Then,
 ) -> int:  # fmt: skip
-    from jobs.starting import by_names, dry_run, follow, start
+    from jobs.starting import by_names, dry_run, start
     from trainkit.cluster.site import discover, largest_array
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
@@ -169,7 +187,7 @@ def _submit(
             runs = submission.write_sweep(folder, configs, plan, script, command, variants, marks)
     except UserError:
         if args.run_dir is None and folder.exists():  # another submission was given the same number: take the next
-            return _submit(loadeds, variants, next_path(folder.parent, loadeds[0].name), args, command, env)
+            return _submit(loadeds, variants, next_path(folder.parent, loadeds[0].name), args, command, env, then)
         raise
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
         job_ids = start(folder, runs[:first], plan, cwd, env)
@@ -177,7 +195,7 @@ def _submit(
     for array, part in Further(folder, loadeds[0], site, cwd, env).start_all(runs[first:], largest, after=after):
         print(f"  and job     {array}: {len(part)} more, for an array has {largest} tasks at most here")
     _say(notes)
-    return follow(runs, plan, args)
+    return then(runs, plan, args)
 
 
 def _say(notes: Sequence[str]) -> None:

@@ -35,6 +35,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.experiment",),
     ("trainkit.collaborative", "trainkit.evaluation", "trainkit.prediction"),
     ("jobs",),
+    ("trainkit.interactive",),
+    ("trainkit",),
 )
 # Nothing inside a job needs what puts jobs onto machines.
 NOT_INSIDE_A_JOB = {"trainkit.launch"}
@@ -71,6 +73,7 @@ HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "ma
 
 # os.environ is read once, in jobs/cli.py and jobs/train.py, and handed down as a mapping. Other readers, and why:
 ENVIRONMENT = {
+    "trainkit.interactive": "is what notebooks and scripts call, in their own process",
     "trainkit.records.rundir": "TRAINKIT_RUN_MODE: who may enter a new run folder; the user's, like their umask",
     "trainkit.records.index": "XDG_STATE_HOME: where this user's state is, whatever the run",
     "trainkit.launch.batch_job": "is the main program that batch scripts call before and after the ranks",

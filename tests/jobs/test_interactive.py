@@ -1,0 +1,95 @@
+"""The verbs as notebooks and scripts call them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainkit
+from tests.jobs.conftest import PROJECT
+from trainkit.errors import RunFailedError, UserError
+from trainkit.launch.plan import Plan
+
+QUICK = ("train.max_steps=20", "monitor.loggers=[jsonl]")
+
+
+@pytest.fixture
+def here(no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_is_submitted_waited_for_and_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainkit.submit("single", ["optim.lr=1e-3", *QUICK], executor="local")
+    assert isinstance(run, trainkit.Run)
+    assert run.path == here / "runs" / "single-0001"
+    assert run.wait() == "COMPLETED"
+    assert repr(run) == "<single-0001: COMPLETED at step 20>"
+    again = trainkit.open("single-0001")
+    assert again == run
+    assert [record["step"] for record in again.metrics("train")] == [10, 20]
+    assert again.summary["val"]["acc1"] == again.metrics("val")[-1]["acc1"]
+    assert again.report().read_text().startswith("<!-- Written by")
+    with pytest.raises(UserError, match=r"is COMPLETED|finished"):
+        again.resume()
+
+
+def test_one_that_fails_raises_why(here: Path) -> None:
+    run = trainkit.submit("single", ["train.global_batch_size=4096", *QUICK], executor="local")
+    assert isinstance(run, trainkit.Run)
+    with pytest.raises(RunFailedError, match="larger than the training data"):
+        run.wait()
+    assert run.status == "FAILED"
+    assert run.summary == {}
+
+
+def test_flags_are_the_commands_own_and_a_sweep_is_a_list(
+    fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
+    runs = trainkit.submit(
+        "ddp", nodes=2, gpus_per_node=4, time="2:00:00", sbatch=["comment=thesis"], sweep={"optim.lr": [1e-3, 3e-3]}
+    )
+    assert isinstance(runs, list)
+    assert [run.path.name for run in runs] == ["0", "1"]
+    plan = Plan.from_json((runs[0].path / "plan.json").read_text())
+    assert (plan.nodes, plan.gpus_per_node) == (2, 4)
+    script = (fake_slurm / "submitted.sbatch").read_text()
+    assert "#SBATCH --time=2:00:00" in script
+    assert "#SBATCH --comment=thesis" in script
+    run = trainkit.submit("ddp", nodes=2)
+    assert isinstance(run, trainkit.Run)
+    assert run.status == "PENDING"
+    run.cancel()
+    assert "4711" in (fake_slurm / "cancelled").read_text()
+
+
+@pytest.mark.parametrize(
+    ("preset", "flags", "says"),
+    [
+        ("dpp", {}, "dpp"),
+        ("ddp", {"wait": True}, r"submit\(\) has no wait="),
+        ("ddp", {"nods": 2}, "--nods"),
+    ],
+)
+def test_what_is_wrong_is_raised_and_leaves_nothing(here: Path, preset: str, flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        trainkit.submit(preset, **flags)
+    assert list(here.iterdir()) == []
+
+
+def test_the_package_itself_stays_light() -> None:
+    code = (
+        "import sys, trainkit; print([name for name in sys.modules if name.startswith(('trainkit.', 'jobs', 'torch'))])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
+        trainkit.sumbit  # noqa: B018
