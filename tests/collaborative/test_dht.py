@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,3 +42,22 @@ def test_a_node_whose_process_has_died_is_not_waited_for_without_limit(
     node._outer_pipe = SimpleNamespace(send=lambda message: None)
     with pytest.raises(RunFailedError, match="helper process of this peer has died"):
         _ = node.peer_id if asked == "peer_id" else node.get_visible_maddrs()
+
+
+@pytest.mark.parametrize(("keys", "answered"), [(1, True), (16, True), (17, False), (200_000, False)])
+def test_a_member_asks_a_node_for_so_many_records_at_once_and_for_no_more(
+    keys: int, answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hivemind.proto import dht_pb2
+    from hivemind.utils.auth import TokenAuthorizerBase
+
+    from trainkit.collaborative.authorizer import Authorizer
+
+    async def signed(self: Any, request: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(TokenAuthorizerBase, "validate_request", signed)
+    monkeypatch.setattr(Authorizer, "_member", lambda self, token: SimpleNamespace(trusted=True))
+    authorizer: Any = Authorizer.__new__(Authorizer)
+    for kind in (dht_pb2.FindRequest, dht_pb2.StoreRequest):
+        assert asyncio.run(authorizer.validate_request(kind(keys=[b"x" * 20] * keys))) == answered

@@ -22,6 +22,8 @@ from trainkit.collaborative.signed_records import BANNED, REVOKED, hashed
 from trainkit.collaborative.signing import UntrustedError
 
 _NOTHING = bytes(DHTID.HASH_NBYTES)  # a key under which nobody stores
+# A peer of ours asks for one at a time. A message has room for 200,000, and meanwhile nobody else gets an answer.
+_MOST_KEYS = 16
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 725 in this form
 
 
@@ -50,6 +52,8 @@ class Authorizer(TokenAuthorizerBase):  # type: ignore[misc]
 
     async def validate_request(self, request: Any) -> bool:
         """Whether to answer."""
+        if len(getattr(request, "keys", ())) > _MOST_KEYS:
+            return False
         if not await super().validate_request(request):
             return False
         member = self._member(request.auth.client_access_token)

@@ -30,10 +30,12 @@ from trainkit.collaborative.screening import Limits, Screen, Verdict
 
 # Peers that average together; beyond that a reducer would do nothing else.
 _LARGEST_GROUP = 256
-# Who has taken a place in so many groups in a row and then sent nothing is not let into any for so long, then twice as
-# long, and so on: each time the others wait for it as long as they wait for anybody.
-_SILENT_ROUNDS, _BENCH_SECONDS, _LONGEST_BENCH = 3, 30.0, 600.0
-_MOST_SILENT = 1000
+# The others wait for whoever is late as long as for anybody, in every round. Who is late too often in a row, of which a
+# round in which nothing at all has come counts double, is not let into a group for so long; then twice as long.
+_MOST_LATE, _BENCH_SECONDS, _LONGEST_BENCH = 6, 30.0, 600.0
+_MOST_REMEMBERED = 1000
+# After a peer was given the state it gets none for as long as that has taken, and at least so long.
+_FETCH_SECONDS = 0.5
 # Refusals that are told of a round; a stranger can cause as many as it likes.
 _MOST_REFUSALS = 32
 
@@ -61,8 +63,11 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
         self._possible: Mapping[str, float] = {}
         self._banned: frozenset[str] = frozenset()
         self._refused: dict[str, Verdict] = {}
-        self._silent: dict[str, tuple[int, float]] = {}
-        """Peer -> rounds in a row in which it has sent nothing, and when it may come again."""
+        self._late: dict[str, tuple[int, float]] = {}
+        """Peer -> how often in a row it was late, and when it may come again."""
+        self._fetching: set[str] = set()
+        self._fetched: dict[str, float] = {}
+        """Peer -> when it may fetch the state again."""
         super().__init__(*args, **options)
 
     # In the peer's own process.
@@ -116,10 +121,22 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         """A peer wants to start from this one's state."""
-        if not await self._admits(context.remote_id):
+        peer = str(context.remote_id)
+        if not await self._admits(context.remote_id) or not self.may_fetch(peer):
             return
-        async for message in super().rpc_download_state(request, context):
-            yield message
+        self._fetching.add(peer)
+        began = time.monotonic()
+        try:
+            async for message in super().rpc_download_state(request, context):
+                yield message
+        finally:
+            self._fetching.discard(peer)
+            now = time.monotonic()
+            _keep(self._fetched, peer, now + max(_FETCH_SECONDS, now - began))
+
+    def may_fetch(self, peer: str) -> bool:
+        """Whether that peer gets the state now: once at a time, and not all of the time."""
+        return peer not in self._fetching and self._fetched.get(peer, 0.0) <= time.monotonic()
 
     def read_group(self, group: GroupInfo) -> dict[PeerID, Gathered]:
         """What its members have said of themselves; garbage is read alike by all, and stops nobody."""
@@ -138,7 +155,7 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
     def report(self, runner: AllReduceRunner, screen: Screen, received: Mapping[str, int]) -> None:
         """Tell the peer's own process what came of a round."""
         members = tuple(map(str, runner.ordered_peer_ids))
-        self.note_silent(members, {str(peer) for peer in runner.banned_senders} - received.keys())
+        self.note_late(members, set(map(str, runner.banned_senders)), received.keys())
         verdicts = {verdict.peer: verdict for verdict in screen.verdicts()}
         found = (*verdicts.values(), *self._refused.values())
         known = self._admission.admitted if self._admission is not None else lambda peer: None
@@ -146,20 +163,19 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
         self._tell.send(Findings(members, found, screen.counted(), received, names))
         self._refused = {}
 
-    def note_silent(self, members: Iterable[str], silent: Collection[str]) -> None:
-        """Who has been in a group, and who of them has sent nothing until it was too late."""
+    def note_late(self, members: Iterable[str], late: Collection[str], arrived: Collection[str]) -> None:
+        """Who has been in a group, who of them was late, and of whom anything has arrived."""
         for peer in members:
-            rounds, _ = self._silent.pop(peer, (0, 0.0))
-            if peer in silent:
-                over = rounds + 1 - _SILENT_ROUNDS
-                pause = min(_BENCH_SECONDS * 2.0 ** min(over, 10), _LONGEST_BENCH) if over >= 0 else 0.0
-                self._silent[peer] = rounds + 1, time.monotonic() + pause
-        while len(self._silent) > _MOST_SILENT:
-            del self._silent[next(iter(self._silent))]
+            times, _ = self._late.pop(peer, (0, 0.0))
+            if peer in late:
+                times += 1 if peer in arrived else 2
+                over = min(times - _MOST_LATE, 10)
+                pause = min(_BENCH_SECONDS * 2.0**over, _LONGEST_BENCH) if over >= 0 else 0.0
+                _keep(self._late, peer, (times, time.monotonic() + pause))
 
     def is_benched(self, peer: str) -> bool:
         """Whether the group goes on without that peer for a while."""
-        return self._silent.get(peer, (0, 0.0))[1] > time.monotonic()
+        return self._late.get(peer, (0, 0.0))[1] > time.monotonic()
 
     async def _welcomes(self, request: averaging_pb2.JoinRequest, peer: PeerID) -> bool:
         if not await self._admits(peer) or len(self._matchmaking.current_followers) >= _LARGEST_GROUP:
@@ -189,6 +205,13 @@ class GuardedAverager(DecentralizedAverager):  # type: ignore[misc]
     async def _look_up(self, admission: Admission, peer: PeerID) -> Member | None:
         """Who that is, by what it keeps in the DHT. Asked anew each time: it may have been banned since."""
         return admission.admitted(str(peer))
+
+
+def _keep(found: dict[str, Any], peer: str, value: Any) -> None:
+    """Remember it, and not too many: of who comes after, the first to come is forgotten."""
+    found[peer] = value
+    if len(found) > _MOST_REMEMBERED:
+        del found[next(iter(found))]
 
 
 def voices_of(members: Mapping[str, Member]) -> dict[str, float]:
