@@ -12,6 +12,7 @@ from trainkit.collaborative.screening import Limits, Screen
 
 SIZE = 4000
 POSSIBLE = {f"peer-{index}": 100.0 for index in range(8)}
+SLOW = {"peer-1": 100.0, "peer-2": 0.0, "peer-3": 0.0, "peer-4": 0.0}
 
 
 def contributions(count: int, size: int = SIZE) -> list[Tensor]:
@@ -128,6 +129,15 @@ def test_a_newcomer_counts_as_much_as_the_median() -> None:
     screen = Screen(["peer-0", "peer-1", "new"], Limits(possible=POSSIBLE), SIZE)
     average = screen.average(0, dict(enumerate(parts)), {0: 100.0, 1: 100.0, 2: 900.0}, torch.zeros(SIZE))
     assert distance(average, screened(parts)[0]) < 1e-6
+
+
+def test_peers_whose_speed_allows_for_nothing_neither_count_nor_stop_the_others() -> None:
+    """Even if they are the most."""
+    parts = contributions(5)
+    screen = Screen([f"peer-{index}" for index in range(5)], Limits(frozenset({"peer-0"}), SLOW), SIZE)
+    average = screen.average(0, dict(enumerate(parts)), dict.fromkeys(range(5), 100.0), torch.zeros(SIZE))
+    assert distance(average, (parts[0] + parts[1]) / 2) < 0.05
+    assert screen.verdicts() == ()
 
 
 def test_the_owners_side_counts_in_full_however_fast_it_is() -> None:

@@ -110,6 +110,12 @@ def test_the_averager_learns_what_peers_can_have_trained_on(watched: Watched) ->
     assert watched.averager.expected == {EVE: 320.0}
 
 
+def test_of_a_newcomer_nothing_is_expected_until_it_has_told_of_a_round() -> None:
+    watched = Watched()
+    watched.sentry.before_round({**PEERS, "QmNew": Progress("new", 3, 0, 0.0, 0.0, 0, 0.0)}, 4.0)
+    assert watched.averager.expected == {EVE: 320.0}
+
+
 def test_who_was_left_out_is_named_by_its_invitation_as_revoke_takes_it(watched: Watched) -> None:
     watched.averager.pending.append(Found(("QmAnn", EVE), (DROPPED,), names={EVE: "mallory"}))
     watched.sentry.after_round(6, PEERS)

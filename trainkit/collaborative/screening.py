@@ -172,7 +172,7 @@ class Screen:
             possible = usual if seen is None else min(_SPEED_SLACK * seen, LARGEST_SHARE * usual)
             if claim > _GROSS_CLAIM * max(possible, usual):
                 self._drop(sender, f"claims {claim:.3g} samples, {max(possible, usual):.3g} are possible")
-            else:
+            elif possible > 0.0:  # who counts for nothing is left out: nothing can be in proportion to it
                 believed[sender] = min(claim, possible)
         return believed
 

@@ -57,8 +57,10 @@ class Sentry:
         return replace(self, remark=remark)
 
     def before_round(self, peers: Mapping[str, Progress], round_seconds: float) -> None:
-        """Tell the averager what peers can have trained on, by the speed that they have published."""
-        self.averager.expect({peer: own.samples_per_sec * round_seconds for peer, own in peers.items()})
+        """Tell the averager what peers can have trained on, by the speed that they have published; before its first
+        round a peer has none to tell of."""
+        known = {peer: own.samples_per_sec for peer, own in peers.items() if own.samples_per_sec > 0.0}
+        self.averager.expect({peer: speed * round_seconds for peer, speed in known.items()})
         self.look()
 
     def after_round(self, index: int, peers: Mapping[str, Progress]) -> None:
