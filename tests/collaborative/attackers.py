@@ -154,6 +154,22 @@ def stall() -> None:
     patched._messages = messages
 
 
+def other_data() -> None:
+    """No lie: a data set of the same name and shape, with other labels."""
+    from tests.collaborative import noisy
+
+    honest, patched = noisy._noisy, noisy.__dict__
+    patched["_noisy"] = lambda samples, seed: honest(samples, seed + 10)
+
+
+def other_torch() -> None:
+    """No lie either: another version."""
+    from importlib import metadata
+
+    honest, patched = metadata.version, metadata.__dict__
+    patched["version"] = lambda name: "1.13.1" if name == "torch" else honest(name)
+
+
 def deaf() -> None:
     """Go on after having been told to leave."""
     from trainkit.collaborative.excluded import Excluded
@@ -177,6 +193,8 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "twice": twice,
     "stall": stall,
     "deaf": deaf,
+    "other-data": other_data,
+    "other-torch": other_torch,
     "probe": lambda: probe(serves=False),
     "impostor": lambda: probe(serves=True),
 }

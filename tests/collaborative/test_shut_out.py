@@ -33,6 +33,8 @@ class Story(Swarm):
     """Revoked; comes back."""
     deaf: Command | None
     """A second machine with anna's invitation, that does not leave when it is told to."""
+    different: dict[str, Command]
+    """What they have another of than the run: data, torch."""
     told_after: float
     """Seconds from the end of ``swarm revoke anna`` until anna had left."""
 
@@ -54,6 +56,12 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         trusted = commands.invite("anchors", "--reduce")
         anchor = commands.start("swarm", "anchor", trusted, "--allow-code", *anchoring, on=net.on("pub2"))
         honest = commands.start(*join("honest", guests), on=net.on("lan1"))
+        different = {
+            what: commands.attack(f"other-{what}", *join(f"other-{what}", guests), on=net.on("lan2"))
+            for what in ("data", "torch")
+        }
+        for peer in different.values():
+            peer.ends(60)
         hers = commands.invite("mallory")
         mallory = commands.attack("times-50", *join("mallory", hers), on=net.on("lan3"))
         creator.says("mallory is banned")
@@ -94,6 +102,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             mallory=(mallory, mallory_again, mallory_later),
             anna=(anna, anna_again),
             deaf=deaf if still_there else None,
+            different=different,
             told_after=told_after,
         )
 
@@ -133,6 +142,16 @@ def test_who_is_banned_is_told_so_and_why_and_whenever_it_comes_back(story: Stor
 def test_a_ban_holds_when_the_creator_was_killed_and_came_back_and_nobody_else_knew_of_it(story: Story) -> None:
     assert "mallory-later" not in story.resumed.output
     assert "3 peers averaged" not in story.resumed.output
+
+
+@pytest.mark.parametrize("what", ["data", "torch"])
+def test_who_has_other_data_or_another_torch_is_refused_before_it_averages_with_anybody(
+    story: Story, what: str
+) -> None:
+    peer = story.different[what]
+    assert peer.process.returncode == 3, peer.output
+    assert f"This peer differs from the run in: {what}.\n  why: {what}: " in peer.output
+    assert f"other-{what}" not in story.creator.output
 
 
 def test_who_is_revoked_is_told_so_and_once_more_when_it_comes_back(story: Story) -> None:
