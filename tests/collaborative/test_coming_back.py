@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -130,6 +131,13 @@ def test_volunteers_who_only_call_out_keep_their_weights_and_come_back_by_themse
     for run in story.commands.runs_root.glob("*-peer-*"):
         assert list(run.glob("checkpoints/step-*/theta.safetensors")) or list(run.glob("checkpoints/step-*/outer*"))
         assert events(run, "swarm_lost") == events(run, "swarm_back") >= 1
+
+
+def test_it_says_what_it_goes_on_with(story: Story) -> None:
+    output = story.last.output
+    said = re.search(r"^Goes on after round (\d+): .*; the optimizer within rounds begins anew\.$", output, re.M)
+    assert said is not None
+    assert rounds_in(output)[0] > int(said[1])
 
 
 def test_a_creator_that_has_slept_goes_on_with_the_round_that_it_is_by_then(story: Story) -> None:

@@ -45,6 +45,7 @@ _READ_SECONDS = 5.0
 # For what the node's process knows itself; it answers in milliseconds.
 _ANSWER_SECONDS = 30.0
 _PROVE_SECONDS = 60.0
+_UPLOAD_SECONDS = 30.0
 # The lists of those who are out are stored anew in every round.
 _EXCLUDED_SECONDS = 3600.0
 # Until it has trained its first round.
@@ -166,7 +167,7 @@ class SwarmDHT:
     def upload(self, peers: Sequence[str], *, enough: float = math.inf) -> Uploaded:
         """How much this peer can send in a second to somebody at ``peers``, see `upload.measure`."""
         work = partial(upload.measure, to=tuple(peers), enough=enough)
-        found: Uploaded = self.in_dht(work, _PROVE_SECONDS, Uploaded(0.0))
+        found: Uploaded = self.in_dht(work, _UPLOAD_SECONDS, Uploaded(0.0))
         return found
 
     def in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:

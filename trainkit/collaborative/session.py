@@ -93,6 +93,8 @@ def create(
             progress = Progress.of(found.state) if found else Progress()
             if outer.round >= config.collaborative.rounds:
                 return "finished", run_dir
+            if found:
+                seat.say(_goes_on(outer))
             clock = _clock(config, outer, home, memory, dht, averaging, seat)
             averaging.share()
             manifest = Manifest(
@@ -162,6 +164,16 @@ def create(
             elif not seat.goes_on_later:
                 rounds.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
     return ending, run_dir
+
+
+def _goes_on(outer: CommonState) -> str:
+    """What a run that was interrupted goes on with.
+
+    A peer's own AdamW, of diloco, is in no checkpoint: it would be twice the weights in each, and begun anew it made no
+    difference that could be measured (tests/benchmarks/README.md).
+    """
+    words = f"Goes on after round {outer.round}: weights, momentum and learning rate as they were"
+    return f"{words}." if outer.same_weights else f"{words}; the optimizer within rounds begins anew."
 
 
 def _clock(

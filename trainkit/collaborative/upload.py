@@ -24,7 +24,7 @@ SIZES = (1 << 16, 1 << 18, 1 << 20)
 # A message that takes so long has told enough.
 _ENOUGH_SECONDS = 0.5
 # The slowest link that is measured: 64 KiB in this time.
-_SLOWEST_SECONDS = 20.0
+_SLOWEST_SECONDS = 10.0
 # What is taken within an hour of one peer, and of all: more would be a load, and no measurement.
 _OF_ONE, _OF_ALL = 16 << 20, 1 << 30
 
@@ -78,8 +78,8 @@ async def measure(dht: Any, node: Any, *, to: Sequence[str], enough: float) -> U
     Args:
         enough: bytes per second; a link of which that much is known is not measured further.
     """
-    for item in to:
-        peer, rate = PeerID.from_base58(address.peer_of(item)), 0.0
+    for name in dict.fromkeys(map(address.peer_of, to)):
+        peer, rate = PeerID.from_base58(name), 0.0
 
         async def send(size: int, peer: PeerID = peer) -> float:
             began = time.perf_counter()
