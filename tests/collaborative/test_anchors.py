@@ -186,6 +186,6 @@ def test_all_end_when_the_creator_does(story: Story) -> None:
 def test_the_doctor_finds_nothing_behind_a_router_and_joins_nothing(story: Story) -> None:
     assert story.doctor.process.returncode == 0, story.doctor.output
     assert [line.split()[1] for line in story.doctor.output.splitlines() if line.startswith("ok")] == [
-        *("device", "tcp", "tcp", "clock", "manifest", "versions", "disk", "upload"),
+        *("device", "token", "tcp", "tcp", "clock", "manifest", "versions", "disk", "upload"),
     ]
     assert "peer@" not in story.creator.output

@@ -9,8 +9,10 @@ import pytest
 
 from trainkit.collaborative import doctor
 from trainkit.collaborative.doctor import Finding, examine
-from trainkit.collaborative.entry import by_address
+from trainkit.collaborative.entry import Entry, by_address
+from trainkit.collaborative.invitation import grant
 from trainkit.collaborative.link import MEGABIT
+from trainkit.collaborative.signing import Key
 from trainkit.config.schema import CollaborativeConfig
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -38,6 +40,14 @@ def test_all_is_well_where_somebody_listens(about: Callable[..., dict[str, Findi
     found = about(f"/ip4/127.0.0.1/tcp/{listening}/p2p/{PEER}")
     assert [*found] == ["device", "tcp", "swarm"]
     assert {finding.exit_code for finding in found.values()} == {0}
+
+
+def test_a_token_is_told_with_whose_it_is_and_how_long_it_is_good(tmp_path: Path) -> None:
+    own = grant(Key(b"o" * 32), "hivemind-0001", "anna", "volunteer", 1.9e9)
+    found = list(examine(Entry((f"/dns/nowhere.invalid/tcp/4711/p2p/{PEER}",), own), {"TRAINKIT_RUNS": str(tmp_path)}))
+    assert [finding.found for finding in found if finding.what == "token"] == [
+        "of anna, a volunteer of hivemind-0001, good until 2030-03-17 17:46 UTC"
+    ]
 
 
 def test_an_unknown_name_is_told_with_its_remedy(about: Callable[..., dict[str, Finding]]) -> None:

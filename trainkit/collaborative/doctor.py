@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from trainkit import terminal
 from trainkit.collaborative import processes
 from trainkit.collaborative.entry import Entry
+from trainkit.collaborative.invitation import date
 from trainkit.collaborative.link import MEGABIT, enough, in_words
 from trainkit.collaborative.parts import encoded_bytes, load_for
 from trainkit.config.schema import CollaborativeConfig
@@ -49,6 +50,9 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
     disk = _disk(env, 0)
     if disk.exit_code:
         yield disk
+    if entry.invited:
+        grant = entry.own.grant
+        yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
     found = {item: list(_name_and_port(item)) for item in entry.addresses}
     reached = [item for item, findings in found.items() if all(finding.exit_code == 0 for finding in findings)]
     for finding in (finding for findings in found.values() for finding in findings):
