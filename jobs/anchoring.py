@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from jobs.peering import add_peer_flags, check_peer_flags, say_end, take_part
+from jobs.peering import add_peer_flags, check_peer_flags, peer_name, say_end, take_part
 from trainkit.collaborative.entry import entry_of, is_setting
 
 
@@ -17,7 +17,7 @@ def anchor(argv: Sequence[str], env: Mapping[str, str]) -> int:
     cli.add_allow_code_flag(parser)
     add_peer_flags(parser, host="0.0.0.0")
     args = parser.parse_intermixed_args(argv)
-    entry = entry_of([word for word in args.words if not is_setting(word)], env, name=args.name)
+    entry = entry_of([word for word in args.words if not is_setting(word)], env, name=args.name or peer_name())
     check_peer_flags(args)
     overrides = [*(word for word in args.words if is_setting(word)), "launch.gpus_per_node=0"]
     ending, run_dir = take_part(args, entry, overrides, env, role="anchor", host=args.host)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from jobs.peering import add_peer_flags, check_peer_flags, say_end, take_part
+from jobs.peering import add_peer_flags, check_peer_flags, peer_name, say_end, take_part
 from trainkit.collaborative.entry import entry_of, is_setting
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
@@ -37,7 +37,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     overrides = [word for word in args.words if is_setting(word)]
     words = [word for word in args.words if word not in overrides]
     # Other ranks of this peer follow rank 0, who alone may read standard input.
-    entry = entry_of(words, env, name=args.name) if RankEnv.from_mapping(env).is_main else None
+    entry = entry_of(words, env, name=args.name or peer_name()) if RankEnv.from_mapping(env).is_main else None
     check_peer_flags(args)
     if not args.public and (args.host or args.port or args.announce):
         raise UserError(

@@ -19,13 +19,15 @@ from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
+from trainkit.records import reading
+from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir, next_path, runs_root
 
 
 def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
     """The flags that every peer has."""
-    name = peer_name()
-    parser.add_argument("--name", default=name, help=f"how others see this peer (default: {name})")
+    invited = "the name of the invitation, else " if host is None else ""
+    parser.add_argument("--name", help=f"how others see this peer (default: {invited}{peer_name()})")
     default = host or "0.0.0.0 with --public"
     parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
     parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
@@ -40,7 +42,7 @@ def check_peer_flags(args: argparse.Namespace) -> None:
     """Refuse a port that does not exist, and a name that would not fit into a record."""
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
-    if not 0 < len(args.name) <= terminal.LONGEST_NAME:
+    if args.name is not None and not 0 < len(args.name) <= terminal.LONGEST_NAME:
         why = f"It has 1 to {terminal.LONGEST_NAME} characters."
         raise UserError("--name is too long or empty.", why=why, fix="Use a short one.")
 
@@ -73,7 +75,7 @@ def take_part(
             entry,
             overrides=overrides,
             open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-{role}", env)),
-            name=args.name,
+            name=args.name or entry.name or peer_name(),
             host=host,
             port=args.port,
             max_upload=rate_of(args.max_upload) if args.max_upload else None,
@@ -116,6 +118,17 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
     from trainkit.monitor.follow import summary_lines
 
     endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
-    print("\n".join([endings[ending], *(summary_lines(run_dir) if run_dir is not None else [])]))
+    found = [] if run_dir is None else [*_given(run_dir), *summary_lines(run_dir)]
+    print("\n".join([endings[ending], *found]))
     if ending == "stopped" and run_dir is not None and (run_dir.path / "swarm.json").exists():
         print(f"Go on with it: {terminal.command('resume', run_dir.path)}")
+
+
+def _given(run_dir: RunDir) -> list[str]:
+    """What this peer has given to the others, in a line; none, if it has met nobody."""
+    told = [{key: record.get(key, 0) for key in ("peers", "bytes_up")} for record in read_metrics(run_dir, "train")]
+    together = [record for record in told if all(map(reading.is_number, record.values())) and record["peers"] > 1]
+    if not together:
+        return []
+    sent = sum(record["bytes_up"] for record in together)
+    return [f"Averaged with others in {len(together):,} rounds, {terminal.size(int(sent))} sent."]

@@ -53,7 +53,9 @@ def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str])
             fix=f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}",
         )
     moved = {"host": args.host, "port": args.port, "announce": args.announce}
-    return _go_on(run, args.name, allow_code=args.allow_code, force=False, trains=not args.no_train, moved=moved)
+    return _go_on(
+        run, args.name or peer_name(), allow_code=args.allow_code, force=False, trains=not args.no_train, moved=moved
+    )
 
 
 def _go_on(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jobs import cli
 from jobs.anchoring import anchor, doctor
-from jobs.peering import add_peer_flags, check_peer_flags, make_run, say_end
+from jobs.peering import add_peer_flags, check_peer_flags, make_run, peer_name, say_end
 from jobs.returning import resume
 from trainkit import terminal
 from trainkit.collaborative.fitting import rate_of
@@ -75,7 +75,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
         ending, run_dir = create_swarm(
             loaded.config,
             open_run=lambda config: peer.begin(make_run(config, args.run_dir, loaded.name, env)),
-            name=args.name,
+            name=args.name or peer_name(),
             host=args.host or "0.0.0.0",
             port=port,
             max_upload=rate_of(args.max_upload) if args.max_upload else None,

@@ -97,6 +97,16 @@ def test_a_narrow_terminal_does_without_columns_and_never_cuts_a_name(monkeypatc
     ]
 
 
+def test_columns_stand_below_each_other_whatever_is_written_in_them() -> None:
+    # A CJK character takes two columns, a combining accent none.
+    assert terminal.table(("name", "n"), [("日本", "1"), ("e\u0301t", "2"), ("abcd", "3")]) == [
+        "name  n",
+        "日本  1",
+        "e\u0301t    2",
+        "abcd  3",
+    ]
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(-1, "0 s"), (59, "59 s"), (60, "1 min"), (3 * 3600 + 5, "3 h"), (90000, "1 d")]
 )

@@ -85,7 +85,7 @@ def table(
         notes: one for each row; may be empty.
         indent: columns that the caller will put before every line.
     """
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    widths = [max(_width(row[column]) for row in [header, *rows]) for column in range(len(header))]
     room = shutil.get_terminal_size().columns - indent if sys.stdout.isatty() else sys.maxsize
     shown = list(range(len(header)))
     for name in dispensable:
@@ -93,12 +93,27 @@ def table(
             shown.remove(header.index(name))
     text = []
     for row, note in zip_longest([header, *rows], ["", *notes], fillvalue=""):
-        line = "  ".join(f"{row[column]:{widths[column]}}" for column in shown)
-        if len(line) + 2 + len(note) <= room:
+        line = "  ".join(row[column] + " " * (widths[column] - _width(row[column])) for column in shown)
+        if _width(line) + 2 + _width(note) <= room:
             text.append(f"{line}  {note}".rstrip())
         else:
             text += [line.rstrip(), *textwrap.wrap(note, room, initial_indent="    ", subsequent_indent="    ")]
     return text
+
+
+def wrapped(line: str) -> list[str]:
+    """A line of words as so many as the terminal needs, all but the first indented; a pipe or a file gets one."""
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    return textwrap.wrap(line, room, subsequent_indent="    ") if len(line) > room else [line]
+
+
+def _width(text: str) -> int:
+    """Columns that it takes: Chinese and emoji take two for a character, an accent none."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def watch(text: Callable[[], str], *, every: float) -> NoReturn:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jobs import swarm
-from trainkit.collaborative.admission import Admission, revoked_list
-from trainkit.collaborative.bans import STRIKES, Ban, Bans, Strikes, bans_list, read_bans
-from trainkit.collaborative.invitation import Role, grant
+from trainkit.collaborative.admission import Admission, Member, revoked_list
+from trainkit.collaborative.bans import STRIKES, Ban, Bans, Strikes, banned_with, bans_list, read_bans
+from trainkit.collaborative.invitation import GUESTS, Role, grant
 from trainkit.collaborative.owner import own_pass
 from trainkit.collaborative.screening import Verdict
 from trainkit.collaborative.signing import Key, UntrustedError
@@ -146,6 +146,25 @@ def test_of_a_list_that_is_too_long_the_newest_are_told() -> None:
     assert 50 < len(found) < 1000
     assert found == bans[-len(found) :]
     assert len(statement) < 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "peer", "banned"),
+    [
+        ("volunteer", "eve", "QmEve", "her invitation"),
+        ("volunteer", GUESTS, "QmEve", "QmEve"),
+        ("reducer", "bob", "QmBob", "QmBob"),
+        ("owner", "creator", "QmAnn", ""),
+        ("reducer", "bob", "QmMe", ""),
+    ],
+)
+def test_a_volunteer_is_banned_with_its_invitation_and_neither_the_owner_nor_oneself_ever(
+    role: Role, name: str, peer: str, banned: str
+) -> None:
+    """Two newcomers to a run that has converged were once a majority, by which its creator banned itself."""
+    member = Member(peer, name, role, int(time.time()) + 60, "her invitation", b"")
+    assert banned_with(member, peer, "QmMe") == banned
+    assert banned_with(None, "QmEve", "QmMe") == "QmEve"
 
 
 def test_a_ban_holds_though_the_disk_is_full_and_a_command_that_cannot_lift_it_says_so(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.collaborative.entry import entry_of
-from trainkit.collaborative.invitation import grant, write_token
+from trainkit.collaborative.invitation import GUESTS, grant, write_token
 from trainkit.collaborative.inviting import invited
 from trainkit.collaborative.owner import Owner
 from trainkit.collaborative.signing import Key
@@ -61,6 +61,11 @@ def test_what_holds_no_token_is_named_without_what_it_holds(
     missing = way == "environment" and not text.strip()
     assert refused.value.what == ("TOKEN missing." if missing else says.format(source))
     assert "secret" not in str(refused.value)
+
+
+def test_who_was_invited_by_name_is_called_so_and_guests_are_many() -> None:
+    guest = write_token(grant(Key(b"o" * 32), "run", GUESTS, "volunteer", time.time() + 600), [ADDRESS])
+    assert [entry_of([word], {}, name="").name for word in (TOKEN, guest, ADDRESS)] == ["anna", "", ""]
 
 
 def test_a_token_without_its_beginning_is_not_repeated_whole() -> None:

@@ -82,6 +82,15 @@ def test_a_key_that_was_cut_while_it_was_written_is_absent(tmp_path: Path) -> No
     assert made_in(tmp_path).key.public == owner_of(tmp_path).key.public
 
 
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\x1b[31mb", "two\nlines", "two  spaces", " ahead", "\u202egpj"])
+def test_a_name_that_could_not_be_typed_as_it_is_shown_is_refused(tmp_path: Path, name: str) -> None:
+    owner = Owner(tmp_path, Key(b"o" * 32))
+    with pytest.raises(UserError, match="no name for an invitation"):
+        owner.invite(name, "volunteer", 60.0)
+    assert owner.invite("Anna-Lena Müller, Raum 3 (日本) 🚀", "volunteer", 60.0).grant.expires > 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_the_list_of_invitations_has_no_secret_in_it(tmp_path: Path) -> None:
     owner = made_in(tmp_path)
     invited = owner.invite("anna", "reducer", 7 * DAY)

@@ -97,6 +97,16 @@ def test_the_third_time_in_a_row_shuts_the_door_on_the_invitation(watched: Watch
     assert watched.lines[-1].endswith("To lift it: python -m jobs.swarm unban eve")
 
 
+def test_nobody_is_banned_with_whom_nobody_can_be() -> None:
+    """The owner, by a crowd of newcomers: it may be the one whose part is unlike the others'."""
+    watched = Watched()
+    watched.sentry.invitation_of = lambda peer: ""
+    for index in range(STRIKES + 1):
+        watched.round(DROPPED, index=index)
+    assert [kind for kind, _ in watched.events] == ["peer_dropped"] * (STRIKES + 1)
+    assert (watched.shut_out, watched.bans.read()) == ([], {})
+
+
 def test_a_ban_that_is_lifted_by_hand_opens_the_door_before_the_next_round(watched: Watched) -> None:
     for index in range(STRIKES):
         watched.round(DROPPED, index=index)

@@ -42,10 +42,27 @@ def test_status_shows_the_run_and_every_peer_with_who_only_calls_out() -> None:
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_names(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     width_of(monkeypatch, columns)
     long = replace(VIEW, peers=(replace(ANNA, name="a-long-name"), BO))
-    table = status_lines(long)[1:]
+    lines = status_lines(long)
+    table = lines[[line.split()[0] for line in lines].index("peer") :]
     assert [line.split()[0] for line in table] == ["peer", "a-long-name", "bo"]
     assert all("samples/s" in line or index for index, line in enumerate(table))
-    assert columns < 30 or max(map(len, table)) <= columns
+    assert columns < 30 or max(map(len, lines)) <= columns
+
+
+def test_a_long_name_takes_no_room_from_what_all_others_do_and_stands_below_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    width_of(monkeypatch, 80)
+    name = "somebody who has thought of a name of 61 characters, you see"
+    lines = status_lines(replace(VIEW, peers=(ANNA, replace(BO, name=name))))
+    assert lines[:2] == [
+        "hivemind-0001: running, round 5/15, 2 peers, 1,244 samples/s, loss 0.4545, val",
+        "    acc1 93.22 %",
+    ]
+    assert [word for word in ("role", "parts", "samples/s", "up", "down") if word not in lines[2]] == []
+    assert lines[4].startswith("  somebody who has thou...  client ")
+    assert lines[5].strip() == name
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_leaderboard_says_who_has_contributed_how_much() -> None:

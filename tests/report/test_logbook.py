@@ -139,8 +139,24 @@ def test_a_collaborative_run_names_who_has_contributed_how_much(make_run: MakeRu
     run_dir = make_run("hivemind-0001", preset="hivemind")
     assert "Contributions" not in written([run_dir], tmp_path / "before")
     ledger = Contributions()
-    ledger.add(3600.0, [Counted("anna", 3000, 4_510_000), Counted("b|o", 1000)])
+    link = Counted("<b>![](http://x)", 500)  # as anybody may call itself in an open run
+    ledger.add(3600.0, [Counted("anna", 3000, 4_510_000), Counted("b|o", 1000), link])
     ledger.write(run_dir)
     text = written([run_dir], tmp_path / "out")
-    assert "| anna | 3,000 | 75.0 % | 1 | 1.00 | 4.5 MB |" in text
-    assert "| b\\|o | 1,000 | 25.0 % | 1 | 1.00 | – |" in text  # noqa: RUF001
+    assert "| anna | 3,000 | 66.7 % | 1 | 1.00 | 4.5 MB |" in text
+    assert "| b\\|o | 1,000 | 22.2 % | 1 | 1.00 | – |" in text  # noqa: RUF001
+    assert r"| \<b\>!\[\](http://x) |" in text
+
+
+def test_a_collaborative_run_tells_its_rounds_and_what_was_sent(make_run: MakeRun, tmp_path: Path) -> None:
+    run_dir = make_run("hivemind-0001", preset="hivemind")
+    for index, peers in enumerate((1, 3, 2)):
+        told = {"split": "train", "step": 100 + index, "epoch": 1.0, "loss": 1.0, "round": index + 1, "peers": peers}
+        sent = {"parts": 2 * (peers - 1), "parts_expected": 4, "bytes_up": 2_000_000, "bytes_down": 500_000}
+        jsonl.append(run_dir.metrics, {"time": 1.8e9 + index, **told, **sent})
+    text = written([run_dir], tmp_path / "out")
+    assert "| rounds | 3 of 15 |" in text
+    assert "| averaged with others | 2, by up to 3 peers |" in text
+    assert "| parts received | 50.0 % |" in text
+    assert "| sent | 6.0 MB |\n| received | 1.5 MB |" in text
+    assert "time of rank 0 went on" not in text

@@ -39,7 +39,7 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
     ("preset", "world_size", "more"),
     [
         ("single", 1, DROPOUT),
-        ("ddp", 4, DROPOUT),
+        pytest.param("ddp", 4, DROPOUT, marks=LONG),  # two ranks of it are below
         ("ddp", 2, (*DROPOUT, *POWERSGD)),
         ("fsdp", 2, (*DROPOUT, *AUGMENT)),
         ("zero", 2, DROPOUT),

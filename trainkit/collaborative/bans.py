@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit import terminal
-from trainkit.collaborative.admission import Admission
-from trainkit.collaborative.invitation import Pass
+from trainkit.collaborative.admission import Admission, Member
+from trainkit.collaborative.invitation import GUESTS, Pass
 from trainkit.collaborative.signing import UntrustedError
 from trainkit.errors import UserError
 from trainkit.records import jsonl, reading
@@ -152,6 +152,18 @@ def read_bans(admission: Admission, statement: bytes, *, now: float | None = Non
         if not (texts and type(ban.lifted) is bool and reading.is_time(ban.time)):
             raise UntrustedError("it is no list of bans")
     return [ban for ban in bans if ban.time <= latest]
+
+
+def banned_with(member: Member | None, peer_id: str, own_id: str) -> str:
+    """What is banned with a peer, by ``own_id``; empty for whom it must not ban.
+
+    A volunteer goes with its invitation, or it would come back with a new key. Only the peer: of the owner's side, and
+    of an invitation for many, or one of them could have all the others banned. Nobody: the owner, without whom there is
+    no run, and oneself. Two newcomers are a majority against either, and what they send is unlike theirs.
+    """
+    if peer_id == own_id or (member is not None and member.role == "owner"):
+        return ""
+    return peer_id if member is None or member.trusted or member.name == GUESTS else member.invitation
 
 
 def unban(run: Path, name: str) -> list[Ban]:

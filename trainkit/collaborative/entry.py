@@ -38,6 +38,11 @@ class Entry:
         return self.own.grant.owner != NOBODY
 
     @property
+    def name(self) -> str:
+        """Of whom the owner has invited; empty for guests, who are many."""
+        return self.own.grant.name if self.invited and self.own.grant.name != invitation.GUESTS else ""
+
+    @property
     def text(self) -> str:
         """As `entry_of` takes it: a secret, if this peer was invited."""
         return invitation.write_token(self.own, self.addresses) if self.invited else " ".join(self.addresses)

@@ -72,11 +72,11 @@ class Excluded:
                 fix="Ask whoever runs it for another.",
             )
         if ban is not None and grant.role != "owner":
-            name = terminal.name(ban.name)
+            lift = terminal.command("swarm", "unban", terminal.name(ban.name))
             raise RefusedError(
                 "You were banned from the run.",
                 why=f"{STRIKES} times in a row your part of a round was left out: {terminal.one_line(ban.why, 200)}.",
-                fix=f"See whether this machine computes nonsense; whoever runs it may `swarm unban {name}`.",
+                fix=f"See whether this machine computes nonsense; whoever runs it may lift it: {lift}",
             )
         if grant.expires <= time.time():
             raise RefusedError(

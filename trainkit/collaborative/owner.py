@@ -14,13 +14,13 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from trainkit import terminal
 from trainkit.collaborative.admission import revoked_list
 from trainkit.collaborative.invitation import Pass, Role, as_name, grant
 from trainkit.collaborative.signing import Key
 from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.replacing import replacing, write_private
-from trainkit.terminal import LONGEST_NAME
 
 KEY_FILE = "owner.key"
 INVITED_FILE = "invited.jsonl"
@@ -46,8 +46,8 @@ class Owner:
 
         Raises UserError when the name is none.
         """
-        if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
-            why = f"It has 1 to {LONGEST_NAME} letters."
+        if not (0 < len(name) <= terminal.LONGEST_NAME and name.isprintable() and name == terminal.name(name)):
+            why = f"It has 1 to {terminal.LONGEST_NAME} letters, single spaces between words, and nothing invisible."
             raise UserError("That is no name for an invitation.", why=why, fix="Use a short one.")
         made = grant(self.key, self.run, name, role, time.time() + seconds)
         about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}

@@ -13,11 +13,11 @@ from trainkit.checkpoint.saving import Checkpoints
 from trainkit.collaborative import rounds, synchronous
 from trainkit.collaborative.averager import open_averager, patience
 from trainkit.collaborative.averaging import Averaging
+from trainkit.collaborative.bans import banned_with
 from trainkit.collaborative.clock import RoundClock, UpdateClock
 from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.gradients import GatheringParts, GradientState
-from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.link import Link
 from trainkit.collaborative.loop import Ending, Peer
 from trainkit.collaborative.outer import OuterState
@@ -156,7 +156,7 @@ def peer_at(
             dht.excluded.bans,
             say=seat.say,
             enforce=lambda banned: _shut_out(dht, banned),
-            invitation_of=lambda peer: _banned_with(dht, peer),
+            invitation_of=lambda peer: banned_with(dht.member(peer), peer, dht.peer_id),
         ),
         data_seed=data_seed(team.parts.config, dht.peer_id),
         stop_requested=seat.stop_requested,
@@ -170,13 +170,6 @@ def peer_at(
 def _shut_out(dht: SwarmDHT, banned: Collection[str]) -> None:
     dht.admission.ban(banned)
     dht.publish_excluded()
-
-
-def _banned_with(dht: SwarmDHT, peer: str) -> str:
-    """A volunteer goes with its invitation, or it would come back with a new key. Only the peer: of the owner's side,
-    and of an invitation for many, or one of them could have all the others banned."""
-    member = dht.member(peer)
-    return peer if member is None or member.trusted or member.name == GUESTS else member.invitation
 
 
 @contextmanager

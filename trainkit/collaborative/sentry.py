@@ -42,7 +42,7 @@ class Sentry:
     enforce: Callable[[Collection[str]], None] = nobody
     """Shuts the door on exactly these ids (`Admission.ban`)."""
     invitation_of: Callable[[str], str] = str
-    """Peer id -> what is banned with it: its invitation, or itself."""
+    """Peer id -> what is banned with it: its invitation, or itself; empty for whom nobody bans."""
     credit: Callable[[Collection[Counted]], None] = lambda counted: None
     """Takes note of who has contributed to a round."""
     _strikes: Strikes = field(default_factory=Strikes)
@@ -70,8 +70,10 @@ class Sentry:
             for verdict in found.verdicts[:_MOST_EVENTS]:
                 self._tell(verdict, index, _name(verdict.peer, peers, found.names))
             for peer, why in self._strikes.note(found.verdicts, found.members).items():
+                if not (out := self.invitation_of(peer)):
+                    continue
                 name = _name(peer, peers, found.names)
-                ban = Ban(self.invitation_of(peer), name, why)
+                ban = Ban(out, name, why)
                 self.bans.add(ban)
                 self._told.add(ban.id)
                 self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)

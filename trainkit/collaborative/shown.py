@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ _DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", 
 LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
 _DISPENSABLE_OF_LEADERBOARD = ("now", "bytes", "rounds", "share", "hours")
 _MOST_SHOWN = 100
+# Of a name, on a terminal: whoever calls itself something long would leave no room for what the others do.
+_LONGEST_NAME = 24
 
 
 def status_lines(view: View) -> list[str]:
@@ -33,7 +36,7 @@ def status_lines(view: View) -> list[str]:
     words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
     acc1, loss = view.val.get("acc1"), view.val.get("loss")
     words += [f"val acc1 {acc1:.2f} %"] if acc1 is not None else [f"val loss {loss:.4f}"] if loss is not None else []
-    lines = [", ".join(words)]
+    lines = terminal.wrapped(", ".join(words))
     if view.peers:
         rows = [_peer(row) for row in view.peers[:_MOST_SHOWN]]
         lines += _indented(PEERS, rows, _DISPENSABLE_OF_PEERS)
@@ -66,7 +69,7 @@ def leaderboard_lines(view: View) -> list[str]:
         for item in view.contributions
     ]
     title = f"{view.name}: round {view.round}/{view.rounds}, {whole:,.0f} samples of {len(rows)} contributors"
-    return [title, *_indented(LEADERBOARD, rows, _DISPENSABLE_OF_LEADERBOARD)]
+    return [*terminal.wrapped(title), *_indented(LEADERBOARD, rows, _DISPENSABLE_OF_LEADERBOARD)]
 
 
 def as_object(view: View) -> dict[str, Any]:
@@ -98,7 +101,11 @@ def _peer(row: PeerRow) -> tuple[str, ...]:
 
 
 def _indented(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
-    return [f"  {line}" for line in terminal.table(header, rows, dispensable=dispensable, indent=2)]
+    notes = [row[0] if sys.stdout.isatty() and len(row[0]) > _LONGEST_NAME else "" for row in rows]
+    shorter = [
+        (f"{row[0][: _LONGEST_NAME - 3]}...", *row[1:]) if note else row for row, note in zip(rows, notes, strict=True)
+    ]
+    return [f"  {line}" for line in terminal.table(header, shorter, notes, dispensable=dispensable, indent=2)]
 
 
 def _cell(value: object, spec: str) -> str:

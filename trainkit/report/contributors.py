@@ -1,8 +1,11 @@
-"""Who has contributed how much to a collaborative run, as a table of the log book."""
+"""Rounds of a collaborative run, and who has contributed how much to it, as tables of the log book."""
 
 from __future__ import annotations
 
+import re
+
 from trainkit import terminal
+from trainkit.records import reading
 from trainkit.report.facts import Facts
 from trainkit.report.tables import NONE, Row, number
 
@@ -19,7 +22,7 @@ def rows(facts: Facts) -> list[Row]:
 
     found = [
         row(
-            item.name,
+            _literally(item.name),
             item.samples,
             f"{item.rounds:,}",
             number(item.seconds / 3600, ",.2f"),
@@ -30,3 +33,29 @@ def rows(facts: Facts) -> list[Row]:
     if more := facts.contributions[_MOST_SHOWN:]:
         found.append(row(f"{len(more)} more", sum(item.samples for item in more), NONE, NONE, NONE))
     return found
+
+
+def rounds_rows(facts: Facts) -> list[Row]:
+    """Rounds of this peer, and what it has sent and received in them. Empty for every other run."""
+    told = [record for record in facts.train if reading.is_number(record.get("round"))]
+    if not told:
+        return []
+
+    def total(key: str) -> float:
+        return float(sum(record[key] for record in told if reading.is_number(record.get(key))))
+
+    planned, groups = facts.setting("collaborative.rounds"), [record.get("peers") for record in told]
+    together = [group for group in groups if reading.is_number(group) and group > 1]
+    expected = total("parts_expected")
+    return [
+        ("rounds", f"{told[-1]['round']:,} of {planned:,}" if isinstance(planned, int) else f"{told[-1]['round']:,}"),
+        ("averaged with others", f"{len(together):,}, by up to {max(together)} peers" if together else "none"),
+        ("parts received", number(100 * total("parts") / expected, ".1f", " %") if expected else NONE),
+        ("sent", terminal.size(int(total("bytes_up")))),
+        ("received", terminal.size(int(total("bytes_down")))),
+    ]
+
+
+def _literally(name: str) -> str:
+    """A name in Markdown, which a stranger may have chosen: no link, no picture, no HTML."""
+    return re.sub(r"([\\`<>\[\]*])", r"\\\1", name)

@@ -107,13 +107,16 @@ def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
         parts += [f"{heading} Results", tables.markdown(header, results, numbers_from=1)]
     if costs:
         parts += [f"{heading} Cost", tables.markdown(("measure", "value"), costs)]
-    if spent := tables.spent_rows(facts):
+    rounds = contributors.rounds_rows(facts)
+    if (spent := tables.spent_rows(facts)) and not rounds:  # the loop of rounds does not tell the parts of an update
         parts.append(tables.markdown(tables.SPENT, spent, numbers_from=1))
-    if contributed := contributors.rows(facts):
-        parts += [f"{heading} Contributions", tables.markdown(contributors.HEADER, contributed, numbers_from=1)]
     if facts.hosts:
         parts.append(tables.markdown(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
     parts += [f"GPUs of {host}:\n\n```\n{text}\n```" for host, text in facts.gpus_shown]
+    if rounds:
+        parts += [f"{heading} Rounds", tables.markdown(("measure", "value"), rounds)]
+    if contributed := contributors.rows(facts):
+        parts += [f"{heading} Contributions", tables.markdown(contributors.HEADER, contributed, numbers_from=1)]
     if any(pictures):
         parts += [f"{heading} Curves", *pictures]
     if facts.missing:
