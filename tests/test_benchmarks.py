@@ -16,9 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.benchmarks import swarm_accuracy, swarm_bytes
 from tests.benchmarks.__main__ import BEGIN, BY_NAME, END, NOT_MEASUREMENTS, merged, write
 from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, ratios, side_by_side, take_turns
 from tests.benchmarks.processes import measured
+from tests.benchmarks.swarms import Trained
 
 PROJECT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "tests.benchmarks"]
@@ -139,6 +141,35 @@ def test_a_table_of_its_own_is_put_into_its_own_place(tmp_path: Path) -> None:
     write(file, Table(["arm", "bytes"], [["diloco", "550"]], [goal]).lines(), "swarm_many")
     rows = "| arm | bytes |\n| --- | --- |\n| diloco | 550 |\n\n- fewer bytes: 31.2 x; at least 20 x: yes"
     assert file.read_text() == f"{BEGIN}one\n{END}{begin}\n{rows}\n\n{end}"
+
+
+def run_of(bytes_a_sample: int, accuracy: float, used: float = 0.97) -> Trained:
+    return Trained(2, 9, 1000, 1000 * bytes_a_sample, (0.99, used), 60.0, accuracy)
+
+
+@pytest.mark.parametrize(
+    ("own", "verdicts"),
+    [
+        (run_of(500, 84.0), ["yes", "yes"]),
+        (run_of(501, 84.0), ["no", "yes"]),
+        (run_of(100, 79.4), ["no", "yes"]),
+        (run_of(100, 84.0, used=0.94), ["yes", "no"]),
+    ],
+)
+def test_few_bytes_count_at_equal_accuracy_and_by_the_peer_that_is_used_least(
+    own: Trained, verdicts: list[str]
+) -> None:
+    table = swarm_bytes.table({"diloco fp16": [own], "stock": [run_of(10_000, 80.0)]})
+    assert [goal.verdict for goal in table.goals] == verdicts
+
+
+@pytest.mark.parametrize(("accuracy", "verdict"), [(86.5, "yes"), (86.4, "no"), (88.0, "yes")])
+def test_a_swarm_is_as_good_as_the_mean_of_the_single_runs_or_half_a_point_less(accuracy: float, verdict: str) -> None:
+    found: dict[tuple[float, ...], list[Trained]] = {
+        (800.0, 400.0): [run_of(1, accuracy - 0.3), run_of(1, accuracy + 0.3)]
+    }
+    (goal,) = swarm_accuracy.table(found, [(86.5, 60.0), (87.5, 60.0)]).goals
+    assert goal.verdict == verdict
 
 
 @pytest.mark.parametrize("name", BY_NAME)

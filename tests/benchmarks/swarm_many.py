@@ -31,7 +31,7 @@ from tests.benchmarks.swarms import TOKEN
 ROUNDS = 1
 SIZES = (4, 16, 64)
 ROUND_SECONDS, WATCHED = 15.0, 3
-AT_ONCE = 4
+AT_ONCE = 7
 """So many peers are starting at a time."""
 STATUS_SECONDS = 2.0
 HEAD = (

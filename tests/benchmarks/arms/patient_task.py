@@ -24,7 +24,6 @@ from trainkit.data.tensors import TensorSamples, TensorTransform
 SECONDS = "BENCHMARK_SECONDS_A_SAMPLE"
 """In a peer's environment; without it nobody sleeps."""
 TRAIN, VAL, NOISE = 30_000, 5_000, 0.3
-WIDTH = 960
 
 
 def data(root: Path) -> Splits:
@@ -74,14 +73,14 @@ class Paced(nn.Sequential):
         return scores
 
 
-def model(info: DataInfo) -> nn.Module:
-    """A million weights that cost little to train."""
+def model(info: DataInfo, *, width: int = 960) -> nn.Module:
+    """By default a million weights that cost little to train."""
     size = info.in_chans * info.image_size**2
     return Paced(
         nn.Flatten(),
-        nn.Linear(size, WIDTH),
+        nn.Linear(size, width),
         nn.GELU(),
-        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(width, width),
         nn.GELU(),
-        nn.Linear(WIDTH, info.num_classes),
+        nn.Linear(width, info.num_classes),
     )
