@@ -140,6 +140,20 @@ def twice() -> None:
     patched._communicate_with_peer = both
 
 
+def half() -> None:
+    """Send half of the bytes that a part has."""
+    from trainkit.collaborative import exchange
+
+    honest, patched = exchange._written, exchange.__dict__
+
+    def written(*of: Any) -> Any:
+        message = honest(*of)
+        message.buffer = message.buffer[::2]
+        return message
+
+    patched["_written"] = written
+
+
 def stall() -> None:
     """Take a place in every group, open the call, and never send anything."""
     import asyncio
@@ -190,6 +204,7 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "speed": lambda: progress(samples_per_sec=1e300),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),
+    "half": half,
     "twice": twice,
     "stall": stall,
     "deaf": deaf,

@@ -16,6 +16,7 @@ from trainkit.collaborative.parts import PART, Codec, Sending
 
 if TYPE_CHECKING:
     from trainkit.collaborative.exchange import Exchange, Outcome
+    from trainkit.collaborative.screening import Screen
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -33,20 +34,31 @@ class Member:
     reduces: float = 0.0
     seconds: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
     """How long each of its parts is on its way."""
+    cut: bool = False
+    """It sends half of what it says."""
     twice: bool = False
     """It sends everything in two calls at once."""
 
 
 def meet(
-    *members: Member, codec: Codec = "fp16", delicate: int = VALUES, patience: float = 10.0
+    *members: Member,
+    codec: Codec = "fp16",
+    delicate: int = VALUES,
+    patience: float = 10.0,
+    screens: dict[str, Screen] | None = None,
 ) -> dict[str, tuple[Tensor, Outcome]]:
-    """The average and the outcome of each member."""
+    """The average and the outcome of each member.
+
+    ``screens``: is given the screen of each.
+    """
     from hivemind.averaging import DecentralizedAverager
     from hivemind.compression import NoCompression
     from hivemind.p2p import PeerID
     from hivemind.utils.asyncio import as_aiter
 
     from trainkit.collaborative.exchange import Exchange
+    from trainkit.collaborative.reducer import install_screen
+    from trainkit.collaborative.screening import Limits
 
     class Near(Exchange):
         """An exchange whose calls reach the others directly."""
@@ -56,6 +68,8 @@ def meet(
                 async def slowly() -> AsyncIterator[Any]:
                     on_the_way = iter(delays[self.peer_id])
                     async for message in messages:
+                        if self.peer_id in cut:
+                            message.tensor_part.buffer = message.tensor_part.buffer[::2]
                         await asyncio.sleep(next(on_the_way))
                         yield message
 
@@ -71,6 +85,7 @@ def meet(
 
     ids = {member.name: PeerID(member.name.encode()) for member in members}
     delays = {ids[member.name]: member.seconds for member in members}
+    cut = {ids[member.name] for member in members if member.cut}
     liars = {ids[member.name] for member in members if member.twice}
     group: dict[PeerID, Exchange] = {}
     calls: list[Any] = []
@@ -95,6 +110,10 @@ def meet(
                 part_size_bytes=4 * PART,
                 sending=Sending(member.weights, member.codec, codec, delicate),
             )
+
+            if screens is not None:
+                limits = Limits(frozenset({str(ids["owner"])}))
+                screens[member.name] = install_screen(group[ids[member.name]], limits, VALUES)
 
         async def take(one: Exchange) -> tuple[Tensor, Outcome]:
             (average,) = [tensor async for tensor in one]
@@ -197,6 +216,17 @@ def test_who_calls_twice_counts_once_and_takes_nobodys_place() -> None:
     average, outcome = found["slower"]
     assert outcome.counted == (True,) * 4
     assert torch.equal(average, filled(4.0))
+
+
+def test_who_sends_a_part_of_another_size_is_dropped_by_name_and_nobody_waits_for_it() -> None:
+    screens: dict[str, Screen] = {}
+    found = meet(OWNER, Member("guest", filled(4.0)), Member("liar", filled(7.0), cut=True), screens=screens)
+    average, outcome = found["guest"]
+    assert outcome.counted == (True,) * 4
+    assert torch.allclose(average, filled(1.0))  # the shorter of two, to whose length the longer is clipped
+    (verdict,) = [one for one in screens["owner"].verdicts() if one.action == "dropped"]
+    assert verdict.why == "sent something of the wrong shape"
+    assert found["owner"][1].late == ()
 
 
 def test_an_anchor_whose_senders_are_all_late_ends_and_says_that_nothing_arrived() -> None:

@@ -211,7 +211,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         clock, waited, taken = asyncio.get_running_loop().time, 1e-6, 0
         coming: asyncio.Future[Any] | None = None
         try:
-            with suppress(BannedException, ValueError, StopAsyncIteration):  # late from the start, or not as agreed
+            with suppress(BannedException, StopAsyncIteration):  # late from the start, or gone
                 for index, own in enumerate(self.parts_for_local_averaging):
                     began, coming = clock(), asyncio.ensure_future(anext(stream))
                     await asyncio.wait({coming}, timeout=max(0.0, self.sender_timeout - waited))
@@ -222,7 +222,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                     self._down += len(message.tensor_part.buffer)
                     self.received[str(sender)] = self.received.get(str(sender), 0) + len(message.tensor_part.buffer)
                     weight = message.weight if 0.0 < message.weight < math.inf else 0.0
-                    part = _read(message.tensor_part, own.numel()) if weight else torch.zeros_like(own)
+                    part = _read_if_possible(message.tensor_part, own.numel()) if weight else torch.zeros_like(own)
                     if weight:
                         arrived[index] = waited
                     await self._reduce(sender_index, index, part, weight)
@@ -286,3 +286,11 @@ def _written(part: Tensor, codec: Codec) -> Any:
 
 def _read(message: Any, values: int) -> Tensor:
     return decode(message.buffer, message.dtype, values)
+
+
+def _read_if_possible(message: Any, values: int) -> Tensor:
+    """Of what is not as agreed nothing: the screen drops whoever has sent it, and says so."""
+    try:
+        return _read(message, values)
+    except ValueError:
+        return torch.zeros(0)
