@@ -49,7 +49,7 @@ _UPLOAD_SECONDS = 30.0
 # The lists of those who are out are stored anew in every round.
 _EXCLUDED_SECONDS = 3600.0
 # Until it has trained its first round.
-_FIRST_SECONDS = 600.0
+INTRODUCED_SECONDS = 600.0
 
 
 class _DHT(hivemind.DHT):  # type: ignore[misc]
@@ -272,7 +272,7 @@ def open_dht(
         if host is not None and proven:
             dht.in_dht(dialback.serve, _READ_SECONDS, None)
             dht.in_dht(upload.serve, _READ_SECONDS, None)
-        dht.introduce_myself(_FIRST_SECONDS, wait=bool(peers))
+        dht.introduce_myself(INTRODUCED_SECONDS, wait=bool(peers))
         yield dht
     finally:
         with suppress(OSError, ValueError):

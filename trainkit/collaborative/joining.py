@@ -12,7 +12,7 @@ from trainkit.collaborative.absent import no_data
 from trainkit.collaborative.averaging import Averaging
 from trainkit.collaborative.clock import RoundClock
 from trainkit.collaborative.common import CommonState
-from trainkit.collaborative.dht import SwarmDHT, open_dht, read_manifest
+from trainkit.collaborative.dht import INTRODUCED_SECONDS, SwarmDHT, open_dht, read_manifest
 from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.facts import facts_of, meeting_place, require_same, without_data
 from trainkit.collaborative.fitting import volunteers_share
@@ -219,6 +219,8 @@ class _Guest:
         it was when this peer has joined it.
         """
         self.dht.require_welcome()
+        # Meanwhile it has said nothing of itself, and whoever has come back gives nothing to strangers.
+        self.dht.introduce_myself(INTRODUCED_SECONDS, wait=True)
         peer.watch.poll()
         manifest = self._manifest()
         if peer.watch.stopped or manifest is None or manifest.first_round < peer.clock.first:
