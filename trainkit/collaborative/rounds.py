@@ -58,7 +58,8 @@ def train(p: Peer) -> Ending:
     with p.batches() as batches:
         inner = _Inner(batches, Updater(p.team.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
         ending: Ending | None = None
-        while (index := p.clock.index(time.time())) < p.clock.count:
+        # Who goes on with a run trains in its next round for a little longer, until the clock is there.
+        while (index := max(p.clock.index(time.time()), p.outer.round)) < p.clock.count:
             hear(p)
             p.before_round()
             if ending := ending_of(p):
