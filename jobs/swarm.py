@@ -52,7 +52,9 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "--announce", metavar="HOST[:PORT]", help="tell others this address: of the router that forwards the port"
     )
     parser.add_argument("--no-train", action="store_true", help="only reduce, judge, and keep the records")
-    parser.add_argument("--resume", metavar="RUN", help="go on with a swarm of before, under its addresses")
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port"
+    )
     parser.add_argument("--open", action="store_true", help="whoever has an address may join; else only the invited")
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 from collections.abc import Sequence
 
-from trainkit.collaborative import address
+from trainkit.collaborative import address, wall_clock
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 
 
@@ -37,12 +38,8 @@ def listen_on(host: str | None, port: int) -> str:
 def explain(error: Exception, peers: Sequence[str], *, invited: bool) -> TrainkitError:
     """What a user can do about a node that did not start."""
     text = str(error) or type(error).__name__
-    if "local time must be within" in text:
-        return UserError(
-            "The clock of this machine differs from the swarm's by more than three seconds.",
-            why="Rounds end by the clock, so the peers' clocks must agree.",
-            fix="Set it: `timedatectl set-ntp true`, or ask the administrator.",
-        )
+    if "local time must be within" in text or (peers and asyncio.run(wall_clock.is_off(peers))):
+        return wall_clock.wrong_clock()
     if "already taken" in text:
         return UserError(
             "Another peer uses this identity now.",

@@ -271,7 +271,6 @@ def open_dht(
         dht = SwarmDHT(node, identity, mine, client_mode=host is None or not proven)
         if host is not None and proven:
             dht.in_dht(dialback.serve, _READ_SECONDS, None)
-            dht.in_dht(upload.serve, _READ_SECONDS, None)
         dht.introduce_myself(INTRODUCED_SECONDS, wait=bool(peers))
         yield dht
     finally:

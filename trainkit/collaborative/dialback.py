@@ -19,7 +19,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 
-from trainkit.collaborative import address, upload
+from trainkit.collaborative import address, upload, wall_clock
 from trainkit.collaborative.home import known_of
 from trainkit.collaborative.reachability import worth_dialling
 
@@ -47,7 +47,7 @@ class Seen:
 
 
 async def serve(dht: Any, node: Any) -> None:
-    """From now on dial back whoever asks."""
+    """From now on dial back whoever asks, and do for others what else a peer does that can be reached."""
     some_at_a_time = asyncio.Semaphore(_AT_A_TIME)
     waiting: set[str] = set()
 
@@ -68,6 +68,8 @@ async def serve(dht: Any, node: Any) -> None:
         return StringValue(value=json.dumps({"time": now, "ip": ip, "tried": tried, "reached": reached}))
 
     await node.p2p.add_protobuf_handler(_HANDLER, answer, StringValue)
+    await upload.serve(dht, node)
+    await wall_clock.serve(node)
 
 
 async def ask(dht: Any, node: Any, *, of: Sequence[str]) -> Seen:
@@ -107,7 +109,6 @@ async def become_member(dht: Any, node: Any) -> None:
     await protocol.add_p2p_handlers(protocol.p2p, wrapper)
     await node.find_nearest_nodes([node.node_id])  # whoever is asked learns of it
     await serve(dht, node)
-    await upload.serve(dht, node)
 
 
 def _asked(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from trainkit.collaborative.loop import Box
 from trainkit.collaborative.patient import PatientRecord
 from trainkit.collaborative.watch import Watch
 from trainkit.distributed.device import device_name
-from trainkit.errors import RunFailedError
+from trainkit.errors import DiskError, RunFailedError
 from trainkit.ranks.env import RankEnv
 from trainkit.records.attempts import Remark
 from trainkit.records.contributions import Contributions
@@ -106,7 +107,20 @@ class RoundKeeper:
         self.remark("swarm_back", round=self._outer.round)
 
     def finish(self, outcome: str, *, test: bool = True) -> None:
-        """Test metrics of the best model, if wanted, and ``summary.json``."""
+        """Test metrics of the best model, if wanted, and ``summary.json``. Raises DiskError if there is no room."""
+        try:
+            self._finish(outcome, test=test)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            run = self._keeper.writer.run
+            raise DiskError(
+                f"There is no room for the results of {run.name}.",
+                why=f"{error.strerror}. What this peer has contributed is not lost.",
+                fix=f"Free some space; what is saved is tested by {terminal.command('evaluate', run.path)}",
+            ) from None
+
+    def _finish(self, outcome: str, *, test: bool) -> None:
         keeper, rounds = self._keeper, min(self._outer.round, self._clock.count)
         where = self._where(rounds - 1)
         with self._outer.common():

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainkit.collaborative import address, processes
+from trainkit.collaborative import address, processes, wall_clock
 from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.light import put_up_packages
 from trainkit.errors import TrainkitError
@@ -106,6 +106,8 @@ def open_reader(entry: Entry) -> Iterator[Reader]:
             except TrainkitError:
                 raise
             except Exception:  # of libp2p's daemon, in many words
+                if _done(loop, wall_clock.is_off(entry.addresses), _READ_SECONDS):
+                    raise wall_clock.wrong_clock() from None
                 raise address.nobody_answers(entry.addresses[0], invited=entry.invited) from None
             try:
                 yield Reader(loop, node, entry.addresses, identity)
