@@ -44,6 +44,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         words = {
             "fast": ("3600", "jobs.join", token, "--allow-code"),
             "slow": ("-3600", "jobs.join", token, "--allow-code"),
+            "status": ("3600", "jobs.swarm", "status", token),
             "doctor": ("3600", "jobs.swarm", "doctor", token),
         }
         off = {name: commands._start("tests.collaborative.elsewhen", *own) for name, own in words.items()}
@@ -75,7 +76,7 @@ def test_what_was_measured_before_is_whole(story: Story) -> None:
     assert [json.loads(line)["split"] for line in lines if line.endswith("}")][:2] == ["train", "train"]
 
 
-@pytest.mark.parametrize("clock", ["fast", "slow"])
+@pytest.mark.parametrize("clock", ["fast", "slow", "status"])
 def test_a_clock_that_is_an_hour_off_is_named_with_its_remedy(story: Story, clock: str) -> None:
     command = story.off[clock]
     assert command.process.returncode == 2, command.output
