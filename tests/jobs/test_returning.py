@@ -46,6 +46,14 @@ def test_an_anchor_is_told_how_to_come_back_under_its_address(command: Command, 
     assert f"jobs.swarm anchor TOKEN --port 4711 --identity {run.path}/swarm_identity" in done.err
 
 
+def test_a_swarm_without_its_owners_key_is_not_gone_on_with(command: Command, run: RunDir) -> None:
+    HOME.write(run)
+    for words in (("resume", run.name), ("swarm", "create", "--resume", run.name)):
+        done = command(*words)
+        assert (done.code, done.err.splitlines()[0]) == (2, f"{run.name} has lost its owner.key.")
+    assert not (run.path / "owner.key").exists()
+
+
 def test_a_swarm_that_is_over_is_not_gone_on_with(command: Command, run: RunDir) -> None:
     HOME.write(run)
     Attempt(run, 0).ended("COMPLETED")

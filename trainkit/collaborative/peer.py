@@ -18,7 +18,7 @@ from trainkit.collaborative.entry import VARIABLE, Entry
 from trainkit.collaborative.home import addresses_in, home_of, write_addresses
 from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.inviting import invited
-from trainkit.collaborative.owner import owner_of
+from trainkit.collaborative.owner import KEY_FILE, owner_of
 from trainkit.collaborative.reachability import announced, how_to_be_reached
 from trainkit.collaborative.settings import adapted, check_own, require_collaborative
 from trainkit.config.schema import Config
@@ -132,7 +132,7 @@ def resume_swarm(
         name: where it had none.
         host: to listen on instead, on another machine; so are ``port`` and ``announce``.
 
-    Raises UserError when the run folder does not say where it was.
+    Raises UserError when the run folder does not say where it was, or has no owner's key any more.
     """
     home = home_of(run_dir)
     if home is None:
@@ -140,6 +140,12 @@ def resume_swarm(
             f"{run_dir.name} has not created a swarm that others could join.",
             why="It has joined one, or was ended before it was ready.",
             fix=f"Join again; or start a new one: {terminal.command('swarm', 'create', run_dir.path)}",
+        )
+    if not (run_dir.path / KEY_FILE).is_file():
+        raise UserError(
+            f"{run_dir.name} has lost its {KEY_FILE}.",
+            why="Whoever was invited believes what this key has signed, and nothing else.",
+            fix=f"Copy it back into that folder, or start anew: {terminal.command('swarm', 'create', run_dir.path)}",
         )
     return create_swarm(
         config,
