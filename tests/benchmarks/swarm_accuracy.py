@@ -1,8 +1,8 @@
 """``python -m tests.benchmarks.swarm_accuracy``: does a swarm of unequal peers reach what one process does?
 
 1, 2 and 4 peers of the preset `hivemind`, all together always of the same speed; and the preset `single` in one process
-with as many updates as their samples are. Each with several seeds, for runs of one process differ too. 10 minutes a
-round.
+with as many updates as their samples are. Each with several seeds, for runs of one process differ too. An update of k
+peers is of a k-th of the batch, so that it takes as many samples of all of them as of one process. 10 minutes a round.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.benchmarks.swarms import TASK, Trained, trained
 ROUNDS = 2
 RATES = ((1600.0,), (1000.0, 600.0), (750.0, 425.0, 275.0, 150.0))
 """Samples a second of each peer."""
-SAMPLES, BATCH, LR, ROUND_SECONDS = 280_000, 64, 2e-3, 8.0
-SAME = (f"train.global_batch_size={BATCH}", f"optim.lr={LR}")
+SAMPLES, BATCH, LR, ROUND_SECONDS = 200_000, 64, 2e-3, 8.0
+SAME = ("model.width=256", f"optim.lr={LR}")
 POINTS = 0.5
 HEAD = ("peers, samples a second", "rounds", "samples", "utilisation", "wall", "accuracy", "to the single run")
 
@@ -35,7 +35,8 @@ def measure(rounds: int = ROUNDS) -> Sequence[Figure | Table]:
     found: dict[tuple[float, ...], list[Trained]] = {rates: [] for rates in RATES}
     for seed in range(rounds):
         for rates in RATES:
-            found[rates].append(trained("hivemind", rates, *SAME, in_time, f"seed={seed}"))
+            batch = f"train.global_batch_size={BATCH // len(rates)}"
+            found[rates].append(trained("hivemind", rates, *SAME, batch, in_time, f"seed={seed}"))
     samples = statistics.mean(one.samples for runs in found.values() for one in runs)
     return [table(found, [single(round(samples / BATCH), seed) for seed in range(rounds + 1)])]
 
@@ -75,7 +76,14 @@ def single(updates: int, seed: int) -> tuple[float, float]:
     """Accuracy and seconds of ordinary training: nobody sleeps in it."""
     with TemporaryDirectory() as name, machines(1, Path(name)) as net:
         run = net.folder / "run"
-        own = (f"train.max_steps={updates}", f"seed={seed}", "checkpoint.every_epochs=null", "--run-dir", str(run))
+        own = (
+            f"train.max_steps={updates}",
+            f"train.global_batch_size={BATCH}",
+            f"seed={seed}",
+            "checkpoint.every_epochs=null",
+            "--run-dir",
+            str(run),
+        )
         started = net.start(0, "jobs.train", "single", *TASK, *SAME, *own)
         started.ends(1200)
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
