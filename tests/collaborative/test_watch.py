@@ -73,7 +73,5 @@ def test_but_news_get_no_older_than_the_run_can_bear() -> None:
     assert node.progress_read(watch_of(node, oldest=3.0), 120) == 40
 
 
-def test_whether_the_run_is_over_and_who_is_out_is_asked_every_time() -> None:
-    node = Node(176)
-    node.progress_read(watch_of(node), 120)
-    assert all({MANIFEST, REVOKED, BANNED} <= set(keys) for keys in node.asked)
+def test_a_pause_is_known_so_that_a_creator_that_leaves_can_wait_for_it() -> None:
+    assert [watch_of(Node(peers)).pause for peers in (0, 3, 16, 64)] == [0.0, 0.0, 0.0, 3.0]

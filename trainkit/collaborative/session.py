@@ -154,7 +154,7 @@ def create(
                 if ending == "stopped":
                     publish(replace(manifest, stopped=True), wait=True)
                     if watch.others(time.time() - LOST_AFTER * clock.seconds):
-                        time.sleep(4 * NEWS_SECONDS)  # with this peer the news would vanish
+                        time.sleep(4 * NEWS_SECONDS + watch.pause)  # with this peer the news would vanish
                 else:
                     # The others may still be fetching their part of the last round's average from this peer.
                     time.sleep(max(0.0, clock.end + 2.0 - time.time()))

@@ -12,7 +12,8 @@ from trainkit.collaborative.home import known_of
 from trainkit.collaborative.messages import Progress, manifests_in, progress_in
 from trainkit.collaborative.signed_records import BANNED, MANIFEST, PROGRESS, REVOKED
 
-# Every reader is sent the progress of all peers, and there are as many readers: each reads of so many a second.
+# Every reader is sent the progress of all peers, and there are as many readers: each reads of so many a second, and
+# those who answer are asked as often however many ask.
 _PEERS_A_SECOND = 16
 
 
@@ -28,7 +29,7 @@ class Watch:
     ) -> None:
         self._dht, self._creator, self._oldest, self._now = dht, creator, oldest, now
         self._question: Any = None
-        self._progress_at = 0.0
+        self._ask_at = 0.0
         self.peers: dict[str, Progress] = {}
         self.stopped = False
         """The creator has ended the run."""
@@ -43,12 +44,17 @@ class Watch:
             with suppress(Exception):  # a question that failed is asked again
                 for key, found in self._question.result(0).items():
                     self._take(key, found)
-        keys, now = [MANIFEST, REVOKED, BANNED], self._now()
-        if now >= self._progress_at:
-            keys.append(PROGRESS)
-            self._progress_at = now + min(len(self.peers) / _PEERS_A_SECOND - 1.0, self._oldest)
-        with suppress(OSError):  # the node has died, which ends the round
-            self._question = self._dht.ask(keys)
+            self._question = None
+        now = self._now()
+        if now >= self._ask_at:
+            self._ask_at = now + self.pause
+            with suppress(OSError):  # the node has died, which ends the round
+                self._question = self._dht.ask((MANIFEST, PROGRESS, REVOKED, BANNED))
+
+    @property
+    def pause(self) -> float:
+        """Seconds, beyond the one between two polls, in which nobody asks; 0 in a small swarm."""
+        return max(0.0, min(len(self.peers) / _PEERS_A_SECOND - 1.0, self._oldest))
 
     def others(self, since: float) -> dict[str, Progress]:
         """Peers besides this one that have told of themselves since then (seconds since 1970)."""
