@@ -19,7 +19,7 @@ from tests.collaborative.internet import internet
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 
 ROUND_SECONDS = 12
-ROUNDS = 22
+ROUNDS = 60
 # Of the rounds before the slow peer the first ones are those in which the creator and the quick one start.
 WARM, BEFORE, WITH = 3, 4, 8
 BATCH = 64
