@@ -149,3 +149,12 @@ def test_a_ban_of_long_ago_is_enforced_and_not_news(watched: Watched) -> None:
 def test_a_crowd_of_liars_is_not_a_crowd_of_events(watched: Watched) -> None:
     watched.round(*(Verdict(f"Qm{index:09}", "dropped", "lied") for index in range(200)))
     assert len(watched.events) <= 20
+
+
+def test_two_of_one_invitation_that_are_out_in_the_same_round_are_one_ban(watched: Watched) -> None:
+    watched.sentry.invitation_of = lambda peer: "invitation of eve"
+    for _ in range(STRIKES):
+        watched.round(DROPPED, Verdict("QmSecond", "dropped", DROPPED.why))
+    assert list(watched.bans.read()) == ["invitation of eve"]
+    assert [kind for kind, _ in watched.events].count("peer_banned") == 1
+    assert sum("is banned" in line for line in watched.lines) == 1
