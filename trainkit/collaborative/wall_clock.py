@@ -6,6 +6,7 @@ hivemind takes what was signed more than a minute ago, or will be, for forged, a
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ async def is_off(peers: Sequence[str]) -> bool:
     there = [item for item in peers if await asyncio.to_thread(_listens, item)]
     if not there:
         return False
+    # A daemon that did not come through may end when nobody waits for it any more, which asyncio would remark.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     with suppress(Exception):  # of libp2p's daemon, in many words: then the clock is not known to be wrong
         options = {"dht_mode": "client", "auto_nat": False, "nat_port_map": False, "startup_timeout": _START_SECONDS}
         asker = await asyncio.wait_for(P2P.create(initial_peers=there, **options), _START_SECONDS + 2.0)
