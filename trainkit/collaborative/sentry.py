@@ -70,8 +70,8 @@ class Sentry:
             for verdict in found.verdicts[:_MOST_EVENTS]:
                 self._tell(verdict, index, _name(verdict.peer, peers, found.names))
             for peer, why in self._strikes.note(found.verdicts, found.members).items():
-                if not (out := self.invitation_of(peer)):
-                    continue
+                if not (out := self.invitation_of(peer)) or out in self.bans.read():
+                    continue  # nobody can be banned with it; or it is, with another peer of its invitation
                 name = _name(peer, peers, found.names)
                 ban = Ban(out, name, why)
                 self.bans.add(ban)
