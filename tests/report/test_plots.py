@@ -50,3 +50,15 @@ def test_no_line_is_drawn_over_the_time_between_two_attempts() -> None:
 @pytest.mark.parametrize(("seconds", "unit"), [(10, "s"), (600, "min"), (5 * 3600, "h")])
 def test_time_has_a_fitting_unit(seconds: float, unit: str) -> None:
     assert drawing.time_unit(seconds)[0] == unit
+
+
+@pytest.mark.parametrize(("least", "most_ticks"), [(0.02, 10), (1e-7, 10)])
+def test_a_logarithmic_axis_has_room_for_its_numbers(least: float, most_ticks: int) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    axes.plot([0, 1], [least, 2.0])
+    drawing.log_if_wide(axes, [least, 2.0])
+    low, high = axes.get_ylim()
+    shown = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    assert 4 <= len(shown) <= most_ticks

@@ -110,7 +110,8 @@ def log_if_wide(axes: Axes, values: list[float]) -> None:
     if positive and len(positive) == len(values) and max(positive) / min(positive) > 20:
         axes.set_yscale("log")
         axes.set_ylabel("cross-entropy (log scale)")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        wide = max(positive) / min(positive) > 1e4  # there is no room for three numbers a decade
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
 

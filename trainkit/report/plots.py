@@ -48,7 +48,7 @@ def draw_curves(facts: Facts, path: Path) -> bool:
                 if points:
                     draw_line(axes, points, colour, raw_too=split == "train")
                     shown = smooth(points)[-1] if split == "train" else points[-1]
-                    ends.append((f"{split} {points[-1][1]:.{1 if key == 'acc1' else 3}f}", shown, colour))
+                    ends.append((f"{split} {points[-1][1]:{'.1f' if key == 'acc1' else '.3g'}}", shown, colour))
             if key == "loss":
                 log_if_wide(axes, [value for split in ("train", "val") for _, value in series[split, key]])
             elif max((value for split in ("train", "val") for _, value in series[split, key]), default=0) > 90:
