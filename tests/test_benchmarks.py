@@ -165,10 +165,8 @@ def test_few_bytes_count_at_equal_accuracy_and_by_the_peer_that_is_used_least(
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(86.5, "yes"), (86.4, "no"), (88.0, "yes")])
 def test_a_swarm_is_as_good_as_the_mean_of_the_single_runs_or_half_a_point_less(accuracy: float, verdict: str) -> None:
-    found: dict[tuple[float, ...], list[Trained]] = {
-        (800.0, 400.0): [run_of(1, accuracy - 0.3), run_of(1, accuracy + 0.3)]
-    }
-    (goal,) = swarm_accuracy.table(found, [(86.5, 60.0), (87.5, 60.0)]).goals
+    runs = [(run_of(1, accuracy - 0.3), 86.5), (run_of(1, accuracy + 0.3), 87.5)]
+    (goal,) = swarm_accuracy.table({(800.0, 400.0): runs}).goals
     assert goal.verdict == verdict
 
 
