@@ -33,7 +33,7 @@ from trainkit.models import build_model
 
 PROJECT = Path(__file__).resolve().parents[2]
 ARMS = Path(__file__).parent / "arms"
-STEPS, ROUNDS, SAME, WARM = 460, 5, 40, 20
+STEPS, ROUNDS, SAME, WARM = 460, 9, 40, 20
 PEERS = ("accelerate", "lightning")
 _SHARED = {
     1: "",
