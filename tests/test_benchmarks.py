@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.benchmarks import swarm_accuracy, swarm_bytes
+from tests.benchmarks import machines, swarm_accuracy, swarm_bytes
 from tests.benchmarks.__main__ import BEGIN, BY_NAME, END, NOT_MEASUREMENTS, merged, write
 from tests.benchmarks.measuring import CONTROL, Figure, Table, Turn, against, ratios, side_by_side, take_turns
 from tests.benchmarks.processes import measured
@@ -218,3 +218,13 @@ def _space(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
         return ""
+
+
+def test_nothing_that_was_started_on_a_machine_outlives_it(tmp_path: Path) -> None:
+    if why := machines.absent():
+        pytest.skip(why)
+    with machines.machines(1, tmp_path) as made:
+        shell = [*made.inside(0), "sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo $!"]
+        orphan = int(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)
+        assert psutil.pid_exists(orphan)
+    assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE

@@ -14,12 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-
-import psutil
 
 from tests.benchmarks.processes import end_with
 
@@ -129,9 +127,10 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
         try:
             yield found
         finally:
-            left = [one for each in found.started for one in _family(each.process.pid)]
-            for one in left:
-                one.kill()
+            # By their network: what a process has started may have outlived it.
+            for pid in [pid for holder in holders[1:] for pid in _living_in(holder)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             for each in found.started:
                 each.process.wait(10)
 
@@ -157,12 +156,14 @@ def _pid(inside: Sequence[str]) -> str:
     return inside[2]
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        own = psutil.Process(pid)
-        return [own, *own.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+def _living_in(holder: subprocess.Popen[bytes]) -> list[int]:
+    """The processes in its namespace, but for itself."""
+    found, here = [], os.stat(f"/proc/{holder.pid}/ns/net").st_ino
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.stat(process / "ns/net").st_ino == here and int(process.name) != holder.pid:
+                found.append(int(process.name))
+    return found
 
 
 def _run(*command: str) -> None:
