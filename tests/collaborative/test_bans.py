@@ -44,6 +44,15 @@ def test_to_be_clipped_is_no_strike() -> None:
     assert [strikes.note([Verdict("QmEve", "clipped", "long")], ["QmEve"]) for _ in range(5)] == [{}] * 5
 
 
+def test_to_be_left_out_is_no_strike_nor_does_it_wipe_one_out() -> None:
+    strikes, left_out = Strikes(), Verdict("QmEve", "left out", "was 23 times longer than the group's median")
+    assert [strikes.note([left_out], ["QmEve"]) for _ in range(5)] == [{}] * 5
+    for _ in range(STRIKES - 1):
+        strikes.note([DROPPED], ["QmEve"])
+        strikes.note([left_out], ["QmEve"])
+    assert strikes.note([DROPPED], ["QmEve"]) == {"QmEve": EVE.why}
+
+
 def test_the_memory_of_suspects_is_bounded() -> None:
     strikes = Strikes()
     strikes.note([Verdict(f"Qm{index}", "dropped", "") for index in range(5000)], [])

@@ -31,7 +31,7 @@ def screened(
     own: Tensor | None = None,
     together: Sequence[int] = (),
 ) -> tuple[Tensor, dict[str, str]]:
-    """The average that a reducer makes, and a reason for each who was dropped.
+    """The average that a reducer makes, and a reason for each who was dropped or left out.
 
     ``together``: those who use one invitation.
     """
@@ -42,7 +42,7 @@ def screened(
     claims = [100.0] * len(parts) if weights is None else weights
     own = torch.zeros(SIZE) if own is None else own
     average = screen.average(0, dict(enumerate(parts)), dict(enumerate(claims)), own)
-    return average, {verdict.peer: verdict.why for verdict in screen.verdicts() if verdict.action == "dropped"}
+    return average, {verdict.peer: verdict.why for verdict in screen.verdicts() if verdict.action != "clipped"}
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -60,9 +60,8 @@ def test_honest_contributions_are_averaged_by_their_samples() -> None:
 @pytest.mark.parametrize(
     ("attack", "why"),
     [
-        (lambda part: -9 * part, "times longer than the group's median"),
-        (lambda part: -50 * part, "times longer than the group's median"),
-        (lambda part: 1000 * part, "times longer than the group's median"),
+        (lambda part: -9 * part, "points against the others"),
+        (lambda part: -50 * part, "points against the others"),
         (lambda part: -part, "points against the others"),
         (lambda part: part * float("nan"), "sent values that are not finite"),
         (lambda part: part + float("inf"), "sent values that are not finite"),
@@ -80,6 +79,25 @@ def test_an_attackers_contribution_is_dropped_and_the_average_is_that_of_the_oth
     assert why in dropped["peer-3"]
     alone, _ = screened(honest)
     assert distance(average, alone) < 0.02
+
+
+@pytest.mark.parametrize("factor", [6.0, 23.0, 1000.0])
+def test_who_is_many_times_longer_is_left_out_and_not_blamed(factor: float) -> None:
+    """A newcomer's AdamW is fresh where the others' has settled."""
+    *honest, last = contributions(4)
+    screen = Screen(list("abcd"), Limits(possible=dict.fromkeys("abcd", 1000.0)), SIZE)
+    half = SIZE // 2
+    parts = [*honest, factor * last]
+    found = [
+        screen.average(at, {i: part[at : at + half] for i, part in enumerate(parts)}, dict.fromkeys(range(4), 1.0), own)
+        for at, own in ((0, torch.zeros(half)), (half, torch.zeros(half)))
+    ]
+    (verdict,) = screen.verdicts()
+    assert (verdict.peer, verdict.action) == ("d", "left out")
+    assert "times longer than the group's median" in verdict.why
+    assert screen.counted().keys() == {"a", "b", "c"}
+    alone, _ = screened(honest)
+    assert distance(torch.cat(found), alone) < 0.02
 
 
 @pytest.mark.parametrize("claim", [1e9, float("nan"), float("inf"), -1.0])

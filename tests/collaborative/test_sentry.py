@@ -82,6 +82,14 @@ def test_who_was_dropped_in_which_round_and_why_is_an_event_and_a_line(watched: 
     assert watched.lines == ["  eve was left out of round 7: sent values that are not finite"]
 
 
+def test_who_was_left_out_for_its_length_is_told_of_and_never_banned(watched: Watched) -> None:
+    for index in range(STRIKES + 1):
+        watched.round(Verdict(EVE, "left out", "was 23 times longer than the group's median"), index=index)
+    assert [kind for kind, _ in watched.events] == ["peer_left_out"] * (STRIKES + 1)
+    assert watched.lines[0] == "  eve was left out of round 1: was 23 times longer than the group's median"
+    assert watched.shut_out == []
+
+
 def test_who_was_clipped_is_an_event_alone(watched: Watched) -> None:
     watched.round(Verdict(EVE, "clipped", "was 3.0 times longer than the group's median"))
     assert [kind for kind, _ in watched.events] == ["peer_clipped"]

@@ -195,8 +195,10 @@ class Strikes:
         Args:
             took_part: ids of all who were in the round; who was not neither gains nor loses by it.
         """
-        dropped = {verdict.peer: verdict.why for verdict in verdicts if verdict.action == "dropped"}
-        for peer in set(took_part) - dropped.keys():
+        judged = list(verdicts)
+        dropped = {verdict.peer: verdict.why for verdict in judged if verdict.action == "dropped"}
+        neither = {verdict.peer for verdict in judged if verdict.action == "left out"}
+        for peer in set(took_part) - dropped.keys() - neither:
             self.counts.pop(peer, None)
         out: dict[str, str] = {}
         for peer, why in dropped.items():

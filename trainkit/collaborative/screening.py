@@ -7,7 +7,9 @@ directions are judged by all that has come so far, and every part is averaged as
 - What is not finite, or not of the right shape, is dropped, and its sender for the rest of the round.
 - Weights are claims. A volunteer's counts up to what its own speed makes possible, and up to a few times the median.
 - Lengths are clipped to the group's median, part by part (kappa = 1; with 3, one of four cancels the rest), so that
-  nobody can put all of theirs into one layer. Who was many times longer is dropped.
+  nobody can put all of theirs into one layer. Who was many times longer is left out, and not blamed for it: so is an
+  honest newcomer to a run that has nearly converged, whose AdamW is fresh (12 times the others, measured after 300
+  updates of theirs).
 - Directions: where most agree, who points against them is dropped (as FLTrust, arXiv 2012.13995, without a trusted
   data set: by the median of a sender's cosines with all others).
 - BatchNorm's buffers are averaged as a median of each number: all peers measure the same data.
@@ -30,8 +32,9 @@ from torch import Tensor
 LARGEST_SHARE = 3.0
 # Speed varies: so many times what a peer's last rounds were like is still believed.
 _SPEED_SLACK = 1.5
-# Claims, and lengths, so many times what they may be are no accident.
+# A claim so many times what it may be is no accident.
 _GROSS_CLAIM = 20.0
+# Who is so many times longer than it may be is left out.
 _GROSS_LENGTH = 5.0
 # Honest contributions can be this much longer than the median without a word about it.
 _NOTED_LENGTH = 2.0
@@ -44,7 +47,8 @@ _ROUNDING = 1e-9  # of voices: eight eighths are one
 # Of two, one of the owner's side: there is no agreement to measure, so more is asked.
 _AGAINST_OF_TWO = 0.2
 
-Action = Literal["dropped", "clipped"]
+Action = Literal["dropped", "left out", "clipped"]
+"""Dropped is who has sent what no honest peer sends; of who is left out only the length says nothing good."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Screen:
         self._allowed_squares = [0.0] * len(senders)
         self._seen = 0
         self._out: dict[int, str] = {}
+        """Who was dropped, and why."""
+        self._too_long: dict[int, str] = {}
         self._claims: dict[int, float] = {}
         self._counted: dict[int, float] = {}
         """Sums over the parts, of weight times values."""
@@ -124,13 +130,12 @@ class Screen:
             members = list(good)
             rows = torch.stack([good[sender][:split] for sender in members])
             result[:split] = self._parameters(members, rows, weight)
-            good = {sender: values for sender, values in good.items() if sender not in self._out}
+        good = {sender: values for sender, values in good.items() if self._counts(sender)}
         if split < flat.numel() and good:
             result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()}, flat[split:])
         self._averaged += flat.numel()
         for sender in good:
-            if sender not in self._out:
-                self._counted[sender] = self._counted.get(sender, 0.0) + weight[sender] * flat.numel()
+            self._counted[sender] = self._counted.get(sender, 0.0) + weight[sender] * flat.numel()
         return result.view_as(own)
 
     def counted(self) -> dict[str, float]:
@@ -139,19 +144,24 @@ class Screen:
         return {
             self._senders[sender]: total / self._averaged
             for sender, total in sorted(self._counted.items())
-            if sender not in self._out
+            if self._counts(sender)
         }
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """One for each sender that did not count, or counted much less."""
         found = [Verdict(self._senders[sender], "dropped", why) for sender, why in sorted(self._out.items())]
+        too_long = [(sender, why) for sender, why in sorted(self._too_long.items()) if sender not in self._out]
+        found += [Verdict(self._senders[sender], "left out", why) for sender, why in too_long]
         for sender, peer in enumerate(self._senders):
-            if sender not in self._out and (ratio := self._excess(sender)) > _NOTED_LENGTH:
+            if self._counts(sender) and (ratio := self._excess(sender)) > _NOTED_LENGTH:
                 found.append(Verdict(peer, "clipped", f"was {ratio:.1f} times longer than the group's median"))
         return tuple(found)
 
     def _drop(self, sender: int, why: str) -> None:
         self._out.setdefault(sender, why)
+
+    def _counts(self, sender: int) -> bool:
+        return sender not in self._out and sender not in self._too_long
 
     def _trusted(self, sender: int) -> bool:
         return self._senders[sender] in self._limits.trusted
@@ -204,9 +214,9 @@ class Screen:
             self._allowed_squares[sender] += allowed * allowed
         for sender in members:
             if (ratio := self._excess(sender)) > _GROSS_LENGTH:
-                self._drop(sender, f"was {ratio:.3g} times longer than the group's median")
+                self._too_long.setdefault(sender, f"was {ratio:.3g} times longer than the group's median")
         self._judge_directions([sender for sender in members if sender not in self._out])
-        kept = [index for index, sender in enumerate(members) if sender not in self._out]
+        kept = [index for index, sender in enumerate(members) if self._counts(sender)]
         norm = {members[index]: lengths[index] for index in kept}
         allowed_now = self._allowed(norm, weight)  # anew, without those that do not count
         factors = torch.zeros(len(members))

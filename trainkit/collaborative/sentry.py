@@ -11,12 +11,18 @@ from trainkit import terminal
 from trainkit.collaborative.bans import FILE, STRIKES, Ban, Bans, Strikes
 from trainkit.collaborative.invitation import GUESTS, RANKS, credited
 from trainkit.collaborative.messages import Progress
-from trainkit.collaborative.screening import Verdict
+from trainkit.collaborative.screening import Action, Verdict
+from trainkit.records.attempts import Remark
 from trainkit.records.contributions import Counted
 from trainkit.records.rundir import RunDir
 
 # Events and lines of one round; a flood of liars must not become a flood of records.
 _MOST_EVENTS = 20
+_EVENTS: Mapping[Action, Remark] = {
+    "dropped": "peer_dropped",
+    "left out": "peer_left_out",
+    "clipped": "peer_clipped",
+}
 
 
 class Screening(Protocol):
@@ -111,9 +117,8 @@ class Sentry:
         self.credit(now)
 
     def _tell(self, verdict: Verdict, index: int, name: str) -> None:
-        kind = "peer_dropped" if verdict.action == "dropped" else "peer_clipped"
-        self.remark(kind, peer=verdict.peer, name=name, why=verdict.why, round=index + 1)
-        if verdict.action == "dropped":
+        self.remark(_EVENTS[verdict.action], peer=verdict.peer, name=name, why=verdict.why, round=index + 1)
+        if verdict.action != "clipped":
             self.say(f"  {name} was left out of round {index + 1}: {verdict.why}")
 
 
