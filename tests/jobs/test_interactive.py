@@ -39,6 +39,7 @@ def test_a_run_is_submitted_waited_for_and_read(here: Path, capsys: pytest.Captu
         again.resume()
 
 
+@pytest.mark.long
 def test_one_that_fails_raises_why(here: Path) -> None:
     run = trainkit.submit("single", ["train.global_batch_size=4096", *QUICK], executor="local")
     assert isinstance(run, trainkit.Run)

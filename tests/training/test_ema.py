@@ -127,7 +127,7 @@ def test_the_average_is_the_same_on_any_number_of_ranks(
             assert not torch.equal(value, saved(whole, "model")[name]), name
 
 
-@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), pytest.param("fsdp", 2, marks=pytest.mark.long)])
 def test_an_interrupted_run_ends_with_the_average_of_one_that_was_not(
     tmp_path: Path, whole: Path, preset: str, world_size: int
 ) -> None:

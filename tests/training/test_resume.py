@@ -42,7 +42,7 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
         pytest.param("ddp", 4, DROPOUT, marks=LONG),  # two ranks of it are below
         ("ddp", 2, (*DROPOUT, *POWERSGD)),
         ("fsdp", 2, (*DROPOUT, *AUGMENT)),
-        ("zero", 2, DROPOUT),
+        pytest.param("zero", 2, DROPOUT, marks=LONG),  # and ddp go on from each other's below
         ("ddp", 2, (*DROPOUT, *HALVES, "train.micro_batch_size=16", "train.class_weights=balanced")),
         ("fsdp", 2, (*BLOCKS, "train.activation_checkpointing=full")),
         pytest.param("hsdp", 4, BLOCKS, marks=LONG),  # two nodes of two
