@@ -128,9 +128,11 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
             yield found
         finally:
             # By their network: what a process has started may have outlived it.
-            for pid in [pid for holder in holders[1:] for pid in _living_in(holder)]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            while left := [pid for holder in holders[1:] for pid in _living_in(holder)]:
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)
             for each in found.started:
                 each.process.wait(10)
 
