@@ -119,6 +119,25 @@ def _as_setting(flag: str, value: str) -> str:
     return ""
 
 
+def add_run_to_read(parser: argparse.ArgumentParser) -> None:
+    """``RUN`` and ``--checkpoint``, of the verbs that read weights of a run (`run_to_read`)."""
+    parser.add_argument(
+        "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
+    )
+    parser.add_argument(
+        "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
+    )
+
+
+def add_weights_flag(parser: argparse.ArgumentParser) -> None:
+    """``--weights``, of those that take one kind of them."""
+    parser.add_argument(
+        "--weights",
+        choices=("raw", "ema"),
+        help="the model's own, or the averaged ones (default: those, if the run has them)",
+    )
+
+
 def add_allow_code_flag(parser: argparse.ArgumentParser) -> None:
     """``--allow-code``, of every verb that goes from a run to a process (`trainkit.records.ownership`)."""
     parser.add_argument("--allow-code", action="store_true", help="run code that a run of somebody else's names")

@@ -22,13 +22,8 @@ _SHOWN = 5
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, evaluate, print."""
     parser = cli.Parser("evaluate", __doc__)
-    parser.add_argument(
-        "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
-    )
+    cli.add_run_to_read(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
-    parser.add_argument(
-        "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
-    )
     parser.add_argument(
         "--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)"
     )

@@ -13,18 +13,9 @@ from trainkit.errors import UserError
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, write, say what was written."""
     parser = cli.Parser("export", __doc__)
-    parser.add_argument(
-        "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
-    )
+    cli.add_run_to_read(parser)
     parser.add_argument("file", metavar="FILE.safetensors", help="replaced, once the new one is complete")
-    parser.add_argument(
-        "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=("raw", "ema"),
-        help="the model's own, or the averaged ones (default: those, if the run has them)",
-    )
+    cli.add_weights_flag(parser)
     args = parser.parse_args(argv)
     file = Path(args.file).expanduser()
     if file.suffix != ".safetensors":

@@ -29,23 +29,14 @@ _SHOWN = 5
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, predict, write."""
     parser = cli.Parser("predict", __doc__)
-    parser.add_argument(
-        "run", metavar="RUN", help="a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"
-    )
+    cli.add_run_to_read(parser)
     parser.add_argument("folder", metavar="FOLDER", help="images at any depth of it; or one image")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
     parser.add_argument("--out", metavar="FILE.csv", help="default: standard output")
     parser.add_argument("--top", metavar="K", type=int, default=1, help="the K most probable classes (default: 1)")
     parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="images at a time (default: 64)")
     parser.add_argument("--speed", metavar="N,N,...", help="also say how many images/s the model takes by batch size")
-    parser.add_argument(
-        "--checkpoint", default="best", metavar="best|latest|STEP", help="which weights (default: best)"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=("raw", "ema"),
-        help="the model's own, or the averaged ones (default: those, if the run has them)",
-    )
+    cli.add_weights_flag(parser)
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
     _require(args.top >= 1, f"--top {args.top}", "It is the number of classes that are told of each image.")
@@ -91,10 +82,13 @@ def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) ->
             more = f", and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
             named = "; ".join(f"{one_line(str(each.file))}: {one_line(each.why)}" for each in broken[:_SHOWN])
             print(f"{len(broken):,} without a class, for they cannot be read: {named}{more}", file=sys.stderr)
-        whole = [image for image in images if image not in {each.file for each in broken}]
-        for size in sizes if whole else ():
-            _say_speed(predictor, whole[0], size)
-    return 0 if whole else 1
+        without = {each.file for each in broken}
+        whole = next((image for image in images if image not in without), None)
+        if whole is None:
+            return 1
+        for size in sizes:
+            _say_speed(predictor, whole, size)
+    return 0
 
 
 @contextmanager

@@ -13,12 +13,11 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import distributed
-from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.records.rundir import RunDir
 from trainkit.training.broken import too_many
 from trainkit.training.building import alone, build, wants_gpu
-from trainkit.training.testing import STEMS, Measured, measure_saved
+from trainkit.training.testing import STEMS, Measured, measure_saved, no_average
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,7 @@ def evaluate_checkpoint(
         checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
         averaged = checkpoints.holds(step, STEMS["ema"])
         if weights in ("ema", "both") and not averaged:
-            raise UserError(
-                f"The checkpoint of step {step} has no averaged weights.",
-                why="The run, or this part of it, was trained with train.ema_decay=null.",
-                fix="Leave --weights out.",
-            )
+            raise no_average(step)
         kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or averaged)]
         samples = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
         lifetime.settled()

@@ -29,7 +29,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.records.rundir import RunDir
 from trainkit.training.building import alone, build, wants_gpu
 from trainkit.training.parts import Parts
-from trainkit.training.testing import STEMS
+from trainkit.training.testing import STEMS, no_average
 
 Kind = Literal["raw", "ema"]
 # A batch size is timed for so long, and so often.
@@ -128,11 +128,7 @@ def predicting(config: Config, run_dir: RunDir, which: str, kind: Kind | None = 
         checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
         averaged = checkpoints.holds(step, STEMS["ema"])
         if kind == "ema" and not averaged:
-            raise UserError(
-                f"The checkpoint of step {step} has no averaged weights.",
-                why="The run, or this part of it, was trained with train.ema_decay=null.",
-                fix="Leave --weights out.",
-            )
+            raise no_average(step)
         taken: Kind = kind or ("ema" if averaged else "raw")
         parts = build(alone(config), dist, splits)
         step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])

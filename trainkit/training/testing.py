@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.data.base import Samples
+from trainkit.errors import UserError
 from trainkit.training.confusion import ClassCounts, Confusion
 from trainkit.training.evaluate import evaluate, sync_buffers
 from trainkit.training.parts import Parts
@@ -25,6 +26,15 @@ class Measured:
     """``loss``, ``acc1``, ``acc5``, ``samples``; of averaged weights ``ema_loss`` and so on."""
     counts: dict[str, ClassCounts]
     """Empty where nobody asked for them, and for data of too many classes."""
+
+
+def no_average(step: int) -> UserError:
+    """The error for who asks for averaged weights where a checkpoint has none."""
+    return UserError(
+        f"The checkpoint of step {step} has no averaged weights.",
+        why="The run, or this part of it, was trained with train.ema_decay=null.",
+        fix="Leave --weights out.",
+    )
 
 
 def measure(
