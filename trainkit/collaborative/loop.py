@@ -19,6 +19,7 @@ from trainkit.collaborative.sentry import Sentry
 from trainkit.collaborative.team import Team
 from trainkit.collaborative.watch import Watch
 from trainkit.data.batch import Batch
+from trainkit.errors import RunFailedError
 from trainkit.training.nonfinite import DivergedError, NonFinite, Remark
 from trainkit.training.outcome import MOST_ROLLBACKS
 from trainkit.training.parts import Parts
@@ -145,6 +146,17 @@ def ending_of(p: Peer) -> Ending | None:
             return "lost"
         p.look_around()
     return None
+
+
+def require_quick(p: Peer, what: str, *, fix: str) -> None:
+    """Raise RunFailedError where ``what`` is timed, an update or a part of one, takes longer than a round."""
+    seconds = p.pace.step_seconds
+    if seconds > p.clock.seconds:
+        raise RunFailedError(
+            f"One {what} takes {seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
+            why="This peer would never have anything to contribute.",
+            fix=fix,
+        )
 
 
 def forget_or_end(p: Peer, nonfinite: NonFinite, error: DivergedError) -> None:

@@ -24,11 +24,11 @@ from trainkit.collaborative.loop import (
     forget_or_end,
     hear,
     publish,
+    require_quick,
 )
 from trainkit.collaborative.team import together
 from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
-from trainkit.errors import RunFailedError
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.schedule import lr_at
 from trainkit.training.update import Updater
@@ -104,12 +104,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Ending | None:
         seconds += taken
         if p.progress.step > 1:  # the very first one also warms up kernels and caches
             pace.took(taken)
-        if pace.step_seconds > p.clock.seconds:
-            raise RunFailedError(
-                f"One update takes {pace.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
-                why="This peer would never have anything to contribute.",
-                fix="Use a faster machine, or a run with a smaller batch or longer rounds.",
-            )
+        require_quick(p, "update", fix="Use a faster machine, or a run with a smaller batch or longer rounds.")
     time.sleep(max(0.0, boundary - time.time()))
     others = p.watch.others(time.time() - LOST_AFTER * p.clock.seconds)
     p.averaging.exchange(

@@ -11,13 +11,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from trainkit.collaborative.gradients import GradientState
-from trainkit.collaborative.loop import LOST_AFTER, Box, Ending, Peer, ending_of, forget_or_end, hear, publish
+from trainkit.collaborative.loop import (
+    LOST_AFTER,
+    Box,
+    Ending,
+    Peer,
+    ending_of,
+    forget_or_end,
+    hear,
+    publish,
+    require_quick,
+)
 from trainkit.collaborative.messages import Progress
 from trainkit.collaborative.result import Round
 from trainkit.collaborative.tally import FRESH_SECONDS, Tally, newest_round, tally
 from trainkit.data.batch import Batch
 from trainkit.data.order import derive_seed
-from trainkit.errors import RunFailedError
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.update import Updater
 
@@ -224,12 +233,7 @@ def _update(p: Peer, work: _Work) -> None:
     if p.progress.position > 1:  # the very first one also warms up kernels and caches
         pace.took(taken)
         work.rate = p.team.parts.micro_batch_size / pace.step_seconds
-    if pace.step_seconds > p.clock.seconds:
-        raise RunFailedError(
-            f"One micro batch takes {pace.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
-            why="This peer would never have anything to contribute.",
-            fix="Join with a smaller train.micro_batch_size, or use a faster machine.",
-        )
+    require_quick(p, "micro batch", fix="Join with a smaller train.micro_batch_size, or use a faster machine.")
     try:
         work.nonfinite.add(p.progress.position - 1, work.outer.round, made)
     except DivergedError as error:
