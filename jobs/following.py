@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainkit import terminal
-from trainkit.errors import RunFailedError
+from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
 from trainkit.records.history import life_of
 from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
@@ -109,6 +109,10 @@ def end_of(run: RunDir, state: JobState) -> int:
 
     cause = cause_of(run, state) if state.state not in ("CANCELLED", "PREEMPTED") else None
     failure = cause.failure if cause is not None else None
+    if cause is not None and cause.why:  # a rank's own three lines, with the exit code that it had
+        kinds: dict[int, type[TrainkitError]] = {2: UserError, 3: RefusedError}
+        kind = kinds.get(life_of(run).refused_with, RunFailedError)
+        raise kind(f"{run.name}: {state.state}. {cause.what}", why=cause.shown, fix=cause.advice)
     if failure is not None and failure.traceback:
         print("\n".join(failure.traceback[-60:]), file=sys.stderr)
     elif failure is None and state.state not in ("CANCELLED", "PREEMPTED"):

@@ -138,7 +138,9 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     print(f"--- {run.name}: {state.state}. {terminal.one_line(cause.what, 5000)}")
     failure = cause.failure
     words = failure.traceback or last_lines(run, failure) if failure is not None else last_words(run)
-    if words:
+    if cause.why:
+        print(f"--- why: {cause.shown}")
+    elif words:
         print(terminal.lines("\n".join(words)))
     print(f"--- fix: {terminal.one_line(cause.advice, 5000)}")
     rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"

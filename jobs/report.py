@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, elsewhere
-from trainkit.records.rundir import find_runs
+from trainkit.cluster.queue import job_state
+from trainkit.diagnosis.causes import cause_of
+from trainkit.errors import UserError
+from trainkit.records.rundir import RunDir, find_runs
 from trainkit.report.logbook import write_logbook
 from trainkit.report.sweep import FILE, write_results
 
@@ -35,9 +38,22 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return 0
     runs = list({run.path: run for group in found for run in group}.values())
     out = args.out or (runs[0].path if len(runs) == 1 else Path("report"))
-    for path in write_logbook(runs, out.absolute()):
+    try:
+        written = write_logbook(runs, out.absolute())
+    except UserError as error:
+        raise _explained(error, runs) from None
+    for path in written:
         print(path)
     return 0
+
+
+def _explained(error: UserError, runs: Sequence[RunDir]) -> UserError:
+    """Where there is nothing to report on since the run has failed at once: why it has."""
+    state = job_state(runs[0]) if len(runs) == 1 else None
+    cause = cause_of(runs[0], state) if state is not None and state.alive == "no" else None
+    if cause is None:
+        return error
+    return UserError(error.what, why=f"{cause.what} {cause.why}".rstrip(), fix=cause.advice)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jobs.train import run_rank
 from trainkit import terminal
 from trainkit.cluster.queue import job_state
 from trainkit.config.loading import Loaded
-from trainkit.errors import RunFailedError
+from trainkit.errors import TrainkitError
 from trainkit.launch.plan import Plan
 from trainkit.records.rundir import RunDir, find_runs
 
@@ -50,7 +50,7 @@ def follow(runs: Sequence[RunDir], plan: Plan, args: argparse.Namespace) -> int:
     for run in runs:
         try:
             codes.append(wait_for(run) if args.wait else follow_to_end(run))
-        except RunFailedError as error:
+        except TrainkitError as error:
             if len(runs) == 1:
                 raise
             print(error, file=sys.stderr)  # the others of a sweep go on

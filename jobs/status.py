@@ -235,7 +235,10 @@ def _print_detail(item: Shown) -> None:
     if item.state.nodes:
         print(f"nodes   {terminal.one_line(item.state.nodes)}")
     if cause := _cause(item):
-        print(f"cause   {terminal.one_line(cause.what, 5000)}\nfix     {terminal.one_line(cause.advice, 5000)}")
+        print(f"cause   {terminal.one_line(cause.what, 5000)}")
+        if cause.why:
+            print(f"why     {cause.shown}")
+        print(f"fix     {terminal.one_line(cause.advice, 5000)}")
     if item.forecast is not None:
         end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + item.forecast.seconds))
         print(f"ends    about {end}, {words(item.forecast)}")

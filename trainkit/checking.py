@@ -8,7 +8,8 @@ from trainkit import plugins
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
 from trainkit.config.traits import strategy_traits
-from trainkit.data import check_data
+from trainkit.data import check_data, train_size
+from trainkit.data.order import steps_per_epoch
 from trainkit.errors import UserError
 from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.records.secrets import refuse_settings
@@ -23,6 +24,8 @@ def check(loaded: Loaded) -> None:
     with loaded.pointing_at_sources():
         _check_own_code(config)
         check_data(config.data)
+        if (images := train_size(config.data)) is not None:
+            steps_per_epoch(images, config.train.global_batch_size)
         check_model(config.model)
         _check_weights(config)
         strategy = config.strategy

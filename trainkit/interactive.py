@@ -62,7 +62,7 @@ class Run:
         return read_metrics(self._folder, split)
 
     def wait(self) -> str:
-        """Wait until it has ended; its state then. Raises RunFailedError, with the cause, if it has failed."""
+        """Wait until it has ended; its state then. Raises an error with the cause if it has failed."""
         following.wait_for(self._folder)
         return self.status
 

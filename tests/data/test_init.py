@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from trainkit import plugins
-from trainkit.data import build_data, check_data
+from trainkit.data import build_data, check_data, train_size
+from trainkit.data.tree import counted
 from trainkit.errors import UserError
 
 
@@ -66,6 +69,49 @@ def test_data_that_is_not_there_is_refused_before_the_run(name: str, tmp_path: P
         check_data(Choice(name, root=str(tmp_path / "no")))
     assert caught.value.why
     assert str(tmp_path / "no") in caught.value.fix
+
+
+@pytest.mark.parametrize("folders", ["train and val", "train alone", "classes"])
+def test_as_many_images_are_counted_as_are_trained_on(
+    folders: str, tmp_path: Path, write_images: Callable[..., None]
+) -> None:
+    counts = {"cat": 11, "dog": 7}
+    write_images(tmp_path / "train" if "train" in folders else tmp_path, counts)
+    (tmp_path / ("train/cat" if "train" in folders else "cat") / "notes.txt").write_text("no image")
+    if "val" in folders:
+        write_images(tmp_path / "val", {"cat": 2, "dog": 2})
+    choice = Choice("image_folder", str(tmp_path))
+    assert train_size(choice) == len(build_data(choice).train)
+
+
+@pytest.mark.parametrize("choice", [Choice(), Choice("synthetic", options={"train_size": 33})], ids=["digits", "made"])
+def test_data_that_is_built_in_says_its_size(choice: Choice) -> None:
+    assert train_size(choice) == len(build_data(choice).train)
+
+
+def test_the_labels_of_fashion_mnist_say_its_size(
+    tmp_path: Path, write_fashion_mnist: Callable[[Path, int], None]
+) -> None:
+    write_fashion_mnist(tmp_path, 47)
+    choice = Choice("fashion_mnist", str(tmp_path))
+    assert train_size(choice) == len(build_data(choice).train)
+
+
+def test_files_of_another_size_than_the_official_ones_are_not_guessed_at(
+    tmp_path: Path, write_cifar10: Callable[[Path, int], None]
+) -> None:
+    write_cifar10(tmp_path, 20)
+    choice = Choice("cifar10", str(tmp_path))
+    assert train_size(choice) is None
+    for file in (tmp_path / "cifar-10-batches-py").glob("data_batch_*"):
+        os.truncate(file, 31_035_704)  # as large as an official one is
+    assert train_size(choice) == 45_000
+
+
+def test_a_million_files_are_not_counted(tmp_path: Path, write_images: Callable[..., None]) -> None:
+    write_images(tmp_path, {"cat": 4, "dog": 3})
+    assert counted(tmp_path) == [4, 3]
+    assert counted(tmp_path, most=6) is None
 
 
 def test_options_reach_the_data_set() -> None:

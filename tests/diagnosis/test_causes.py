@@ -78,7 +78,7 @@ def test_what_an_error_says_already_is_not_said_twice(run: RunDir) -> None:
     append_event(run, "failed", attempt=0, rank=1, host="n2", error=f"{what} {why}")
     cause = diagnose(run, rank=f"{what}\n  why: {why}\n  fix: Give 10.")
     assert cause is not None
-    assert cause.what == f"{what} {why}"
+    assert (cause.what, cause.why) == (what, why)
 
 
 def test_every_row_of_the_tables_has_a_recorded_text() -> None:

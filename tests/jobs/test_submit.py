@@ -254,6 +254,7 @@ def test_flags_and_overrides_may_come_in_any_order(command: Command, no_slurm: d
         (["ddp", "--cluster", "nosuch"], 2, "Unknown cluster profile"),
         (["ddp", "optim.lr"], 2, "section.key=value"),
         (["ddp", "--nodes", "3"], 2, "global_batch_size=63 or 66"),
+        (["ddp", "train.global_batch_size=1260"], 2, "Use train.global_batch_size=1024, or more data."),
         (["ddp", "model.name=resnet5"], 2, "Unknown model 'resnet5'"),
         (["ddp", "data.name=digit"], 2, "Did you mean 'digits'?"),
         (["ddp", "strategy.name=dpp"], 2, "Did you mean"),
@@ -315,6 +316,29 @@ def test_a_rank_that_raises_is_named_with_its_traceback(
     assert " raised RuntimeError: my own mistake, at my_model.py:2." in done.err
     # And not `jobs.resume`: the run has a copy of the code as it was.
     assert f"fix: Mend my_model.py:2: `python -m jobs.submit {tmp_path / 'runs' / 'ddp-0001'}`" in done.err
+
+
+def test_a_rank_that_refuses_its_settings_is_quoted_everywhere_and_its_remedy_is_not_the_same_command(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    done = command("submit", "single", *FAST, "model.freeze=[nothing]")
+    run = tmp_path / "runs" / "single-0001"
+    what = "model.freeze: no parameter fits 'nothing'."
+    why = "The model's are named like 0.weight, 1.weight, 1.bias."
+    fix = 'Use shell wildcards over whole names, for example model.freeze=["blocks.[0-5].*"]. '
+    fix += f"`python -m jobs.submit {run} model.freeze=...`"
+    assert done.code == 2  # it is the user's setting that is wrong, found late
+    assert done.err.splitlines() == [f"single-0001: FAILED. {what}", f"  why: {why}", f"  fix: {fix}"]
+    assert command("why", "single-0001").out.splitlines()[1:] == [f"  why: {why}", f"  fix: {fix}"]
+    status = command("status", "single-0001").out.splitlines()
+    assert [line for line in status if line[:3] in ("cau", "why", "fix")] == [
+        f"cause   {what}", f"why     {why}", f"fix     {fix}"
+    ]  # fmt: skip
+    logs = command("logs", "single-0001").out.splitlines()
+    assert logs[:3] == [f"--- single-0001: FAILED. {what}", f"--- why: {why}", f"--- fix: {fix}"]
+    report = command("report", "single-0001")
+    assert report.code == 2
+    assert report.err.splitlines()[1:] == [f"  why: {what} {why}", f"  fix: {fix}"]
 
 
 def test_debug_runs_in_this_very_process_so_that_breakpoints_work(no_slurm: dict[str, str], tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Data sets: one file a data set, plus what they share (base, order, loader, transforms, files).
 
-A data set's file has ``build(root, *, <options>)``, which gives its `Splits`, and two more functions where there is a
-use for them: ``locate(root, ...)`` says without torch whether the data is there and the options make sense;
+A data set's file has ``build(root, *, <options>)``, which gives its `Splits`, and more functions where there is a use
+for them: ``locate(root, ...)`` says without torch whether the data is there and the options make sense,
+``train_size(root, ...)`` how many images there are to train on, or None where only reading them would tell;
 ``prepare(root, archives, say)`` downloads or unpacks what ``locate`` looks for.
 """
 
@@ -53,6 +54,17 @@ def check_data(config: DataChoice) -> None:
         require_pack(pack_folder(Path(config.root), config.name, config.pack), config.name, config.pack)
     elif hasattr(module, "locate"):
         module.locate(Path(config.root), **options.fill(module.build, config.options, where="data"))
+
+
+def train_size(config: DataChoice) -> int | None:
+    """How many images there are to train on, where that is known at once and without torch; of data that is there."""
+    if ":" in config.name or config.pack is not None:
+        return None
+    module = importlib.import_module(f"{__name__}.{config.name}")
+    if not hasattr(module, "train_size"):
+        return None
+    size: int | None = module.train_size(Path(config.root), **options.fill(module.build, config.options, where="data"))
+    return size
 
 
 def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainkit.data import plain_pickle
 from trainkit.data.archives import Say, complete_folder, extract, opened_tar, require_names, verified
 from trainkit.data.base import DataInfo, Splits, missing, require
-from trainkit.data.splitting import stratified_split
+from trainkit.data.splitting import size_left, stratified_split
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}"
 MD5 = "c58f30108f718f92721af3b95e74349a"
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILES = ("test_batch",)
+OFFICIAL_BYTES = 10_000 * 3072
+"""A batch file of 10,000 images is larger."""
 FILES = (*TRAIN_FILES, *TEST_FILES, "batches.meta")
 
 
@@ -57,6 +59,12 @@ def build(root: Path, *, image_size: int = 32, augment: bool = True, val_fractio
         eval_transform=eval_transform,
         in_memory=True,
     )
+
+
+def train_size(root: Path, *, val_fraction: float, **others: object) -> int | None:
+    """How many images the training split has, of the official files; None for others, which only reading can count."""
+    official = all((root / FOLDER / file).stat().st_size > OFFICIAL_BYTES for file in TRAIN_FILES)
+    return size_left([5000] * 10, (val_fraction,)) if official else None
 
 
 def locate(root: Path, *, image_size: int, val_fraction: float, **others: object) -> None:

@@ -61,6 +61,11 @@ def _table() -> numpy.ndarray[Any, Any]:
     return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
+def train_size(root: Path, **options: object) -> int:
+    """How many images the training split has."""
+    return 1259  # of the file that scikit-learn brings; reading it would cost every submission more than all the rest
+
+
 def locate(root: Path, *, image_size: int, in_chans: int, shift: int, **others: object) -> None:
     """Check the options. The data comes with scikit-learn, wherever ``root`` is."""
     require(image_size >= 8, "image_size", image_size, "8 or more")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import struct
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.data.archives import Say, require_names, verified
 from trainkit.data.base import DataInfo, Splits, missing, require
-from trainkit.data.splitting import stratified_split
+from trainkit.data.splitting import size_left, stratified_split
 from trainkit.errors import UserError
 from trainkit.records.replacing import replacing
 
@@ -72,6 +73,12 @@ def build(
         eval_transform=eval_transform,
         in_memory=True,
     )
+
+
+def train_size(root: Path, *, val_fraction: float, **others: object) -> int:
+    """How many images the training split has, by the labels' file."""
+    labels = (root / FOLDER / "train-labels-idx1-ubyte").read_bytes()[8:]
+    return size_left(Counter(labels).values(), (val_fraction,))
 
 
 def locate(root: Path, *, image_size: int, in_chans: int, val_fraction: float, **others: object) -> None:

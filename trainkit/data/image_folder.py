@@ -9,8 +9,8 @@ from pathlib import Path
 from trainkit.data.archives import Say
 from trainkit.data.base import DataInfo, Splits, require
 from trainkit.data.folders import ImageFiles, no_images, read_split, require_classes, scan
-from trainkit.data.splitting import stratified_split
-from trainkit.data.tree import Files, Place, class_folders, listed
+from trainkit.data.splitting import size_left, stratified_split
+from trainkit.data.tree import Files, Place, class_folders, counted, listed
 from trainkit.errors import UserError
 
 
@@ -84,6 +84,15 @@ def locate(
             key="data.root",
         )
     require_classes(folder, class_folders(folder))
+
+
+def train_size(root: Path, *, val_fraction: float, test_fraction: float, **others: object) -> int | None:
+    """How many images the training split has; None where counting them would take long."""
+    folder, splits = where(root)
+    counts = counted(folder / splits[0])
+    if counts is None or splits == ("",):
+        return size_left(counts, (val_fraction, test_fraction)) if counts else None
+    return sum(counts) if class_folders(folder / "val") else size_left(counts, (val_fraction,))
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:

@@ -42,6 +42,7 @@ def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
             f"train.global_batch_size={global_batch_size} is larger than the training data.",
             why=f"The training split has {num_samples} images, so that not even one step fits into an epoch.",
             fix=f"Use train.global_batch_size={largest_power_of_two(num_samples)}, or more data.",
+            key="train.global_batch_size",
         )
     return num_samples // global_batch_size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def stratified_split(
@@ -21,12 +21,25 @@ def stratified_split(
     parts: list[list[int]] = [[] for _ in range(len(fractions) + 1)]
     for label in sorted(by_class):
         members = sorted(by_class[label], key=lambda i: _hash(keys[i] if keys else str(i)))
-        for part, fraction in enumerate(fractions, start=1):
-            count = min(max(round(fraction * len(by_class[label])), 1), len(members) - 1) if fraction > 0 else 0
+        for part, count in enumerate(_held_out(len(members), fractions), start=1):
             parts[part] += members[:count]
             members = members[count:]
         parts[0] += members
     return [sorted(part) for part in parts]
+
+
+def size_left(counts: Iterable[int], fractions: Sequence[float]) -> int:
+    """Of classes with so many samples, how many `stratified_split` leaves in its first part."""
+    return sum(count - sum(_held_out(count, fractions)) for count in counts)
+
+
+def _held_out(count: int, fractions: Sequence[float]) -> list[int]:
+    """How many of a class's ``count`` samples each part but the first gets."""
+    left, sizes = count, []
+    for fraction in fractions:
+        sizes.append(min(max(round(fraction * count), 1), left - 1) if fraction > 0 else 0)
+        left -= sizes[-1]
+    return sizes
 
 
 def _hash(key: str) -> bytes:

@@ -65,6 +65,11 @@ def build(
     )
 
 
+def train_size(root: Path, *, train_size: int, **others: object) -> int:
+    """How many images the training split has."""
+    return train_size
+
+
 def locate(
     root: Path,
     *,

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -152,13 +152,38 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(name for name in names if not name.startswith(".") and not name.endswith((".pack", ".pack.partial")))
 
 
+COUNTED = 20_000
+"""So many files are counted within a moment, also on a file system that is far away."""
+
+
+def counted(folder: Path, most: int = COUNTED) -> list[int] | None:
+    """How many images each class has that lies in ``folder``; None where there are more than ``most`` files."""
+    counts: list[int] = []
+    for name in class_folders(folder):
+        counts.append(0)
+        for _, _, files in _below(folder / name):
+            most -= len(files)
+            if most < 0:
+                return None
+            counts[-1] += sum(map(_is_image, files))
+    return counts
+
+
 def image_files(folder: Path) -> list[str]:
     """Images in ``folder`` and below, as paths relative to it, sorted: the same order on every machine."""
     found: list[str] = []
+    for parent, _, files in _below(folder):
+        below = os.path.relpath(parent, folder)
+        found += [file if below == "." else os.path.join(below, file) for file in files if _is_image(file)]
+    return sorted(found)
+
+
+def _below(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """A folder and those below it, but for hidden ones, as `os.walk` gives them."""
     for parent, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        below = os.path.relpath(parent, folder)
-        for file in files:
-            if file.lower().endswith(SUFFIXES) and not file.startswith("."):
-                found.append(file if below == "." else os.path.join(below, file))
-    return sorted(found)
+        yield parent, folders, files
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")

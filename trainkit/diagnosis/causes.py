@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, replace
 
 from trainkit import terminal
@@ -19,6 +20,7 @@ from trainkit.diagnosis.fields import asked_for, fields, for_a_shell, host_of_ta
 from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
 from trainkit.diagnosis.launched import EVERYWHERE, on_every_machine
 from trainkit.diagnosis.rank_cases import RANKS
+from trainkit.diagnosis.remedy import settings_of
 from trainkit.diagnosis.stderr import tail_of, traceback_of
 from trainkit.diagnosis.texts import (
     Quote,
@@ -35,8 +37,6 @@ _TOLD = re.compile(rf"^(srun: error|{STEPD}|srun: fatal|bash:|.*No such file|.*n
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
-_SETTING = re.compile(r"\b(model|data|train|augment|optim|schedule|strategy)\.[a-z_]+\b(?!\.py)")
-"""What a run is trained with, which stays as it is when it is resumed."""
 _SHOWN = 6
 """Lines of evidence."""
 
@@ -54,10 +54,14 @@ class Cause:
     """For a shell."""
     failure: Failure | None
     """The rank that failed first, where one did."""
+    why: str = ""
+    """The reason in a rank's own words, where it has given one: the kit's own errors do."""
 
     @property
     def shown(self) -> str:
-        """The lines of evidence, one below the other."""
+        """That reason, or the lines of evidence, one below the other."""
+        if self.why:
+            return terminal.one_line(self.why, 2000)
         width = max((len(quote.where) for quote in self.evidence), default=0)
         texts = [f"{quote.where:{width}}  {terminal.one_line(quote.text, 300)}" for quote in self.evidence]
         return "\n       ".join(texts)
@@ -69,7 +73,7 @@ class Cause:
 
     def __str__(self) -> str:
         """Three lines as of an error: what, why, how to fix it; the evidence may take more."""
-        why = f"  why: {self.shown}\n" if self.evidence else ""
+        why = f"  why: {self.shown}\n" if self.evidence or self.why else ""
         return f"{self.what}\n{why}  fix: {self.advice}"
 
 
@@ -158,10 +162,11 @@ def _otherwise(
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
     if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
-        why = failure.traceback[1][7:]
-        what = failure.error if failure.error.endswith(why) else f"{failure.error} {why}".strip()
-        again = AGAIN if "submit again" in fix or _SETTING.search(f"{failure.error} {fix}") else RESUME
-        return _for(run, Cause("said-by-the-kit", what, quotes, fix, again.format_map(found), failure))
+        what, why = failure.traceback[0], failure.traceback[1][7:]
+        changes = settings_of(what, fix)
+        again = AGAIN if changes or "submit again" in fix else RESUME
+        command = " ".join([again.format_map(found), *(map(shlex.quote, changes) if again == AGAIN else ())])
+        return _for(run, Cause("said-by-the-kit", what, quotes, fix, command, failure, why))
     if is_lost_connection(failure.error):
         what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
         return _for(run, Cause("lost-connection", what, quotes, "", RESUME.format_map(found), failure))

@@ -54,6 +54,8 @@ class Life:
 
     submissions: tuple[Submission, ...] = ()
     failures: tuple[Failed, ...] = ()
+    refused_with: int = 0
+    """The exit code of a rank that refused what it was to train, 2 or 3; of the last attempt that has ended, else 0."""
     started: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the newest start."""
     finished: bool = False
@@ -83,7 +85,7 @@ def _life(events: list[dict[str, Any]]) -> Life:
     failures: list[Failed] = []
     handed_back, requeued = set(), set()
     started: dict[str, Any] = {}
-    finished, outcome, newest = False, None, -1
+    finished, outcome, newest, refused_with = False, None, -1, 0
     since: list[dict[str, Any]] = []  # events of the job whose `submitted` is `opened`
     opened: dict[str, Any] | None = None
     submitting: dict[str, Any] | None = None
@@ -116,11 +118,13 @@ def _life(events: list[dict[str, Any]]) -> Life:
         elif kind == "ended":
             outcome = _text(event.get("state")) or "UNKNOWN"
             finished = finished or outcome == "COMPLETED"
+            refused_with = next((code for code in event.get("exit_codes") or () if code in (2, 3)), 0)
     if opened is not None:
         submissions.append(_submission(opened, since))
     return Life(
         submissions=tuple(submissions),
         failures=tuple(failures),
+        refused_with=refused_with,
         started=started,
         finished=finished,
         handed_back=frozenset(handed_back),
