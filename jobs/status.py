@@ -60,6 +60,9 @@ class Shown:
         notes = [self.state.reason, *self.problems]
         notes += [f"to start about {self.state.start.replace('T', ' ')[:16]}"] if self.state.start else []
         notes += [f"job {job.job_id or '?'} is {job.state} too" for job in self.state.also]
+        if self.state.state == "COMPLETED" and self.standing.last.get("step") != self.life.started.get("total_steps"):
+            early = reading.read_object(self.run.summary).get("stopped_early")
+            notes += [f"stopped early: {early}"] if isinstance(early, str) else []
         if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
             last = max((item.attempt or 0 for item in self.life.failures), default=0)
             errors = [item.error for item in self.life.failures if (item.attempt or 0) == last]

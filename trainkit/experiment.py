@@ -151,8 +151,9 @@ def _run(
                 hand_back(writer.attempt if dist.is_main else node, dist.env, signals, step=progress.step)
                 return "preempted"
             epoch = progress.step / parts.steps_per_epoch
+            early = keeper.tell_early_stop()
             test = keeper.test({"step": progress.step, "epoch": epoch})
-        keeper.summarize("finished", epochs=epoch, test=test)
+        keeper.summarize("finished", epochs=epoch, test=test, stopped_early=early or None)
         if dist.is_main:
             writer.attempt.ended("COMPLETED", step=progress.step)
         return "finished"

@@ -57,7 +57,7 @@ def test_a_run_begins_with_nothing() -> None:
     assert asdict(Progress()) == {
         "step": 0, "position": 0, "nonfinite": 0, "rollbacks": 0, "validated_step": 0, "best": None, "best_step": None,
         "train_seconds": 0.0, "seconds": {}, "images": 0, "window": [], "val": {}, "best_by": None, "ema_updates": 0,
-        "broken": [],
+        "broken": [], "stalled": 0, "reference": None,
     }  # fmt: skip
 
 

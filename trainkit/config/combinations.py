@@ -51,6 +51,21 @@ def check_combinations(config: Config) -> None:
             why="It bounds the size that is looked for, and none is looked for.",
             fix="Use train.micro_batch_size=auto, or leave train.memory_limit_mb out.",
         )
+    if config.train.early_stopping_min_delta and config.train.early_stopping_patience is None:
+        raise ImpossibleError(
+            f"train.early_stopping_min_delta={config.train.early_stopping_min_delta:g} and "
+            "train.early_stopping_patience=null",
+            keys=("train.early_stopping_min_delta", "train.early_stopping_patience"),
+            why="It says what counts as better, and nobody waits for that.",
+            fix="Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out.",
+        )
+    if config.train.early_stopping_patience is not None and config.strategy.name == "hivemind":
+        raise ImpossibleError(
+            "train.early_stopping_patience does not go with strategy.name=hivemind",
+            keys=("train.early_stopping_patience", "strategy.name"),
+            why="Peers come and go: the one that validates cannot end the run for all others.",
+            fix="Leave train.early_stopping_patience out; `python -m jobs.swarm stop` ends a run for all.",
+        )
     if config.train.micro_batch_size == "auto" and config.strategy.name == "hivemind":
         raise ImpossibleError(
             "train.micro_batch_size=auto does not go with strategy.name=hivemind",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from trainkit.config.section import Fraction, Section
 
@@ -49,6 +49,11 @@ class TrainConfig(Section):
     measure both: `ema_acc1`. null: no average."""
     eval_every_epochs: PositiveInt = 1
     """Validate after every so many epochs, and always at the end."""
+    early_stopping_patience: PositiveInt | None = None
+    """Stop after so many validations in a row that were no better, by `checkpoint.best`; null: train to the end. A
+    schedule that comes down towards the end (onecycle, cosine, wsd) is not finished then: constant and step are."""
+    early_stopping_min_delta: NonNegativeFloat = 0.0
+    """How much better a validation must be to count as better, in the metric's own unit (accuracies: percent)."""
 
     @property
     def given_micro_batch_size(self) -> int | None:

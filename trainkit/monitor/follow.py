@@ -72,7 +72,9 @@ def summary_lines(run_dir: RunDir) -> list[str]:
     """
     results = _results(run_dir)
     found = [" · ".join(results) if results else "No results yet."]
+    early = reading.read_object(run_dir.summary).get("stopped_early")
     places: list[tuple[str, Path | str, bool]] = [
+        ("stopped early", terminal.one_line(early), isinstance(early, str)),
         ("run folder", run_dir.path, True),
         ("metrics", run_dir.metrics, run_dir.metrics.exists()),
         ("best checkpoint", run_dir.checkpoints / "best", (run_dir.checkpoints / "best").exists()),
@@ -161,6 +163,9 @@ class _Story:
                 self._view.say("Told to stop: saved.")
             elif kind == "requeued":
                 self._view.say("Requeued; goes on from its last checkpoint.")
+            elif kind == "stopped_early":
+                of = f"{event.get('step', '?')} of {event.get('total_steps', '?')} steps"
+                self._view.say(f"Stopped early after {of}: {event.get('why', '')}.")
             elif kind == "failed":
                 self._view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
             self.may_be_over = kind == "ended" or (self.may_be_over and kind != "started")

@@ -129,7 +129,9 @@ def _outcome(facts: Facts) -> str:
     started = next((e["time"] for e in facts.events if e.get("event") == "started" and "time" in e), None)
     when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
     if facts.finished:
-        return f"Finished after {facts.steps} steps.{when}"
+        early = facts.summary.get("stopped_early")
+        early = f" Stopped early: {terminal.one_line(early)}." if isinstance(early, str) else ""
+        return f"Finished after {facts.steps} steps.{early}{when}"
     last = next((event for event in reversed(facts.events) if event.get("event") in ("failed", "handed_back")), None)
     reason = ""
     if last and last["event"] == "failed":

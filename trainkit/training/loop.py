@@ -58,7 +58,7 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
         owed = keeper.progress.step > keeper.progress.validated_step and keeper.validation_is_due()
         if owed and not _validate(parts, keeper, should_stop):
             return _stop(keeper)
-        while keeper.progress.step < parts.total_steps:
+        while not keeper.is_over():
             try:
                 if not _walk(parts, keeper, should_stop, lambda: vote.save):
                     return False
@@ -146,12 +146,15 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
                 take_note()
                 if not _validate(parts, keeper, should_stop):
                     return _stop(keeper)
-            if should_stop() and not is_final:
+            over = is_final or keeper.stops_early()
+            if should_stop() and not over:
                 take_note()
                 return _stop(keeper)
-            if save or (counts and minutes_are_over()):
+            if save or over or (counts and minutes_are_over()):
                 take_note()
                 keeper.save()
+            if over and not is_final:
+                return True
     return True
 
 

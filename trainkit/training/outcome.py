@@ -98,9 +98,34 @@ class Keeper:
             return None
         result = found.metrics
         self.tell_broken()
-        better = self.progress.judge(result, self.parts.config.checkpoint.best)
+        config = self.parts.config
+        better = self.progress.judge(result, config.checkpoint.best, config.train.early_stopping_min_delta)
         self.metrics.log({**where, "split": "val", **result})
         return better
+
+    def stops_early(self) -> bool:
+        """So many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
+        for they judge by the same numbers."""
+        patience = self.parts.config.train.early_stopping_patience
+        return patience is not None and self.progress.stalled >= patience
+
+    def is_over(self) -> bool:
+        """Nothing is left to train."""
+        return self.progress.step >= self.parts.total_steps or self.stops_early()
+
+    def tell_early_stop(self) -> str:
+        """Why training has ended before its last update, said and written as an event; empty if it has not."""
+        parts, progress = self.parts, self.progress
+        if progress.step >= parts.total_steps or not self.stops_early():
+            return ""
+        by, name = parts.config.checkpoint.best, parts.config.schedule.name
+        why = f"{by} has not improved in {progress.stalled} validations in a row"
+        if name in ("onecycle", "cosine", "wsd"):  # which come down towards the end
+            why += f"; the schedule '{name}' was not finished: lr ended at {parts.lr_at(progress.step - 1):.2e}"
+        self.remark("stopped_early", step=progress.step, total_steps=parts.total_steps, best=progress.best, why=why)
+        if parts.dist.is_main:
+            print(f"Stopped early after {progress.step} of {parts.total_steps} steps: {why}.", flush=True)
+        return why
 
     def warm(self) -> None:
         """Get ready for the first `save`; after an update, for only then the optimizer has a state."""

@@ -25,6 +25,10 @@ class Progress:
     best_step: int | None = None
     best_by: str | None = None
     """What ``best`` was judged by."""
+    stalled: int = 0
+    """Validations in a row, up to here, that were no better than ``reference``."""
+    reference: float | None = None
+    """What the next validation is measured against: the last one that was better by ``early_stopping_min_delta``."""
     train_seconds: float = 0.0
     """Seconds spent in training steps over all attempts, validation and saving excluded."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -56,22 +60,29 @@ class Progress:
         for item in fields(self):
             setattr(self, item.name, getattr(other, item.name))
 
-    def judge(self, val: dict[str, float], by: str) -> bool:
+    def judge(self, val: dict[str, float], by: str, min_delta: float = 0.0) -> bool:
         """Take note of a validation after the present step. Is this model the best so far?
 
         What is not a finite number is never better.
 
         Args:
             by: ``checkpoint.best``: what it is judged by. A loss should be small, everything else large.
+            min_delta: by how much it must be better to be no stand-still, for early stopping.
         """
         name = by.removeprefix("val/")
         value = val[name]
         self.val, self.validated_step = val, self.step
-        small = name in ("loss", "ema_loss")
+        sign = -1.0 if name in ("loss", "ema_loss") else 1.0
         if self.best_by not in (None, by):  # two measures do not compare
-            self.best = None
-        better = self.best is None or (value < self.best if small else value > self.best)
-        better = better and math.isfinite(value)
+            self.best = self.reference = None
+
+        def beats(other: float | None, delta: float = 0.0) -> bool:
+            return math.isfinite(value) and (other is None or sign * (value - other) > delta)
+
+        moved = beats(self.reference, min_delta)
+        self.stalled = 0 if moved else self.stalled + 1
+        self.reference = value if moved else self.reference
+        better = beats(self.best)
         if better:
             self.best, self.best_step, self.best_by = value, self.step, by
         return better
