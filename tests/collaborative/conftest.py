@@ -128,7 +128,7 @@ class Commands:
         env = {**os.environ, "PYTHONPATH": str(PROJECT)}
         asking = [*on, sys.executable, "-c", code, token]
         done = subprocess.run(asking, env=env, capture_output=True, text=True, check=True)
-        prefix = f"{done.stdout.strip()}_outer"
+        prefix = f"{done.stdout.strip()}_common"
         return self._start("tests.collaborative.intruder", self.address(), prefix, str(seconds), on=on)
 
     def _start(

@@ -25,7 +25,7 @@ def caught_up(gives: list[int], *, round_index: int, seconds: float, monkeypatch
     peer: Any = SimpleNamespace(
         clock=SimpleNamespace(seconds=seconds),
         averaging=SimpleNamespace(adopt=adopt),
-        outer=SimpleNamespace(round=round_index),
+        common=SimpleNamespace(round=round_index),
     )
     rounds._catch_up(peer)
     return found

@@ -129,7 +129,7 @@ def test_volunteers_who_only_call_out_keep_their_weights_and_come_back_by_themse
         assert before.count("Nobody of the swarm answers") == 1
         assert "3 peers averaged" in after
     for run in story.commands.runs_root.glob("*-peer-*"):
-        assert list(run.glob("checkpoints/step-*/theta.safetensors")) or list(run.glob("checkpoints/step-*/outer*"))
+        assert list(run.glob("checkpoints/step-*/theta.safetensors")) or list(run.glob("checkpoints/step-*/common*"))
         assert events(run, "swarm_lost") == events(run, "swarm_back") >= 1
 
 

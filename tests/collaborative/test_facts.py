@@ -96,7 +96,7 @@ def package(tmp_path: Path) -> Path:
         ("models/net", ["code of models"]),
         ("training/deep/er", ["code of training"]),
         ("training/new", ["code of training"]),
-        ("collaborative/outer", ["code of collaborative"]),
+        ("collaborative/common", ["code of collaborative"]),
         ("collaborative/doctor", []),
         ("report/page", []),
     ],

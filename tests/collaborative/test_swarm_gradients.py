@@ -88,7 +88,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 def test_all_peers_end_with_the_same_weights_and_the_same_optimizer_bit_for_bit(story: Story) -> None:
-    files = [run / "checkpoints" / f"step-{ROUNDS:08d}" / "outer.safetensors" for run in (story.run, *story.joined)]
+    files = [run / "checkpoints" / f"step-{ROUNDS:08d}" / "common.safetensors" for run in (story.run, *story.joined)]
     creators, *others = map(load_file, files)
     assert set(creators) == {"theta", "momentum"}
     for other in others:

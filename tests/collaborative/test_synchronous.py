@@ -59,7 +59,7 @@ def splits() -> Splits:
 class Swarm:
     """What the loop asks of the swarm: the averaging, the news, and who is who."""
 
-    outer: GradientState
+    common: GradientState
     role: str = "owner"
     client_mode: bool = False
     others: dict[str, Progress] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Swarm:
 
     def exchange(self, *, samples: int, trained: float, next_round: int, alone: bool) -> None:
         self.begun = False
-        self.given.append(self.outer.give(samples))
+        self.given.append(self.common.give(samples))
         self._samples = samples
 
     def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round:
@@ -97,7 +97,7 @@ class Swarm:
         used = "average" if self.others and self.fails <= 0 else "own" if leads else "nothing"
         self.fails -= 1
         if used != "nothing":
-            self.outer.step(given.vector, self.outer.round + 1, given, arrived=everything, counted=everything)
+            self.common.step(given.vector, self.common.round + 1, given, arrived=everything, counted=everything)
         strays = used == "nothing" and self.strays and not self.adopted
         return Round(2 if used == "average" else 0, used, "" if used == "average" else "no others", 0.0, strays)
 
@@ -105,7 +105,7 @@ class Swarm:
         if self.newer is None or self.newer[0] <= newer_than:
             return False
         round_index, theta, momentum = self.newer
-        self.outer.load(theta, momentum, round_index)
+        self.common.load(theta, momentum, round_index)
         self.adopted.append(round_index)
         return True
 
@@ -124,19 +124,19 @@ def peer(splits: Splits, *, until: int = 99, **facts: Any) -> Iterator[tuple[Any
     """A peer, its swarm, and the rounds that it has taken note of; after so many it is told to leave."""
     from trainkit.collaborative.loop import Peer
 
-    outer = GradientState(build_model(CONFIG.model, splits.info, CONFIG.seed), CONFIG)
-    judge = build(alone(CONFIG), CPU, splits, model=outer.model)
-    team = Team(GatheringParts.of(judge, outer.gathered), judge, outer)
+    common = GradientState(build_model(CONFIG.model, splits.info, CONFIG.seed), CONFIG)
+    judge = build(alone(CONFIG), CPU, splits, model=common.model)
+    team = Team(GatheringParts.of(judge, common.gathered), judge, common)
     boxes: list[Any] = []
     options = {"may_be_alone": True, "stop_requested": lambda: len(boxes) >= until, **facts}
-    swarm = Swarm(outer, **{key: options.pop(key) for key in list(options) if key in Swarm.__dataclass_fields__})
+    swarm = Swarm(common, **{key: options.pop(key) for key in list(options) if key in Swarm.__dataclass_fields__})
     nobody = SimpleNamespace(require_welcome=lambda: None)
     yield (
         Peer(
             name="me",
             parts=judge,
             team=team,
-            clock=UpdateClock(SECONDS, 0, 3, lambda: outer.round),
+            clock=UpdateClock(SECONDS, 0, 3, lambda: common.round),
             dht=SimpleNamespace(  # type: ignore[arg-type]
                 client_mode=swarm.client_mode,
                 own=SimpleNamespace(grant=SimpleNamespace(role=swarm.role)),
@@ -147,7 +147,7 @@ def peer(splits: Splits, *, until: int = 99, **facts: Any) -> Iterator[tuple[Any
             watch=SimpleNamespace(  # type: ignore[arg-type]
                 poll=lambda: None, peers={}, others=swarm.heard, stopped=False, first_round=0
             ),
-            outer=outer,
+            common=common,
             averaging=swarm,  # type: ignore[arg-type]
             sentry=SimpleNamespace(  # type: ignore[arg-type]
                 look=lambda: None,
@@ -207,9 +207,9 @@ def test_a_volunteer_makes_no_update_by_itself_and_leaves_when_the_swarm_is_sile
     with guest(splits) as (p, swarm, boxes):
         began = time.time()
         assert train(p) == "lost"
-    assert (boxes, swarm.given, swarm.outer.round) == ([], [], 0)
+    assert (boxes, swarm.given, swarm.common.round) == ([], [], 0)
     assert 3 * SECONDS <= time.time() - began < 20.0
-    assert swarm.outer.samples == 64  # it has gathered one update's worth, and no more
+    assert swarm.common.samples == 64  # it has gathered one update's worth, and no more
 
 
 def test_a_round_that_fails_is_tried_again_with_the_same_gradients(splits: Splits) -> None:
@@ -264,8 +264,8 @@ def test_only_a_volunteer_goes_back_with_a_creator_that_has_come_back(
     from trainkit.collaborative import synchronous
 
     with peer(splits, others={OWNER: told(round_index=0)}, role=role, newer=state_of(splits, 0)) as (p, swarm, _):
-        swarm.outer.round = 2
-        work = synchronous._Work(iter(()), None, None, swarm.outer, None, began=time.time() - 1.0)  # type: ignore[arg-type]
+        swarm.common.round = 2
+        work = synchronous._Work(iter(()), None, None, swarm.common, None, began=time.time() - 1.0)  # type: ignore[arg-type]
         assert synchronous._has_strayed(p, work) is goes_back
 
 

@@ -59,10 +59,10 @@ def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, A
             team.follow(dist, make=make, beat=beat)
             return {"weights": digest(made[0])}
         config, splits, model = make("")
-        outer = OuterState(model, lr=0.7, momentum=0.9)
+        common = OuterState(model, lr=0.7, momentum=0.9)
         found: dict[str, Any] = {}
         with (
-            team.spread(config, dist, splits, outer, "QmPeer") as peer,
+            team.spread(config, dist, splits, common, "QmPeer") as peer,
             peer.batches(team.data_seed(config, "QmPeer"), 0) as batches,
         ):
             update = Updater(peer.parts)
@@ -72,13 +72,13 @@ def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, A
                     with team.together(peer.size):
                         update(batches, lr=1e-3, seed=10 * number + step)
                 found["samples"] = peer.read(update.meter)["samples"]
-                given = outer.give(8)
+                given = common.give(8)
                 found[f"moved {number}"] = float(given.moved.norm())
                 everything = [True] * len(given.weights)
-                outer.step(given.vector, number + 1, given, arrived=everything, counted=everything)
+                common.step(given.vector, number + 1, given, arrived=everything, counted=everything)
             peer.before_update(0.0, 99)  # after which all have the weights of the round's end
             update(batches, lr=0.0, seed=99)
-        return {**found, "weights": digest(model), "theta": outer.theta.tolist()}
+        return {**found, "weights": digest(model), "theta": common.theta.tolist()}
 
 
 def test_all_ranks_agree_bit_for_bit_after_each_round_and_all_their_samples_count() -> None:

@@ -52,7 +52,7 @@ def patience(config: CollaborativeConfig) -> float:
 class _Averager(GuardedAverager):
     """hivemind's averager, for members only. Its class name is part of the protocol between peers."""
 
-    outer: CommonState
+    common: CommonState
     codec: Codec
     plan: Tensor
     """In shared memory: the codec of this peer's parts, then each part's weight."""
@@ -72,7 +72,7 @@ class _Averager(GuardedAverager):
 
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, Tensor], None]:
         """In the peer's own process: the state, and the word of this peer that it is the run's."""
-        round_index, *tensors = self.outer.copy()
+        round_index, *tensors = self.common.copy()
         theta, momentum = tensors
         return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, tensors))}, (theta, momentum), None
 
@@ -97,7 +97,7 @@ class _Averager(GuardedAverager):
         group = self.read_group(group_info)
         modes = tuple(AveragingMode(member.mode) for member in group.values())
         codec, *weights = self.plan.tolist()
-        if self.outer.same_weights and await self._has_strayed(group):
+        if self.common.same_weights and await self._has_strayed(group):
             weights = [0.0] * len(weights)
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
@@ -111,7 +111,7 @@ class _Averager(GuardedAverager):
                     ordered_peer_ids=group_info.peer_ids,
                     peer_fractions=shares([member.bandwidth for member in group.values()], reduces),
                     modes=modes,
-                    sending=Sending(weights, CODECS[int(codec)], self.codec, self.outer.num_parameters),
+                    sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters),
                     **options,
                 )
                 screen = await self.screen(runner)
@@ -142,7 +142,7 @@ def shares(bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> tuple
 
 
 @contextmanager
-def open_averager(dht: SwarmDHT, outer: CommonState, config: CollaborativeConfig, run_id: str) -> Iterator[Any]:
+def open_averager(dht: SwarmDHT, common: CommonState, config: CollaborativeConfig, run_id: str) -> Iterator[Any]:
     """Start the averager; on leaving, end its process.
 
     Open it before the first use of CUDA: the process is forked.
@@ -150,10 +150,10 @@ def open_averager(dht: SwarmDHT, outer: CommonState, config: CollaborativeConfig
     client = dht.client_mode
     interrupt = signal.getsignal(signal.SIGINT)
     averager = _Averager(
-        [torch.zeros_like(outer.theta)],
+        [torch.zeros_like(common.theta)],
         dht.node,
         start=False,
-        prefix=f"{run_id}_outer",
+        prefix=f"{run_id}_common",
         min_matchmaking_time=config.matchmaking_seconds,
         request_timeout=min(1.0, config.matchmaking_seconds / 2),
         # Parts are cut alike by all peers, and written by `codecs`.
@@ -169,10 +169,10 @@ def open_averager(dht: SwarmDHT, outer: CommonState, config: CollaborativeConfig
         shutdown_timeout=2.0,
         daemon=True,
         admission=dht.admission,
-        num_parameters=outer.num_parameters,
+        num_parameters=common.num_parameters,
     )
-    averager.outer, averager.codec = outer, config.compression
-    averager.plan = torch.zeros(1 + num_parts(outer.theta.numel()), dtype=torch.float64)
+    averager.common, averager.codec = common, config.compression
+    averager.plan = torch.zeros(1 + num_parts(common.theta.numel()), dtype=torch.float64)
     averager.plan.share_memory_()  # type: ignore[no-untyped-call]
     averager.own, averager.run_id = dht.own, run_id
     averager.guard = Guard(dht.node, dht.admission)

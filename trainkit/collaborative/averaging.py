@@ -60,9 +60,9 @@ class Averaging:
     """One peer's rounds."""
 
     def __init__(
-        self, averager: Any, dht: SwarmDHT, outer: CommonState, config: CollaborativeConfig, link: Link
+        self, averager: Any, dht: SwarmDHT, common: CommonState, config: CollaborativeConfig, link: Link
     ) -> None:
-        self._averager, self._dht, self._outer, self._config, self._link = averager, dht, outer, config, link
+        self._averager, self._dht, self._common, self._config, self._link = averager, dht, common, config, link
         self.screening: Screening = averager
         self._can_share = not averager.client_mode
         self._control: Any = None
@@ -93,7 +93,7 @@ class Averaging:
             theta, momentum = tensors
             if signed.round <= newer_than or digest_of(signed.run_id, signed.round, (theta, momentum)) != signed:
                 return False
-            self._outer.load(theta, momentum, signed.round)
+            self._common.load(theta, momentum, signed.round)
         except (UntrustedError, ValueError, KeyError, TypeError):
             return False
         return True
@@ -112,7 +112,7 @@ class Averaging:
         about = {
             "shares": self._can_share,
             "rate": float(samples_per_sec),
-            "probe": self._outer.probe().numpy().tobytes(),
+            "probe": self._common.probe().numpy().tobytes(),
         }
 
         def search() -> None:
@@ -166,7 +166,7 @@ class Averaging:
         """
         assert self._exchange is None
         control, self._control = self._control, None
-        given = self._outer.give(samples)
+        given = self._common.give(samples)
         sent = self._link.sent(given.weights)
         began, failed = time.monotonic(), self._hand_over(control, given.vector, sent)
         self._exchange = _Exchange(control, given, sent, trained, next_round, alone, began, failed)
@@ -185,13 +185,13 @@ class Averaging:
         self._exchange = None
         members, outcome, why = found
         took = time.monotonic() - now.began
-        outer, given = self._outer, now.given
+        common, given = self._common, now.given
         average = None
         if outcome is not None:
             average, why = self._result()
         if average is not None:
             own = self._length(given.vector) / max(now.trained, 0.05) if given.usable else 0.0
-            why = objection(average, outer.num_parameters, max(own, self._usual_norm))
+            why = objection(average, common.num_parameters, max(own, self._usual_norm))
         everything = (True,) * len(given.weights)
         used = "nothing"
         if outcome is not None and average is not None and not why:
@@ -203,8 +203,8 @@ class Averaging:
             average = given.vector
             arrived = counted = (False,) * len(given.weights)
         reference = reference_among(self._trusted(members), self._dht.own.grant.role, str(self._averager.peer_id))
-        drifted = reference is not None and has_drifted(members[reference].get("probe"), outer.probe())
-        outer.step(
+        drifted = reference is not None and has_drifted(members[reference].get("probe"), common.probe())
+        common.step(
             average,
             now.next_round,
             given,
@@ -231,7 +231,7 @@ class Averaging:
         return [found for peer in sharing if (found := self._dht.member(peer)) and found.trusted]
 
     def _length(self, vector: Tensor) -> float:
-        return float(vector[: self._outer.num_parameters].norm())
+        return float(vector[: self._common.num_parameters].norm())
 
     def _hand_over(self, control: Any, vector: Tensor, sent: Sequence[float]) -> str:
         """Begin the exchange; why that is not possible, or nothing."""

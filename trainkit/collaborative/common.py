@@ -91,7 +91,7 @@ class CommonState(ABC):
         return self.theta[self._probe].clone()
 
     @contextmanager
-    def common(self) -> Iterator[None]:
+    def in_model(self) -> Iterator[None]:
         """The model as the peers have it in common, to validate or save it; afterwards it is this peer's again."""
         own = [tensor.detach().clone() for tensor in self._tensors()]
         self.into_model()

@@ -74,23 +74,23 @@ def join(
                 fix="Join another.",
             )
         splits = build_data(config.data) if seat.trains else no_data(config.data.name, manifest)
-        outer = common_state(config, splits)
-        clock = clock_at(config, outer, manifest.first_round)
+        common = common_state(config, splits)
+        clock = clock_at(config, common, manifest.first_round)
         if seat.max_upload is not None:
-            seat.say(volunteers_share(config.collaborative, outer.theta.numel(), seat.max_upload))
-        facts = facts_of(config, splits, outer.model)
+            seat.say(volunteers_share(config.collaborative, common.theta.numel(), seat.max_upload))
+        facts = facts_of(config, splits, common.model)
         if not seat.trains:
             facts = without_data(facts, manifest.facts, config)
         require_same(manifest.facts, facts)
         place = meeting_place(manifest.run_id, facts)
-        measured = _slow_upload(dht, entry, config, outer, seat)
-        with averaged(config, seat, splits, outer, dht, place, measured=measured) as (team, averaging):
+        measured = _slow_upload(dht, entry, config, common, seat)
+        with averaged(config, seat, splits, common, dht, place, measured=measured) as (team, averaging):
             parts = team.judge
             watch, progress = Watch(dht, _creator_of(dht, manifest), clock.oldest_news), Progress()
             memory = Memory(entry.addresses)
-            guest = _Guest(manifest, config, entry, seat, dht, averaging, outer, memory)
+            guest = _Guest(manifest, config, entry, seat, dht, averaging, common, memory)
             peer = replace(
-                peer_at(seat, team, outer, averaging, dht, clock, watch, progress),
+                peer_at(seat, team, common, averaging, dht, clock, watch, progress),
                 before_round=lambda: memory.note(watch.reachable()),
                 may_be_alone=not seat.trains,
                 look_around=lambda: dht.look_for(memory.others),
@@ -109,7 +109,7 @@ def join(
             with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
                 keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
                 role: Role = "guest" if seat.trains else "anchor"
-                rounds = RoundKeeper(keeper, outer, clock, watch, role=role, say=seat.say)
+                rounds = RoundKeeper(keeper, common, clock, watch, role=role, say=seat.say)
                 sentry = peer.sentry.keeping(writer.run, rounds.remark)
                 peer = replace(peer, sentry=sentry, after_round=rounds.after_round, remark=rounds.remark)
                 with rounds.recorded(seat.env):
@@ -142,12 +142,12 @@ def proven(dht: SwarmDHT, addresses: Sequence[str], seat: Seat) -> Seat:
     return replace(seat, must_prove=False, host=None)
 
 
-def _slow_upload(dht: SwarmDHT, entry: Entry, config: Config, outer: CommonState, seat: Seat) -> float | None:
+def _slow_upload(dht: SwarmDHT, entry: Entry, config: Config, common: CommonState, seat: Seat) -> float | None:
     """Bytes per second that this peer can send; None if they are enough, or not known.
 
     With ``sync: gradients`` there is nothing that could be sent later.
     """
-    agreed, values = config.collaborative, outer.theta.numel()
+    agreed, values = config.collaborative, common.theta.numel()
     needed = enough(values, agreed.compression, agreed.round_seconds)
     if not seat.trains or agreed.sync == "gradients":
         return None
@@ -168,7 +168,7 @@ class _Guest:
     seat: Seat
     dht: SwarmDHT
     averaging: Averaging
-    outer: CommonState
+    common: CommonState
     memory: Memory
 
     def take_part(
@@ -227,7 +227,7 @@ class _Guest:
             return []
         require_same_version(manifest)
         require_same(manifest.facts, self.manifest.facts)
-        clock = clock_at(self.config, self.outer, manifest.first_round)
+        clock = clock_at(self.config, self.common, manifest.first_round)
         with suppress(RunFailedError):
             self._adopt(clock, seconds=2 * clock.seconds)
             return [] if self.seat.stop_requested() else [clock]
@@ -255,7 +255,7 @@ class _Guest:
         """
         seat, deadline, pause = self.seat, time.monotonic() + max(seconds, 2 * clock.seconds), 0.5
         while time.monotonic() < deadline and not seat.stop_requested():
-            if self.averaging.adopt(10.0) and self.outer.round >= clock.index(time.time()):
+            if self.averaging.adopt(10.0) and self.common.round >= clock.index(time.time()):
                 return
             # Asked by everybody at once, the few peers that give it away would do nothing else.
             time.sleep(pause)

@@ -39,11 +39,11 @@ class RoundKeeper:
     """
 
     def __init__(
-        self, keeper: Keeper, outer: CommonState, clock: RoundClock, watch: Watch, *, role: Role, say: _SAY
+        self, keeper: Keeper, common: CommonState, clock: RoundClock, watch: Watch, *, role: Role, say: _SAY
     ) -> None:
         self._record = PatientRecord(keeper.writer.attempt, keeper.metrics, say)
         self._keeper = replace(keeper, metrics=self._record)
-        self._outer, self._clock, self._watch = outer, clock, watch
+        self._common, self._clock, self._watch = common, clock, watch
         self._role, self._say = role, say
         self._most_peers = 1
         self._known: dict[str, str] = {}
@@ -86,7 +86,7 @@ class RoundKeeper:
         if box.result.drifted:
             words.append("behind the others: taking over their state")
         if self._role != "guest":
-            with self._outer.common():
+            with self._common.in_model():
                 words += self._judge(box.index, where)
             self._note_arrivals()
         self._say("  ".join(words))
@@ -96,15 +96,15 @@ class RoundKeeper:
 
     def lost(self) -> None:
         """Nobody of the swarm answers any more: what is here may be all that is left of it."""
-        self.remark("swarm_lost", round=self._outer.round)
-        with self._outer.common():
-            saved = self._save(max(self._outer.round, 1))
+        self.remark("swarm_lost", round=self._common.round)
+        with self._common.in_model():
+            saved = self._save(max(self._common.round, 1))
         if saved and self._record.attempt(self._keeper.settle):
-            self._say(f"The weights of round {self._outer.round} are kept in {self._keeper.writer.run.checkpoints}.")
+            self._say(f"The weights of round {self._common.round} are kept in {self._keeper.writer.run.checkpoints}.")
 
     def back(self) -> None:
         """Somebody answers again."""
-        self.remark("swarm_back", round=self._outer.round)
+        self.remark("swarm_back", round=self._common.round)
 
     def finish(self, outcome: str, *, test: bool = True) -> None:
         """Test metrics of the best model, if wanted, and ``summary.json``. Raises DiskError if there is no room."""
@@ -121,9 +121,9 @@ class RoundKeeper:
             ) from None
 
     def _finish(self, outcome: str, *, test: bool) -> None:
-        keeper, rounds = self._keeper, min(self._outer.round, self._clock.count)
+        keeper, rounds = self._keeper, min(self._common.round, self._clock.count)
         where = self._where(rounds - 1)
-        with self._outer.common():
+        with self._common.in_model():
             if self._role == "guest":  # validates once: the model that all of them end with
                 keeper.validate(where)
             if self._role != "judge" or self._unsaved:
@@ -171,13 +171,13 @@ class RoundKeeper:
 
     def _save(self, rounds: int) -> bool:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""
-        keeper, common = self._keeper, {"theta": self._outer.theta, "momentum": self._outer.momentum}
+        keeper, stored = self._keeper, {"theta": self._common.theta, "momentum": self._common.momentum}
         if self._role == "anchor":
             keeper.progress.step = rounds  # it makes no updates to count
         waits = self._record.is_full  # for the end of it: that it has begun says nothing about room
 
         def save() -> None:
-            keeper.save(optimizer=False, extra={"outer": common}, round=rounds)
+            keeper.save(optimizer=False, extra={"outer": stored}, round=rounds)
             if waits:
                 keeper.settle()
 
@@ -207,14 +207,14 @@ class RoundKeeper:
         return {"step": self._keeper.progress.step, "epoch": round(self._epoch(), 4), "round": index + 1}
 
 
-def take_over(restored: Restored, outer: CommonState) -> None:
+def take_over(restored: Restored, common: CommonState) -> None:
     """Go on from a checkpoint of `RoundKeeper`.
 
     Raises KeyError, TypeError or ValueError when it is none of this run's.
     """
     Progress.of(restored.state)
-    state, common = restored.state, restored.extra["outer"]
-    outer.load(common["theta"], common["momentum"], int(state["round"]))
+    state, stored = restored.state, restored.extra["outer"]
+    common.load(stored["theta"], stored["momentum"], int(state["round"]))
 
 
 def _who(box: Box) -> str:

@@ -94,7 +94,7 @@ class Peer:
     clock: RoundClock
     dht: SwarmDHT
     watch: Watch
-    outer: CommonState
+    common: CommonState
     averaging: Averaging
     sentry: Sentry
     data_seed: int
@@ -165,7 +165,7 @@ def forget_or_end(p: Peer, nonfinite: NonFinite, error: DivergedError) -> None:
         raise error.for_user() from None
     p.progress.rollbacks += 1
     nonfinite.in_a_row = 0
-    p.outer.forget()
+    p.common.forget()
 
 
 def publish(p: Peer, index: int, box: Box | None = None) -> None:

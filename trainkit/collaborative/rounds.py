@@ -54,19 +54,19 @@ def train(p: Peer) -> Ending:
         RunFailedError: this peer is too slow for its rounds, or its training has diverged.
         RefusedError: its invitation has ended, or it was banned.
     """
-    publish(p, p.outer.round)
+    publish(p, p.common.round)
     with p.batches() as batches:
         inner = _Inner(batches, Updater(p.team.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
         ending: Ending | None = None
         # Who goes on with a run trains in its next round for a little longer, until the clock is there.
-        while (index := max(p.clock.index(time.time()), p.outer.round)) < p.clock.count:
+        while (index := max(p.clock.index(time.time()), p.common.round)) < p.clock.count:
             hear(p)
             p.before_round()
             if ending := ending_of(p):
                 break
-            if index > p.outer.round + p.averaging.pending:
+            if index > p.common.round + p.averaging.pending:
                 _settle(p, math.inf)
-                if index > p.outer.round:  # this peer has slept through a round, or was slow to judge the last one
+                if index > p.common.round:  # this peer has slept through a round, or was slow to judge the last one
                     p.averaging.adopt(p.clock.seconds / 2)
             if ending := _round(p, inner, index):
                 break
@@ -147,7 +147,7 @@ def _catch_up(p: Peer) -> None:
     """
     deadline = time.monotonic() + p.clock.seconds / 2
     while (left := deadline - time.monotonic()) > 0.0:
-        if p.averaging.adopt(left, newer_than=p.outer.round - 1):
+        if p.averaging.adopt(left, newer_than=p.common.round - 1):
             return
         time.sleep(min(_ASK_AGAIN_SECONDS, left))
 

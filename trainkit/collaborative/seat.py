@@ -91,7 +91,7 @@ def averaged(
     config: Config,
     seat: Seat,
     splits: Splits,
-    outer: CommonState,
+    common: CommonState,
     dht: SwarmDHT,
     run_id: str,
     *,
@@ -105,36 +105,36 @@ def averaged(
     """
     ranks = seat.env if seat.team else replace(seat.env, rank=0, world_size=1)
     with (
-        open_averager(dht, outer, config.collaborative, run_id) as averager,
+        open_averager(dht, common, config.collaborative, run_id) as averager,
         distributed(ranks, use_gpu=wants_gpu(config), secret=seat.secret, collective_timeout=PATIENCE) as dist,
-        spread(config, dist, splits, outer, dht.peer_id) as team,
+        spread(config, dist, splits, common, dht.peer_id) as team,
     ):
-        if isinstance(outer, GradientState):
-            team = replace(team, parts=GatheringParts.of(team.parts, outer.gathered))
+        if isinstance(common, GradientState):
+            team = replace(team, parts=GatheringParts.of(team.parts, common.gathered))
         agreed = config.collaborative
         link = Link(
-            outer.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), seat.max_upload, measured
+            common.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), seat.max_upload, measured
         )
-        yield team, Averaging(averager, dht, outer, agreed, link)
+        yield team, Averaging(averager, dht, common, agreed, link)
 
 
-def clock_at(config: Config, outer: CommonState, first_round: int) -> RoundClock:
+def clock_at(config: Config, common: CommonState, first_round: int) -> RoundClock:
     """The clock of a run that began with that round."""
     agreed = config.collaborative
     if agreed.sync == "gradients":
-        return UpdateClock(agreed.round_seconds, first_round, agreed.rounds, lambda: outer.round)
+        return UpdateClock(agreed.round_seconds, first_round, agreed.rounds, lambda: common.round)
     return RoundClock(agreed.round_seconds, first_round, agreed.rounds)
 
 
 def take_part(peer: Peer) -> Ending:
     """Train with the others in the way of the run."""
-    return synchronous.train(peer) if isinstance(peer.outer, GradientState) else rounds.train(peer)
+    return synchronous.train(peer) if isinstance(peer.common, GradientState) else rounds.train(peer)
 
 
 def peer_at(
     seat: Seat,
     team: Team,
-    outer: CommonState,
+    common: CommonState,
     averaging: Averaging,
     dht: SwarmDHT,
     clock: RoundClock,
@@ -149,7 +149,7 @@ def peer_at(
         clock=clock,
         dht=dht,
         watch=watch,
-        outer=outer,
+        common=common,
         averaging=averaging,
         sentry=Sentry(
             averaging.screening,

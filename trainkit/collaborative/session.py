@@ -68,13 +68,13 @@ def create(
         if seat.folder is not None and home is not None:
             dht.reconnect(home.others)
             require_alone(dht, addresses_in(seat.folder))
-        outer = common_state(config, splits)
+        common = common_state(config, splits)
         if seat.max_upload is not None:
-            values = outer.theta.numel()
+            values = common.theta.numel()
             rounds_as_fit = fitted(config.collaborative, values, seat.max_upload)
             config = config.model_copy(update={"collaborative": rounds_as_fit})
             seat.say(creators_share(rounds_as_fit, values, seat.max_upload))
-        facts = facts_of(config, splits, outer.model)
+        facts = facts_of(config, splits, common.model)
         writer = seat.open_run(config)
         run_dir = writer.run
         owner = keep_key(run_dir.path, key)
@@ -83,19 +83,19 @@ def create(
         run_id = home.run_id if home is not None else f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
         memory = Memory(home.others if home is not None else ())
         with (
-            averaged(config, seat, splits, outer, dht, meeting_place(run_id, facts)) as (team, averaging),
+            averaged(config, seat, splits, common, dht, meeting_place(run_id, facts)) as (team, averaging),
             kept(config, writer, team.judge, judges=True) as (checkpoints, metrics),
         ):
             parts = team.judge
             found = checkpoints.restore(
-                parts.model, None, extra=["outer"], accept=lambda found: take_over(found, outer)
+                parts.model, None, extra=["outer"], accept=lambda found: take_over(found, common)
             )
             progress = Progress.of(found.state) if found else Progress()
-            if outer.round >= config.collaborative.rounds:
+            if common.round >= config.collaborative.rounds:
                 return "finished", run_dir
             if found:
-                seat.say(_goes_on(outer))
-            clock = _clock(config, outer, home, memory, dht, averaging, seat)
+                seat.say(_goes_on(common))
+            clock = _clock(config, common, home, memory, dht, averaging, seat)
             averaging.share()
             manifest = Manifest(
                 run_id=run_id,
@@ -124,7 +124,7 @@ def create(
             announce(run_dir, addresses)
             watch = Watch(dht, dht.peer_id, clock.oldest_news)
             keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
-            rounds = RoundKeeper(keeper, outer, clock, watch, role="judge", say=seat.say)
+            rounds = RoundKeeper(keeper, common, clock, watch, role="judge", say=seat.say)
 
             forgotten = LOST_AFTER * clock.seconds + 60.0
 
@@ -135,7 +135,7 @@ def create(
                 memory.note(watch.reachable())
                 twin.look(watch.peers.get(dht.peer_id))
 
-            peer = peer_at(seat, team, outer, averaging, dht, clock, watch, progress)
+            peer = peer_at(seat, team, common, averaging, dht, clock, watch, progress)
             pace = peer.pace
             credits = Credits(
                 writer, lambda: pace.round_seconds or clock.seconds, lambda known: dht.publish_credits(known, forgotten)
@@ -166,19 +166,19 @@ def create(
     return ending, run_dir
 
 
-def _goes_on(outer: CommonState) -> str:
+def _goes_on(common: CommonState) -> str:
     """What a run that was interrupted goes on with.
 
     A peer's own AdamW, of diloco, is in no checkpoint: it would be twice the weights in each, and begun anew it made no
     difference that could be measured (tests/benchmarks/README.md).
     """
-    words = f"Goes on after round {outer.round}: weights, momentum and learning rate as they were"
-    return f"{words}." if outer.same_weights else f"{words}; the optimizer within rounds begins anew."
+    words = f"Goes on after round {common.round}: weights, momentum and learning rate as they were"
+    return f"{words}." if common.same_weights else f"{words}; the optimizer within rounds begins anew."
 
 
 def _clock(
     config: Config,
-    outer: CommonState,
+    common: CommonState,
     home: Home | None,
     memory: Memory,
     dht: SwarmDHT,
@@ -188,11 +188,11 @@ def _clock(
     """The run's clock. One that others have gone on by stays as it is; rounds that nobody trained in are made up."""
     settings = config.collaborative
     if home is not None and dht.reconnect(memory.others):
-        clock, done = clock_at(config, outer, home.first_round), outer.round
+        clock, done = clock_at(config, common, home.first_round), common.round
         if averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
-            seat.say(f"The others have gone on from round {done} to {outer.round}; so does this peer.")
-        if done < outer.round >= clock.index(time.time()):
+            seat.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
+        if done < common.round >= clock.index(time.time()):
             return clock
     if settings.sync == "gradients":  # nothing is agreed by the time
-        return clock_at(config, outer, 0)
-    return RoundClock.starting(time.time(), settings.round_seconds, settings.rounds, done=outer.round)
+        return clock_at(config, common, 0)
+    return RoundClock.starting(time.time(), settings.round_seconds, settings.rounds, done=common.round)

@@ -51,7 +51,7 @@ class _Work:
     batches: Iterator[Batch]
     update: Updater
     nonfinite: NonFinite
-    outer: GradientState
+    common: GradientState
     last: Box
     """The last round."""
     began: float = field(default_factory=time.time)
@@ -80,20 +80,20 @@ def train(p: Peer) -> Ending:
     Raises:
         RunFailedError: this peer is too slow for its rounds, or its training has diverged.
     """
-    outer = p.outer
-    assert isinstance(outer, GradientState)
+    common = p.common
+    assert isinstance(common, GradientState)
     nothing = Round(group=0, used="nothing", why="", samples_per_sec=0.0, drifted=False)
     with p.batches() as batches:
         work = _Work(
             batches,
             Updater(p.team.parts, beat=p.beat),
             NonFinite(p.team.parts, p.remark, seed=p.data_seed),
-            outer,
-            Box(outer.round, 0, 0.0, {}, 0.0, 1, p.progress.position, nothing),
+            common,
+            Box(common.round, 0, 0.0, {}, 0.0, 1, p.progress.position, nothing),
         )
         p.parts.model.train()
         try:
-            while outer.round < p.clock.count:
+            while common.round < p.clock.count:
                 _news(p, work)
                 if not p.averaging.found and (ending := _ending(p, work)):  # else the others count on this peer
                     return ending
@@ -121,7 +121,7 @@ def _news(p: Peer, work: _Work, *, at_once: bool = False) -> None:
         work.manifest_at = now + _MANIFEST_SECONDS
         p.before_round()
     # Loss and link are the last round's.
-    publish(p, work.outer.round, replace(work.last, samples=work.outer.samples, seconds=work.seconds))
+    publish(p, work.common.round, replace(work.last, samples=work.common.samples, seconds=work.seconds))
 
 
 def _ending(p: Peer, work: _Work) -> Ending | None:
@@ -147,9 +147,9 @@ def _trusted(p: Peer, others: Mapping[str, Progress]) -> set[str]:
 
 def _tally(p: Peer, work: _Work, others: Mapping[str, Progress]) -> Tally:
     return tally(
-        Tally(work.outer.samples, work.rate if p.trains else 0.0),
+        Tally(work.common.samples, work.rate if p.trains else 0.0),
         others,
-        round_index=work.outer.round,
+        round_index=work.common.round,
         trusted=_trusted(p, others),
         is_trusted=p.dht.own.grant.role != "volunteer",
         now=time.time(),
@@ -162,10 +162,10 @@ def _has_strayed(p: Peer, work: _Work) -> bool:
     others, now = _others(p), time.time()
     trusted = _trusted(p, others)
     newest = newest_round(others, trusted, now)
-    if newest > work.outer.round:
+    if newest > work.common.round:
         return True
     late = {peer: told for peer, told in others.items() if told.time > work.began + _NEWS_DELAY}
-    return p.dht.own.grant.role == "volunteer" and 0 <= newest_round(late, trusted, now) < work.outer.round
+    return p.dht.own.grant.role == "volunteer" and 0 <= newest_round(late, trusted, now) < work.common.round
 
 
 def _come_back(p: Peer, work: _Work) -> None:
@@ -180,7 +180,7 @@ def _come_back(p: Peer, work: _Work) -> None:
 def _adopt(p: Peer, work: _Work) -> bool:
     """Only a volunteer goes back to an earlier update: what the owner's side has made is not lost."""
     older = p.dht.own.grant.role == "volunteer"
-    if not p.averaging.adopt(_ADOPT_SECONDS, newer_than=-1 if older else work.outer.round - 1):
+    if not p.averaging.adopt(_ADOPT_SECONDS, newer_than=-1 if older else work.common.round - 1):
         return False
     p.parts.model.train()
     work.update.meter.read()
@@ -235,25 +235,25 @@ def _update(p: Peer, work: _Work) -> None:
         work.rate = p.team.parts.micro_batch_size / pace.step_seconds
     require_quick(p, "micro batch", fix="Join with a smaller train.micro_batch_size, or use a faster machine.")
     try:
-        work.nonfinite.add(p.progress.position - 1, work.outer.round, made)
+        work.nonfinite.add(p.progress.position - 1, work.common.round, made)
     except DivergedError as error:
         forget_or_end(p, work.nonfinite, error)
 
 
 def _agree(p: Peer, work: _Work) -> None:
     """Average with the others, and make the update. Without an average everything stays for another try."""
-    outer, others = work.outer, _others(p)
-    index, lr = outer.round, outer.lr
+    common, others = work.common, _others(p)
+    index, lr = common.round, common.lr
     if others and not p.averaging.begun:
         _search(p, work, time.time() + _matchmaking(p))
     leads = p.may_be_alone and (not others or work.tries >= _TRIES)
-    samples, seconds = outer.samples, work.seconds
-    p.averaging.exchange(samples=samples, trained=1.0, next_round=outer.round + 1, alone=not others and leads)
+    samples, seconds = common.samples, work.seconds
+    p.averaging.exchange(samples=samples, trained=1.0, next_round=common.round + 1, alone=not others and leads)
     while (result := p.averaging.settle(_NEWS_SECONDS, trained_on=False, leads=leads)) is None:
         _news(p, work)
     p.pace.round_seconds = time.time() - work.began
     p.sentry.after_round(index, p.watch.peers)
-    if outer.round == index:
+    if common.round == index:
         work.tries += 1
         why = result.why or "nothing has arrived"
         p.sentry.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
@@ -263,7 +263,7 @@ def _agree(p: Peer, work: _Work) -> None:
     metrics = p.team.read(work.update.meter)
     work.last = Box(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position, result)
     work.anew()
-    p.progress.step = outer.round
+    p.progress.step = common.round
     if result.drifted:
         _adopt(p, work)  # if it fails, the next round says so again
     _news(p, work, at_once=bool(others))

@@ -59,7 +59,7 @@ class Team:
     """What trains: spread over the ranks."""
     judge: Parts
     """The same model for rank 0 alone, which validates and saves while the others wait."""
-    outer: CommonState
+    common: CommonState
     _seen: int = field(default=-1, init=False)
     """Version of the weights that all have."""
 
@@ -77,10 +77,10 @@ class Team:
         """Tell the others to make the update that this rank makes next."""
         if self.size == 1:
             return
-        if self._seen != self.outer.version:
+        if self._seen != self.common.version:
             self._order(_Do.TAKE_WEIGHTS)
             _share_weights(self.judge.model, self.parts.dist)
-            self._seen = self.outer.version
+            self._seen = self.common.version
         self._order(_Do.UPDATE, seed, lr)
 
     def read(self, meter: Meter) -> dict[str, float]:
@@ -119,7 +119,7 @@ def together(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def spread(config: Config, dist: Distributed, splits: Splits, outer: CommonState, identity: str) -> Iterator[Team]:
+def spread(config: Config, dist: Distributed, splits: Splits, common: CommonState, identity: str) -> Iterator[Team]:
     """Rank 0's part: the others are told what is trained, and at the end to leave.
 
     Args:
@@ -128,14 +128,14 @@ def spread(config: Config, dist: Distributed, splits: Splits, outer: CommonState
     Raises UserError when a global batch cannot be divided among the ranks.
     """
     if dist.world_size == 1:
-        parts = build(alone(config), dist, splits, model=outer.model)
-        yield Team(parts, parts, outer)
+        parts = build(alone(config), dist, splits, model=common.model)
+        yield Team(parts, parts, common)
         return
     _check_batch(config, dist.world_size)
     dist.broadcast_json({"config": to_yaml(config), "identity": identity})
-    parts = build(_as_ddp(config), dist, splits, model=outer.model)
+    parts = build(_as_ddp(config), dist, splits, model=common.model)
     solo = Distributed(replace(dist.env, rank=0, world_size=1), dist.device)
-    team = Team(parts, replace(parts, config=alone(config), dist=solo, model=outer.model, strategy=AsItIs()), outer)
+    team = Team(parts, replace(parts, config=alone(config), dist=solo, model=common.model, strategy=AsItIs()), common)
     try:
         yield team
     finally:
