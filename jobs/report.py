@@ -11,6 +11,7 @@ from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.records.rundir import RunDir, find_runs
 from trainkit.report.logbook import write_logbook
+from trainkit.report.page import write_page
 from trainkit.report.sweep import FILE, write_results
 
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise _explained(error, runs) from None
     for path in written:
         print(path)
+    print(write_page(runs, out.absolute()))
     return 0
 
 

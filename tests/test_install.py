@@ -138,6 +138,7 @@ def test_the_wheel_holds_all_that_the_checkout_holds(wheel: Path) -> None:
     names = {str(file.relative_to(PROJECT)) for file in code}
     data = [*(PROJECT / "configs").rglob("*.*"), *(PROJECT / "slurm").glob("*.sbatch")]
     names |= {f"trainkit/{file.relative_to(PROJECT)}" for file in data}
+    names |= {"trainkit/report/page.css", "trainkit/report/page.js"}
     with zipfile.ZipFile(wheel) as content:
         held = {name for name in content.namelist() if ".dist-info/" not in name}
     assert held == names

@@ -89,6 +89,10 @@ class RunDir:
         """Which class the best weights take for which."""
         return self.path / "confusion.json"
 
+    def mistakes(self, split: str) -> Path:
+        """The images of a split that the best weights told wrong, and were surest of."""
+        return self.path / f"mistakes-{split}.json"
+
     @property
     def profile(self) -> Path:
         """Traces of the profiler, and what memory held when there was too little of it."""

@@ -1,0 +1,209 @@
+"""What `report.html` holds, and that nothing from a run gets out of its place. Whether it works: `test_browser.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.errors import UserError
+from trainkit.records import jsonl
+from trainkit.records.rundir import RunDir
+from trainkit.report.page import write_page
+
+MakeRun = Callable[..., RunDir]
+
+
+class Document(HTMLParser):
+    """Tags with their attributes, and all text that is no script or style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == [], "every tag is closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br", "img"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.text += data + " "
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def sections(self) -> list[str]:
+        return [str(attributes["id"]) for attributes in self.named("section")]
+
+    def series(self) -> dict[str, dict[float, float]]:
+        """Title of the chart and name of the curve -> its numbers."""
+        found: dict[str, dict[float, float]] = {}
+        chart = ""
+        for tag, attributes in self.tags:
+            if tag == "svg":
+                chart = (attributes.get("aria-label") or "").partition(":")[0]
+            elif "data-y" in attributes:
+                x, y = (map(float, str(attributes[f"data-{axis}"]).split()) for axis in "xy")
+                found[f"{chart}, {attributes['data-name']}"] = dict(zip(x, y, strict=True))
+        return found
+
+
+def page_of(*runs: RunDir) -> Document:
+    return Document(write_page(runs, runs[0].path).read_text())
+
+
+def test_one_run_has_its_curves_with_the_numbers_of_its_metrics(make_run: MakeRun) -> None:
+    run = make_run()
+    series = page_of(run).series()
+    assert list(series)[:8] == [
+        *("Loss, train", "Loss, val", "Top-1 accuracy, train", "Top-1 accuracy, val"),
+        *("Top-5 accuracy, train", "Top-5 accuracy, val", "Learning rate, lr", "Throughput, images_per_sec"),
+    ]
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    val = {record["epoch"]: record["loss"] for record in records if record["split"] == "val"}
+    assert series["Loss, val"] == pytest.approx(val, rel=1e-4)
+
+
+def test_several_runs_are_overlaid_and_what_differs_between_them_is_said(make_run: MakeRun) -> None:
+    page = page_of(make_run(), make_run("ddp-0002", "optim.lr=7e-3"))
+    assert {"Loss, ddp-0001 val", "Loss, ddp-0002 val"} <= set(page.series())
+    assert "comparison" in page.sections()
+    assert re.search(r"optim\.lr\s+0\.002\s+0\.007", page.text)
+
+
+def test_runs_on_more_processors_have_their_speed_up_and_efficiency(make_run: MakeRun) -> None:
+    page = page_of(make_run(ranks=1, speed=1000.0), make_run("ddp-0002", ranks=4, speed=3000.0))
+    assert page.series()["Speed-up, measured"] == pytest.approx({1: 1, 4: 3015 / 1015}, rel=1e-2)
+    assert page.series()["Efficiency, efficiency"][4] == pytest.approx(100 * 3015 / 1015 / 4, rel=1e-2)
+    assert "scaling" not in page_of(make_run("ddp-0003"), make_run("ddp-0004")).sections()
+
+
+def test_attempts_and_interruptions_are_on_the_time_line(make_run: MakeRun) -> None:
+    run = make_run(restarts=(150, 300))
+    page = page_of(run)
+    bars = [attributes for attributes in page.named("rect") if attributes.get("class") == "attempt"]
+    assert len(bars) == 3
+    assert page.text.count("↻") >= 2
+    assert "3 attempts" in page.text
+    restarts = [attributes for attributes in page.named("path") if "restart" in str(attributes.get("class"))]
+    assert len(restarts) == 2 * 5
+
+
+def test_a_loss_that_is_not_finite_is_marked_and_not_drawn_across(make_run: MakeRun) -> None:
+    run = make_run(steps=200, finished=False)
+    for step in range(210, 300, 10):
+        jsonl.append(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None, "acc1": 10.0})
+    assert "not finite from 10.5 on" in page_of(run).text
+
+
+def test_every_device_of_every_host_has_its_curves(make_run: MakeRun) -> None:
+    series = page_of(make_run(gpus=2)).series()
+    assert set(series["node1 · use, GPU 1"].values()) == {91.0}
+    assert {"node1 · memory, node", "node1 · power, GPU 0"} <= set(series)
+
+
+def test_the_time_of_rank_0_is_shown_by_what_it_went_on(make_run: MakeRun) -> None:
+    run = make_run()
+    run.summary.write_text(json.dumps({"outcome": "finished", "seconds": {"data": 1.0, "forward": 3.0}}))
+    page = page_of(run)
+    assert re.search(r"data: waiting for data\s+1\.0\s+25\.0 %", page.text)
+    widths = [attributes["width"] for attributes in page.named("rect") if "part c" in str(attributes.get("class"))]
+    assert widths == ["25.000%", "75.000%"]
+
+
+def confusion(run: RunDir, names: list[str], counts: list[list[int]]) -> None:
+    run.confusion.write_text(json.dumps({"split": "test", "step": 400, "classes": names, "raw": counts}))
+
+
+def test_classes_are_told_with_what_they_are_taken_for(make_run: MakeRun) -> None:
+    run = make_run()
+    confusion(run, ["cat", "dog", "owl"], [[0, 0, 8], [0, 1, 2], [1, 1, 5], [2, 2, 9]])
+    page = page_of(run)
+    assert "Confusion matrix of 3 classes: 2 of 24 told wrong" in str(page.named("svg"))
+    assert re.search(r"cat\s+dog\s+2\s+20\.0 %", page.text)
+    labels = [str(attributes.get("aria-label")) for attributes in page.named("svg")]
+    assert (
+        next(label for label in labels if "by class" in label)
+        == "Accuracy by class: cat 80.0 % of 10; dog 100.0 % of 5; owl 100.0 % of 9"
+    )
+
+
+def test_a_thousand_classes_are_a_list_and_no_picture_of_a_million_cells(make_run: MakeRun) -> None:
+    run = make_run()
+    confusion(run, [f"n{at:04}" for at in range(1000)], [[at, (at + at % 2) % 1000, 5] for at in range(1000)])
+    path = write_page([run], run.path)
+    assert "All 1000 classes" in Document(path.read_text()).text
+    assert path.stat().st_size < 400_000
+
+
+HOSTILE = """</script><script>alert(1)</script><img src=x onerror=alert(1)>" onload="x" '&amp;"""
+
+
+def test_nothing_that_a_run_says_becomes_markup(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("<b>run", "seed=1", finished=False)
+    pixel = {"label": HOSTILE, "told": HOSTILE, "confidence": 0.9}
+    confusion(run, [HOSTILE, "dog"], [[0, 1, 3], [1, 1, 4]])
+    run.mistakes("val").write_text(json.dumps({"images": [{**pixel, "png": HOSTILE}, {**pixel, "png": "PHN2Zz4="}]}))
+    run.hardware("node1").rename(run.hardware(f"<i>{'x' * 20}"))
+    run.manifest.write_text(json.dumps({"git": {"commit": HOSTILE}}))
+    event: dict[str, Any] = {"time": 1.7e9, "event": "failed", "rank": 0, "host": HOSTILE, "error": HOSTILE}
+    jsonl.append(run.events, event)
+    jsonl.append(run.events, {"time": 1.7e9, "event": "started", "hosts": [HOSTILE], "device": HOSTILE})
+    text = write_page([run], tmp_path).read_text()
+    page = Document(text)
+    assert len(page.named("script")) == 1
+    assert page.named("img") == page.named("b") == page.named("i") == []
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert HOSTILE.split(" onload")[0] in page.text
+
+
+def test_the_page_may_load_nothing_and_run_nothing_but_its_own_script(make_run: MakeRun) -> None:
+    page = page_of(make_run())
+    (policy,) = [str(a["content"]) for a in page.named("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
+    assert "unsafe" not in policy
+    assert not [attributes for _, attributes in page.tags if {"style", "src"} & set(attributes)]
+    assert not [a for _, a in page.tags if not str(a.get("href", "#")).startswith("#")]
+
+
+def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("not: [valid")
+    page = page_of(RunDir(tmp_path))
+    assert page.sections() == ["missing"]
+    assert "training metrics" in page.text
+
+
+def test_a_page_of_somebody_else_is_not_replaced(make_run: MakeRun, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("<h1>mine</h1>")
+    with pytest.raises(UserError) as caught:
+        write_page([make_run()], tmp_path)
+    assert "--out" in caught.value.fix
+    assert (tmp_path / "report.html").read_text() == "<h1>mine</h1>"
+
+
+def test_the_page_needs_neither_torch_nor_matplotlib(make_run: MakeRun, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from trainkit.report.page import write_page;"
+        "from trainkit.records.rundir import RunDir;"
+        "write_page([RunDir(Path(sys.argv[1]))], Path(sys.argv[2]));"
+        "print([m for m in ('torch', 'matplotlib', 'PIL') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, str(make_run().path), str(tmp_path)]
+    project = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=project, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,208 @@
+"""``report.html``: one file that shows one run or compares several; it needs no network, and no script to be read.
+
+What a run says is text and is escaped (`page_markup`), for a run may be a stranger's. Should something slip through all
+the same, the page's policy runs no script but its own and loads nothing from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from trainkit import terminal
+from trainkit.errors import UserError
+from trainkit.records.replacing import replacing
+from trainkit.records.rundir import RunDir
+from trainkit.report import contributors, tables
+from trainkit.report.facts import Facts, collect
+from trainkit.report.page_classes import classes
+from trainkit.report.page_costs import hardware, scaling, spent
+from trainkit.report.page_curves import curves
+from trainkit.report.page_markup import Html, cell, section, table, tag
+from trainkit.report.page_timeline import timeline
+from trainkit.report.tables import NONE, duration, memory, number
+
+FILE = "report.html"
+MARK = "<!-- Written by `python -m jobs.report`, which replaces it the next time. -->"
+SETTING, MEASURE = ("setting", "value"), ("measure", "value")
+_HERE = Path(__file__).parent
+
+
+def write_page(runs: Sequence[RunDir], out: Path) -> Path:
+    """Write ``out/report.html``; its path.
+
+    Works for runs that are going on, were interrupted or lack files: the page says what is missing.
+
+    Raises:
+        UserError: it cannot be written, or a ``report.html`` there is somebody else's.
+    """
+    path = out / FILE
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:400]:
+            raise UserError(
+                f"{path} was not written by this command.",
+                why="It would be replaced.",
+                fix="Choose another folder with --out FOLDER, or move that file away.",
+            )
+        text = page(collect(runs))
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(
+            f"Cannot write {path}.", why=f"{error.strerror}: {error.filename}", fix="Choose another with --out FOLDER."
+        ) from None
+    return path
+
+
+def page(runs: Sequence[Facts]) -> str:
+    """The whole document."""
+    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    parts = [
+        _comparison(runs),
+        curves(runs),
+        timeline(runs),
+        scaling(runs),
+        spent(runs),
+        hardware(runs),
+        classes(runs),
+        _rounds(runs),
+        _settings(runs),
+        _missing(runs),
+    ]
+    policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=f"{policy}; base-uri 'none'; form-action 'none'"),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name_="referrer", content="no-referrer"),
+        tag("title", f"{title} · trainkit"),
+        Html(f"<style>{style}</style>"),
+    )
+    body = tag(
+        "body",
+        tag("header", tag("h1", title), *_lead(runs), _figures(runs[0]) if len(runs) == 1 else None),
+        tag("nav", tag("ul", *_links(parts)), aria_label="parts of this report"),
+        tag("main", *parts),
+        _foot(runs),
+        Html(f"<script>{script}</script>"),
+    )
+    return f"<!doctype html>\n{MARK}\n{tag('html', head, body, lang='en')}\n"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _links(parts: Sequence[Html]) -> list[Html]:
+    names = {
+        "comparison": "Comparison", "curves": "Curves", "timeline": "Time line", "scaling": "Scaling",
+        "time": "Where the time went", "hardware": "Hardware", "classes": "Classes",
+        "mistakes": "Most confidently wrong", "rounds": "Rounds", "settings": "Settings", "missing": "Not recorded",
+    }  # fmt: skip
+    whole = "".join(parts)
+    there = [(name, title) for name, title in names.items() if f'<section id="{name}"' in whole]
+    return [tag("li", tag("a", title, href=f"#{name}")) for name, title in there]
+
+
+def _lead(runs: Sequence[Facts]) -> list[Html]:
+    lines = []
+    for facts in runs[:12]:
+        name = f"{facts.label}: " if len(runs) > 1 else ""
+        good, words = _outcome(facts)
+        named = (facts.setting(f"{key}.name") for key in ("model", "data", "strategy"))
+        about = ", ".join(str(item) for item in named if item)
+        style = "lead" if good else "lead alarm"
+        lines.append(tag("p", f"{name}{about}{'. ' if about else ''}{words}", class_=style))
+    return lines
+
+
+def _outcome(facts: Facts) -> tuple[bool, str]:
+    """Whether it came to its end, and how in words."""
+    if facts.finished:
+        return True, f"Finished after {facts.steps:,} steps."
+    total = facts.started("total_steps")
+    of = f" of {total:,}" if isinstance(total, int) else ""
+    last = next((event for event in reversed(facts.events) if event.get("event") in ("failed", "handed_back")), None)
+    why = f" {last.get('error')}" if last and last["event"] == "failed" and last.get("error") else ""
+    return False, f"Not finished: {facts.steps:,}{of} steps.{why}"
+
+
+def _figures(facts: Facts) -> Html:
+    best, test = facts.best_val or {}, facts.test or {}
+    seconds, used = facts.train_seconds, facts.max_memory_mb
+    pairs = [
+        ("best val acc1", number(best.get("acc1"), ".2f", " %")),
+        ("test acc1", number(test.get("acc1"), ".2f", " %")),
+        ("test loss", number(test.get("loss"), ".4f")),
+        ("training time", duration(seconds) if seconds is not None else NONE),
+        ("images/s, median", number(facts.images_per_sec, ",.0f")),
+        ("peak memory", memory(used)),
+        ("processors", str(facts.processors or NONE)),
+        ("attempts", str(facts.attempts or NONE)),
+    ]
+    shown = [tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs if value != NONE]
+    return tag("dl", *shown, class_="figures")
+
+
+def _comparison(runs: Sequence[Facts]) -> Html:
+    if len(runs) < 2:
+        return Html()
+    different = tables.difference_rows(runs)
+    header = ("setting", *(facts.label for facts in runs))
+    diff = [tag("h3", "Settings that differ"), table(header, different)] if different else []
+    rows = tables.comparison_rows(runs)
+    note = f"Speed-up and time ratio are relative to {runs[0].label}."
+    return section("comparison", "Comparison", table(tables.COMPARISON, rows, numbers_from=2), *diff, note=note)
+
+
+def _rounds(runs: Sequence[Facts]) -> Html:
+    parts: list[object] = []
+    for facts in runs:
+        rounds, contributed = contributors.rounds_rows(facts), contributors.rows(facts)
+        if (rounds or contributed) and len(runs) > 1:
+            parts.append(tag("h3", facts.label))
+        if rounds:
+            parts.append(table(("measure", "value"), rounds))
+        if contributed:
+            parts.append(table(contributors.HEADER, contributed, numbers_from=1))
+    return section("rounds", "Rounds and who contributed", *parts)
+
+
+def _settings(runs: Sequence[Facts]) -> Html:
+    parts: list[object] = []
+    for facts in runs:
+        rows, costs = tables.settings_rows(facts), tables.cost_rows(facts)
+        if not rows and not costs:
+            continue
+        if len(runs) > 1:
+            parts.append(tag("h3", facts.label))
+        both = [table(header, found) if found else None for header, found in ((SETTING, rows), (MEASURE, costs))]
+        parts.append(tag("div", *both, class_="side settings"))
+    return section("settings", "Settings and costs", *parts)
+
+
+def _missing(runs: Sequence[Facts]) -> Html:
+    lists: list[object] = []
+    for facts in runs:
+        if facts.missing:
+            lists += [tag("h3", facts.label)] if len(runs) > 1 else []
+            lists.append(tag("ul", *(tag("li", cell(line)) for line in facts.missing)))
+    return section("missing", "Not recorded", *lists)
+
+
+def _foot(runs: Sequence[Facts]) -> Html:
+    lines = [
+        tag("p", facts.label if len(runs) > 1 else "Repeat it", ": ", tag("code", again(facts))) for facts in runs[:12]
+    ]
+    return tag("footer", *lines, tag("p", f"Made by trainkit, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}."))
+
+
+def again(facts: Facts) -> str:
+    """The command that repeats a run."""
+    return terminal.command("submit", facts.run_dir.config, "--again")

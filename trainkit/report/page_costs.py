@@ -1,0 +1,172 @@
+"""Where the time went, how hard the hardware worked, and what more of it has brought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+from trainkit.report import tables
+from trainkit.report.drawing import time_unit
+from trainkit.report.facts import Facts, HostSamples
+from trainkit.report.page_chart import Axes, Series, line_chart
+from trainkit.report.page_markup import NOTHING, Html, join, section, table, tag
+from trainkit.report.page_scales import Point
+from trainkit.report.tables import TIMES, Row, number
+
+# The parts of an update by what a reader looks for: computing is blue, waiting is not.
+_COLOURS = {
+    "data": 4, "copy": 5, "forward": 0, "backward": 6, "exposed": 1, "optimizer": 2, "checkpoint": 3, "evaluation": 5,
+}  # fmt: skip
+_OTHER = 7
+_MEANING = {
+    "data": "waiting for data", "exposed": "communication that computing does not hide", "copy": "preparing a batch",
+    "checkpoint": "waiting for a checkpoint", "start": "start to first batch", "other": "the loop itself",
+}  # fmt: skip
+_MOST_HOSTS = 8
+
+
+def spent(runs: Sequence[Facts]) -> Html:
+    """The section on where the time of rank 0 went."""
+    told = [(facts, parts) for facts in runs if (parts := facts.spent)]
+    if not told:
+        return NOTHING
+    names = list(dict.fromkeys(name for _, parts in told for name in parts))
+    pictures: list[object] = []
+    for facts, parts in told:
+        if len(told) > 1:
+            pictures.append(tag("p", f"{facts.label}, {tables.duration(sum(parts.values()))}", class_="note"))
+        pictures.append(_bar(facts.label, parts))
+    keys = [tag("li", tag("span", class_=f"swatch block {_colour(name)}"), name) for name in names]
+    rows: list[Row] = []
+    for name in names:
+        cells = []
+        for _, parts in told:
+            share = 100 * parts.get(name, 0.0) / sum(parts.values())
+            cells += [number(parts.get(name), ",.1f"), number(share if name in parts else None, ".1f", " %")]
+        rows.append((name + (f": {_MEANING[name]}" if name in _MEANING else ""), *cells))
+    heads = [head for facts, _ in told for head in (f"{facts.label}, s" if len(told) > 1 else "seconds", "of all")]
+    whole = table(("part", *heads), rows, numbers_from=1)
+    note = "Time of rank 0 over all attempts; at any moment it is spent on exactly one thing."
+    return section(
+        "time", "Where the time went", tag("div", *pictures, class_="lanes"), tag("ul", *keys, class_="legend"), whole,
+        note=note,
+    )  # fmt: skip
+
+
+def _colour(name: str) -> str:
+    return f"c{_COLOURS[name]}" if name in _COLOURS else f"c{_OTHER} quiet"
+
+
+def _bar(label: str, parts: dict[str, float]) -> Html:
+    total, before = sum(parts.values()), 0.0
+    found = []
+    for name, seconds in parts.items():
+        share = 100 * seconds / total
+        said = tag("title", f"{name} {seconds:,.1f} s, {share:.1f} %")
+        style = f"part {_colour(name)}"
+        found.append(tag("rect", said, x=f"{before:.3f}%", y=0, width=f"{share:.3f}%", height=26, class_=style))
+        if share > 13:
+            at = f"{before + share / 2:.3f}%"
+            found.append(tag("text", f"{name} {share:.0f} %", x=at, y=17, class_="inside middle"))
+        before += share
+    words = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in parts.items())
+    return tag("svg", *found, width="100%", height=26, role="img", aria_label=f"{label}: {words}", class_="fluid")
+
+
+def hardware(runs: Sequence[Facts]) -> Html:
+    """The section with a table of all devices and, of each node, curves."""
+    parts: list[object] = []
+    for facts in runs:
+        if not facts.hosts:
+            continue
+        if len(runs) > 1:
+            parts.append(tag("h3", facts.label))
+        parts.append(table(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
+        charts = [chart for host in facts.hosts[:_MOST_HOSTS] for chart in _host(host, facts.label)]
+        if any(charts):
+            parts.append(tag("div", *charts, class_="charts"))
+        if len(facts.hosts) > _MOST_HOSTS:
+            parts.append(tag("p", f"Curves of {_MOST_HOSTS} of {len(facts.hosts)} nodes.", class_="note"))
+        for host, text in facts.gpus_shown[:_MOST_HOSTS]:
+            parts.append(tag("details", tag("summary", f"nvidia-smi on {host}"), tag("pre", text, tabindex=0)))
+    return section("hardware", "Hardware", *parts)
+
+
+def _host(host: HostSamples, run: str) -> list[Html]:
+    gpus = host.gpu_indices()
+    began = host.samples[0]["time"]
+    seconds = host.samples[-1]["time"] - began
+    if seconds <= 0:
+        return []
+    unit, scale = time_unit(seconds)
+
+    def line(name: str, key: str, colour: int, gpu: int | None = None, by: float = 1.0, digits: str = ".0f") -> Series:
+        points = sorted(((time - began) / scale, value / by) for time, value in host.series(key, gpu))
+        label = f"{name} {points[-1][1]:{digits}}" if points else ""
+        return Series(name, points, colour % 8, label=label, lost=_pauses(points))
+
+    many = len(gpus) > 4
+    use = [line(f"GPU {index}", "util_percent", at, index) for at, index in enumerate(gpus)]
+    use.append(line("CPUs", "cpu_percent", 7))
+    memory = [line(f"GPU {index}", "memory_used_mb", at, index, 1024.0, ".1f") for at, index in enumerate(gpus)]
+    memory.append(line("node", "memory_used_mb", 7, None, 1024.0, ".1f"))
+    memory.append(line("job", "process_memory_mb", 5, None, 1024.0, ".1f"))
+    power = [line(f"GPU {index}", "power_w", at, index) for at, index in enumerate(gpus)]
+    kinds = (("use", "%", use, 100.0), ("memory", "GB", memory, None), ("power", "W", power, None))
+    return [
+        line_chart(
+            Axes(f"{host.host} · {what}", of, unit, f"{run} {host.host}", low=0.0, high=high),
+            [Series(s.name, s.points, s.colour, many, "" if many else s.label, s.lost) for s in lines],
+            x_from=0.0,
+            x_to=seconds / scale,
+        )
+        for what, of, lines, high in kinds
+    ]
+
+
+def _pauses(points: Sequence[Point]) -> list[float]:
+    """Places where samples are missing, between two attempts."""
+    if len(points) < 3:
+        return []
+    usual = median(after[0] - before[0] for before, after in pairwise(points))
+    return [(a[0] + b[0]) / 2 for a, b in pairwise(points) if b[0] - a[0] > 3 * usual > 0]
+
+
+def scaling(runs: Sequence[Facts]) -> Html:
+    """Speed-up and efficiency against the run with the fewest processors; nothing where all have as many."""
+    known = [(facts, facts.processors, facts.images_per_sec) for facts in runs]
+    told = sorted(
+        ((facts.label, many, speed) for facts, many, speed in known if many and speed), key=lambda item: item[1]
+    )
+    if len({many for _, many, _ in told}) < 2:
+        return NOTHING
+    first, fewest, slowest = told[0]
+    points = [(float(many), speed / slowest) for _, many, speed in told]
+    most = max(x for x, _ in points)
+    ideal = Series("linear", [(float(fewest), 1.0), (most, most / fewest)], 7, label="linear", faint=True)
+    measured = Series("measured", points, 0, label=f"{points[-1][1]:.2f}{TIMES}")
+    efficiency = [(x, 100 * y * fewest / x) for x, y in points]
+    charts = [
+        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", low=0.0), [ideal, measured], x_from=0.0, x_to=most),
+        line_chart(
+            Axes("Efficiency", "%", "processors", "scaling", low=0.0, high=100.0),
+            [Series("efficiency", efficiency, 0, label=f"{efficiency[-1][1]:.0f} %")],
+            x_from=0.0,
+            x_to=most,
+        ),
+    ]
+    rows = [
+        (
+            label,
+            str(many),
+            f"{speed:,.0f}",
+            f"{speed / slowest:.2f}{TIMES}",
+            f"{100 * speed / slowest * fewest / many:.0f} %",
+        )
+        for label, many, speed in told
+    ]
+    header = ("run", "processors", "images/s", "speed-up", "efficiency")
+    note = f"Median images/s against {first}, the smallest. Processors: ranks, or GPUs under DataParallel."
+    parts = tag("div", *charts, class_="charts"), table(header, rows, numbers_from=1)
+    return section("scaling", "Scaling", join(parts), note=note)
