@@ -297,3 +297,48 @@ for role in ("volunteer", "reducer"):
             told.hear(key, statement)
         print(next.admission.revoked == ["ab" * 32], list(told.bans.read()))
 """) == ["False []", "True ['QmEve']"]
+
+
+@pytest.mark.swarm
+def test_a_record_of_before_that_somebody_sends_again_displaces_no_newer_one_and_is_none_after_its_time(
+    run: Run,
+) -> None:
+    """Whoever has read a record can send the very bytes, signature and all."""
+    assert run("""
+import asyncio
+from hivemind.dht.node import DHTNode
+from trainkit.collaborative.bounds import bound_records
+
+bound_records(PROGRESS)  # as the process of every node does
+
+async def node(identity, peers=()):
+    checks = CompositeValidator(identity.validators())
+    return await DHTNode.create(record_validator=checks, initial_peers=peers, identity_path=str(identity.path))
+
+def said(found):
+    return {item.value["round"] for item in found.value.values()} if found else found
+
+async def main(owner, anna, eve):
+    at_owner = await node(owner)
+    addresses = await at_owner.protocol.p2p.get_visible_maddrs()
+    annas, eves = await node(anna, addresses), await node(eve, addresses)
+    now = time.time()
+    old, new = (signed(anna, record(anna, PROGRESS, {**progress, "round": number}, now + seconds))
+                for number, seconds in ((3, 2.5), (4, 60.0)))
+    async def sent(which):
+        key, to = DHTID.from_bytes(which.key), at_owner.protocol.p2p.peer_id
+        return await eves.protocol.call_store(
+            to, [key], [which.value], [which.expiration_time], subkeys=[MSGPackSerializer.loads(which.subkey)])
+    async def known():
+        return said(await at_owner.get(PROGRESS, latest=True))
+    print("old", await sent(old), await known())
+    print("new", await sent(new), await known())
+    print("again", await sent(old), await known())
+    await asyncio.sleep(max(0.0, old.expiration_time - time.time()) + 0.1)
+    print("too late", await sent(old), await known())
+    for each in (eves, annas, at_owner):
+        await each.shutdown()
+
+with peer("owner") as owner, peer() as anna, peer() as eve:
+    asyncio.run(main(owner, anna, eve))
+""") == ["old [True] {3}", "new [True] {4}", "again [False] {4}", "too late [False] {4}"]

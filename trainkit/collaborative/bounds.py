@@ -36,6 +36,11 @@ def bound_records(*short_lived: str) -> None:
         # Who is there may stay: else a flood of newcomers would wash away everybody.
         if len(there) >= MOST_PEERS and subkey not in there:
             return False
+        # hivemind would keep the newer record and drop it when the older one expires: who sends again what somebody has
+        # said before could make that peer, or the run, vanish.
+        before = there.get(subkey)
+        if before is not None and before.expiration_time >= expiration_time:
+            return False
         return bool(store(self, key, subkey, value, expiration_time))
 
     def validate_bounded(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
