@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit import terminal
@@ -34,9 +35,41 @@ def follow_to_end(run: RunDir) -> int:
             follow(run, alive_asker(run, asker), notice)
             return _wait(run, asker, notice)
     except KeyboardInterrupt:
-        print("\nDetached; the run goes on.")
-        print(f"  watch   {terminal.command('logs', run.path, '-f')}\n  cancel  {terminal.command('cancel', run.path)}")
+        _detached(run)
         return 130
+
+
+def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) -> bool:
+    """Call ``show`` whenever something was written to ``files``, until the run ends; False if Ctrl-C has left it."""
+    from trainkit.cluster.asking import Asker
+
+    try:
+        asker = Asker(run)
+        with Notice([run.events, *files], process_of(asker.state())) as notice:
+            _wait_for_start(run, asker, notice)
+            is_alive = alive_asker(run, asker)
+            while is_alive():
+                notice.wait(LOOK_SECONDS)
+                show()
+            show()
+        return True
+    except KeyboardInterrupt:
+        _detached(run)
+        return False
+
+
+def ended(run: RunDir) -> None:
+    """Raise why a run has failed, if it has."""
+    from trainkit.cluster.queue import job_state
+
+    state = job_state(run)
+    if state.state != "COMPLETED":
+        end_of(run, state)
+
+
+def _detached(run: RunDir) -> None:
+    print("\nDetached; the run goes on.")
+    print(f"  watch   {terminal.command('logs', run.path, '-f')}\n  cancel  {terminal.command('cancel', run.path)}")
 
 
 def _wait_for_start(run: RunDir, asker: Asker, notice: Notice) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jobs.following import end_of, follow_to_end, wait_for
@@ -26,15 +26,21 @@ def by_names(plan: Plan, env: Mapping[str, str]) -> Plan:
     return with_job_ids(plan, lambda name: find_runs(name, env))
 
 
-def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapping[str, str]) -> list[str]:
-    """Hand written runs over to whoever runs them, and say so. The job id of each; none for the debug executor."""
+def start(
+    folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapping[str, str],
+    function: Callable[[str], str] = run_rank,
+) -> list[str]:  # fmt: skip
+    """Hand written runs over to whoever runs them, and say so. The job id of each; none for the debug executor.
+
+    ``function``: what every rank of a run calls, with its folder.
+    """
     from trainkit.launch import submission
 
     if plan.executor == "debug":
         print(f"{runs[0].name}: rank 0 of 1 in this process. {_reason(plan, 'nodes')}".rstrip(), flush=True)
-        submission.run_here(runs[0], plan, run_rank, env)
+        submission.run_here(runs[0], plan, function, env)
         return []
-    job_ids = submission.hand_over(folder, runs, plan, run_rank, cwd=cwd, env=env)
+    job_ids = submission.hand_over(folder, runs, plan, function, cwd=cwd, env=env)
     _announce(folder, plan, job_ids)
     return job_ids
 

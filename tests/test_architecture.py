@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models"),
     ("trainkit.checking", "trainkit.training"),
     ("trainkit.experiment",),
-    ("trainkit.collaborative", "trainkit.evaluation", "trainkit.prediction"),
+    ("trainkit.bench", "trainkit.collaborative", "trainkit.evaluation", "trainkit.prediction"),
     ("jobs",),
     ("trainkit.interactive",),
     ("trainkit",),
@@ -43,7 +43,7 @@ NOT_INSIDE_A_JOB = {"trainkit.launch"}
 INSIDE_A_JOB = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
     "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.evaluation", "trainkit.monitor",
-    "trainkit.prediction",
+    "trainkit.prediction", "trainkit.bench",
 }  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -56,7 +56,7 @@ PLUGINS = ("trainkit.strategies", "trainkit.data", "trainkit.models", "trainkit.
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
 SHARED = {
     "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.following", "jobs.forecasting",
-    "jobs.anchoring", "jobs.peering", "jobs.peers", "jobs.returning", "jobs.sending",
+    "jobs.anchoring", "jobs.benching", "jobs.peering", "jobs.peers", "jobs.returning", "jobs.sending",
     "jobs.starting", "jobs.sweeps",
 }  # fmt: skip
 VERBS = {
@@ -67,7 +67,7 @@ VERBS = {
 
 TORCH_ROOMS = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
-    "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.prediction",
+    "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.prediction", "trainkit.bench",
 }  # fmt: skip
 HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec"}
 

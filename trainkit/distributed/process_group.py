@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as c10d
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainkit.distributed.device import intra_op_threads
 from trainkit.distributed.interfaces import interfaces_set
@@ -166,6 +166,7 @@ def distributed(
     interface: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
     collective_timeout: timedelta | None = None,
+    met: tuple[str, Store] | None = None,
 ) -> Iterator[Distributed]:
     """Join the other ranks, and leave together with them.
 
@@ -178,6 +179,7 @@ def distributed(
         interface: the site's network interface for the ranks of several nodes; else that of the route to the head node.
         timeout: longest wait for the others at the start.
         collective_timeout: and in any collective; None: the same.
+        met: where these ranks have met already, and a name that no other group has had there.
 
     Raises:
         RefusedError: this node has no such interface.
@@ -190,11 +192,15 @@ def distributed(
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(intra_op_threads(env))
     # Kept here for as long as torch works with it: it holds no reference to the Python half of a store.
-    store = HashStore() if env.world_size == 1 else meet(env, secret, timeout)  # alone: no port, so none in use
-    with interfaces_set(env, store, named=interface):
+    name, place = met or ("", None)
+    if env.world_size == 1:
+        place = HashStore()  # alone: no port, so none in use
+    elif place is None:
+        place = meet(env, secret, timeout)
+    with interfaces_set(env, place, named=interface):
         c10d.init_process_group(
             "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
-            store=store,
+            store=PrefixStore(name, place) if name else place,
             rank=env.rank,
             world_size=env.world_size,
             timeout=collective_timeout or timeout,

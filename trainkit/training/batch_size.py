@@ -63,21 +63,26 @@ def settled(config: Config, dist: Distributed, writer: Writer, build: Callable[[
     sizes = micro_batch_sizes(train.global_batch_size // dist.world_size, even=config.augment.mixes)
     found = dist.broadcast_json(micro_batch_found(writer.run, dist.world_size, device) if dist.is_main else None)
     if found not in sizes:
-        probed = _probed(config, dist, build, sizes)
-        found = probed.micro_batch_size
+        measured = probed(config, dist, build, sizes)
+        found = measured.micro_batch_size
         if dist.is_main:
-            writer.attempt.remark("probed", world_size=dist.world_size, device=device, **asdict(probed))
-            print(probed.in_words(dist.world_size), flush=True)
+            writer.attempt.remark("probed", world_size=dist.world_size, device=device, **asdict(measured))
+            print(measured.in_words(dist.world_size), flush=True)
     return config.model_copy(update={"train": train.model_copy(update={"micro_batch_size": found})})
 
 
-def _probed(config: Config, dist: Distributed, build: Callable[[Config], Parts], sizes: list[int]) -> Probed:
+def probed(config: Config, dist: Distributed, build: Callable[[Config], Parts], sizes: list[int]) -> Probed:
+    """The largest micro batch of ``sizes``, ascending, that fits on every rank.
+
+    Raises:
+        RunFailedError: not even the smallest does.
+    """
     # Compiled for one size after the other it would take minutes, and as it is it hardly needs less memory.
     own = {"micro_batch_size": sizes[0], "global_batch_size": PASSES * sizes[0] * dist.world_size, "compile": "off"}
     small = config.model_copy(update={"train": config.train.model_copy(update=own)})
     with random_state_kept(dist.device):
-        probed = probe(build(small), sizes)
+        found = probe(build(small), sizes)
         gc.collect()
         if dist.device.type == "cuda":
             torch.cuda.empty_cache()
-    return probed
+    return found

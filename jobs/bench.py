@@ -1,0 +1,183 @@
+"""``python -m jobs.bench NAME [PRESET]``: does it help here? amp, batch-size, loader, scaling, strategy, network ..."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs import cli
+from trainkit import terminal
+from trainkit.bench.arms import FEWEST_ROUNDS, Bench, Request, check_asked
+from trainkit.bench.benches import BENCHES, bench_of
+from trainkit.bench.folder import BenchDir
+from trainkit.errors import TrainkitError, UserError
+from trainkit.records.rundir import find_run, next_path, runs_root
+
+if TYPE_CHECKING:
+    from trainkit.config.loading import Loaded
+    from trainkit.launch.plan import Plan
+
+DESCRIPTION = "Train a little in each of several ways, in turns, and say which is better here.\n\n" + "\n".join(
+    f"  {bench.name:14}{bench.question}" for bench in BENCHES.values()
+)
+PRESET = "ddp"
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, submit one job for all arms, show what it comes to."""
+    parser = cli.Parser("bench", DESCRIPTION)
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of: {', '.join(BENCHES)}")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="PRESET section.key=value",
+        help=f"what is trained (default: {PRESET}), and settings",
+    )
+    parser.add_argument("--arms", metavar="A,B,C", help="what is compared; the first is the reference, and the control")
+    parser.add_argument("--rounds", metavar="N", type=int, default=7, help="turns of each arm (default: 7)")
+    parser.add_argument("--seconds", metavar="S", type=float, default=1.0, help="length of a turn (default: 1)")
+    parser.add_argument("--updates", metavar="N", type=int, help="updates in a turn, instead of --seconds")
+    parser.add_argument("--show", metavar="FOLDER", help="what a bench has come to, also one that still runs")
+    parser.add_argument("--json", action="store_true", help="the results as JSON, with all samples")
+    parser.add_argument(
+        "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the folder to make (default: runs/bench-NAME-<id>)"
+    )
+    cli.add_allow_code_flag(parser)
+    cli.add_launch_flags(parser)
+    args = parser.parse_intermixed_args(list(argv))
+    if args.show is not None:
+        if args.name is not None:
+            raise UserError(
+                "--show takes no other words.", why=f"It was given '{args.name}' as well.", fix="Leave it out."
+            )
+        return _show(BenchDir(find_run(args.show, env).path), as_json=args.json)
+    if args.name is None:
+        raise UserError(
+            "NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}."
+        )  # fmt: skip
+    bench = bench_of(args.name)
+    request = _request(bench, args)
+    loaded = _loaded(bench, request, args, env)
+    folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), f"bench-{bench.name}")
+    return _submit(bench, request, loaded, folder, args, ["python", "-m", "jobs.bench", *argv], env)
+
+
+def _request(bench: Bench, args: argparse.Namespace) -> Request:
+    """What is asked for, checked."""
+    for name, least in (("rounds", FEWEST_ROUNDS), ("updates", 1), ("seconds", 0.0)):
+        value = getattr(args, name)
+        if value is not None and not (value > 0 and least <= value < 1e6):
+            why = "Of fewer nobody can tell a difference from chance." if name == "rounds" else "It must be above zero."
+            raise UserError(f"--{name} {value:g} is not possible.", why=why, fix=f"Give {least or 'a second'} or more.")
+    asked = tuple(name.strip() for name in args.arms.split(",") if name.strip()) if args.arms is not None else ()
+    if args.arms is not None and not asked:
+        raise UserError("--arms names none.", why="It takes names with commas between them.", fix="Leave it out.")
+    check_asked(bench, asked)
+    preset = args.words[0] if args.words and "=" not in args.words[0] else PRESET
+    return Request(bench.name, preset, asked, args.rounds, args.seconds, args.updates)
+
+
+def _loaded(bench: Bench, request: Request, args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
+    """The configuration, checked. A bench starts again from nothing, so its job is not queued again."""
+    from trainkit.checking import check
+    from trainkit.config import loading
+    from trainkit.config.traits import strategy_traits
+    from trainkit.records.ownership import require_own_code
+
+    overrides = [word for word in args.words if word != request.preset]
+    flags = cli.launch_flags(args)
+    flags["launch.requeue"] = (False, f"bench {bench.name}")
+    first = loading.load(request.preset, overrides, flags=flags, env=env)
+    traits = strategy_traits(first.config.strategy.name)
+    if traits.loop == "collaborative":
+        raise UserError(
+            f"Bench {bench.name} cannot measure strategy.name={first.config.strategy.name}.",
+            why="Its peers train by the clock, each for itself.",
+            fix="Use the preset single, ddp or fsdp.",
+        )
+    if bench.strategy and (bench.fewest_ranks == 1 or traits.ranks == "one"):
+        flags["strategy.name"] = (bench.strategy, f"bench {bench.name}")
+        first = loading.load(request.preset, overrides, flags=flags, env=env)
+    require_own_code(Path(request.preset).expanduser(), first, allow_code=args.allow_code)
+    check(first)
+    return first
+
+
+def _submit(
+    bench: Bench, request: Request, loaded: Loaded, folder: Path, args: argparse.Namespace, command: Sequence[str],
+    env: Mapping[str, str],
+) -> int:  # fmt: skip
+    from jobs.benching import run_rank
+    from jobs.starting import by_names, dry_run, start
+    from trainkit.cluster.site import discover
+    from trainkit.launch import submission
+    from trainkit.launch.plan import make_plan
+    from trainkit.launch.validation import validate
+
+    cwd, site = Path.cwd(), discover(env)
+    plan = by_names(make_plan(loaded, site, folder), env)
+    if plan.world_size < bench.fewest_ranks:
+        raise UserError(
+            f"Bench {bench.name} needs {bench.fewest_ranks} ranks or more, and here is {plan.world_size}.",
+            why="It compares fewer ranks with more.",
+            fix=f"Add --ntasks-per-node {bench.fewest_ranks}, --gpus-per-node {bench.fewest_ranks} or --nodes 2.",
+        )
+    notes = validate(loaded, plan, site, folder, cwd)
+    script = submission.script_text(plan, folder, cwd) if plan.executor == "slurm" else None
+    if args.dry_run:
+        code = dry_run(plan, loaded, folder, script)
+    else:
+        submission.require_executor(plan, site)
+        written = submission.write_run(folder, submission.stored_config(loaded, cwd), plan, script, command)
+        with submission.undone_on_error(folder, unless=plan.executor == "debug"):
+            run = BenchDir(written.path)
+            run.request.write_text(request.to_json(), encoding="utf-8")
+            start(folder, [written], plan, cwd, env, run_rank)
+    for note in notes:
+        print(note, file=sys.stderr)
+    return code if args.dry_run else _end(run, plan, args)
+
+
+def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
+    """Follow the job if asked, or if it is here; then what it has come to, also where it has failed half way."""
+    followed = args.wait or (args.follow if args.follow is not None else plan.executor != "slurm")
+    if not followed:
+        print(f"  results     {terminal.command('bench', '--show', run.path)}")
+        return 0
+    from jobs.following import ended, show_to_end
+    from trainkit.bench.progress import Progress
+
+    failed: TrainkitError | None = None
+    try:
+        if plan.executor != "debug" and not show_to_end(run, [run.samples], Progress(run, silent=args.wait).show):
+            return 130
+        ended(run)
+    except TrainkitError as error:
+        failed = error
+    if run.samples.exists():
+        _show(run, as_json=args.json)
+    if failed is not None:
+        raise failed
+    return 0
+
+
+def _show(run: BenchDir, *, as_json: bool) -> int:
+    from trainkit.bench.written import lines, write_results
+
+    results, files = write_results(run)
+    if as_json:
+        print(run.results.read_text(encoding="utf-8"), end="")
+        return 0
+    print()
+    print("\n".join(lines(results)))
+    print()
+    for file in files:
+        print(f"  {file.suffix.removeprefix('.'):12}{file}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,44 @@
+"""What a bench's job runs in every task: one rank of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from trainkit.bench.folder import BenchDir
+from trainkit.config.loading import load
+from trainkit.distributed.stop import stop_on_signal
+from trainkit.errors import TrainkitError
+from trainkit.ranks.heartbeat import heartbeat
+from trainkit.records.attempts import Attempt, job_of
+from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer, writing
+
+
+def run_rank(folder: str) -> str:
+    """One rank of the bench in ``folder``. How it ended.
+
+    The signal handlers come first: until they are in place, the signal of a time limit would kill the task.
+    """
+    with stop_on_signal() as stop, ExitStack() as held:
+        try:
+            run_dir = BenchDir(RunDir.open(Path(folder)).path)
+            config = load(str(run_dir.config)).config
+            env = dict(os.environ)
+            from trainkit.bench import job  # and with it torch
+            from trainkit.ranks.env import RankEnv
+            from trainkit.ranks.secret import Secret
+
+            def open_run() -> Writer:
+                attempt = Attempt.named_in(env) or Attempt.begin(run_dir)
+                return held.enter_context(writing(attempt, job_id=job_of(env)))
+
+            return job.run(
+                run_dir, config, RankEnv.from_mapping(env), stop,
+                open_run=open_run, secret=Secret.from_mapping(env), beat=heartbeat(env),
+            )  # fmt: skip
+        except TrainkitError as error:
+            print(error, file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from None

@@ -1,0 +1,136 @@
+"""From samples to figures, and when none is given: against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.bench.arms import CONTROL, Arm, LeftOut, Request
+from trainkit.bench.benches import bench_of
+from trainkit.bench.folder import BenchDir
+from trainkit.bench.results import Results, results_of
+from trainkit.bench.written import lines, write_results
+from trainkit.records import jsonl
+
+STEADY = [1.0, 1.01, 0.99, 1.0, 1.02]
+
+
+def records(
+    seconds: dict[str, list[float]], memory: dict[str, float] | None = None, *, images: int = 640, ended: bool = True
+) -> list[dict[str, Any]]:
+    """As a job writes them: what each arm took in each round; the control's are under its own name."""
+    names = [name for name in seconds if name != CONTROL]
+    found: list[dict[str, Any]] = [
+        {"kind": "began", "where": "1 rank on here, cpu", "arms": [asdict(Arm(name)) for name in names], "notes": []}
+        | {"left_out": [asdict(LeftOut("tf32", "not here"))]}
+    ]
+    for name, taken in seconds.items():
+        first = names[0] if name == CONTROL else name
+        for number, one in enumerate(taken):
+            sample = {"kind": "sample", "arm": name, "round": number, "images": images, "seconds": one, "updates": 10}
+            found.append(sample | {"memory_mb": [(memory or {}).get(first, 100.0), 1.0], "loss": 1.0})
+    return [*found, {"kind": "ended", "why": ""}] if ended else found
+
+
+def results(told: list[dict[str, Any]], name: str = "amp", rounds: int = 5) -> Results:
+    return results_of(bench_of(name), Request(name, "ddp", rounds=rounds), told)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_to_the_mean_of_the_firsts_two_turns() -> None:
+    told = results(records({"fp32": [2.0, 4.0, 2.0], "bf16": [1.0, 1.0, 1.0], CONTROL: [2.0, 4.0, 2.1]}))
+    row = told.rows[1]
+    assert row.ratios == pytest.approx([2.0, 4.0, 2.05])  # (2 + 2) / 2 / 1, (4 + 4) / 2 / 1, (2 + 2.1) / 2 / 1
+    assert row.ratio == pytest.approx(2.05)
+    assert told.rows[0].rates == pytest.approx([320.0, 160.0, 320.0])
+
+
+def test_the_answer_says_how_much_faster_and_what_to_set() -> None:
+    told = results(records({"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY[::-1]}, {"fp32": 100.0, "bf16": 60.0}))
+    assert told.bench.meaning(told) == (
+        "bf16 trains 2.01 x as fast as fp32 here and takes 0.60 of the memory; use train.precision=bf16."
+    )
+
+
+def test_what_is_slower_is_not_recommended() -> None:
+    told = results(records({"fp32": STEADY, "bf16": [2.0] * 5, CONTROL: STEADY[::-1]}, {"fp32": 100.0, "bf16": 60.0}))
+    assert told.bench.meaning(told) == (
+        "Nothing is faster than fp32 here, bf16 trains 0.50 x as fast; "
+        "use train.precision=fp32, or bf16 for 0.60 of the memory."
+    )
+
+
+def test_no_ratio_where_the_control_is_off() -> None:
+    told = results(records({"fp32": [1.0] * 5, "bf16": [0.5] * 5, CONTROL: [1.07] * 5}))
+    assert told.rows[1].ratio is None
+    assert "the control is off, fp32 against itself came to 0.93 x" in told.bench.meaning(told)
+    assert not [line for line in lines(told) if " 2.0" in line]
+
+
+def test_no_ratio_within_what_the_first_arm_differs_from_itself() -> None:
+    noisy = [1.0, 1.25, 0.8, 1.0, 1.0]  # to itself: 1.00 in the middle, 0.8 to 1.25
+    told = results(records({"fp32": [1.0] * 5, "bf16": [1 / 1.2] * 5, CONTROL: noisy}))
+    assert told.control_median == pytest.approx(1.0)
+    assert told.rows[1].ratio is None
+    assert "within what the first arm differs from itself (0.80 to 1.25 x)" in told.bench.meaning(told)
+    clear = results(records({"fp32": [1.0] * 5, "bf16": [0.5] * 5, CONTROL: noisy}))
+    assert clear.rows[1].ratio == pytest.approx(2.0, rel=0.01)
+
+
+def test_no_ratio_of_fewer_rounds_than_three() -> None:
+    told = results(records({"fp32": [1.0, 1.0], "bf16": [0.5, 0.5], CONTROL: [1.0, 1.0]}))
+    assert told.rows[1].why_none == "2 complete rounds are too few, it takes 3"
+
+
+def test_a_job_that_was_killed_keeps_what_it_had_measured_and_says_so() -> None:
+    told = results(records({"fp32": [1.0] * 4, "bf16": [0.5] * 3, CONTROL: [1.0] * 3}, ended=False), rounds=7)
+    assert told.rows[1].ratio == pytest.approx(2.0)
+    assert "Note: It has not come to its end: 3 of 7 rounds are complete." in lines(told)
+
+
+def test_an_arm_that_failed_stands_in_the_table_with_its_reason() -> None:
+    told = records({"fp32": [1.0] * 3, "bf16": [], CONTROL: [1.0] * 3})
+    told.append({"kind": "failed", "arm": "bf16", "why": "out of memory: tried to allocate 2 GiB"})
+    (line,) = [line for line in lines(results(told)) if line.startswith("bf16")]
+    assert line.endswith("out of memory: tried to allocate 2 GiB")
+    assert "only fp32 could run here" in lines(results(told))[-1]
+
+
+def test_a_loss_that_is_worse_is_said() -> None:
+    told = records({"fp32": STEADY, "fp16": [0.5] * 5, CONTROL: STEADY})
+    for one in told:
+        if one.get("arm") == "fp16":
+            one["loss"] = 1.5
+    said = results(told)
+    assert said.bench.meaning(said).endswith("; but its loss after 10 updates is 1.5, against 1.")
+
+
+def test_nothing_that_a_terminal_would_obey_reaches_it() -> None:
+    told = records({"fp32": [1.0] * 3, CONTROL: [1.0] * 3})
+    told.append({"kind": "failed", "arm": "fp32", "why": "\x1b]0;gotcha\x07bad"})
+    assert "\x1b" not in "\n".join(lines(results(told)))
+
+
+@pytest.mark.parametrize("text", ["", "{}\n[1]\nnull\n", '{"kind": "sample"}\n', '{"kind": "began"'])
+def test_samples_that_are_empty_torn_or_foreign_are_no_traceback(text: str, tmp_path: Path) -> None:
+    run = BenchDir(tmp_path)
+    run.request.write_text(Request("amp", "ddp").to_json())
+    run.samples.write_text(text)
+    told, files = write_results(run)
+    assert files == [run.results]
+    assert "nothing could run here" in lines(told)[-1]
+
+
+def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None:
+    run = BenchDir(tmp_path)
+    run.request.write_text(Request("amp", "ddp").to_json())
+    told = records({"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY})
+    for one in told:
+        jsonl.append(run.samples, one)
+    _, (file, picture) = write_results(run)
+    written = json.loads(file.read_text())
+    assert [one for one in told if one["kind"] == "sample"] == written["samples"]
+    assert picture.read_bytes().startswith(b"\x89PNG")

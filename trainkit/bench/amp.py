@@ -1,0 +1,79 @@
+"""Is a narrower number format faster here, and does it save memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainkit.bench import columns, words
+from trainkit.bench.arms import Arm, Bench, LeftOut, Where
+
+if TYPE_CHECKING:
+    from trainkit.bench.results import Results
+    from trainkit.config.schema import Config
+
+NAMES = ("fp32", "tf32", "bf16", "fp16", "o2")
+
+
+def arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """All formats that the device has; what crawls there, and O2, only if asked for."""
+    found: list[Arm | LeftOut] = []
+    capability = where.places[0].capability
+    for name in asked or NAMES:
+        why = ""
+        if name == "tf32" and capability < (8, 0):
+            why = "only NVIDIA GPUs from Ampere on have it"
+        elif name == "bf16" and where.gpu and capability < (8, 0) and not asked:
+            why = "this GPU emulates it (--arms fp32,bf16 measures it)"
+        elif name == "fp16" and not where.gpu and not asked:
+            why = "it crawls on a CPU (--arms fp32,fp16 measures it)"
+        elif name == "o2" and not asked:
+            continue
+        found.append(LeftOut(name, why) if why else Arm(name, (f"train.precision={name}",)))
+    return found
+
+
+def meaning(results: Results) -> str:
+    first, others = results.rows[0], results.rows[1:]
+    told = [row for row in others if row.ratio is not None]
+    if not told:
+        return words.no_difference(results)
+    best = max(told, key=lambda row: row.speed)
+    if best.speed <= 1:
+        lean = min((row for row in told if row.memory_ratio), key=lambda row: row.memory_ratio or 1.0, default=best)
+        spared = f", or {lean.name} for {lean.memory_ratio:.2f} of the memory" if (lean.memory_ratio or 1.0) < 1 else ""
+        slower = f"{best.name} trains {best.speed:.2f} x as fast"
+        return f"Nothing is faster than {first.name} here, {slower}; use train.precision={first.name}{spared}."
+    memory = ""
+    if best.memory_ratio is not None:
+        memory = f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
+    gain = f"{best.name} trains {best.speed:.2f} x as fast as {first.name} here{memory}"
+    return f"{gain}; use train.precision={best.name}{words.worse_loss(first, best, results)}."
+
+
+def notes(config: Config, where: Where) -> list[str]:
+    if where.gpu:
+        return []
+    return ["A CPU without AVX512-BF16 or AMX computes bf16 by way of float32."]
+
+
+BENCH = Bench(
+    name="amp",
+    question="Does mixed precision help here?",
+    arms=arms,
+    meaning=meaning,
+    columns=(
+        columns.ARM,
+        columns.RATE,
+        columns.SPREAD,
+        columns.SPEED,
+        columns.MEMORY,
+        columns.MEMORY_RATIO,
+        columns.LARGEST,
+        columns.LOSS,
+    ),
+    names=NAMES,
+    dispensable=("min to max",),
+    largest=True,
+    notes=notes,
+)

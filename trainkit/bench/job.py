@@ -1,0 +1,238 @@
+"""The job of a bench: all ranks meet, rank 0 drives the arms in turns and writes down every turn as it ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from trainkit.bench.arms import CONTROL, Arm, Bench, LeftOut, Place, Request, Where
+from trainkit.bench.benches import bench_of
+from trainkit.bench.folder import BenchDir
+from trainkit.bench.team import ArmFailedError, Team
+from trainkit.bench.work import Worker
+from trainkit.bench.written import write_results
+from trainkit.config.batch_sizes import micro_batch_sizes
+from trainkit.config.schema import Config
+from trainkit.data.order import largest_power_of_two
+from trainkit.distributed.device import device_name, visible_cpus
+from trainkit.distributed.meeting import meet
+from trainkit.distributed.stop import StopFlag
+from trainkit.errors import RunFailedError
+from trainkit.ranks.env import RankEnv, device_index
+from trainkit.ranks.secret import Secret
+from trainkit.records import jsonl
+from trainkit.records.writer import Writer
+from trainkit.training.building import wants_gpu
+
+_MEET = timedelta(minutes=10)
+_TRIAL = 2
+"""Updates of the trial, by which the number of updates in a turn is found."""
+_FEWEST, _MOST = 5, 1000
+"""Updates in a turn."""
+_SLOWEST = 10
+"""A turn of the slowest arm takes so many times as long as asked for at most, where all make as many updates."""
+_LARGEST = 1 << 16
+"""Micro batch that is looked for."""
+
+
+def run(
+    run_dir: BenchDir,
+    config: Config,
+    env: RankEnv,
+    stop: StopFlag,
+    *,
+    open_run: Callable[[], Writer],
+    secret: Secret,
+    beat: Callable[[], None],
+) -> str:
+    """One rank's part in a bench: ``finished``, or ``stopped`` where somebody has told rank 0 to end early.
+
+    Raises:
+        RunFailedError: no arm could run; each one's reason stands in the samples.
+    """
+    request = Request.read(run_dir.request)
+    use_gpu = wants_gpu(config)
+    store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
+    store.set(f"place/{env.rank}", json.dumps(asdict(_place(env, use_gpu))))
+    places = tuple(_read_place(store, rank) for rank in range(env.world_size))
+    worker = Worker(run_dir.path, env, beat)
+    team = Team(env, store, places, worker.perform, use_gpu, config.launch.interface, beat)
+    if not env.is_main:
+        team.serve()
+        store.set(f"left/{env.rank}", "1")
+        return "finished"
+    try:
+        outcome = _Driver(bench_of(request.bench), request, config, Where(places), team, open_run(), stop).drive()
+    finally:
+        team.end()
+    store.wait([f"left/{rank}" for rank in range(1, env.world_size)] or ["place/0"])  # which rank 0's store serves
+    return outcome
+
+
+def _place(env: RankEnv, use_gpu: bool) -> Place:
+    gpus = torch.cuda.device_count() if use_gpu else 0
+    device = torch.device("cuda", device_index(env.local_rank, gpus)) if use_gpu else torch.device("cpu")
+    capability = torch.cuda.get_device_capability(device) if use_gpu else (0, 0)
+    return Place(
+        env.rank, env.node_rank, env.local_rank, socket.gethostname(), device_name(device), capability, gpus,
+        visible_cpus(),
+    )  # fmt: skip
+
+
+def _read_place(store: Store, rank: int) -> Place:
+    told = json.loads(bytes(store.get(f"place/{rank}")))
+    return Place(**{**told, "capability": tuple(told["capability"])})
+
+
+class _Driver:
+    """What rank 0 has done: find the arms, try each, then measure them in rounds."""
+
+    def __init__(
+        self, bench: Bench, request: Request, config: Config, where: Where, team: Team, writer: Writer, stop: StopFlag
+    ) -> None:
+        self.bench, self.request, self.config, self.where = bench, request, config, where
+        self.team, self.writer, self.stop = team, writer, stop
+        self.folder = BenchDir(writer.run.path)
+        self.trials: dict[str, Mapping[str, Any]] = {}
+        self.micro: dict[str, int] = {}
+        """Found micro batches, where they are to be found."""
+
+    def drive(self) -> str:
+        attempt, where = self.writer.attempt, self.where
+        hosts = list(dict.fromkeys(place.host for place in where.places))
+        attempt.started(world_size=where.world_size, hosts=hosts, device=where.places[0].device)
+        told = self._ask(Arm("data", work="data"))
+        found = self.bench.arms(self.config, where, self.request.arms)
+        arms = [arm for arm in found if isinstance(arm, Arm)]
+        self._write(
+            "began",
+            arms=[asdict(arm) for arm in arms],
+            left_out=[asdict(one) for one in found if isinstance(one, LeftOut)],
+            where=where.in_words(),
+            notes=self.bench.notes(self.config, where),
+        )
+        room = min((one["room_mb"] for one in told if one["room_mb"]), default=0.0)
+        arms = self._tried(arms, room, int(told[0]["train_images"]))
+        if not arms:
+            self._end("No arm could run.")
+            raise RunFailedError(
+                f"No arm of bench {self.bench.name} could run.",
+                why=next(iter(self.failures.values()), "None makes sense here."),
+                fix="Each one's reason stands in the table; try other settings.",
+            )
+        done = self._rounds(arms)
+        stopped = done < self.request.rounds and self.stop.requested
+        self._end(f"It was told to stop after {done} of {self.request.rounds} rounds." if stopped else "")
+        if not stopped:
+            attempt.ended("COMPLETED")
+        return "stopped" if stopped else "finished"
+
+    def _tried(self, arms: Sequence[Arm], room: float, images: int) -> list[Arm]:
+        """Those that run, each tried once."""
+        self.failures: dict[str, str] = {}
+        for arm in arms:
+            if self.stop.requested:
+                break
+            self._write("trying", arm=arm.name)
+            why = self.bench.stops(arm, self.trials, room)
+            try:
+                if why:
+                    raise ArmFailedError(why)
+                if self._looks_for_largest(arm):
+                    self._find_largest(arm)
+                self.trials[arm.name] = self._measured(arm, _TRIAL)
+                self._write("trial", arm=arm.name, **self.trials[arm.name])
+            except ArmFailedError as error:
+                self._fail(arm, str(error))
+        return [arm for arm in arms if arm.name in self.trials]
+
+    def _looks_for_largest(self, arm: Arm) -> bool:
+        auto = self.config.train.micro_batch_size == "auto"
+        return arm.work == "train" and (auto or (self.bench.largest and self.where.gpu))
+
+    def _find_largest(self, arm: Arm) -> None:
+        """What fits; it also is what the arm trains with, where that was to be found."""
+        train = self.config.train
+        ranks = self.where.world_size if arm.ranks is None else len(arm.ranks)
+        shares = micro_batch_sizes(train.global_batch_size // ranks, even=self.config.augment.mixes)
+        sizes = {1 << power for power in range(1, largest_power_of_two(_LARGEST).bit_length())}
+        told = self._ask(Arm(arm.name, arm.overrides, arm.ranks, "largest"), sizes=sorted(sizes | set(shares)))
+        size = min(int(one["size"]) for one in told)
+        self._write("largest", arm=arm.name, size=size)
+        if train.micro_batch_size == "auto":
+            self.micro[arm.name] = max((one for one in shares if one <= size), default=1)
+
+    def _rounds(self, arms: list[Arm]) -> int:
+        """Measure the arms in turns, the first one twice; how many rounds were completed."""
+        updates = self._updates(arms)
+        for number in range(self.request.rounds):
+            turns = [(arm, arm.name) for arm in arms] + [(arms[0], CONTROL)]
+            for arm, name in turns if number % 2 == 0 else turns[::-1]:
+                if self.stop.requested:
+                    return number
+                if arm.name in self.failures:
+                    continue
+                try:
+                    sample = self._measured(arm, updates[arm.name])
+                except ArmFailedError as error:
+                    self._fail(arm, str(error))
+                    if arm is arms[0]:  # the others go on without a control, and get no ratio
+                        self.failures[CONTROL] = str(error)
+                    continue
+                self._write("sample", arm=name, round=number, **sample)
+        return self.request.rounds
+
+    def _updates(self, arms: Sequence[Arm]) -> dict[str, int]:
+        """How many each arm makes in a turn."""
+        costs = {arm.name: self.trials[arm.name]["seconds"] / self.trials[arm.name]["updates"] for arm in arms}
+        wanted = {name: self.request.seconds / max(cost, 1e-6) for name, cost in costs.items()}
+        if self.bench.same_updates:
+            most = _SLOWEST * min(wanted.values())
+            wanted = dict.fromkeys(wanted, min(wanted[arms[0].name], most))
+        return {name: self.request.updates or min(max(round(one), _FEWEST), _MOST) for name, one in wanted.items()}
+
+    def _measured(self, arm: Arm, updates: int) -> dict[str, Any]:
+        """One turn: what all ranks together have come to. The slowest one's time counts."""
+        told = self._ask(arm, updates=updates)
+        sample: dict[str, Any] = {
+            key: told[0][key] for key in ("images", "bytes", "updates", "loss", "skipped", "params") if key in told[0]
+        }
+        sample["seconds"] = max(one["seconds"] for one in told)
+        if all(one.get("memory_mb") is not None for one in told):
+            sample["memory_mb"] = [one["memory_mb"] for one in told]
+        if "parts" in told[0]:
+            sample["parts"] = told[0]["parts"]
+            training = sum(told[0]["parts"].values())
+            exposed = max(one["parts"].get("exposed", 0.0) for one in told)
+            sample["extra"] = {
+                "exposed_share": exposed / training,
+                "data_share": told[0]["parts"].get("data", 0.0) / training,
+            }
+        return sample
+
+    def _ask(self, arm: Arm, **more: Any) -> list[dict[str, Any]]:
+        overrides = list(arm.overrides)
+        if arm.name in self.micro:
+            overrides.append(f"train.micro_batch_size={self.micro[arm.name]}")
+        ranks = None if arm.ranks is None else list(arm.ranks)
+        return self.team.ask({"work": arm.work, "ranks": ranks, "overrides": overrides, "size": arm.size, **more})
+
+    def _fail(self, arm: Arm, why: str) -> None:
+        self.failures[arm.name] = why
+        self._write("failed", arm=arm.name, why=why)
+
+    def _end(self, why: str) -> None:
+        self._write("ended", why=why)
+        write_results(self.folder)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        self.writer.check()
+        jsonl.append(self.folder.samples, {"kind": kind, "time": round(time.time(), 3), **fields})

@@ -1,0 +1,169 @@
+"""What ranks do for an order: train for some updates, look for the largest batch, and measure what that takes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit import lifetime
+from trainkit.bench.team import Order
+from trainkit.config.loading import load
+from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.data.base import Splits
+from trainkit.data.batch import Batch
+from trainkit.data.loader import resolve_workers, train_batches
+from trainkit.data.order import derive_seed
+from trainkit.distributed.device import cpus_of_rank
+from trainkit.distributed.memory import MemoryGauge
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import RefusedError
+from trainkit.ranks.env import RankEnv
+from trainkit.training.batch_size import check_batch_sizes, probed
+from trainkit.training.building import build
+from trainkit.training.clock import PARTS, Clock, StreamClock
+from trainkit.training.parts import Parts
+from trainkit.training.progress import Progress
+from trainkit.training.update import Updater
+
+WARM_UP = 4
+"""Updates before those that are measured: libraries try their ways, and the allocator learns what is asked for."""
+_LAST = 10
+"""The loss is the mean over so many updates at the end."""
+_MB = 2**20
+
+
+@dataclass
+class Worker:
+    """One rank's hands. ``run`` is the folder of the bench; ``env`` this rank's place in the whole job."""
+
+    run: Path
+    env: RankEnv
+    beat: Callable[[], None]
+    _configs: dict[tuple[str, ...], Config] = field(default_factory=dict)
+    _splits: dict[str, Splits] = field(default_factory=dict)
+
+    def perform(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """Carry out an order; what it has come to, in JSON's own types."""
+        work: Callable[[Distributed, Order], dict[str, Any]] = getattr(self, f"do_{order['work']}")
+        return work(dist, order)
+
+    def do_data(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """Open the data, all ranks together, for the orders to come."""
+        config = self._config(order)
+        splits = self._splits[config.data.model_dump_json()] = build_data(config.data, dist)
+        gauge = _gauge(dist)
+        room = None if gauge is None else gauge.room() / _MB
+        return {"train_images": len(splits.train), "room_mb": room}
+
+    def do_train(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """Make ``updates`` updates, as training makes them."""
+        config, splits = self._settled(dist, order)
+        gauge = _gauge(dist)
+        before = gauge.held() if gauge is not None else 0
+        parts = build(config, dist, splits)
+        made = _updates(parts, int(order["updates"]), gauge, self.beat)
+        peak = None if gauge is None else (gauge.peak() - before) / _MB
+        return made | {"memory_mb": None if peak is None else round(peak, 1), "params": parts.num_parameters}
+
+    def do_largest(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """The largest of ``sizes`` that fits as a micro batch."""
+        config, splits = self._settled(dist, order, micro=order["sizes"][0])
+        found = probed(config, dist, lambda one: build(one, dist, splits), order["sizes"])
+        return {"size": found.micro_batch_size, "peak_mb": found.peak_mb, "room_mb": found.room_mb}
+
+    def _config(self, order: Order) -> Config:
+        key = tuple(order["overrides"])
+        if key not in self._configs:
+            self._configs[key] = load(str(self.run), key).config
+        return self._configs[key]
+
+    def _settled(self, dist: Distributed, order: Order, micro: int | None = None) -> tuple[Config, Splits]:
+        config = self._config(order)
+        splits = self._splits[config.data.model_dump_json()]
+        # As many loader processes as in the whole job: fewer ranks must not get more of the machine each.
+        workers = resolve_workers(config.data.workers, splits, cpus_of_rank(self.env))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
+        if micro is None:
+            check_batch_sizes(config, dist.world_size, splits)
+        return config, splits
+
+
+def _gauge(dist: Distributed) -> MemoryGauge | None:
+    try:
+        return MemoryGauge(dist, None)
+    except RefusedError:  # this system does not tell
+        return None
+
+
+def _updates(parts: Parts, updates: int, gauge: MemoryGauge | None, beat: Callable[[], None]) -> dict[str, Any]:
+    """Time, loss and the like of so many updates, after some that warm up."""
+    dist, config = parts.dist, parts.config
+    clock = (StreamClock if dist.device.type == "cuda" else Clock)(time.perf_counter())
+    update, spent = Updater(parts, beat=beat, clock=clock), Progress()
+    last: list[torch.Tensor] = []
+    parts.model.train()
+    total = WARM_UP + updates
+    loader = train_batches(
+        parts.splits,
+        seed=config.seed,
+        start_step=0,
+        stop_step=total,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=parts.micro_batch_size,
+        rank=dist.rank,
+        world_size=dist.world_size,
+        workers=parts.workers,
+        device=dist.device,
+        broken=parts.broken,
+    )
+    step = ema_updates = 0
+    began = 0.0
+    with loader as batches, lifetime.collecting_by_hand() as collect:
+        for position in range(total):
+            if position == WARM_UP // 2 and gauge is not None:
+                gauge.start()  # what libraries took to try their ways is not what training takes
+            if position == WARM_UP:
+                collect()
+                _wait(dist)
+                dist.barrier()
+                clock.lap(spent)
+                began = time.perf_counter()
+            made = update(batches, lr=parts.lr_at(step), seed=derive_seed(config.seed, position))
+            counts = made.stepped.skip is None
+            if parts.ema is not None and counts:
+                parts.ema.update(made.stepped.nonfinite, updates=ema_updates)
+                ema_updates += 1
+            step += counts
+            if total - position <= _LAST:
+                last.append(made.loss)
+        _wait(dist)
+        seconds = time.perf_counter() - began
+        lap = clock.lap(spent)
+    losses = dist.gather_json([value.item() for value in last])
+    mean = sum(sum(each) for each in losses) / sum(map(len, losses))
+    return {
+        "seconds": seconds,
+        "images": updates * config.train.global_batch_size,
+        "updates": updates,
+        "loss": mean if math.isfinite(mean) else None,
+        "parts": {name: round(lap.seconds[part], 6) for part, name in enumerate(PARTS) if lap.seconds[part]},
+        "skipped": total - step,
+    }
+
+
+def _wait(dist: Distributed) -> None:
+    """Until the device has done what it was given."""
+    if dist.device.type == "cuda":
+        torch.cuda.synchronize(dist.device)
+
+
+def _endless(batch: Batch) -> Iterator[Batch]:
+    return itertools.repeat(batch)
