@@ -23,7 +23,9 @@ from trainkit.records import index, reading, space
 from trainkit.records.events import read_events
 from trainkit.records.forecast import Forecast
 from trainkit.records.history import Life, life_of
+from trainkit.records.metrics import read_thinned
 from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
+from trainkit.records.setbacks import KINDS, setbacks_of
 from trainkit.records.standing import Standing, standing_of
 from trainkit.terminal import age
 
@@ -48,6 +50,8 @@ class Shown:
     standing: Standing = Standing()  # noqa: RUF009
     problems: tuple[str, ...] = ()
     forecast: Forecast | None = None
+    diverged: str = ""
+    """How it has, if it has."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -63,6 +67,7 @@ class Shown:
         if self.state.state == "COMPLETED" and self.standing.last.get("step") != self.life.started.get("total_steps"):
             early = reading.read_object(self.run.summary).get("stopped_early")
             notes += [f"stopped early: {early}"] if isinstance(early, str) else []
+        notes += [f"DIVERGED: {self.diverged}"] if self.diverged else []
         if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
             last = max((item.attempt or 0 for item in self.life.failures), default=0)
             errors = [item.error for item in self.life.failures if (item.attempt or 0) == last]
@@ -154,8 +159,17 @@ def look(
             found.append(_words(error))
         if not os.path.isfile(run.config):
             found.append("config.yaml is no file")
-        shown.append(Shown(run, name, states[run.path], life, standing, tuple(found), expected))
+        lost = diverged(run) if standing.train.get("loss", 0.0) is None else ""  # else nobody need read all of it
+        shown.append(Shown(run, name, states[run.path], life, standing, tuple(found), expected, lost))
     return shown
+
+
+def diverged(run: RunDir) -> str:
+    """In words, as its end line and its log book say it; empty for a run that has not diverged."""
+    train = [record for record in read_thinned(run).records if record["split"] == "train"]
+    steps = train[-1]["step"] if train else 0
+    setbacks = setbacks_of(read_events(run, KINDS), train, steps)
+    return setbacks.in_words() if setbacks.diverged else ""
 
 
 def _words(error: TrainkitError) -> str:

@@ -183,6 +183,17 @@ def test_why_a_run_failed_stands_in_its_row(command: Command, no_slurm: dict[str
     assert "No space left on device" in command("status").out
 
 
+def test_a_run_that_has_diverged_says_so_in_its_row(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
+    run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
+    append_event(run, "started", attempt=0, step=0, total_steps=40)
+    for step, loss in ((5, 2.3), (10, None), (15, None)):
+        jsonl.append(run.metrics, {"split": "train", "step": step, "epoch": step / 20, "loss": loss})
+        append_event(run, "nonfinite", attempt=0, step=step, loss="nan")
+    assert "DIVERGED: loss nan from step 10, 3 of 15 updates skipped" in command("status").out
+    jsonl.append(run.metrics, {"split": "train", "step": 20, "epoch": 1.0, "loss": 2.1})
+    assert "DIVERGED" not in command("status").out
+
+
 def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4710")
     append_event(run, "submitted", executor="slurm", job_id="4711")

@@ -211,3 +211,30 @@ def test_a_broken_summary_file_is_as_good_as_none(run_dir: RunDir) -> None:
 def test_following_never_loads_torch() -> None:
     code = "import trainkit.monitor.follow, trainkit.monitor.hardware, sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_a_run_that_has_diverged_does_not_end_as_if_it_had_not(run_dir: RunDir) -> None:
+    record(run_dir, 5, loss=2.3)
+    for step in range(10, 41, 10):
+        record(run_dir, step, loss=None)
+    for step in range(3, 41):
+        append_event(run_dir, "nonfinite", attempt=0, step=step, loss="nan")
+    record(run_dir, 40, "val", loss=2.4, acc1=10.0)
+    assert summary_lines(run_dir)[0] == (
+        "DIVERGED: loss nan from step 10, 38 of 40 updates skipped \N{MIDDLE DOT} val acc1 10.00 % (best, step 40)"
+    )
+
+
+def test_an_update_that_is_skipped_is_a_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    append_event(run_dir, "started", **STARTED)
+    scales = {"scale_before": 65536.0, "scale_after": 32768.0, "parameter": "fc.weight"}
+    append_event(run_dir, "skipped", attempt=0, step=7, **scales)
+    append_event(run_dir, "nonfinite", attempt=0, step=8, loss="nan", grad_norm=None, samples=[1, 2])
+    append_event(run_dir, "rolled_back", attempt=0, step=5, from_step=8, position=9)
+    append_event(run_dir, "ended", attempt=0, state="COMPLETED")
+    follow(run_dir, lambda: True)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "Overflow after step 7, skipping step: a gradient of fc.weight was not finite; loss scale 65536 -> 32768",
+        "Step 8 came to nothing: a gradient was not finite; loss nan",
+        "Rolled back from step 8 to step 5; goes on with other data.",
+    ]

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from trainkit.records import jsonl
-from trainkit.records.metrics import read_metrics
+from trainkit.records.metrics import read_metrics, read_thinned
 from trainkit.records.rundir import RunDir
 
 
@@ -46,3 +47,39 @@ def test_what_is_no_metrics_record_is_passed_over(run: RunDir, record: dict[str,
 
 def test_a_run_without_metrics_has_none(run: RunDir) -> None:
     assert read_metrics(run) == []
+
+
+def huge(run: RunDir, records: int, validate_every: int = 1000) -> None:
+    with run.metrics.open("a") as file:
+        for step in range(1, records + 1):
+            file.write(json.dumps({"step": step, "split": "train", "loss": 1.0 / step}) + "\n")
+            if step % validate_every == 0:
+                file.write(json.dumps({"step": step, "split": "val", "acc1": 50.0}) + "\n")
+
+
+def test_of_an_enormous_file_few_train_records_are_read_and_all_others(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+    huge(run, 10_050)
+    records, every = read_thinned(run, most=200)
+    steps = [record["step"] for record in records if record["split"] == "train"]
+    assert 45 <= every <= 55
+    assert 170 <= len(steps) <= 230
+    assert steps[-1] == 10_050, "the last is among them"
+    assert [record["step"] for record in records if record["split"] == "val"] == [*range(1000, 10_001, 1000)]
+
+
+def test_a_file_of_usual_size_is_read_whole(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+    huge(run, 300, 100)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 301, "spl')
+    assert read_thinned(run) == (read_metrics(run), 1)
+
+
+def test_what_a_restart_has_done_again_is_not_drawn_twice(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+    huge(run, 5000)
+    huge(run, 3000)  # a second attempt, from the beginning
+    records, _ = read_thinned(run, most=100)
+    assert max(record["step"] for record in records) == 3000
+    assert [record["step"] for record in records if record["split"] == "val"] == [1000, 2000, 3000]

@@ -88,7 +88,9 @@ def test_a_run_that_diverged_is_reported(make_run: MakeRun, tmp_path: Path) -> N
         record = {"step": step, "epoch": step / 20, "loss": float("nan"), "acc1": 10.0, "images_per_sec": 2000.0}
         jsonl.append(run_dir.metrics, {**record, "split": "train", "lr": 1e-3})
         jsonl.append(run_dir.metrics, {**record, "split": "val"})
-    assert "190 of 400 steps" in written([run_dir], tmp_path / "out")
+        jsonl.append(run_dir.events, {"event": "nonfinite", "step": step})
+    text = written([run_dir], tmp_path / "out")
+    assert "190 of 400 steps. **It has diverged**: loss nan from step 30, 17 of 190 updates skipped." in text
 
 
 def test_a_run_of_a_single_evaluation_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
@@ -116,10 +118,22 @@ def test_a_log_book_that_somebody_wrote_is_never_replaced(make_run: MakeRun, tmp
     assert (tmp_path / "logbook.md").read_text() == "# Mine\n"
 
 
-def test_a_run_without_any_metrics_is_an_error(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_run_that_never_began_is_an_error(make_run: MakeRun, tmp_path: Path) -> None:
+    run_dir = make_run(steps=0, finished=False)
+    run_dir.events.unlink()
     with pytest.raises(UserError, match=r"Nothing to report on in ddp-0001\."):
-        write_logbook([make_run(steps=0, finished=False)], tmp_path / "out")
+        write_logbook([run_dir], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_failed_before_its_first_record_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
+    run_dir = make_run(steps=0, finished=False)
+    for _ in range(3):
+        jsonl.append(run_dir.events, {"event": "nonfinite", "step": 0, "loss": "nan"})
+    jsonl.append(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 0, "error": "Training has diverged."})
+    text = written([run_dir], tmp_path / "out")
+    assert "0 of 400 steps. It failed on rank 0: `Training has diverged.`" in text
+    assert "- training metrics: metrics.jsonl has none" in text
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(make_run: MakeRun, tmp_path: Path) -> None:

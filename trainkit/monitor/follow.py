@@ -15,10 +15,11 @@ from trainkit.monitor import lines
 from trainkit.records import reading
 from trainkit.records.events import read_events
 from trainkit.records.events import typed as typed_event
-from trainkit.records.metrics import read_metrics
+from trainkit.records.metrics import read_thinned
 from trainkit.records.metrics import typed as typed_metrics
 from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
+from trainkit.records.setbacks import KINDS, setbacks_of
 
 POLL_SECONDS = 0.2
 SELDOM_SECONDS = 2.0
@@ -96,13 +97,18 @@ def summary_lines(run_dir: RunDir) -> list[str]:
 
 def _results(run_dir: RunDir) -> list[str]:
     summary = reading.read_object(run_dir.summary)
-    words = []
-    scored = [record for record in read_metrics(run_dir, "val") if record.get("acc1") is not None]
+    records, _ = read_thinned(run_dir)
+    train = [record for record in records if record["split"] == "train"]
+    steps = summary.get("steps")
+    done = steps if reading.is_whole(steps) else max((record["step"] for record in train), default=0)
+    setbacks = setbacks_of(read_events(run_dir, KINDS), train, done)
+    words = [f"{'DIVERGED: ' if setbacks.diverged else ''}{told}"] if (told := setbacks.in_words()) else []
+    scored = [record for record in records if record["split"] == "val" and record.get("acc1") is not None]
     if scored:
         chosen = [record for record in scored if record["step"] == summary.get("best_step")]
         best = (chosen or [max(scored, key=lambda record: float(record["acc1"]))])[0]
         words.append(f"val acc1 {best['acc1']:.2f} % (best, step {best['step']})")
-    tested = [record for record in read_metrics(run_dir, "test") if record.get("acc1") is not None]
+    tested = [record for record in records if record["split"] == "test" and record.get("acc1") is not None]
     if tested:
         words.append(f"test acc1 {tested[-1]['acc1']:.2f} %")
     if reading.is_number(seconds := summary.get("train_seconds")):
@@ -168,6 +174,8 @@ class _Story:
                 self._view.say(f"Stopped early after {of}: {event.get('why', '')}.")
             elif kind == "failed":
                 self._view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
+            elif line := lines.setback_line(event):
+                self._view.say(line)
             self.may_be_over = kind == "ended" or (self.may_be_over and kind != "started")
             if kind == "ended" and event.get("state") == "COMPLETED":
                 return True

@@ -50,3 +50,20 @@ def record_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: flo
     if eta_seconds is not None:
         words.append(f"ETA {duration(eta_seconds)}")
     return "  ".join(words)
+
+
+def setback_line(event: Mapping[str, Any]) -> str | None:
+    """An event about an update that came to nothing, as one line; None for every other event."""
+    kind, step = event.get("event"), event.get("step", "?")
+    if kind == "skipped":
+        before, after = (number(event.get(key), "g") for key in ("scale_before", "scale_after"))
+        where = f" of {event['parameter']}" if "parameter" in event else ""
+        scale = f"loss scale {before} -> {after}"
+        return f"Overflow after step {step}, skipping step: a gradient{where} was not finite; {scale}"
+    if kind == "nonfinite":
+        norm = event.get("grad_norm")
+        of_norm = f", gradients' norm {norm}" if norm is not None else ""
+        return f"Step {step} came to nothing: a gradient was not finite; loss {event.get('loss', '?')}{of_norm}"
+    if kind == "rolled_back":
+        return f"Rolled back from step {event.get('from_step', '?')} to step {step}; goes on with other data."
+    return None

@@ -6,7 +6,7 @@ Accuracy is in percent, ``step`` counts optimizer updates, ``epoch`` is a float.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit.records import jsonl, reading
 from trainkit.records.rundir import RunDir
@@ -25,6 +25,37 @@ def read_metrics(run_dir: RunDir, split: str | None = None) -> list[dict[str, An
         if record is not None and split in (None, record["split"]):
             newest[record["split"], record["step"]] = record
     return sorted(newest.values(), key=lambda record: record["step"])
+
+
+MOST = 20_000
+"""Train records from which on a reader may do with fewer: no curve has more places, and a median hardly moves."""
+
+
+class Thinned(NamedTuple):
+    """Records in order of step. Of the train records each stands for ``every``; of all others none is left out."""
+
+    records: list[dict[str, Any]]
+    every: int
+
+
+def read_thinned(run_dir: RunDir, most: int = MOST) -> Thinned:
+    """As `read_metrics`, of an enormous file some of the train records only: for whoever draws and sums up.
+
+    Raises UserError where the file is there and cannot be read.
+    """
+    raw, every = jsonl.read_thinned(run_dir.metrics, most, lambda line: b'"split": "train"' not in line)
+    newest: dict[tuple[str, int], dict[str, Any]] = {}
+    highest = -1
+    for item in raw:
+        record = typed(item)
+        if record is None:
+            continue
+        if every > 1 and record["split"] == "train":
+            if record["step"] <= highest:  # a restart; what it does again need not be among what was picked before
+                newest = {key: value for key, value in newest.items() if key[1] < record["step"]}
+            highest = record["step"]
+        newest[record["split"], record["step"]] = record
+    return Thinned(sorted(newest.values(), key=lambda record: record["step"]), every)
 
 
 def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:

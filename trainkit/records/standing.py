@@ -24,6 +24,7 @@ class Standing:
     last: Mapping[str, Any] = field(default_factory=dict)
     """Of whatever split; empty if there is none."""
     val: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
     seconds_per_step: float | None = None
     """Of late, validation and saving included; None where too little is known."""
 
@@ -55,12 +56,15 @@ def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 last = _newest(content, b"\n")
                 val = last if last.get("split") == "val" else _newest(content, b'"split": "val"')
+                train = last if last.get("split") == "train" else _newest(content, b'"split": "train"')
                 pace = _pace(content, pace_since) if pace_since is not None else None
     except FileNotFoundError:
         return Standing()
     except (OSError, ValueError) as error:
         raise reading.unreadable(run.metrics, error if isinstance(error, OSError) else OSError(str(error))) from None
-    return Standing(last, val if val.get("split") == "val" else {}, pace)
+    return Standing(
+        last, val if val.get("split") == "val" else {}, train if train.get("split") == "train" else {}, pace
+    )
 
 
 def _newest(content: mmap.mmap, holding: bytes) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from trainkit.errors import UserError
 from trainkit.records import jsonl, reading
 from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
+from trainkit.records.metrics import Thinned, read_thinned
 from trainkit.records.rundir import RunDir
+from trainkit.records.setbacks import Setbacks, setbacks_of
 
 _SHOWN_BYTES = 16384
+_MOST_SAMPLES = 50_000
+"""Of all hosts together: of a run of weeks on many nodes nobody looks at more."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +92,31 @@ class Facts:
         return dict(reading.plain(reading.read_object(self.run_dir.manifest)))
 
     @cached_property
+    def metrics(self) -> Thinned:
+        """All records; of an enormous run some of the train records."""
+        return read_thinned(self.run_dir)
+
+    @cached_property
     def train(self) -> list[dict[str, Any]]:
-        return read_metrics(self.run_dir, "train")
+        return [record for record in self.metrics.records if record["split"] == "train"]
 
     @cached_property
     def val(self) -> list[dict[str, Any]]:
-        return read_metrics(self.run_dir, "val")
+        return [record for record in self.metrics.records if record["split"] == "val"]
 
     @cached_property
     def test(self) -> dict[str, Any] | None:
         """The newest test record."""
-        return next(reversed(read_metrics(self.run_dir, "test")), None)
+        return next((record for record in reversed(self.metrics.records) if record["split"] == "test"), None)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         return read_events(self.run_dir)
+
+    @cached_property
+    def setbacks(self) -> Setbacks:
+        """Updates that came to nothing, and from when on the loss was no number: whether it has diverged."""
+        return setbacks_of(self.events, self.train, self.steps)
 
     @cached_property
     def contributions(self) -> list[Contribution]:
@@ -114,8 +127,10 @@ class Facts:
     def hosts(self) -> list[HostSamples]:
         """Hardware samples, by host."""
         found = []
-        for file in sorted(self.run_dir.path.glob("system-*.jsonl")):
-            samples = [sample for sample in jsonl.read(file) if reading.is_time(sample.get("time"))]
+        files = sorted(self.run_dir.path.glob("system-*.jsonl"))
+        for file in files:
+            records, _ = jsonl.read_thinned(file, max(_MOST_SAMPLES // len(files), 500))
+            samples = [sample for sample in records if reading.is_time(sample.get("time"))]
             if samples:
                 found.append(HostSamples(file.stem.removeprefix("system-"), samples))
         return found
@@ -192,7 +207,7 @@ class Facts:
                 for key, value in record.items():
                     if key.startswith("seconds_") and reading.is_number(value):
                         name = key.removeprefix("seconds_")
-                        told[name] = told.get(name, 0.0) + value
+                        told[name] = told.get(name, 0.0) + value * self.metrics.every
         return {name: float(value) for name, value in told.items() if reading.is_number(value) and value > 0}
 
     @property

@@ -43,10 +43,10 @@ def write_logbook(runs: Sequence[RunDir], out: Path) -> list[Path]:
         UserError: no metrics in any of the runs; ``out`` cannot be written; a ``logbook.md`` there is somebody else's.
     """
     found = collect(runs)
-    if not any(facts.train or facts.val or facts.test for facts in found):
+    if not any(facts.train or facts.val or facts.test or facts.started("world_size") for facts in found):
         raise UserError(
             f"Nothing to report on in {', '.join(facts.label for facts in found)}.",
-            why="There are no metrics: metrics.jsonl is missing or empty.",
+            why="No training has begun: there are neither metrics nor a start.",
             fix=f"See what the run does with `{terminal.command('logs', found[0].run_dir.path)}`.",
         )
     path = out / "logbook.md"
@@ -128,6 +128,8 @@ def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
 def _outcome(facts: Facts) -> str:
     started = next((e["time"] for e in facts.events if e.get("event") == "started" and "time" in e), None)
     when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
+    if told := facts.setbacks.in_words():
+        when = f" **It has diverged**: {told}.{when}" if facts.setbacks.diverged else f" {told.capitalize()}.{when}"
     if facts.finished:
         early = facts.summary.get("stopped_early")
         early = f" Stopped early: {terminal.one_line(early)}." if isinstance(early, str) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from trainkit.checkpoint.state import plain_name
 from trainkit.data.order import global_batch
 from trainkit.distributed.device import is_free_to_ask
 from trainkit.errors import RunFailedError
+from trainkit.monitor.lines import setback_line
 from trainkit.training.parts import Parts
 from trainkit.training.update import Update
 
@@ -89,15 +91,21 @@ class NonFinite:
             if update.stepped.skip is not None:
                 scales = update.stepped.skip
                 name = plain_name(self._trained()[scales.parameter]).removeprefix("module.")
-                self._remark("skipped", step=step, scale_before=scales.before, scale_after=scales.after, parameter=name)
+                self._say("skipped", step=step, scale_before=scales.before, scale_after=scales.after, parameter=name)
             if update.stepped.skip is None or for_ever:
                 loss, norm = self._facts(update)
                 samples = global_batch(
                     len(self._parts.splits.train), self._seed, position, self._parts.config.train.global_batch_size
                 )
-                self._remark("nonfinite", step=step, loss=loss, grad_norm=norm, samples=samples)
+                self._say("nonfinite", step=step, loss=loss, grad_norm=norm, samples=samples)
                 if for_ever:
                     raise DivergedError(self.in_a_row, position, loss, norm)
+
+    def _say(self, kind: str, **facts: Any) -> None:
+        """As an event, and as a line of rank 0's log."""
+        self._remark(kind, **facts)
+        if self._parts.dist.is_main:
+            print(setback_line({"event": kind, **facts}), flush=True)
 
     def _trained(self) -> list[str]:
         return [name for name, parameter in self._parts.model.named_parameters() if parameter.requires_grad]
