@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +16,11 @@ from trainkit.data import build_data
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
+from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 from trainkit.training.broken import too_many
 from trainkit.training.building import alone, build, wants_gpu
+from trainkit.training.mistakes import told
 from trainkit.training.testing import STEMS, Measured, measure_saved, no_average
 
 
@@ -35,6 +39,8 @@ def evaluate_checkpoint(
     """Measure a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
 
     A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
+
+    Of ``best`` the images that were told wrong most surely are kept, for the report (``mistakes-<split>.json``).
 
     Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so.
 
@@ -64,6 +70,10 @@ def evaluate_checkpoint(
             batch_size=min(config.train.global_batch_size, 256),
             or_newest=which in ("best", "latest"),
         )
+        if which == "best" and split != "train" and "raw" in found.mistakes:
+            images = found.mistakes["raw"].read(dist, parts.splits.info)
+            with suppress(OSError), replacing(run_dir.mistakes(split)) as partial:  # it may be somebody else's run
+                partial.write_text(json.dumps(told(images, split, step)) + "\n", encoding="utf-8")
     left_out = sorted(parts.broken.met)
     if len(left_out) > parts.broken.most:
         raise too_many(left_out, parts.broken.most)

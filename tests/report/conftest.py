@@ -78,5 +78,6 @@ def write_run(
                 }
             )
         )  # fmt: skip
+        run_dir.mistakes("val").write_text(json.dumps({"split": "val", "step": steps, "images": []}))
         jsonl.append(run_dir.events, {"time": clock + 1, "event": "ended", "state": "COMPLETED"})
     return run_dir

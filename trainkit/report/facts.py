@@ -258,6 +258,9 @@ class Facts:
             found.append("validation metrics: no evaluation was reached")
         if self.test is None:
             found.append(f"test metrics: `{terminal.command('evaluate', self.run_dir.path)}` measures them")
+        if self.val and not self.run_dir.mistakes("val").exists():
+            measure = terminal.command("evaluate", self.run_dir.path, "--split", "val")
+            found.append(f"images that were told wrong: `{measure}` keeps them")
         if not self.summary:
             found.append("final numbers (summary.json): the run has not ended, or was stopped; times are estimates")
         if not self.hosts:

@@ -13,6 +13,7 @@ from trainkit.data.loader import eval_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.training.confusion import Confusion
 from trainkit.training.meter import Meter
+from trainkit.training.mistakes import Mistakes
 from trainkit.training.parts import Parts
 
 
@@ -24,6 +25,7 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
     confusion: Confusion | None = None,
+    mistakes: Mistakes | None = None,
 ) -> dict[str, float] | None:
     """``loss``, ``acc1``, ``acc5`` and ``samples`` of one pass over ``samples``; None if it was told to stop.
 
@@ -35,6 +37,7 @@ def evaluate(
         should_stop: asked before each batch; must answer alike on all ranks.
         beat: called for each batch.
         confusion: counts which class is taken for which.
+        mistakes: keeps the images that are told wrong most surely.
     """
     model, dist, splits = parts.model, parts.dist, parts.splits
     was_training = model.training
@@ -63,6 +66,8 @@ def evaluate(
                 meter.add_masked(losses, logits, labels, mask)
                 if confusion is not None:
                     confusion.add(logits, labels, mask)
+                if mistakes is not None:
+                    mistakes.add(images, logits, labels, mask)
         return meter.read()
     finally:
         model.train(was_training)

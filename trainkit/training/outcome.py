@@ -20,10 +20,12 @@ from trainkit.records.attempts import Remark
 from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
+from trainkit.training import mistakes
 from trainkit.training.broken import share_broken
 from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
 from trainkit.training.confusion import told
 from trainkit.training.costs import costs
+from trainkit.training.mistakes import Mistakes
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
 from trainkit.training.testing import STEMS, measure, measure_saved
@@ -101,7 +103,16 @@ class Keeper:
         config = self.parts.config
         better = self.progress.judge(result, config.checkpoint.best, config.train.early_stopping_min_delta)
         self.metrics.log({**where, "split": "val", **result})
+        if better:
+            judged = "ema" if self.parts.config.checkpoint.best.startswith("val/ema_") else "raw"
+            self._show(found.mistakes[judged], "val", self.progress.step)
         return better
+
+    def _show(self, found: Mistakes, split: str, step: int) -> None:
+        """Keep the images that were told wrong most surely, for the report. Every rank must call it."""
+        images = found.read(self.parts.dist, self.parts.splits.info)
+        if self.parts.dist.is_main:
+            self._write(self.writer.run.mistakes(split), mistakes.told(images, split, step), None)
 
     def stops_early(self) -> bool:
         """So many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
@@ -225,6 +236,7 @@ class Keeper:
         self.metrics.log({**where, "split": "test", **found.metrics})
         if parts.dist.is_main and found.counts:
             self._write(self.writer.run.confusion, told(parts.splits.info, found.counts, split="test", step=best), None)
+        self._show(found.mistakes["raw"], "test", best)
         return found.metrics
 
     def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float] | None, **more: Any) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainkit.checkpoint.saving import Checkpoints
 from trainkit.data.base import Samples
 from trainkit.errors import UserError
 from trainkit.training.confusion import ClassCounts, Confusion
 from trainkit.training.evaluate import evaluate, sync_buffers
+from trainkit.training.mistakes import Mistakes
 from trainkit.training.parts import Parts
 
 STEMS = {"raw": "model", "ema": "ema"}
@@ -26,6 +27,7 @@ class Measured:
     """``loss``, ``acc1``, ``acc5``, ``samples``; of averaged weights ``ema_loss`` and so on."""
     counts: dict[str, ClassCounts]
     """Empty where nobody asked for them, and for data of too many classes."""
+    mistakes: dict[str, Mistakes] = field(default_factory=dict)
 
 
 def no_average(step: int) -> UserError:
@@ -92,7 +94,10 @@ def _add(
     confusion: bool,
 ) -> bool:
     counts = Confusion.of(parts.splits.info, parts.dist) if confusion else None
-    result = evaluate(parts, samples, batch_size=batch_size, should_stop=should_stop, beat=beat, confusion=counts)
+    found.mistakes[kind] = mistakes = Mistakes()
+    result = evaluate(
+        parts, samples, batch_size=batch_size, should_stop=should_stop, beat=beat, confusion=counts, mistakes=mistakes
+    )
     if result is None:
         return False
     found.metrics.update(result if kind == "raw" else {f"ema_{key}": result[key] for key in _EMA if key in result})
