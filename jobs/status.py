@@ -78,7 +78,9 @@ class Shown:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("status", "Runs in the runs folder, and those submitted from other folders.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run's name or folder: show it in detail")
-    parser.add_argument("-a", "--all", action="store_true", help=f"all runs, not only the newest {LISTED}")
+    parser.add_argument(
+        "-a", "--all", action="store_true", help=f"all runs, also of other clones, not only the newest {LISTED}"
+    )
     parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
     elsewhere.add_host_flag(parser)
@@ -90,7 +92,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     root = runs_root(env)
     runs, hidden = _chosen(args.runs, root, args.all, env)
     if not runs and not args.json:
-        print(f"No runs in {root}, and none submitted from elsewhere. Start one: python -m jobs.submit ddp")
+        others = "" if args.all else " (--all looks at those of other clones too)"
+        print(f"No runs in {root}, and none submitted from elsewhere{others}. Start one: python -m jobs.submit ddp")
         return 0
     if args.watch:
         _watch(runs, root)
@@ -116,7 +119,8 @@ def _chosen(
     """The runs to show, and how many more there are."""
     if references:
         return [run for reference in references for run in find_runs(reference, env)], 0
-    made = {run.path: run for run in [*(RunDir(path) for path in index.known()), *list_runs(root)]}
+    found = index.known(everywhere=everything)
+    made = {run.path: run for run in [*(RunDir(path) for path in found), *list_runs(root)]}
     runs = sorted(made.values(), key=RunDir.made)
     hidden = 0 if everything else max(len(runs) - LISTED, 0)
     return runs[hidden:], hidden

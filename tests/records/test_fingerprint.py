@@ -71,7 +71,7 @@ def test_the_same_runs_are_found_by_their_mark_while_they_are_what_they_were(tmp
 
 def test_a_look_among_thousands_of_runs_opens_none_of_them(tmp_path: Path) -> None:
     run = run_of(tmp_path / "mine", "mine")
-    with (Path(index.state_file("fingerprints"))).open("a") as file:
+    with (Path(index.own_file("fingerprints"))).open("a") as file:
         file.writelines(f"{number:032x} /runs/ddp-{number:05d}\n" for number in range(20_000))
     looked_at: set[str] = set()
     listening = [True]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.records import index
+from trainkit.records.rundir import find_run
 
 
 def made(path: Path) -> Path:
@@ -40,7 +41,8 @@ def test_at_first_nothing_is_known() -> None:
 def test_the_state_folder_is_the_desktop_standards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
     index.remember(made(tmp_path / "a"))
-    assert (Path(os.environ["HOME"]) / ".local/state/trainkit/runs").read_text() == f"{tmp_path / 'a'}\n"
+    (file,) = (Path(os.environ["HOME"]) / ".local/state/trainkit/projects").glob("*/runs")
+    assert file.read_text() == f"{tmp_path / 'a'}\n"
 
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +50,39 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     index.remember(tmp_path)
     assert index.known() == []
+
+
+def other_installation(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on it is another clone that looks."""
+    monkeypatch.setattr(index, "__file__", str(path / "trainkit" / "records" / "index.py"))
+
+
+def test_what_another_clone_has_started_is_known_to_who_asks_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.remember(made(tmp_path / "theirs"))
+    index.mark(tmp_path / "theirs", "abc")
+    other_installation(tmp_path / "clone", monkeypatch)
+    index.remember(made(tmp_path / "ours"))
+    assert index.known() == [tmp_path / "ours"]
+    assert set(index.known(everywhere=True)) == {tmp_path / "ours", tmp_path / "theirs"}
+    assert index.marked() == []
+    assert index.has(tmp_path / "theirs")  # a command of this user made it
+
+
+def test_the_list_of_before_each_clone_had_its_own_is_not_forgotten(tmp_path: Path) -> None:
+    index.state_file().parent.mkdir(parents=True)
+    index.state_file().write_text(f"{made(tmp_path / 'old')}\n")
+    assert index.known() == []
+    assert index.known(everywhere=True) == [tmp_path / "old"]
+    assert index.has(tmp_path / "old")
+
+
+def test_a_name_is_looked_for_here_first_and_then_among_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("run-0001", "run-0002"):
+        index.remember(made(tmp_path / "theirs" / name))
+    other_installation(tmp_path / "clone", monkeypatch)
+    index.remember(made(tmp_path / "ours" / "run-0001"))
+    assert find_run("run-0001", {}).path == tmp_path / "ours" / "run-0001"
+    assert find_run("run-0002", {}).path == tmp_path / "theirs" / "run-0002"

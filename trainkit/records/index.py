@@ -1,11 +1,14 @@
 """Where this user's runs are, so that `status`, `logs` and `cancel` find them from any folder.
 
-Paths only: what a run is doing is asked from its folder and its scheduler.
+Paths only: what a run is doing is asked from its folder and its scheduler. Each installation of trainkit (a clone, an
+environment) has a list of its own: two clones are two projects, and what one has started is no news in the other.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.records import reading
@@ -17,25 +20,33 @@ def state_file(name: str = "runs") -> Path:
     return Path(state).expanduser() / "trainkit" / name
 
 
+def own_file(name: str) -> Path:
+    """A file of this installation's."""
+    project = Path(__file__).resolve().parents[2]
+    digest = hashlib.blake2b(os.fsencode(project), digest_size=4).hexdigest()
+    return state_file("projects") / f"{project.name}-{digest}" / name
+
+
 def remember(path: Path) -> None:
     """Add a run folder. A home that cannot be written costs only the convenience, so it is no error."""
-    _append(state_file(), str(path))
+    _append(own_file("runs"), str(path))
 
 
 def mark(path: Path, fingerprint: str) -> None:
     """Note what a run is made of, so that another of the same is found without a look into every folder."""
-    _append(state_file("fingerprints"), f"{fingerprint} {path}")
+    _append(own_file("fingerprints"), f"{fingerprint} {path}")
 
 
 def marked() -> list[tuple[str, Path]]:
     """Fingerprint and folder of every run that was marked, oldest first; the folder may be gone."""
-    pairs = (line.partition(" ") for line in _lines(state_file("fingerprints")))
+    pairs = (line.partition(" ") for line in _lines(own_file("fingerprints")))
     return [(mark, Path(path)) for mark, _, path in pairs if path.startswith("/")]
 
 
-def known() -> list[Path]:
-    """Run folders that were remembered and still exist, oldest first."""
-    return [path for path in _remembered() if os.path.isfile(path / "config.yaml")]
+def known(*, everywhere: bool = False) -> list[Path]:
+    """Run folders that were remembered and still exist, oldest first; ``everywhere``: by other installations too."""
+    files = _everywhere() if everywhere else [own_file("runs")]
+    return [path for path in _remembered(files) if os.path.isfile(path / "config.yaml")]
 
 
 def has(path: Path) -> bool:
@@ -43,12 +54,18 @@ def has(path: Path) -> bool:
     real = os.path.realpath(path)
     return any(
         str(item) in (str(path), real) or (item.name == path.name and os.path.realpath(item) == real)
-        for item in _remembered()
+        for item in _remembered(_everywhere())
     )
 
 
-def _remembered() -> list[Path]:
-    return [Path(line) for line in _lines(state_file()) if line.startswith("/")]
+def _everywhere() -> list[Path]:
+    """The lists of all installations; the first was that of all of them until each had its own."""
+    return [state_file(), *sorted(state_file("projects").glob("*/runs"))]
+
+
+def _remembered(files: Sequence[Path]) -> list[Path]:
+    lines = dict.fromkeys(line for file in files for line in _lines(file))
+    return [Path(line) for line in lines if line.startswith("/")]
 
 
 def _append(file: Path, line: str) -> None:

@@ -249,7 +249,7 @@ def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
     root = runs_root(env)
     if os.path.isdir(root / reference):
         return RunDir.open(root / reference)
-    remembered = [path for path in index.known() if path.name == reference or str(path).endswith(f"/{reference}")]
+    remembered = _named(reference)
     if len(remembered) == 1:
         return RunDir.open(remembered[0])
     if remembered:
@@ -258,12 +258,21 @@ def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
             why=", ".join(str(path) for path in remembered),
             fix="Give the path of one of them.",
         )
-    names = [run.name for run in list_runs(root)] + [path.name for path in index.known()]
+    names = [run.name for run in list_runs(root)] + [path.name for path in index.known(everywhere=True)]
     raise UserError(
         f"No run '{reference}'.",
         why=f"It is neither a folder, nor a run in {root}, nor one that you submitted from elsewhere.",
         fix=did_you_mean(reference, names, otherwise="`python -m jobs.status` lists the runs."),
     )
+
+
+def _named(reference: str) -> list[Path]:
+    """Runs of that name: those of this installation, or where it has none those of others."""
+    for everywhere in (False, True):
+        paths = index.known(everywhere=everywhere)
+        if found := [path for path in paths if path.name == reference or str(path).endswith(f"/{reference}")]:
+            return found
+    return []
 
 
 def _holds_only_logs(path: Path) -> bool:
@@ -279,7 +288,7 @@ def find_runs(reference: str, env: Mapping[str, str]) -> list[RunDir]:
                 return runs
     sweeps = {
         path.parent
-        for path in index.known()
+        for path in index.known(everywhere=True)
         if path.parent.name == reference and os.path.isfile(path.parent / "sweep.json")
     }
     if len(sweeps) == 1:
