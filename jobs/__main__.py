@@ -55,10 +55,11 @@ def overview(known: Mapping[str, str]) -> list[str]:
         "",
         f"  presets    {configs}: {', '.join(sorted(file.stem for file in configs.glob('*.yaml')))}",
         f"  recipes    {configs / 'recipes'}",
-        f"  schema     {configs / 'schema.json'}",
+        f"  schema     # yaml-language-server: $schema={configs / 'schema.json'}",
         f"  templates  {templates}: {', '.join(sorted(file.name for file in templates.glob('*.sbatch')))}",
         "",
         "Presets and clusters/ in a folder configs/ of your own are found too, and come first.",
+        "With the line of the schema as a file's first, editors complete what is in it and mark mistakes.",
     ]
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -54,6 +54,19 @@ def new_folder(text: str) -> Path:
             fix="Give another name.",
         )
     return Path(text).expanduser()
+
+
+def preset_or_run(name: str, env: Mapping[str, str]) -> str:
+    """``name`` of a preset or a file as it is; where there is none, but a run of that name, the run's folder."""
+    from trainkit.config.presets import find_preset
+    from trainkit.records.rundir import find_run
+
+    try:
+        find_preset(name)
+    except UserError:
+        with suppress(UserError):  # who knows of no run complains of the preset
+            return str(find_run(name, env).path)
+    return name
 
 
 @contextmanager

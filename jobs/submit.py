@@ -37,7 +37,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
     """What the command does, in this process; its exit code. ``then`` gets the runs that were started."""
     parser = cli.Parser("submit", DESCRIPTION)
-    parser.add_argument("preset", help="a preset in configs/, a YAML file, or a run folder to repeat")
+    parser.add_argument("preset", help="a preset in configs/, a YAML file, or a run to repeat")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
     parser.add_argument(
         "--sweep",
@@ -73,6 +73,7 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
     if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
         return _submit_there(argv, args, parser, variants, env)
+    args.preset = cli.preset_or_run(args.preset, env)
     loadeds = [loading.load(args.preset, overrides, flags=flags, env=env) for overrides in variants]
     for loaded in loadeds:
         require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)

@@ -29,7 +29,7 @@ from trainkit.records.writer import Writer, writing
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, train, say how it ended."""
     parser = cli.Parser("train", __doc__)
-    parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
+    parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--run-dir", type=cli.new_folder, help="run folder to make, or to go on with if it is there")
     parser.add_argument("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
@@ -40,6 +40,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
+    args.run = cli.preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
         loaded = _loaded(args, env)
         if args.join:

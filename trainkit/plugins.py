@@ -47,6 +47,8 @@ class Signature:
     required: tuple[str, ...]
     takes_any: bool  # it has **kwargs
     annotations: Mapping[str, str] = field(default_factory=dict)  # as written in the source
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # those that are literals
+    doc: str = ""
 
 
 def available(package: str) -> list[str]:
@@ -88,7 +90,12 @@ def signature(package: str, name: str) -> Signature:
         arg.arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None
     )
     annotations = {arg.arg: ast.unparse(arg.annotation) for arg in node.args.kwonlyargs if arg.annotation is not None}
-    return Signature(options, required, node.args.kwarg is not None, annotations)
+    defaults: dict[str, Any] = {}
+    for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        with contextlib.suppress(ValueError, TypeError):
+            defaults[arg.arg] = ast.literal_eval(default) if default is not None else ...
+    given = {name: value for name, value in defaults.items() if value is not ...}
+    return Signature(options, required, node.args.kwarg is not None, annotations, given, ast.get_docstring(node) or "")
 
 
 def stated(package: str, name: str) -> dict[str, Any]:

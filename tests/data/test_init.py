@@ -129,6 +129,18 @@ def test_a_function_of_the_users_own_is_a_data_set(tmp_path: Path, monkeypatch: 
         check_data(Choice("own_images:make", options={"sise": 5}))
 
 
+@pytest.mark.parametrize(("gives", "kind"), [("(1, 2)", "tuple"), ("None", "NoneType"), ("{'train': []}", "dict")])
+def test_a_function_that_returns_something_else_is_told_what_to_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives: str, kind: str
+) -> None:
+    name = f"odd_{kind.lower()}"
+    (tmp_path / f"{name}.py").write_text(f"def make(root):\n    return {gives}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=rf"make returned no Splits\.[\s\S]*It returned {kind};") as caught:
+        build_data(Choice(f"{name}:make"))
+    assert caught.value.key == "data.name"
+
+
 def test_checking_never_imports_torch() -> None:
     script = """
 import sys

@@ -225,6 +225,14 @@ def test_a_sweep_says_which_of_its_runs_are_there(command: Command, fake_slurm: 
     )
 
 
+def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    command("submit", "ddp", "optim.lr=3e-4", "--run-dir", "elsewhere/first")
+    done = command("submit", "first", "seed=1", "--dry-run")
+    assert done.code == 0
+    assert re.search(r"optim.lr +0.0003 +file \S*elsewhere/first/config.yaml", done.err)
+    assert "Did you mean 'ddp'?" in command("submit", "ddpp").err
+
+
 def test_a_sweep_is_the_product_of_its_axes() -> None:
     assert sweep_points(["a.b=1,2", "c.d=x"]) == [["a.b=1", "c.d=x"], ["a.b=2", "c.d=x"]]
     assert sweep_points([]) == [[]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,10 +53,13 @@ def _read(file: Path) -> dict[str, Tensor]:
         else:
             held = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:  # whatever torch makes of a file that is something else
+        why = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        if isinstance(problem, pickle.UnpicklingError):  # torch's own words advise to run whatever is in there
+            why = "It is no file of torch.save, or holds more than tensors: objects that could run code of a stranger"
         raise UserError(
             f"The weights in {file} cannot be read.",
-            why=f"{str(problem).splitlines()[0] if str(problem) else type(problem).__name__}.".replace("..", "."),
-            fix="Use a .safetensors file, or a state_dict written by torch.save.",
+            why=f"{why}.".replace("..", "."),
+            fix="Use a .safetensors file, or one that torch.save(model.state_dict(), FILE) has written.",
             key="model.checkpoint",
         ) from problem
     for key in _INSIDE:

@@ -163,7 +163,8 @@ def _misfit(own: Mapping[str, tuple[int, ...] | None], there: Mapping[str, Facts
             return UserError(
                 "The checkpoint does not fit the model.",
                 why=f"'{name}' is {_words(found)} in the checkpoint and {_words(expected)} in the model.",
-                fix="Use the configuration that the checkpoint was made with: config.yaml in its run folder.",
+                fix="Use the configuration that it was made with (config.yaml in its run folder), and data of the same "
+                "classes and image size as then.",
             )
     return None
 

@@ -1,24 +1,55 @@
-"""``python -m trainkit.config.json_schema > configs/schema.json``: JSON schema by which editors complete presets."""
+"""``python -m trainkit.config.json_schema > configs/schema.json``: JSON schema by which editors complete presets.
+
+It is made at each release, with the names of the timm and torchvision that are installed then: `trainkit.catalogue`
+reads them from their source, so that neither is imported, nor torch.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import json
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
+from trainkit import catalogue, plugins
+from trainkit.config.presets import PACKAGED
 from trainkit.config.schema import SECTIONS, Config
 
+OWN = {"type": "string", "pattern": ":", "description": "package.module:function of your own."}
+ELSEWHERE = {
+    "type": "string",
+    "pattern": "[:./]",
+    "description": "package.module:function of your own; NAME.TAG for certain weights of timm's; timm/NAME or "
+    "torchvision/NAME for one that is newer than this list.",
+}
+FROM_A_LIBRARY = {
+    "pretrained": {"type": "boolean", "default": False, "description": "Start from weights that are downloaded."},
+    "weights": {"type": "string", "description": "torchvision: which weights, such as IMAGENET1K_V2."},
+    "drop_rate": {"type": "number", "description": "timm: dropout before the head."},
+    "drop_path_rate": {"type": "number", "description": "timm: stochastic depth."},
+}
 
-def json_schema() -> dict[str, Any]:
-    """Schema of a preset: that of `Config`, plus `extends`."""
+
+def library_models() -> list[str]:
+    """Names of timm's and torchvision's models."""
+    return sorted({*catalogue.timm_models(), *catalogue.torchvision_models()})
+
+
+def json_schema(models: Sequence[str]) -> dict[str, Any]:
+    """Schema of a preset: that of `Config`, plus `extends`, the names of plugins, and their options.
+
+    Args:
+        models: see `library_models`.
+    """
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "trainkit preset"
-    models: list[type[BaseModel]] = [Config, *SECTIONS.values()]
-    for model in models:
+    sections: list[type[BaseModel]] = [Config, *SECTIONS.values()]
+    for model in sections:
         properties = schema["properties"] if model is Config else schema["$defs"][model.__name__]["properties"]
         for name, text in field_docs(model).items():
             properties[name]["description"] = text
@@ -28,9 +59,66 @@ def json_schema() -> dict[str, Any]:
     launch["mem"]["anyOf"].append({"type": "integer"})
     for options in (launch["sbatch"], launch["srun"]):
         options["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
-    extends = {"type": "string", "description": "A preset to start from; this file states only what differs."}
+    for section, package in (("ModelConfig", "models"), ("DataConfig", "data"), ("StrategyConfig", "strategies")):
+        _name_plugins(schema["$defs"][section], f"trainkit.{package}", models if package == "models" else ())
+    loggers = schema["$defs"]["MonitorConfig"]["properties"]["loggers"]
+    loggers["items"] = {"anyOf": [{"enum": plugins.available("trainkit.monitor")}, OWN]}
+    extends = {
+        "description": "A preset to start from, by name or path; this file states only what differs.",
+        "anyOf": [{"enum": _presets()}, {"type": "string"}],
+    }
     schema["properties"] = {"extends": extends, **schema["properties"]}
     return schema
+
+
+def _presets() -> list[str]:
+    files = [*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")]
+    return sorted(str(file.relative_to(PACKAGED).with_suffix("")) for file in files)
+
+
+def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) -> None:
+    """Have the section list its plugins' names, and the options of whichever is named.
+
+    Args:
+        others: names that a library has.
+    """
+    names, common = plugins.available(package), sorted(section["properties"])
+    name = section["properties"]["name"]
+    del name["type"]
+    name["anyOf"] = [{"enum": [*names, *others]}, ELSEWHERE if others else OWN]
+    rules = []
+    for plugin in names:
+        signature = plugins.signature(package, plugin)
+        options = {
+            option: {**_type(signature.annotations.get(option, "")), **_default(signature, option)}
+            for option in signature.options
+        }
+        rule: dict[str, Any] = {"properties": options}
+        if not signature.takes_any:
+            rule["propertyNames"] = {"enum": [*common, *signature.options]}
+        rules.append({"if": _named({"const": plugin}), "then": rule})
+    if others:
+        rules.append({"if": _named({"not": {"anyOf": [{"enum": names}, OWN]}}), "then": {"properties": FROM_A_LIBRARY}})
+    section["allOf"] = rules
+
+
+def _named(rule: dict[str, Any]) -> dict[str, Any]:
+    return {"properties": {"name": rule}, "required": ["name"]}
+
+
+def _default(signature: plugins.Signature, option: str) -> dict[str, Any]:
+    return {"default": signature.defaults[option]} if option in signature.defaults else {}
+
+
+def _type(annotation: str) -> dict[str, Any]:
+    """Of an option's annotation; nothing is said of one that `trainkit.options` does not check either."""
+    words = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "None": "null"}
+    if literal := re.fullmatch(r"Literal\[(.*)\]", annotation):
+        return {"enum": list(ast.literal_eval(f"({literal[1]},)"))}
+    parts = [part.strip() for part in annotation.split("|")]
+    if any(part not in words for part in parts):
+        return {}
+    return {"type": words[parts[0]] if len(parts) == 1 else [words[part] for part in parts]}
 
 
 def field_docs(model: type[BaseModel]) -> dict[str, str]:
@@ -48,10 +136,10 @@ def field_docs(model: type[BaseModel]) -> dict[str, str]:
     }
 
 
-def text() -> str:
+def text(models: Sequence[str]) -> str:
     """The file's content."""
-    return json.dumps(json_schema(), indent=2) + "\n"
+    return json.dumps(json_schema(models), indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    print(text(), end="")
+    print(text(library_models()), end="")

@@ -83,7 +83,7 @@ def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:
         _require_files(config.name, module)
         files: Files = opened_pack(root, config.name, config.pack, config.stage, dist)
     elif dist is None or ":" in config.name or not hasattr(module, "build_from"):
-        return together(lambda: build(root, **filled))  # type: ignore[no-any-return]
+        return together(lambda: _require_splits(config.name, build(root, **filled)))  # type: ignore[no-any-return]
     else:
         together(lambda: module.locate(root, **filled))
         files = shared_tree(root, module.where, dist)
@@ -93,6 +93,20 @@ def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:
     from trainkit.data.mapped import mapped
 
     return mapped(splits)
+
+
+def _require_splits(name: str, built: object) -> object:
+    from trainkit.data.base import Splits
+
+    if isinstance(built, Splits):
+        return built
+    raise UserError(
+        f"{name} returned no Splits.",
+        why=f"It returned {type(built).__name__}; training asks for info, train, val, test and two transforms by name.",
+        fix="Return trainkit.data.base.Splits(info=DataInfo(...), train=..., val=..., test=..., train_transform=..., "
+        "eval_transform=...).",
+        key="data.name",
+    )
 
 
 def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Callable[[str], None]) -> Path:

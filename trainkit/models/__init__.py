@@ -15,8 +15,8 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import options, plugins
+from trainkit.catalogue import timm_models, torchvision_models
 from trainkit.errors import UserError
-from trainkit.models.catalogue import timm_models, torchvision_models
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -48,4 +48,11 @@ def build_strategy(config: StrategyChoice, dist: Distributed, precision: str = "
     kinds = [parameter.kind for parameter in inspect.signature(build).parameters.values()]
     told = (dist, precision)[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     strategy: Strategy = build(*told, **options.fill(build, config.options, where="strategy"))
+    if absent := [verb for verb in ("parallelize", "grad_sync") if not callable(getattr(strategy, verb, None))]:
+        raise UserError(
+            f"{config.name} returned no strategy.",
+            why=f"It returned {type(strategy).__name__}, which has no {' and no '.join(absent)}.",
+            fix="Return an object with both: see trainkit.strategies.base.Strategy.",
+            key="strategy.name",
+        )
     return strategy
