@@ -78,9 +78,7 @@ class Shown:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("status", "Runs in the runs folder, and those submitted from other folders.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run's name or folder: show it in detail")
-    parser.add_argument(
-        "-a", "--all", action="store_true", help=f"all runs, also of other clones, not only the newest {LISTED}"
-    )
+    parser.add_argument("-a", "--all", action="store_true", help=f"all, not the newest {LISTED}; of other clones too")
     parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
     elsewhere.add_host_flag(parser)

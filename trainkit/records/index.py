@@ -49,6 +49,15 @@ def known(*, everywhere: bool = False) -> list[Path]:
     return [path for path in _remembered(files) if os.path.isfile(path / "config.yaml")]
 
 
+def named(reference: str) -> list[Path]:
+    """Runs of that name: those of this installation, or where it has none those of others."""
+    for everywhere in (False, True):
+        paths = known(everywhere=everywhere)
+        if found := [path for path in paths if path.name == reference or str(path).endswith(f"/{reference}")]:
+            return found
+    return []
+
+
 def has(path: Path) -> bool:
     """Whether a command of this user made the run in ``path``, by whatever name the folder is reached."""
     real = os.path.realpath(path)

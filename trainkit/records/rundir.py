@@ -249,7 +249,7 @@ def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
     root = runs_root(env)
     if os.path.isdir(root / reference):
         return RunDir.open(root / reference)
-    remembered = _named(reference)
+    remembered = index.named(reference)
     if len(remembered) == 1:
         return RunDir.open(remembered[0])
     if remembered:
@@ -264,15 +264,6 @@ def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
         why=f"It is neither a folder, nor a run in {root}, nor one that you submitted from elsewhere.",
         fix=did_you_mean(reference, names, otherwise="`python -m jobs.status` lists the runs."),
     )
-
-
-def _named(reference: str) -> list[Path]:
-    """Runs of that name: those of this installation, or where it has none those of others."""
-    for everywhere in (False, True):
-        paths = index.known(everywhere=everywhere)
-        if found := [path for path in paths if path.name == reference or str(path).endswith(f"/{reference}")]:
-            return found
-    return []
 
 
 def _holds_only_logs(path: Path) -> bool:
