@@ -66,6 +66,11 @@ SUBMITIT_LOCAL: Env = {
     "SUBMITIT_LOCAL_NTASKS": "4",
     "TRAINKIT_SIMULATED_NODES": "2",
 }
+# What a command job with `distribution: {type: pytorch}` has: neither torchrun's id nor LOCAL_WORLD_SIZE.
+AZURE_ML: Env = {
+    "AZUREML_NODE_COUNT": "2", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000", "MASTER_ADDR": "10.0.0.4",
+    "MASTER_PORT": "6105", "WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "NODE_RANK": "1",
+}  # fmt: skip
 HAND_SET: Env = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"}
 
 
@@ -91,9 +96,10 @@ def place(env: Env) -> tuple[int, int, int, int, int, int]:
         (INTEL_MPI, "mpi", (2, 4, 0, 2, 1, 2)),
         (SUBMITIT_LOCAL, "submitit-local", (2, 4, 0, 2, 1, 2)),
         (HAND_SET, "manual", (1, 2, 0, 1, 1, 2)),
+        (AZURE_ML, "manual", (2, 4, 0, 2, 1, 2)),
         ({}, "single", (0, 1, 0, 1, 0, 1)),
     ],
-    ids=["srun", "torchrun", "open-mpi", "intel-mpi", "submitit-local", "hand-set", "single"],
+    ids=["srun", "torchrun", "open-mpi", "intel-mpi", "submitit-local", "hand-set", "azure-ml", "single"],
 )
 def test_each_launcher_gives_every_rank_its_place(env: Env, launcher: str, expected: tuple[int, ...]) -> None:
     assert place(env) == expected

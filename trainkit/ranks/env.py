@@ -132,7 +132,7 @@ def _from_torch_variables(read: Reader) -> RankEnv:
     rank, world_size, local_rank = (read.number(name) for name in _TORCH_VARIABLES)
     node_name = "GROUP_RANK" if "GROUP_RANK" in read.env else "NODE_RANK"
     addr = read.text("MASTER_ADDR")
-    local_world_size = read.number("LOCAL_WORLD_SIZE", world_size if world_size == 1 or is_loopback(addr) else None)
+    local_world_size = read.number("LOCAL_WORLD_SIZE", _ranks_per_node(read, world_size, addr))
     node_rank = read.number(node_name, rank // max(local_world_size, 1))
     num_nodes = read.number("GROUP_WORLD_SIZE", -(-world_size // max(local_world_size, 1)))
     hosts = slurm_hosts(read.env) if read.launcher == "torchrun" else ()
@@ -148,6 +148,14 @@ def _from_torch_variables(read: Reader) -> RankEnv:
         launcher=read.launcher,
         hosts=hosts if len(hosts) == num_nodes else (),
     )
+
+
+def _ranks_per_node(read: Reader, world_size: int, addr: str) -> int | None:
+    """Where it is not said: Azure ML tells the number of nodes, each with as many ranks; else all on one machine."""
+    nodes = read.number("AZUREML_NODE_COUNT", 0)
+    if nodes and world_size % nodes == 0:
+        return world_size // nodes
+    return world_size if world_size == 1 or is_loopback(addr) else None
 
 
 def _from_submitit_local(read: Reader) -> RankEnv:

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainkit.data.base import DataInfo
+from trainkit.errors import UserError
+from trainkit.models import resnet9
+
+
+def of(side: int, in_chans: int = 3, **options: float) -> torch.nn.Module:
+    classes = tuple(map(str, range(10)))
+    info = DataInfo("any", 10, in_chans, side, classes, (0.5,) * in_chans, (0.5,) * in_chans)
+    return resnet9.build(info, **options)  # type: ignore[arg-type]
+
+
+def test_it_is_the_published_network_of_nine_layers() -> None:
+    model = of(32)
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Linear)]
+    assert len(layers) == 9
+    assert sum(parameter.numel() for parameter in model.parameters()) == 6_573_120
+
+
+@pytest.mark.parametrize(("side", "in_chans"), [(32, 3), (28, 1), (8, 1)])
+def test_images_of_any_size_get_a_score_for_each_class(side: int, in_chans: int) -> None:
+    assert of(side, in_chans, width=8)(torch.rand(4, in_chans, side, side)).shape == (4, 10)
+
+
+def test_the_first_losses_are_those_of_who_knows_nothing() -> None:
+    torch.manual_seed(0)
+    labels = torch.arange(64) % 10
+    loss = torch.nn.functional.cross_entropy(of(32, width=16)(torch.randn(64, 3, 32, 32)), labels)
+    assert loss.item() == pytest.approx(2.303, abs=0.1)
+
+
+@pytest.mark.parametrize("options", [{"width": 0}, {"logit_scale": 0.0}])
+def test_what_makes_no_network_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="is not possible"):
+        of(32, **options)

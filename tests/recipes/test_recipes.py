@@ -1,0 +1,34 @@
+"""Every recipe trains, as it stands, on data in its data set's own format; only its network and batch are small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.rank_functions import train_run
+from tests.recipes import tiny
+from tests.recipes.student import SMALL, VIT
+from trainkit import packaged
+from trainkit.config.loading import load
+from trainkit.ranks.env import RankEnv
+
+RECIPES = sorted(file.stem for file in (packaged.folder("configs") / "recipes").glob("*.yaml"))
+SWARMS = {"cifar10_vit_hivemind"}  # tests/recipes/test_swarm.py
+
+
+def test_no_recipe_is_left_out() -> None:
+    assert set(RECIPES) == SMALL.keys() | SWARMS
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_a_recipe_trains_and_ends_with_test_metrics(name: str, data: Path, tmp_path: Path) -> None:
+    preset = load(f"recipes/{name}").config
+    small = [*SMALL[name].split(), f"data.root={data}", f"train.precision={preset.train.precision}"]
+    if preset.model.options.get("pretrained"):
+        small.append(f"model.pretrained_cfg_overlay={{file: {tiny.write_vit_weights(tmp_path / 'hub', VIT)}}}")
+    train_run(RankEnv.single(), tmp_path / "run", f"recipes/{name}", (*small, "train.max_steps=2"))
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["split"] for record in records] == ["train", "train", "val", "test"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "finished"
