@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainkit.interactive import Run, open, submit
+    from trainkit.interactive import Run, compare, open, submit
 
-__all__ = ["Run", "open", "submit"]
+__all__ = ["Run", "compare", "open", "submit"]
 
 
 def __getattr__(name: str) -> Any:

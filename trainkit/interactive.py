@@ -136,6 +136,12 @@ def open(reference: str | Path) -> Run:
     return Run(find_run(str(reference), os.environ).path)
 
 
+def compare(*runs: Run | str | Path, out: str | Path = "report") -> Path:
+    """Write one log book of several runs, with speed-ups over the first, into the folder ``out``; where it is."""
+    report.main([*(str(run.path if isinstance(run, Run) else run) for run in runs), "--out", str(out)], os.environ)
+    return Path(out) / "logbook.md"
+
+
 def _words(flags: Mapping[str, Flag]) -> list[str]:
     words: list[str] = []
     for name, value in flags.items():

@@ -17,7 +17,8 @@ from trainkit.records.rundir import RunDir
 from trainkit.report.facts import Facts
 
 PLACES = {
-    "laptop", "two machines", "slurm", "sbatch", "container", "in the container", "in both containers",
+    "laptop", "two machines", "slurm", "sbatch", "container", "in the container", "in both containers", "swarm",
+    "after the jobs", "after the swarm",
 }  # fmt: skip
 
 

@@ -32,7 +32,8 @@ def build(info: DataInfo, *, width: int = 64, logit_scale: float = 0.125) -> nn.
             self.layers = nn.Sequential(*layers)
 
         def forward(self, images: Tensor) -> Tensor:
-            return images + self.layers(images)
+            more: Tensor = self.layers(images)
+            return images + more
 
     class Scaled(nn.Linear):
         def forward(self, features: Tensor) -> Tensor:
