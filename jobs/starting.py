@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from jobs.expecting import expected_rows
 from jobs.following import end_of, follow_to_end, wait_for
 from jobs.train import run_rank
 from trainkit import terminal
@@ -75,19 +77,13 @@ def dry_run(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> int
         script += "".join(f"{line}\n" for line in explain.rank_commands(plan, folder))
     sys.stdout.write(script)
     sys.stdout.flush()
-    rows = explain.plan_rows(plan) + explain.config_rows(loaded)
+    # What follows from it all comes last, where the prompt is.
+    rows = explain.plan_rows(plan) + explain.config_rows(loaded) + expected_rows(plan, loaded.config)
     if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        # What one may want to type is never cut; the rest is folded.
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        table.add_column("setting", no_wrap=True)
-        for name in ("value", "from"):
-            table.add_column(name, overflow="fold")
-        for setting, value, source, reason in rows:
-            table.add_row(setting, value, f"{source}: {reason}" if reason else source)
-        Console(stderr=True, highlight=False, markup=False).print(table)
+        told = [
+            (setting, value, f"{source}: {reason}" if reason else source) for setting, value, source, reason in rows
+        ]
+        print("\n".join(terminal.listing(told, shutil.get_terminal_size().columns)), file=sys.stderr)
         return 0
     widths = [max(len(row[column]) for row in rows) for column in range(3)] + [0]
     for row in rows:

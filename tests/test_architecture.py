@@ -55,7 +55,7 @@ PLUGINS = ("trainkit.strategies", "trainkit.data", "trainkit.models", "trainkit.
 
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
 SHARED = {
-    "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.following", "jobs.forecasting",
+    "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.expecting", "jobs.following", "jobs.forecasting",
     "jobs.anchoring", "jobs.benching", "jobs.peering", "jobs.peers", "jobs.returning", "jobs.sending",
     "jobs.starting", "jobs.sweeps",
 }  # fmt: skip

@@ -130,3 +130,15 @@ def test_a_command_in_a_message_is_quoted_whatever_the_names_in_it_are() -> None
 )
 def test_bytes_in_words(number: int, text: str) -> None:
     assert terminal.size(number) == text
+
+
+def test_a_listing_cuts_no_name_and_no_value_on_any_terminal() -> None:
+    long = "file " + "/a/long/path" * 9
+    rows = [("seed", "0", "default"), ("monitor.loggers", "['console', 'jsonl', 'wandb']", "default"), ("x", "1", long)]
+    assert terminal.listing(rows, 200)[0] == "seed             0           default"
+    for room in (30, 40, 80):
+        lines = terminal.listing(rows, room)
+        assert max(map(len, lines)) <= room
+        told = "".join("".join(lines).split())
+        assert all("".join(word.split()) in told for row in rows for word in row)
+    assert terminal.listing([], 80) == []

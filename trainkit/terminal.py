@@ -101,6 +101,29 @@ def table(
     return text
 
 
+_VALUE = 10
+"""Columns for values, so that the remarks stand below one another; longer ones push theirs aside."""
+
+
+def listing(rows: Sequence[tuple[str, str, str]], room: int) -> list[str]:
+    """Lines of names with a value and a remark, for a terminal of so many columns. No name and no value is cut: what
+    does not fit beside them stands below, set in."""
+    first = max((len(name) for name, _, _ in rows), default=0)
+    second = min(max((len(value) for _, value, _ in rows), default=0), _VALUE)
+    text: list[str] = []
+    for name, value, remark in rows:
+        line = f"{name:{first}}  {value:{second}}"
+        if len(line) + 2 + len(remark) <= room:
+            text.append(f"{line}  {remark}".rstrip())
+            continue
+        set_in = " " * (first + 2)
+        words = [value] if first + 2 + len(value) <= room else textwrap.wrap(value, max(room - first - 2, 10))
+        text.append(f"{name:{first}}  {words[0] if words else ''}".rstrip())
+        text += [set_in + word for word in words[1:]]
+        text += textwrap.wrap(remark, room, initial_indent="    ", subsequent_indent="    ")
+    return text
+
+
 def wrapped(line: str) -> list[str]:
     """A line of words as so many as the terminal needs, all but the first indented; a pipe or a file gets one."""
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.config.precision import auto_precision
 from trainkit.distributed.device import is_free_to_ask
 from trainkit.distributed.process_group import Distributed
 from trainkit.distributed.sharded import is_sharded, local_part
@@ -20,10 +20,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
-    """What ``auto`` means on this device: the fastest format that trains well there.
-
-    GPU: bf16 from Ampere on (emulated before), fp16 on Volta and Turing, else fp32. CPU: bf16 where the processor
-    multiplies it natively (AVX512-BF16, AMX), else fp32.
+    """What ``auto`` means on this device: `trainkit.config.precision.auto_precision`.
 
     Raises RefusedError when tf32 is asked for on a device without it.
     """
@@ -36,25 +33,13 @@ def choose_precision(asked: str, device: torch.device) -> str:
         )
     if asked != "auto":
         return asked
-    if device.type == "cuda":
-        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
-    return "bf16" if _cpu_flags() & {"avx512_bf16", "amx_bf16"} else "fp32"
+    return auto_precision(capability if device.type == "cuda" else None)
 
 
 def allow_tf32(allowed: bool) -> None:
     """Whether this process multiplies and convolves float32 in TF32, on GPUs that have it."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("flags"):
-                return set(line.split())
-    except OSError:
-        pass
-    return set()
 
 
 class Skip(NamedTuple):

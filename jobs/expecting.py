@@ -1,0 +1,126 @@
+"""What a dry run can say of the training before any rank has started: updates, precision, batches, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.config import yaml
+from trainkit.config.precision import ON_CPUS, ON_GPUS, auto_precision
+from trainkit.config.schema import Config
+from trainkit.config.traits import strategy_traits
+from trainkit.data import train_size
+from trainkit.data.order import steps_per_epoch
+from trainkit.errors import TrainkitError
+from trainkit.launch.explain import Row
+from trainkit.launch.plan import Plan
+from trainkit.records import index, reading
+from trainkit.records.rundir import RunDir
+
+DERIVED = "derived"
+LOOKED_AT = 50
+"""So many of the newest runs are looked at for one that tells what memory this one will need."""
+# What decides how much memory a rank needs, besides its micro batch and the number of ranks.
+_MODEL = ("model", "data.name", "data.image_size", "data.in_chans")
+_REST = (
+    *("strategy", "optim.name", "train.channels_last", "train.activation_checkpointing", "train.compile"),
+    *("train.ema_decay", "augment", "data.device"),
+)
+_BYTES_OF_A_PARAMETER = 16
+"""fp32 weights and gradients, and the two moments of Adam."""
+
+
+def expected_rows(plan: Plan, config: Config) -> list[Row]:
+    """Setting, value, source, reason: what follows from the settings; what cannot be known says who will know it."""
+    if strategy_traits(config.strategy.name).loop == "collaborative":
+        return [_precision(plan, config), _memory(plan, config)]
+    return [_steps(config), _precision(plan, config), *_batches(plan, config), _memory(plan, config)]
+
+
+def _steps(config: Config) -> Row:
+    train, images = config.train, train_size(config.data)
+    early = ", fewer if it stops early" if train.early_stopping_patience is not None else ""
+    if images is None:
+        total = "?" if train.max_steps is None else str(train.max_steps)
+        return "total_steps", total, DERIVED, f"the images are counted when the run starts{early}"
+    per_epoch = steps_per_epoch(images, train.global_batch_size)
+    how = f"{per_epoch} an epoch: {images:,} images in batches of {train.global_batch_size}"
+    if train.max_steps is not None:
+        return "total_steps", str(train.max_steps), DERIVED, f"train.max_steps; {how}{early}"
+    return "total_steps", str(train.epochs * per_epoch), DERIVED, f"{train.epochs} epochs, {how}{early}"
+
+
+def _precision(plan: Plan, config: Config) -> Row:
+    asked = config.train.precision
+    if asked != "auto":
+        return "precision", asked, DERIVED, "train.precision"
+    if plan.gpus_per_node:
+        return "precision", "auto", DERIVED, ON_GPUS
+    if plan.executor == "slurm":
+        return "precision", "auto", DERIVED, ON_CPUS
+    return "precision", auto_precision(None), DERIVED, f"this machine's; auto is {ON_CPUS}"
+
+
+def _batches(plan: Plan, config: Config) -> list[Row]:
+    share, micro = config.train.global_batch_size // plan.world_size, _micro(plan, config)
+    of = f"{config.train.global_batch_size} / {plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    if micro is None:
+        why = f"the largest that fits, and divides {share} ({of}), is found before the first update"
+        return [("micro_batch_size", "auto", DERIVED, why), ("grad_accum_steps", "auto", DERIVED, why)]
+    return [
+        ("micro_batch_size", str(micro), DERIVED, f"of the {share} samples of a rank's share ({of})"),
+        ("grad_accum_steps", str(share // micro), DERIVED, f"{share} / {micro}"),
+    ]
+
+
+def _micro(plan: Plan, config: Config) -> int | None:
+    if config.train.micro_batch_size == "auto":
+        return None
+    return config.train.given_micro_batch_size or config.train.global_batch_size // plan.world_size
+
+
+def _memory(plan: Plan, config: Config) -> Row:
+    """Of a rank: as a run of the same kind took it; else what its parameters alone take, where a run has counted them.
+
+    Nothing is guessed: activations are most of it, and only the model knows them.
+    """
+    settings, micro, counted = config.model_dump(mode="json"), _micro(plan, config), ""
+    for run in reversed(index.known()[-LOOKED_AT:]):
+        summary = reading.read_object(run / "summary.json")
+        if not summary:
+            continue
+        other = _settings(RunDir(run))
+        if other is None or any(_at(settings, key) != _at(other, key) for key in _MODEL):
+            continue
+        took, device = _most(summary), str(summary.get("device"))
+        same = (summary.get("micro_batch_size"), summary.get("world_size")) == (micro, plan.world_size)
+        alike = _at(settings, "train.precision") == _at(other, "train.precision")
+        alike = alike and all(_at(settings, key) == _at(other, key) for key in _REST)
+        if same and alike and took is not None and (device == "cpu") == (plan.gpus_per_node == 0):
+            why = f"as {run.name} took on {device}: the same model, batch, precision and strategy"
+            return "memory of a rank", f"{took:,.0f} MB", "earlier run", why
+        if not counted and reading.is_whole(params := summary.get("params")):
+            least = params * _BYTES_OF_A_PARAMETER / 2**20
+            counted = f"{params:,} parameters (counted by {run.name}), their gradients and moments take {least:,.0f} MB"
+    known = f"{counted}; of the activations no earlier run tells" if counted else "no earlier run of this model tells"
+    return "memory of a rank", "?", "not known", f"{known}. train.micro_batch_size=auto finds what fits"
+
+
+def _settings(run: RunDir) -> Mapping[str, Any] | None:
+    try:
+        return yaml.read(run.config)[0]
+    except TrainkitError:
+        return None
+
+
+def _at(settings: Mapping[str, Any], key: str) -> Any:
+    """A section, or a setting; None where it is not there."""
+    section, _, name = key.partition(".")
+    found = settings.get(section)
+    return found.get(name) if name and isinstance(found, dict) else found
+
+
+def _most(summary: Mapping[str, Any]) -> float | None:
+    ranks = summary.get("max_memory_mb_of_ranks")
+    found = [value for value in ranks if reading.is_number(value)] if isinstance(ranks, list) else []
+    return max(found, default=None)
