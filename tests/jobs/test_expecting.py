@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.rank_functions import run_command
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 
@@ -38,7 +39,8 @@ def test_what_a_dry_run_expects_is_what_the_run_does_and_takes(
     assert before["memory of a rank"] == (
         "?", "not known no earlier run of this model tells. train.micro_batch_size=auto finds what fits"
     )  # fmt: skip
-    assert command("submit", *arguments, "--executor", "debug").code == 0
+    done = run_command("submit", *arguments, "--executor", "debug", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "runs" / "single-0001")
     (started,) = read_events(run, "started")
     for name in ("total_steps", "precision", "micro_batch_size", "grad_accum_steps"):
