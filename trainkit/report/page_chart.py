@@ -145,24 +145,24 @@ def _path(points: Sequence[Point], lost: Sequence[float], x: Scale, y: Scale) ->
 
 def _end_labels(labels: Sequence[Series], x: Scale, y: Scale) -> list[Html]:
     """The labels at the right, apart from one another, each with a dot in its curve's colour."""
-    order = sorted(labels, key=lambda item: y(_end(item)[1]))
+    ends = sorted(((y(_end(item)), item) for item in labels), key=lambda end: end[0])
     places: list[float] = []
-    for item in order:
-        wanted = y(_end(item)[1])
+    for wanted, _ in ends:
         places.append(wanted if not places else max(wanted, places[-1] + _LINE))
     for at in reversed(range(len(places))):
         limit = HEIGHT - BOTTOM if at == len(places) - 1 else places[at + 1] - _LINE
         places[at] = min(places[at], limit)
     found = []
-    for item, place in zip(order, places, strict=True):
+    for (_, item), place in zip(ends, places, strict=True):
         colour = f"dot c{item.colour % COLOURS}"
         found.append(tag("circle", cx=f"{x.end + 6:.1f}", cy=f"{place:.1f}", r=3, class_=colour))
         found.append(tag("text", item.label, x=f"{x.end + 13:.1f}", y=f"{place:.1f}", dy="0.35em", class_="label"))
     return found
 
 
-def _end(item: Series) -> Point:
-    return smoothed(item.points)[-1] if len(thinned(item.points)) > _LONG else item.points[-1]
+def _end(item: Series) -> float:
+    """Where the drawn line ends."""
+    return smoothed(item.points)[-1][1] if len(item.points) > _LONG else item.points[-1][1]
 
 
 def _in_words(axes: Axes, series: Sequence[Series]) -> str:

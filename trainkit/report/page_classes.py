@@ -15,7 +15,7 @@ from trainkit.report.page_markup import NOTHING, Html, join, section, table, tag
 from trainkit.report.tables import Row
 
 _MOST_RUNS, _MOST_DRAWN, _MOST_NAMED, _MOST_BARS, _MOST_PAIRS = 4, 100, 30, 20, 10
-_MOST_IMAGES, _LARGEST_IMAGE = 48, 1 << 18
+_MOST_IMAGES, _MOST_OF_ONE, _LARGEST_IMAGE = 48, 8, 1 << 18
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -141,13 +141,15 @@ def _bars(counts: _Counts) -> Html:
     found = counts.per_class()
     shown = found if len(found) <= _MOST_NAMED else found[:_MOST_BARS]
     lines: list[Html] = []
+    begins = min(34, 6 + 2 * max((len(name) for name, _, _ in shown), default=0))  # percent of the width
+    room = 80 - begins
     for at, (name, total, right) in enumerate(shown):
         y, share = 22 * at, 100 * right / total
         text = name if len(name) <= 16 else name[:15] + "…"
         lines += [
             tag("text", text, x=0, y=y + 14),
-            tag("rect", x="34%", y=y + 4, width="44%", height=13, class_="track"),
-            tag("rect", x="34%", y=y + 4, width=f"{0.44 * share:.2f}%", height=13, class_="part c0"),
+            tag("rect", x=f"{begins}%", y=y + 4, width=f"{room}%", height=13, class_="track"),
+            tag("rect", x=f"{begins}%", y=y + 4, width=f"{room * share / 100:.2f}%", height=13, class_="part c0"),
             tag("text", f"{share:.1f} %", x="100%", y=y + 14, class_="end"),
         ]
     title = "Accuracy by class" if len(shown) == len(found) else f"The {len(shown)} worst of {len(found)} classes"
@@ -169,7 +171,8 @@ def _gallery(runs: Sequence[Facts]) -> Html:
     for facts in runs[:_MOST_RUNS]:
         for split in ("val", "test"):
             read = reading.read_object(facts.run_dir.mistakes(split))
-            images = [image for item in _list(read.get("images"))[:_MOST_IMAGES] if (image := _image(item))]
+            most = _MOST_IMAGES if len(runs) == 1 else _MOST_OF_ONE
+            images = [image for item in _list(read.get("images"))[:most] if (image := _image(item))]
             if images or read.get("images") == []:
                 step = f", step {read['step']}" if reading.is_whole(read.get("step")) else ""
                 where = f"{facts.label}, {split}{step}" if len(runs) > 1 else f"{split}{step}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from trainkit.records import reading
@@ -48,6 +49,8 @@ def curves(runs: Sequence[Facts]) -> Html:
     notes = ["Dotted lines: a later attempt went on."] if marks else []
     if len(shown) > 1:
         notes.insert(0, "Thick: validation. Thin: training.")
+    if any(facts.metrics.every > 1 for facts in shown):
+        notes.append("Of an enormous record so many train lines are drawn, evenly spread, as a curve can show.")
     if len(runs) > len(shown) == MOST:
         notes.append(f"The first {MOST} of {len(runs)} runs.")
     return section("curves", "Curves", _legend(shown), tag("div", *charts, class_="charts"), note=" ".join(notes))
@@ -81,7 +84,11 @@ def _series(
 
 def _end_value(key: str, points: Sequence[Point]) -> str:
     value = points[-1][1]
-    return f"{value:.1f}" if key in ("acc1", "acc5") else f"{value:,.0f}" if key == "images_per_sec" else f"{value:.3g}"
+    if key == "lr":
+        return f"peak {max(y for _, y in points):.3g}"
+    if key == "images_per_sec":
+        return f"median {median(y for _, y in points):,.0f}"
+    return f"{value:.1f}" if key in ("acc1", "acc5") else f"{value:.3g}"
 
 
 def _restarts(facts: Facts, by: str) -> list[float]:

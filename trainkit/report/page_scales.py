@@ -48,7 +48,7 @@ def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
         return [low]
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * (1 - 1e-9))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * 0.9)
     first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
     return [round(at * step, 12 - math.floor(math.log10(step)) if step < 1 else 6) for at in range(first, last + 1)]
 
