@@ -30,7 +30,7 @@ def forward(verb: str, argv: Sequence[str], host: str, env: Mapping[str, str]) -
 
 
 def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) -> list[Path]:
-    """Make the report there, and bring it here, into ``out``; the files. A sweep's is its table, which is printed."""
+    """Make the report there, and bring it here, into ``out``; the files."""
     there = Host.parse(host)
     made = f".trainkit/report-{secrets.token_hex(4)}"
     making = script(there, "jobs.report", [*runs, "--out", Word(made)])

@@ -10,7 +10,7 @@ from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.records.rundir import RunDir, find_runs
-from trainkit.report.logbook import write_logbook
+from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
 from trainkit.report.page import write_page
 from trainkit.report.sweep import FILE, write_results
 
@@ -24,28 +24,42 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         metavar="RUN",
         help="a run's name or folder; the first is the reference. A sweep: its results",
     )
+    parser.add_argument("--compare", action="store_true", help="print and write the comparison alone (comparison.md)")
     parser.add_argument("--out", type=Path, help="folder to write to (default: the run's, or ./report for several)")
     elsewhere.add_host_flag(parser)
     args = parser.parse_args(argv)
     if args.host is not None:
         for path in elsewhere.report(args.runs, args.host, args.out or Path("report"), env):
+            if path.name == FILE:
+                print(path.read_text(encoding="utf-8"))
             print(path.absolute())
         return 0
     found = [find_runs(reference, env) for reference in args.runs]
-    if len(found) == 1 and len(found[0]) > 1:
-        sweep = found[0][0].path.parent
-        print(write_results(sweep, found[0]), end="")
-        print(f"\n{sweep / FILE}")
-        return 0
+    is_sweep = len(found) == 1 and len(found[0]) > 1
     runs = list({run.path: run for group in found for run in group}.values())
-    out = args.out or (runs[0].path if len(runs) == 1 else Path("report"))
+    if args.compare and len(runs) < 2:
+        raise UserError(
+            "--compare needs two runs or more.",
+            why="There is nothing to set this one against.",
+            fix=f"Name the reference first: `python -m jobs.report REFERENCE {runs[0].name} --compare`.",
+        )
+    sweep = runs[0].path.parent
+    out = (args.out or (runs[0].path if len(runs) == 1 else sweep if is_sweep else Path("report"))).absolute()
     try:
-        written = write_logbook(runs, out.absolute())
+        if args.compare:
+            table, written = write_comparison(runs, out)
+            print(f"{table}\n")
+        elif is_sweep:
+            print(write_results(sweep, runs, out))
+            written = [out / FILE, *write_sweep(sweep, runs, out)]
+        else:
+            written = write_logbook(runs, out)
     except UserError as error:
         raise _explained(error, runs) from None
     for path in written:
         print(path)
-    print(write_page(runs, out.absolute()))
+    if not args.compare:
+        print(write_page(runs, out))
     return 0
 
 

@@ -63,3 +63,11 @@ def test_reporting_never_loads_torch(env: dict[str, str], tmp_path: Path) -> Non
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_comparison_is_printed_and_needs_two_runs(env: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ddp-0001", "ddp-0002", "--compare", "--out", "both"], env) == 0
+    assert "| run | strategy |" in capsys.readouterr().out
+    assert not Path("both/logbook.md").exists()
+    with pytest.raises(UserError, match="--compare needs two runs or more"):
+        main(["ddp-0001", "--compare"], env)

@@ -168,7 +168,7 @@ def test_the_results_of_a_sweep_are_one_table_with_the_best_first_and_means_over
     done = command("report", "ddp-0001")
     assert done.code == 0, done.err
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.out.splitlines() if "|" in line]
-    assert rows[0][:4] == ["run", "optim.lr", "seed", "val acc1"]
+    assert rows[0][:4] == ["folder", "optim.lr", "seed", "val acc1"]
     assert [row[:4] for row in rows[2:6]] == [
         ["2", "2e-3", "0", "91.00"],
         ["1", "1e-3", "1", "82.00"],
@@ -177,4 +177,4 @@ def test_the_results_of_a_sweep_are_one_table_with_the_best_first_and_means_over
     ]
     assert rows[5][-1] == "FAILED"
     assert rows[8:] == [["2e-3", "2", "91.00 (of 1)", NONE], ["1e-3", "2", "81.00 ± 1.41", NONE]]
-    assert (sweep / "results.md").read_text().startswith("| run | optim.lr |")
+    assert (sweep / "results.md").read_text().startswith("| folder | optim.lr |")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.contributions import Contributions, Counted
 from trainkit.records.rundir import RunDir
-from trainkit.report.logbook import write_logbook
+from trainkit.report import story, tables
+from trainkit.report.facts import Facts
+from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
 
 MakeRun = Callable[..., RunDir]
 
@@ -37,10 +40,10 @@ def test_it_has_settings_results_and_costs(make_run: MakeRun, tmp_path: Path) ->
     text = written([make_run(gpus=1)], tmp_path / "out")
     for line in (
         "| strategy | ddp |",
-        "| test, best checkpoint | 400 | 0.0600 | 98.90 % | 100.00 % |",
+        "| test, best checkpoint | 400 | 20.0 | 0.0600 | 98.90 % | 100.00 % |",
         "| training time | 12.8 s |",
         "| throughput, median | 2,010 images/s |",
-        "| peak memory of rank 0 | 812 MB |",
+        "| peak memory of rank 0 | 812 MB (of its process, on the CPU) |",
         "| GPU 0 of node1 | 90 % | 90 % | 8.8 GB of 16.0 GB | 65 W | – |",  # noqa: RUF001
         "| attempts | 1 (0 requeued) |",
     ):
@@ -51,7 +54,7 @@ def test_it_has_settings_results_and_costs(make_run: MakeRun, tmp_path: Path) ->
 def test_several_runs_are_compared_with_the_first(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [make_run("single-0001", preset="single", ranks=1, speed=990.0), make_run("ddp-0002", speed=1850.0)]
     text = written(runs, tmp_path / "out")
-    assert "| ddp-0002 | ddp | 2 | 400 | 98.71 % | 98.90 % | 13.8 s | 1,860 | 1.86× | 93 % | 1.87× | 812 MB |" in text  # noqa: RUF001
+    assert "| ddp-0002 | ddp | 2 | 400 | 98.71 % | 98.90 % | 13.8 s | 1,860 | 1.86× | 93 % | 1.87× |" in text  # noqa: RUF001
     assert "| strategy.name | single | ddp |" in text
     assert pictures(text)[:2] == ["throughput.png", "val-acc1.png"]
     assert text.count("\n## ") == 3
@@ -146,7 +149,7 @@ def test_the_gpus_are_in_the_log_book_as_nvidia_smi_shows_them(make_run: MakeRun
     run_dir = make_run("ddp-0001")
     (run_dir.path / "nvidia-smi-node1.txt").write_text("driver 550.54\nGPU 0  NVIDIA T4\n``` \x1b[31mred\n")
     text = write_logbook([run_dir], tmp_path / "out")[0].read_text()
-    assert "GPUs of node1:\n\n```\ndriver 550.54\nGPU 0 NVIDIA T4\n''' red\n```" in text
+    assert "GPUs of node1, as `nvidia-smi` has them:\n\n```\ndriver 550.54\nGPU 0 NVIDIA T4\n''' red\n```" in text
 
 
 def test_a_collaborative_run_names_who_has_contributed_how_much(make_run: MakeRun, tmp_path: Path) -> None:
@@ -174,3 +177,68 @@ def test_a_collaborative_run_tells_its_rounds_and_what_was_sent(make_run: MakeRu
     assert "| parts received | 50.0 % |" in text
     assert "| sent | 6.0 MB |\n| received | 1.5 MB |" in text
     assert "time of rank 0 went on" not in text
+
+
+def test_it_says_what_was_asked_and_where_it_ran(make_run: MakeRun, tmp_path: Path) -> None:
+    run_dir = make_run("ddp-0001", "optim.lr=0.01", "seed=3")
+    command = ["python", "-m", "jobs.submit", "ddp", "--nodes", "2", "optim.lr=1e-2", "seed=3", "train.epochs=20"]
+    about = {"command": command, "host": "login1", "python": "3.11.7", "packages": {"torch": "2.6.0"}}
+    run_dir.manifest.write_text(json.dumps(about))
+    text = written([run_dir], tmp_path / "out")
+    for line in (
+        "python -m jobs.submit ddp --nodes 2 optim.lr=1e-2 seed=3 train.epochs=20",
+        "| `optim.lr` | 0.01 | 0.002 |",
+        "| `seed` | 3 | 0 |",
+        "| `train.epochs` | 20 | 20 |",
+        "| GPUs | none: trained on the CPU |",
+        "| software | Python 3.11.7, torch 2.6.0 |",
+        "| submitted from | login1 |",
+    ):
+        assert line in text
+    assert "`optim.weight_decay`" not in text
+
+
+def test_every_attempt_has_a_row_that_says_how_it_ended(make_run: MakeRun, tmp_path: Path) -> None:
+    run_dir = make_run(steps=0, finished=False)
+    run_dir.events.unlink()
+    for time, kind, fields in (
+        (100.0, "started", {"attempt": 0, "step": 0, "world_size": 4, "hosts": ["n1", "n2"], "device": "NVIDIA T4"}),
+        (160.0, "handed_back", {"attempt": 0, "step": 30, "signals": ["SIGUSR2"]}),
+        (161.0, "requeued", {"attempt": 0}),
+        (200.0, "started", {"attempt": 1, "step": 30, "world_size": 2, "hosts": ["n2"], "device": "NVIDIA T4"}),
+        (210.0, "failed", {"attempt": 1, "rank": 1, "error": "NCCL error"}),
+        (211.0, "ended", {"attempt": 1, "state": "FAILED"}),
+        (300.0, "started", {"attempt": 2, "step": 30, "world_size": 4, "hosts": ["n1", "n2"], "device": "NVIDIA T4"}),
+    ):
+        jsonl.append(run_dir.events, {"time": time, "event": kind, **fields})
+    jsonl.append(run_dir.metrics, {"time": 349.0, "step": 50, "epoch": 2.5, "split": "train", "loss": 1.0})
+    rows = story.attempts_rows(Facts(run_dir, "r"))
+    assert [(row[0], *row[2:]) for row in rows] == [
+        ("0", "n1, n2", "4", "0 to 30", "1 min 01 s", "told to stop (SIGUSR2), saved, requeued"),
+        ("1", "n2", "2", "30 to 30", "11.0 s", "failed on rank 1: NCCL error"),
+        ("2", "n1, n2", "4", "30 to 50", "49.0 s", "killed without a word, or goes on"),
+    ]
+    costs = {row[0]: row[1] for row in tables.cost_rows(Facts(run_dir, "r"))}
+    assert costs["GPU-hours"] == "0.128", "(61 s x 4 + 11 s x 2 + 49 s x 4) / 3600"
+
+
+def test_the_runs_of_a_sweep_are_named_by_what_was_swept(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [make_run(f"ddp-0001/{index}", f"optim.lr={lr}") for index, lr in enumerate(("1e-3", "3e-3"))]
+    points = [{"run": str(i), "overrides": [f"optim.lr={lr}", "seed=0"]} for i, lr in enumerate(("1e-3", "3e-3"))]
+    (tmp_path / "runs" / "ddp-0001" / "sweep.json").write_text(json.dumps(points))
+    jsonl.append(runs[1].metrics, {"step": 400, "epoch": 20.0, "split": "val", "loss": 0.01, "acc1": 99.9})
+    text = write_sweep(runs[0].path.parent, runs, tmp_path / "out")[0].read_text()
+    assert re.findall("(?m)^## (.*)", text) == ["Results", "lr=3e-3", "lr=1e-3"], "the best first"
+    assert "2 of 2 runs have come to their end." in text
+    assert len(set(pictures(text))) == len(pictures(text)) == 7
+
+
+def test_a_comparison_says_what_does_not_compare(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [make_run("ddp-0001"), make_run("ddp-0002", "model.name=resnet18"), make_run("ddp-0003", steps=200)]
+    table, paths = write_comparison(runs, tmp_path / "out")
+    text = paths[0].read_text()
+    assert "- ddp-0002 is not compared in speed, time and memory: model.name resnet18 and not fashion_cnn." in text
+    assert "- ddp-0003 has no time ratio: it saw 12,800 images and not 25,600." in text
+    assert table.splitlines()[2] in text
+    assert "## Settings that differ" in text
+    assert "Cost" not in text, "the comparison alone"

@@ -7,7 +7,7 @@ import pytest
 
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
-from trainkit.report import tables
+from trainkit.report import comparing, tables
 from trainkit.report.facts import Facts, collect
 
 MakeRun = Callable[..., RunDir]
@@ -18,8 +18,8 @@ def settings(run_dir: RunDir) -> dict[str, str]:
 
 
 def compared(*runs: RunDir) -> list[dict[str, str]]:
-    rows = tables.comparison_rows(collect(runs))
-    return [dict(zip(tables.COMPARISON, row, strict=True)) for row in rows]
+    rows = comparing.comparison_rows(collect(runs))
+    return [dict(zip(comparing.COMPARISON, row, strict=True)) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_results_are_those_of_best_last_and_test(make_run: MakeRun) -> None:
     jsonl.append(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", "loss": 0.04, "acc1": 99.9, "acc5": 100})
     run_dir.summary.write_text(json.dumps({"best_step": 380}))
     rows = tables.results_rows(Facts(run_dir, "r"))
-    assert rows[0] == ("val, best checkpoint", "380", "0.0400", "99.90 %", "100.00 %")
+    assert rows[0] == ("val, best checkpoint", "380", "19.0", "0.0400", "99.90 %", "100.00 %")
     assert rows[1][:2] == ("val, last", "400")
-    assert rows[2] == ("test, best checkpoint", "380", "0.0600", "98.90 %", "100.00 %")
+    assert rows[2] == ("test, best checkpoint", "380", "19.0", "0.0600", "98.90 %", "100.00 %")
 
 
 def test_averaged_weights_have_rows_of_their_own(make_run: MakeRun) -> None:
@@ -90,7 +90,7 @@ def test_averaged_weights_have_rows_of_their_own(make_run: MakeRun) -> None:
     jsonl.append(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", **both})
     run_dir.summary.write_text(json.dumps({"best_step": 380}))
     rows = tables.results_rows(Facts(run_dir, "r"))
-    assert rows[1] == ("val, best checkpoint, averaged weights", "380", "0.0300", "99.50 %", "100.00 %")
+    assert rows[1] == ("val, best checkpoint, averaged weights", "380", "19.0", "0.0300", "99.50 %", "100.00 %")
     assert [name for name, *_ in rows if "averaged" in name] == ["val, best checkpoint, averaged weights"]
 
 
@@ -115,7 +115,7 @@ def test_settings_that_differ_are_listed_and_equal_ones_are_not(make_run: MakeRu
         make_run("ddp-0001"),
         make_run("ddp-0002", "optim.lr=0.01", "launch.nodes=2", "launch.time=10", "data.root=/x"),
     ]
-    assert tables.difference_rows(collect(runs)) == [("optim.lr", "0.002", "0.01"), ("launch.nodes", "1", "2")]
+    assert comparing.difference_rows(collect(runs)) == [("optim.lr", "0.002", "0.01"), ("launch.nodes", "1", "2")]
 
 
 def test_each_gpu_has_a_row_of_its_own(make_run: MakeRun) -> None:
@@ -149,7 +149,7 @@ def test_memory_of_all_ranks_energy_utilisation_and_advice_are_costs(make_run: M
     told = {"max_memory_mb_of_ranks": [900.0, 2048.0], "mfu": 41.234, "advice": "62% data wait: data.workers=4"}
     rows = tables.cost_rows(summarized(make_run("ddp-0001"), energy={"gpu_kwh": 1.23456}, **told))
     costs = {row[0]: row[1] for row in rows}
-    assert costs["peak memory of all ranks"] == "900 MB to 2.0 GB"
+    assert costs["peak memory of every rank"] == "900 MB, 2.0 GB"
     assert costs["energy"] == "GPUs 1.23 kWh"
     assert costs["model FLOPs utilisation"] == "41.2 %"
     assert costs["would be faster"] == "62% data wait: data.workers=4"

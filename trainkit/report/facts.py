@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,53 +18,20 @@ from trainkit.records.events import read_events
 from trainkit.records.metrics import Thinned, read_thinned
 from trainkit.records.rundir import RunDir
 from trainkit.records.setbacks import Setbacks, setbacks_of
+from trainkit.report.points import name_of, points_of
+from trainkit.report.samples import HostSamples
 
 _SHOWN_BYTES = 16384
 _MOST_SAMPLES = 50_000
 """Of all hosts together: of a run of weeks on many nodes nobody looks at more."""
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Mean and highest value of one hardware reading over a run."""
-
-    mean: float
-    highest: float
-
-
-@dataclass(frozen=True)
-class HostSamples:
-    """Hardware samples of one host."""
-
-    host: str
-    samples: list[dict[str, Any]]
-
-    def machine(self, key: str) -> Usage | None:
-        """Usage of a reading of the machine: ``cpu_percent``, ``memory_used_mb`` ..."""
-        return _usage(sample.get(key) for sample in self.samples)
-
-    def gpu_indices(self) -> list[int]:
-        """GPUs that were sampled, by NVML's index."""
-        return sorted({gpu["index"] for sample in self.samples for gpu in _gpus(sample)})
-
-    def gpu(self, index: int, key: str) -> Usage | None:
-        """Usage of a reading of one GPU: ``util_percent``, ``memory_used_mb``, ``power_w`` ..."""
-        return _usage(gpu.get(key) for sample in self.samples for gpu in _gpus(sample) if gpu["index"] == index)
-
-    def series(self, key: str, gpu: int | None = None) -> list[tuple[float, float]]:
-        """(time, value) of a reading of the machine, or of one GPU."""
-        points = []
-        for sample in self.samples:
-            holders = [sample] if gpu is None else [found for found in _gpus(sample) if found["index"] == gpu]
-            points += [(sample["time"], holder[key]) for holder in holders if reading.is_number(holder.get(key))]
-        return points
-
-
 class Facts:
     """One run, as far as its folder tells."""
 
-    def __init__(self, run_dir: RunDir, label: str) -> None:
+    def __init__(self, run_dir: RunDir, label: str, point: Mapping[str, str] | None = None) -> None:
         self.run_dir, self.label = run_dir, label
+        self.point = dict(point or {})  # of a run of a sweep what was swept: keys and its values
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -152,6 +118,13 @@ class Facts:
             if event.get("event") == "started" and key in event:
                 return event[key]
         return self.summary.get(key)
+
+    @property
+    def memory_of_ranks(self) -> list[float]:
+        """Peak memory of every rank in MB, by rank; of a run without an end that of rank 0, if it is known."""
+        told = self.summary.get("max_memory_mb_of_ranks")
+        known = [float(value) for value in told if reading.is_number(value)] if isinstance(told, list) else []
+        return known or ([self.max_memory_mb] if self.max_memory_mb is not None else [])
 
     @property
     def steps(self) -> int:
@@ -269,29 +242,23 @@ class Facts:
 
 
 def collect(runs: Iterable[RunDir]) -> list[Facts]:
-    """Facts of runs, each under a name that no other has: runs of one name also get their folder's."""
+    """Facts of runs, each under a name that no other has: runs of one name also get their folder's.
+
+    A run of a sweep has its name from what was swept.
+    """
     runs = list(runs)
-    names = [terminal.one_line(run.name) for run in runs]
+    sweeps = {folder: points_of(folder) for folder in dict.fromkeys(run.path.parent for run in runs)}
+    points = [sweeps[run.path.parent].get(run.path.name, {}) for run in runs]
+    names = [name_of(point) or terminal.one_line(run.name) for run, point in zip(runs, points, strict=True)]
     labels = [
         name if names.count(name) == 1 else f"{run.path.parent.name}/{name}"
         for run, name in zip(runs, names, strict=True)
     ]
     unique = [label if labels.count(label) == 1 else str(run.path) for label, run in zip(labels, runs, strict=True)]
-    return [Facts(run, label) for run, label in zip(runs, unique, strict=True)]
+    return [Facts(run, label, point) for run, label, point in zip(runs, unique, points, strict=True)]
 
 
 def _takes_all_gpus(strategy: str) -> bool:
     # Of one of the user's own nothing is asked: its code may be gone, or be a stranger's.
     known = strategy in plugins.available("trainkit.strategies")
     return known and strategy_traits(strategy).gpus_per_rank == "all"
-
-
-def _gpus(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    gpus = sample.get("gpus")
-    readable = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-    return [gpu for gpu in readable if reading.is_whole(gpu.get("index"))]
-
-
-def _usage(values: Iterable[Any]) -> Usage | None:
-    numbers = [float(value) for value in values if reading.is_number(value)]
-    return Usage(statistics.fmean(numbers), max(numbers)) if numbers else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,9 +14,11 @@ from pathlib import Path
 from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.records.rundir import RunDir
-from trainkit.report import contributors, plots, tables
+from trainkit.report import comparing, contributors, plots, story, tables
 from trainkit.report.facts import Facts, collect
+from trainkit.report.sweep import by_accuracy, sweep_tables
 
+_MOST_OF_A_SWEEP = 8
 MARK = "<!-- Written by `python -m jobs.report`. A new report replaces this file: copy it before you edit it. -->"
 
 
@@ -33,6 +37,12 @@ class _Pages:
         self.written.append(path)
         return f"![{text}]({path.name})\n"
 
+    def slug(self, label: str) -> str:
+        """A run's name for its files; of two that would be alike, each has its own."""
+        slug = re.sub(r"[^A-Za-z0-9_.]+", "-", label).strip("-")
+        taken = {path.name.rpartition("-")[0] for path in self.written}
+        return next(name for n in itertools.count(1) if (name := f"{slug}-{n}" if n > 1 else slug) not in taken)
+
 
 def write_logbook(runs: Sequence[RunDir], out: Path) -> list[Path]:
     """Write ``out/logbook.md`` and its plots; the paths of what was written, the log book first.
@@ -43,49 +53,115 @@ def write_logbook(runs: Sequence[RunDir], out: Path) -> list[Path]:
         UserError: no metrics in any of the runs; ``out`` cannot be written; a ``logbook.md`` there is somebody else's.
     """
     found = collect(runs)
-    if not any(facts.train or facts.val or facts.test or facts.started("world_size") for facts in found):
-        raise UserError(
-            f"Nothing to report on in {', '.join(facts.label for facts in found)}.",
-            why="No training has begun: there are neither metrics nor a start.",
-            fix=f"See what the run does with `{terminal.command('logs', found[0].run_dir.path)}`.",
-        )
-    path = out / "logbook.md"
-    pages = _Pages(out, [path])
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-            raise UserError(
-                f"{path} was not written by this command.",
-                why="It would be replaced.",
-                fix="Choose another folder with --out FOLDER, or move that file away.",
-            )
+    require_something(found)
+    pages = _Pages(out, [])
+    with written_to(out / "logbook.md") as path:
+        pages.written.append(path)
         if len(found) == 1:
             parts = [_run(found[0], pages, "# Log book: ", "##")]
         else:
             parts = [f"# Log book of {len(found)} runs", _comparison(found, pages)]
             parts += [_run(facts, pages, "## ", "###") for facts in found]
         path.write_text("\n\n".join([MARK, *parts]) + "\n", encoding="utf-8")
+    return pages.written
+
+
+def write_sweep(sweep: Path, runs: Sequence[RunDir], out: Path) -> list[Path]:
+    """Write ``out/logbook.md`` of a sweep: its results, the best first, and the log books of the best runs.
+
+    Raises UserError where it cannot be written.
+    """
+    found = sorted(collect(runs), key=by_accuracy)
+    pages = _Pages(out, [])
+    with written_to(out / "logbook.md") as path:
+        pages.written.append(path)
+        parts = [f"# Log book of the sweep {terminal.one_line(sweep.name)}", _finished(found)]
+        parts += [
+            "## Results",
+            *(tables.markdown(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)),
+        ]
+        shown = found[:_MOST_OF_A_SWEEP]
+        parts += [
+            pages.picture("val-acc1", "validation accuracy", lambda path: plots.draw_accuracies(shown, path)).rstrip()
+        ]
+        if rest := found[_MOST_OF_A_SWEEP:]:
+            one = terminal.command("report", rest[0].run_dir.path)
+            parts.append(f"Here are the best {len(shown)} of them; every other has its log book by `{one}`.")
+        parts += [_run(facts, pages, "## ", "###") for facts in shown]
+        path.write_text("\n\n".join([MARK, *(part for part in parts if part)]) + "\n", encoding="utf-8")
+    return pages.written
+
+
+def _finished(runs: Sequence[Facts]) -> str:
+    done = sum(facts.finished for facts in runs)
+    diverged = [facts.label for facts in runs if facts.setbacks.diverged]
+    more = f" **Diverged**: {', '.join(diverged)}." if diverged else ""
+    return f"{done} of {len(runs)} runs have come to their end.{more}"
+
+
+def require_something(found: Sequence[Facts]) -> None:
+    """Raises UserError where none of the runs has begun."""
+    if not any(facts.train or facts.val or facts.test or facts.started("world_size") for facts in found):
+        raise UserError(
+            f"Nothing to report on in {', '.join(facts.label for facts in found)}.",
+            why="No training has begun: there are neither metrics nor a start.",
+            fix=f"See what the run does with `{terminal.command('logs', found[0].run_dir.path)}`.",
+        )
+
+
+@contextmanager
+def written_to(path: Path) -> Iterator[Path]:
+    """Its folder is made. Raises UserError where it cannot be written, or would replace what somebody else wrote."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+            raise UserError(
+                f"{path} was not written by this command.",
+                why="It would be replaced.",
+                fix="Choose another folder with --out FOLDER, or move that file away.",
+            )
+        yield path
     except OSError as error:
         raise UserError(
-            f"Cannot write the log book in {out}.",
+            f"Cannot write the log book in {path.parent}.",
             why=f"{error.strerror}: {error.filename}",
             fix="Choose another folder with --out FOLDER.",
         ) from None
-    return pages.written
+
+
+def write_comparison(runs: Sequence[RunDir], out: Path) -> tuple[str, list[Path]]:
+    """Write ``out/comparison.md``, the comparison alone, with its plots; its table, and the paths.
+
+    Raises UserError as `write_logbook` does.
+    """
+    found = collect(runs)
+    require_something(found)
+    pages = _Pages(out, [])
+    with written_to(out / "comparison.md") as path:
+        pages.written.append(path)
+        path.write_text("\n\n".join([MARK, _comparison(found, pages)]) + "\n", encoding="utf-8")
+    return tables.markdown(comparing.COMPARISON, comparing.comparison_rows(found), numbers_from=2), pages.written
 
 
 def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
     first = runs[0].label
+    simulated = [facts.label for facts in runs if story.is_simulated(facts)]
     parts = [
         "## Comparison",
-        tables.markdown(tables.COMPARISON, tables.comparison_rows(runs), numbers_from=2),
+        tables.markdown(comparing.COMPARISON, comparing.comparison_rows(runs), numbers_from=2),
         f"Speed-up: images/s relative to {first}. Efficiency: speed-up divided by how many times more processors there"
         " are (ranks, or GPUs under DataParallel). Time ratio: training time of"
-        f" {first} divided by that of the run, where both did the same number of steps to the end.",
+        f" {first} divided by that of the run, where both saw the same number of images to the end. Memory saved: of"
+        f" the rank that needs most, relative to {first}, where a rank takes as many images in one pass.",
+        "\n".join(f"- {sentence}" for sentence in comparing.not_comparable(runs)),
+        f"The nodes of {', '.join(simulated)} were simulated on one machine, whose processors their ranks share:"
+        " speed-up and efficiency say nothing of real nodes."
+        if simulated
+        else "",
         pages.picture("throughput", "images per second of every run", lambda path: plots.draw_comparison(runs, path)),
         pages.picture("val-acc1", "validation accuracy of every run", lambda path: plots.draw_accuracies(runs, path)),
     ]
-    different = tables.difference_rows(runs)
+    different = comparing.difference_rows(runs)
     if different:
         header = ("setting", *(facts.label for facts in runs))
         parts += ["### Settings that differ", tables.markdown(header, different)]
@@ -93,36 +169,55 @@ def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
 
 
 def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
-    slug = re.sub(r"[^A-Za-z0-9_.]+", "-", facts.label).strip("-")
+    slug = pages.slug(facts.label)
     results, costs = tables.results_rows(facts), tables.cost_rows(facts)
     pictures = [
         pages.picture(f"{slug}-curves", "loss and accuracy", lambda path: plots.draw_curves(facts, path)),
         pages.picture(f"{slug}-pace", "learning rate and throughput", lambda path: plots.draw_pace(facts, path)),
         pages.picture(f"{slug}-hardware", "use of the hardware", lambda path: plots.draw_hardware(facts, path)),
     ]
-    settings = tables.markdown(("setting", "value"), tables.settings_rows(facts))
-    parts = [f"{title}{facts.label}", _outcome(facts), f"{heading} Settings", settings]
+    parts = [f"{title}{facts.label}", _outcome(facts), *_asked(facts, heading)]
+    if where := story.where_rows(facts):
+        parts += [f"{heading} Where it ran", tables.markdown(("", "what"), where)]
+    parts += [f"{heading} Settings", tables.markdown(("setting", "value"), tables.settings_rows(facts))]
     if results:
-        header = ("split", "step", "loss", "acc1", "acc5")
-        parts += [f"{heading} Results", tables.markdown(header, results, numbers_from=1)]
+        parts += [f"{heading} Results", tables.markdown(tables.RESULTS, results, numbers_from=1)]
     if costs:
         parts += [f"{heading} Cost", tables.markdown(("measure", "value"), costs)]
     rounds = contributors.rounds_rows(facts)
     if (spent := tables.spent_rows(facts)) and not rounds:  # the loop of rounds does not tell the parts of an update
-        parts.append(tables.markdown(tables.SPENT, spent, numbers_from=1))
+        parts += [tables.markdown(tables.SPENT, spent, numbers_from=1), tables.SPENT_NOTE]
     if facts.hosts:
         parts.append(tables.markdown(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
-    parts += [f"GPUs of {host}:\n\n```\n{text}\n```" for host, text in facts.gpus_shown]
+    parts += [f"GPUs of {host}, as `nvidia-smi` has them:\n\n```\n{text}\n```" for host, text in facts.gpus_shown]
+    if facts.started("device") == "cpu":
+        parts.append("No GPU took part: there is nothing for `nvidia-smi` to show.")
+    if attempts := story.attempts_rows(facts):
+        parts += [f"{heading} Attempts", tables.markdown(story.ATTEMPTS, attempts)]
     if rounds:
         parts += [f"{heading} Rounds", tables.markdown(("measure", "value"), rounds)]
     if contributed := contributors.rows(facts):
         parts += [f"{heading} Contributions", tables.markdown(contributors.HEADER, contributed, numbers_from=1)]
     if any(pictures):
         parts += [f"{heading} Curves", *pictures]
+    if facts.metrics.every > 1:
+        parts.append(f"Of the train records one in {facts.metrics.every} is in the curves, medians and estimates here.")
     if facts.missing:
         parts += [f"{heading} Not recorded", "\n".join(f"- {item}" for item in facts.missing)]
     parts += [f"{heading} Files", _files(facts)]
     return "\n\n".join(part.rstrip() for part in parts if part)
+
+
+def _asked(facts: Facts, heading: str) -> list[str]:
+    command, preset = story.asked(facts)
+    changed = story.changed_rows(facts)
+    parts = [f"{heading} What was asked"] if command or changed else []
+    parts += [f"```\n{command}\n```".replace("`" * 4, "'")] if command else []
+    if changed:
+        parts.append(tables.markdown(story.CHANGED, changed))
+    elif command and preset:
+        parts.append(f"All other settings are those of the preset `{preset}`.")
+    return parts
 
 
 def _outcome(facts: Facts) -> str:

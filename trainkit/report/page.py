@@ -16,7 +16,7 @@ from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
-from trainkit.report import contributors, tables
+from trainkit.report import comparing, contributors, tables
 from trainkit.report.facts import Facts, collect
 from trainkit.report.page_classes import classes
 from trainkit.report.page_costs import hardware, scaling, spent
@@ -124,13 +124,14 @@ def _lead(runs: Sequence[Facts]) -> list[Html]:
 
 def _outcome(facts: Facts) -> tuple[bool, str]:
     """Whether it came to its end, and how in words."""
+    lost = f" It has diverged: {facts.setbacks.in_words()}." if facts.setbacks.diverged else ""
     if facts.finished:
-        return True, f"Finished after {facts.steps:,} steps."
+        return not lost, f"Finished after {facts.steps:,} steps.{lost}"
     total = facts.started("total_steps")
     of = f" of {total:,}" if isinstance(total, int) else ""
     last = next((event for event in reversed(facts.events) if event.get("event") in ("failed", "handed_back")), None)
     why = f" {last.get('error')}" if last and last["event"] == "failed" and last.get("error") else ""
-    return False, f"Not finished: {facts.steps:,}{of} steps.{why}"
+    return False, f"Not finished: {facts.steps:,}{of} steps.{why}{lost}"
 
 
 def _figures(facts: Facts) -> Html:
@@ -153,12 +154,12 @@ def _figures(facts: Facts) -> Html:
 def _comparison(runs: Sequence[Facts]) -> Html:
     if len(runs) < 2:
         return Html()
-    different = tables.difference_rows(runs)
+    different = comparing.difference_rows(runs)
     header = ("setting", *(facts.label for facts in runs))
     diff = [tag("h3", "Settings that differ"), table(header, different)] if different else []
-    rows = tables.comparison_rows(runs)
+    rows = comparing.comparison_rows(runs)
     note = f"Speed-up and time ratio are relative to {runs[0].label}."
-    return section("comparison", "Comparison", table(tables.COMPARISON, rows, numbers_from=2), *diff, note=note)
+    return section("comparison", "Comparison", table(comparing.COMPARISON, rows, numbers_from=2), *diff, note=note)
 
 
 def _rounds(runs: Sequence[Facts]) -> Html:

@@ -8,10 +8,11 @@ from statistics import median
 
 from trainkit.report import tables
 from trainkit.report.drawing import time_unit
-from trainkit.report.facts import Facts, HostSamples
+from trainkit.report.facts import Facts
 from trainkit.report.page_chart import Axes, Series, line_chart
 from trainkit.report.page_markup import NOTHING, Html, join, section, table, tag
 from trainkit.report.page_scales import Point
+from trainkit.report.samples import HostSamples
 from trainkit.report.tables import TIMES, Row, number
 
 # The parts of an update by what a reader looks for: computing is blue, waiting is not.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.records import reading
 from trainkit.records.rundir import RunDir
 from trainkit.report.facts import Facts, collect
+from trainkit.report.points import points_of
 from trainkit.report.tables import NONE, Row, duration, markdown, number
 
 FILE = "results.md"
@@ -19,10 +18,10 @@ FILE = "results.md"
 
 def sweep_tables(sweep: Path, runs: Sequence[RunDir]) -> list[tuple[Row, list[Row]]]:
     """Header and rows of the table of all runs; and, where seeds were swept, of the means over them."""
-    points = _points(sweep)
-    found = sorted(collect(runs), key=_rank)
+    points = points_of(sweep)
+    found = sorted(collect(runs), key=by_accuracy)
     keys = list(dict.fromkeys(key for point in points.values() for key in point))
-    header = ("run", *keys, "val acc1", "epoch", "test acc1", "training time", "")
+    header = ("folder", *keys, "val acc1", "epoch", "test acc1", "training time", "")
     rows = [_row(facts, [points.get(facts.run_dir.path.name, {}).get(key, NONE) for key in keys]) for facts in found]
     tables = [(header, rows)]
     others = [key for key in keys if key != "seed"]
@@ -39,44 +38,28 @@ def sweep_tables(sweep: Path, runs: Sequence[RunDir]) -> list[tuple[Row, list[Ro
     return tables
 
 
-def write_results(sweep: Path, runs: Sequence[RunDir]) -> str:
-    """Write ``results.md`` into the sweep's folder; its text.
+def write_results(sweep: Path, runs: Sequence[RunDir], out: Path) -> str:
+    """Write ``out/results.md``; its text.
 
     Raises UserError where it cannot be written.
     """
     tables = [markdown(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)]
     text = "\n\n".join(tables) + "\n"
     try:
-        (sweep / FILE).write_text(text, encoding="utf-8")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / FILE).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"Cannot write {sweep / FILE}.", why=f"{error.strerror}.", fix="Free some space, or check who may write."
+            f"Cannot write {out / FILE}.", why=f"{error.strerror}.", fix="Free some space, or check who may write."
         ) from None
     return text
-
-
-def _points(sweep: Path) -> dict[str, dict[str, str]]:
-    """What sweep.json says was swept: by run, each key with its value. Overrides that all runs share are left out."""
-    try:
-        told = json.loads(reading.read_text(sweep / "sweep.json"))
-        found = {str(item["run"]): dict(_pair(str(word)) for word in item["overrides"]) for item in told}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-    first = next(iter(found.values()), {})
-    shared = {key for key in first if len(found) > 1 and all(other.get(key) == first[key] for other in found.values())}
-    return {run: {key: value for key, value in point.items() if key not in shared} for run, point in found.items()}
-
-
-def _pair(override: str) -> tuple[str, str]:
-    key, _, value = terminal.one_line(override).partition("=")
-    return key, value
 
 
 def _row(facts: Facts, values: Sequence[str]) -> Row:
     best = facts.best_val
     seconds = facts.train_seconds
     return (
-        facts.run_dir.name,
+        facts.run_dir.path.name,
         *values,
         number(_val(facts), ".2f"),
         number(best.get("epoch") if best else None, ".1f"),
@@ -95,7 +78,8 @@ def _unfinished(facts: Facts) -> str:
     return f"{facts.steps} steps so far" if facts.steps else "not begun"
 
 
-def _rank(facts: Facts) -> tuple[bool, float, int]:
+def by_accuracy(facts: Facts) -> tuple[bool, float, int]:
+    """For sorting: the best by validation first, those without any last."""
     value, name = _val(facts), facts.run_dir.path.name
     return value is None, -(value or 0.0), int(name) if name.isdecimal() else 0
 

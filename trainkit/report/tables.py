@@ -7,7 +7,9 @@ from typing import Any
 
 from trainkit.ranks.hostlist import fold
 from trainkit.records import reading
-from trainkit.report.facts import Facts, Usage
+from trainkit.report.facts import Facts
+from trainkit.report.samples import Usage
+from trainkit.report.spans import processor_hours
 
 Row = tuple[str, ...]
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -46,41 +48,61 @@ def settings_rows(facts: Facts) -> list[Row]:
     return [row for row in rows if row[1] != NONE]
 
 
+RESULTS = ("split", "step", "epoch", "loss", "acc1", "acc5")
+
+
 def results_rows(facts: Facts) -> list[Row]:
-    """Split, step, loss, acc1, acc5 of the best and the last evaluation and the test; of averaged weights as well."""
+    """Of the best and the last evaluation and the test, of averaged weights as well; the columns are those of
+    `RESULTS`."""
     found = []
     best, last = facts.best_val, facts.val[-1] if facts.val else None
     for name, record in (("val, best checkpoint", best), ("val, last", last), ("test, best checkpoint", facts.test)):
-        if record is not None:
-            step = facts.summary.get("best_step") if record is facts.test else record["step"]
-            for prefix, whose in (("", ""), ("ema_", ", averaged weights")):
-                if not prefix or "ema_loss" in record:
-                    percent = [number(record.get(f"{prefix}{key}"), ".2f", " %") for key in ("acc1", "acc5")]
-                    found.append((name + whose, _text(step), number(record.get(f"{prefix}loss"), ".4f"), *percent))
+        if record is None:
+            continue
+        at = record
+        if record is facts.test:
+            step = facts.summary.get("best_step")
+            at = best if best is not None and best["step"] == step else {"step": step}
+        for prefix, whose in (("", ""), ("ema_", ", averaged weights")):
+            if not prefix or "ema_loss" in record:
+                percent = [number(record.get(f"{prefix}{key}"), ".2f", " %") for key in ("acc1", "acc5")]
+                where = (_text(at.get("step")), number(at.get("epoch"), ".1f"))
+                found.append((name + whose, *where, number(record.get(f"{prefix}loss"), ".4f"), *percent))
     return found
 
 
 def cost_rows(facts: Facts) -> list[Row]:
-    """Time, speed, memory, restarts."""
+    """Time, speed, memory, energy, restarts."""
     estimated = "" if reading.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
     seconds, wall = facts.train_seconds, facts.wall_seconds
     rows: list[Row] = [
         ("training time", duration(seconds) + estimated if seconds is not None else NONE),
         ("wall-clock time, first start to end", duration(wall) if wall is not None else NONE),
-        ("throughput, median", number(facts.images_per_sec, ",.0f", " images/s")),
-        ("peak memory of rank 0", memory(facts.max_memory_mb)),
+        ("throughput, median", speed(facts.images_per_sec)),
+        ("largest batch", _largest_batch(facts)),
+        ("peak memory of rank 0", memory(facts.max_memory_mb) + _resident(facts)),
     ]
-    ranks = [value for value in _list(facts.summary.get("max_memory_mb_of_ranks")) if reading.is_number(value)]
+    ranks = facts.memory_of_ranks
     if len(ranks) > 1:
-        rows.append(("peak memory of all ranks", f"{memory(min(ranks))} to {memory(max(ranks))}"))
+        rows.append(("peak memory of every rank", _each(ranks)))
+    kept = [value for value in _list(facts.summary.get("max_memory_reserved_mb_of_ranks")) if reading.is_number(value)]
+    if kept:
+        rows.append(("and reserved by its allocator", _each(kept)))
+    rows.append(("GPU utilisation, mean", _utilisation(facts)))
     rows.append(("model FLOPs utilisation", number(facts.summary.get("mfu"), ".1f", " %")))
+    rows.append(("GPU-hours", _gpu_hours(facts)))
     rows.append(("energy", _energy(facts.summary.get("energy"))))
+    rows.append(("updates that came to nothing", facts.setbacks.in_words() or NONE))
     rows.append(("would be faster", _text(facts.summary.get("advice"))))
     rows.append(("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE))
     return [row for row in rows if row[1] != NONE]
 
 
 SPENT = ("time of rank 0 went on", "seconds", "of all")
+SPENT_NOTE = (
+    "start: until the ranks have met and the data is there; data: waiting for images; exposed: waiting for gradients of"
+    " other ranks that nothing hides; other: records and the loop itself."
+)
 
 
 def spent_rows(facts: Facts) -> list[Row]:
@@ -109,30 +131,6 @@ def hardware_rows(facts: Facts) -> list[Row]:
     return rows
 
 
-def comparison_rows(runs: Sequence[Facts]) -> list[Row]:
-    """One row a run, set against the first; the columns are those of `COMPARISON`."""
-    return [_compared(facts, runs[0]) for facts in runs]
-
-
-COMPARISON = (
-    "run", "strategy", "processors", "steps", "val acc1", "test acc1", "training time", "images/s", "speed-up",
-    "efficiency", "time ratio", "peak memory",
-)  # fmt: skip
-
-
-def difference_rows(runs: Sequence[Facts]) -> list[Row]:
-    """Settings of the training, and nodes and ranks, that are not the same in all runs: key, then its value in each."""
-    ignored = ("launch.", "monitor.", "collaborative.", "data.root", "data.workers")
-    flat = [_flat(facts.config) for facts in runs]
-    keys = dict.fromkeys(key for settings in flat for key in settings if not key.startswith(ignored))
-    nodes = ["launch.nodes", "launch.ntasks_per_node", "launch.gpus_per_node"]
-    return [
-        (key, *(_text(settings.get(key)) for settings in flat))
-        for key in [*keys, *nodes]
-        if len({repr(settings.get(key)) for settings in flat}) > 1
-    ]
-
-
 def number(value: Any, spec: str, unit: str = "") -> str:
     """A number in ``spec`` with its unit, or a dash."""
     return format(value, spec) + unit if reading.is_number(value) else NONE
@@ -147,36 +145,21 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"
 
 
-def memory(mb: float | None) -> str:
+def speed(images_per_sec: float | None) -> str:
+    """``2,010 images/s``; slow ones, as of a large model on a CPU, with decimals."""
+    return number(images_per_sec, speed_spec(images_per_sec or 0.0), " images/s")
+
+
+def speed_spec(images_per_sec: float) -> str:
+    """The format of images/s: never 0 for what is not nothing."""
+    return ",.0f" if images_per_sec >= 20 else ".1f" if images_per_sec >= 2 else ".2g"
+
+
+def memory(mb: Any) -> str:
     """Megabytes as ``812 MB`` or ``15.2 GB``."""
-    if mb is None:
+    if not reading.is_number(mb):
         return NONE
     return f"{mb:,.0f} MB" if mb < 1024 else f"{mb / 1024:,.1f} GB"
-
-
-def _compared(facts: Facts, first: Facts) -> Row:
-    speed, reference = facts.images_per_sec, first.images_per_sec
-    speed_up = speed / reference if speed and reference else None
-    more = facts.processors / first.processors if facts.processors and first.processors else None
-    # The times of runs of unequal length say nothing about speed.
-    seconds, first_seconds = facts.train_seconds, first.train_seconds
-    same = facts.finished and first.finished and facts.steps == first.steps
-    ratio = first_seconds / seconds if same and seconds and first_seconds else None
-    best, test = facts.best_val or {}, facts.test or {}
-    return (
-        facts.label,
-        _text(facts.setting("strategy.name")),
-        _text(facts.processors),
-        str(facts.steps),
-        number(best.get("acc1"), ".2f", " %"),
-        number(test.get("acc1"), ".2f", " %"),
-        duration(seconds) if seconds is not None else NONE,
-        number(speed, ",.0f"),
-        number(speed_up, ".2f", TIMES),
-        number(speed_up / more * 100 if speed_up and more else None, ".0f", " %"),
-        number(ratio, ".2f", TIMES),
-        memory(facts.max_memory_mb),
-    )
 
 
 def _use(device: str, util: Usage | None, used: Usage | None, total: Usage | None, *more: str) -> Row:
@@ -260,11 +243,42 @@ def _commit(facts: Facts) -> str:
     return f"commit `{str(git['commit'])[:12]}`" + (", with uncommitted changes" if git.get("diff") else "")
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def _largest_batch(facts: Facts) -> str:
+    """What ``train.micro_batch_size=auto`` has found: of a size that was given nobody knows if it is the largest."""
+    found: dict[str, Any] = next((event for event in reversed(facts.events) if event.get("event") == "probed"), {})
+    micro, ranks = found.get("micro_batch_size"), found.get("world_size")
+    if not reading.is_whole(micro) or not reading.is_whole(ranks) or not ranks:
+        return NONE
+    used = f"an update takes {memory(found.get('peak_mb'))} of {memory(found.get('room_mb'))}"
+    share = (facts.setting("train.global_batch_size") or 0) // ranks
+    more = "; more would fit, this is all of train.global_batch_size" if micro == share else ""
+    return f"{micro * ranks} = {ranks} rank{'s' * (ranks > 1)} {TIMES} {micro} in one pass; {used}{more}"
+
+
+def _resident(facts: Facts) -> str:
+    known = facts.max_memory_mb is not None and facts.started("device") == "cpu"
+    return " (of its process, on the CPU)" if known else ""
+
+
+def _each(ranks: Sequence[float]) -> str:
+    """Of every rank, in order; of very many the extremes."""
+    if len(ranks) > 64:
+        return f"{memory(min(ranks))} to {memory(max(ranks))}"
+    return ", ".join(memory(value) for value in ranks)
+
+
+def _utilisation(facts: Facts) -> str:
+    used = [usage.mean for host in facts.hosts for i in host.gpu_indices() if (usage := host.gpu(i, "util_percent"))]
+    if used:
+        return f"{sum(used) / len(used):.0f} % of {len(used)} GPU{'s' * (len(used) > 1)}"
+    return "no GPU: trained on the CPU" if facts.started("device") == "cpu" else NONE
+
+
+def _gpu_hours(facts: Facts) -> str:
+    hours = processor_hours(facts)
+    if hours is None:
+        return NONE
+    return f"none; {hours:.3g} rank-hours on the CPU" if facts.started("device") == "cpu" else f"{hours:.3g}"
 
 
 def _energy(energy: Any) -> str:

@@ -1,0 +1,126 @@
+"""Several runs set against the first: speed-up, efficiency, time and memory, and only where they compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainkit.config.layers import flatten
+from trainkit.report.facts import Facts
+from trainkit.report.tables import NONE, TIMES, Row, duration, memory, number, speed_spec
+
+COMPARISON = (
+    "run", "strategy", "processors", "steps", "val acc1", "test acc1", "training time", "images/s", "speed-up",
+    "efficiency", "time ratio", "peak memory of a rank", "memory saved",
+)  # fmt: skip
+
+_WORK = ("model.", "data.name", "data.image_size", "data.pack")
+"""Settings by which an image is as much work in one run as in another."""
+_OF_NO_WEIGHT = ("model.pretrained", "model.checkpoint")
+"""Which weights a model begins with is no matter of speed."""
+
+
+def comparison_rows(runs: Sequence[Facts]) -> list[Row]:
+    """One row a run, set against the first; the columns are those of `COMPARISON`."""
+    return [_compared(facts, runs[0]) for facts in runs]
+
+
+def not_comparable(runs: Sequence[Facts]) -> list[str]:
+    """In sentences, what of which run was not set against the first, and what differs."""
+    found = []
+    for facts in runs[1:]:
+        if work := _other_work(facts, runs[0]):
+            found.append(f"{facts.label} is not compared in speed, time and memory: {', '.join(work)}.")
+            continue
+        if time := _other_length(facts, runs[0]):
+            found.append(f"{facts.label} has no time ratio: {', '.join(time)}.")
+        if passes := _other_pass(facts, runs[0]):
+            found.append(f"{facts.label} has no memory saved: {', '.join(passes)}.")
+    return found
+
+
+def difference_rows(runs: Sequence[Facts]) -> list[Row]:
+    """Settings of the training, and nodes and ranks, that are not the same in all runs: key, then its value in each."""
+    ignored = ("launch.", "monitor.", "collaborative.", "data.root", "data.workers")
+    flat = [dict(flatten(facts.config)) for facts in runs]
+    keys = dict.fromkeys(key for settings in flat for key in settings if not key.startswith(ignored))
+    nodes = ["launch.nodes", "launch.ntasks_per_node", "launch.gpus_per_node"]
+    return [
+        (key, *(_text(settings.get(key)) for settings in flat))
+        for key in [*keys, *nodes]
+        if len({repr(settings.get(key)) for settings in flat}) > 1
+    ]
+
+
+def _compared(facts: Facts, first: Facts) -> Row:
+    same_work = not _other_work(facts, first)
+    speed, reference = facts.images_per_sec, first.images_per_sec
+    speed_up = speed / reference if same_work and speed and reference else None
+    more = facts.processors / first.processors if facts.processors and first.processors else None
+    seconds, first_seconds = facts.train_seconds, first.train_seconds
+    same_length = same_work and not _other_length(facts, first)
+    ratio = first_seconds / seconds if same_length and seconds and first_seconds else None
+    used, first_used = (max(item.memory_of_ranks, default=None) for item in (facts, first))
+    same_pass = same_work and not _other_pass(facts, first) and facts is not first
+    saved = 100 * (1 - used / first_used) if same_pass and used and first_used else None
+    best, test = facts.best_val or {}, facts.test or {}
+    return (
+        facts.label,
+        _text(facts.setting("strategy.name")),
+        _text(facts.processors),
+        str(facts.steps),
+        number(best.get("acc1"), ".2f", " %"),
+        number(test.get("acc1"), ".2f", " %"),
+        duration(seconds) if seconds is not None else NONE,
+        number(speed, speed_spec(speed or 0.0)),
+        number(speed_up, ".2f", TIMES),
+        number(speed_up / more * 100 if speed_up and more else None, ".0f", " %"),
+        number(ratio, ".2f", TIMES),
+        memory(used),
+        number(saved, "+.0f", " %"),
+    )
+
+
+def _other_work(facts: Facts, first: Facts) -> list[str]:
+    """What makes an image another amount of work."""
+    own, theirs = _work(facts), _work(first)
+    return [f"{key} {_text(own.get(key))} and not {_text(theirs.get(key))}" for key in _keys(own, theirs)]
+
+
+def _other_length(facts: Facts, first: Facts) -> list[str]:
+    """The times of runs of unequal length say nothing about speed."""
+    if unfinished := [item.label for item in (first, facts) if not item.finished]:
+        return [f"{' and '.join(unfinished)} did not come to the end"]
+    own, theirs = _images(facts), _images(first)
+    return [] if own == theirs else [f"it saw {own:,} images and not {theirs:,}"]
+
+
+def _other_pass(facts: Facts, first: Facts) -> list[str]:
+    """Memory goes by the images of one pass of a rank."""
+    own, theirs = (item.started("micro_batch_size") for item in (facts, first))
+    different = [] if own == theirs else [f"a rank takes {_text(own)} images in one pass and not {_text(theirs)}"]
+    kinds = [str(item.started("device")) for item in (facts, first)]
+    if kinds[0] != kinds[1]:
+        different.append(f"it ran on {kinds[0]} and not {kinds[1]}")
+    # On a CPU the memory is that of a whole process, which has tried larger batches before it began.
+    tried = [item.label for item in (facts, first) if any(e.get("event") == "probed" for e in item.events)]
+    if kinds[0] == "cpu" and tried:
+        different.append(f"train.micro_batch_size=auto has tried sizes in the process of {' and '.join(tried)}")
+    return different
+
+
+def _images(facts: Facts) -> int:
+    return facts.steps * int(facts.setting("train.global_batch_size") or 0)
+
+
+def _work(facts: Facts) -> dict[str, Any]:
+    flat = dict(flatten(facts.config))
+    return {key: value for key, value in flat.items() if key.startswith(_WORK) and key not in _OF_NO_WEIGHT}
+
+
+def _keys(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    return [key for key in dict.fromkeys([*own, *theirs]) if own.get(key) != theirs.get(key)]
+
+
+def _text(value: Any) -> str:
+    return NONE if value is None else str(value)
