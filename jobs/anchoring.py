@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jobs import cli
 from jobs.peering import add_peer_flags, check_peer_flags, peer_name, say_end, take_part
-from trainkit.collaborative.entry import entry_of, is_setting
+from trainkit.collaborative.entry import entry_of, is_setting, warned
 
 
 def anchor(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -28,12 +28,14 @@ def anchor(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def doctor(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Look at everything that joining needs; 0: all is well, 2: this machine lacks something, 1: the swarm does."""
     parser = cli.Parser("swarm doctor", "Say what keeps this machine from joining a swarm. It does not join.")
-    parser.add_argument("words", nargs="*", metavar="TOKEN", help="or the address of an open run")
+    parser.add_argument(
+        "words", nargs="*", metavar="TOKEN", help="a file with the token, -, or the address of an open run"
+    )
     args = parser.parse_args(argv)
     from trainkit.collaborative.doctor import examine
 
     worst = 0
-    for finding in examine(entry_of(args.words, env, name="doctor"), env):
+    for finding in examine(warned(entry_of(args.words, env, name="doctor")), env):
         print("\n".join(finding.lines()), flush=True)
         worst = max(worst, finding.exit_code)
     print("This machine can join." if worst == 0 else "This machine cannot join as it is.")

@@ -25,7 +25,7 @@ def loaded_to_join(
     Raises UserError when the swarm does not answer, or the flags do not go together.
     """
     from trainkit.collaborative import asking
-    from trainkit.collaborative.entry import VARIABLE, entry_of
+    from trainkit.collaborative.entry import VARIABLE, entry_of, warned
     from trainkit.collaborative.settings import require_collaborative
     from trainkit.config.loading import load
 
@@ -46,7 +46,7 @@ def loaded_to_join(
             f"--array {count} is not possible.", why=f"It is a number of peers, 1 to {MOST}.", fix="Use --array 8."
         )
     require_collaborative(load(args.preset).config)
-    entry = entry_of([args.join] if args.join else [], env, name="submit")
+    entry = warned(entry_of([args.join] if args.join else [], env, name="submit"))
     if entry.invited:
         os.environ[VARIABLE] = entry.text  # jobs have it from there, so that it is in no command line and in no folder
     run = asking.run_at(entry)
@@ -62,28 +62,28 @@ def loaded_rank(
     *,
     env: Mapping[str, str],
     allow_code: bool,
-) -> Loaded:
-    """What one rank of ``train PRESET --join TOKEN`` is configured as; a run that goes on is as it was.
+) -> tuple[Loaded, str]:
+    """What one rank of ``train PRESET --join TOKEN`` is configured as, and its way in; a run that goes on is as it was.
 
     Raises UserError when the swarm does not answer.
     """
     from trainkit.collaborative import asking
-    from trainkit.collaborative.entry import entry_of
+    from trainkit.collaborative.entry import entry_of, warned
     from trainkit.collaborative.settings import require_collaborative
     from trainkit.config.loading import load
     from trainkit.ranks.env import RankEnv
 
-    entry = entry_of([where] if where else [], env, name="train")
+    entry = warned(entry_of([where] if where else [], env, name="train"))
     if folder is not None and (folder / "config.yaml").is_file():
-        return load(str(folder / "config.yaml"), env=env)
+        return load(str(folder / "config.yaml"), env=env), entry.text
     loaded = load(preset, [*overrides, f"collaborative.initial_peers=[{','.join(entry.addresses)}]"], env=env)
     require_collaborative(loaded.config)
     if not RankEnv.from_mapping(env).is_main:
-        return loaded  # rank 0 tells the others
+        return loaded, entry.text  # rank 0 tells the others
     run = asking.run_at(entry)
-    return asking.as_peer(run, entry.addresses, overrides, flags={}, env=env, allow_code=allow_code)
+    return asking.as_peer(run, entry.addresses, overrides, flags={}, env=env, allow_code=allow_code), entry.text
 
 
 def without_token(argv: Sequence[str], token: str | None) -> list[str]:
     """The command line as it may be kept in a run folder."""
-    return ["TOKEN" if token is not None and token in word else word for word in argv]
+    return ["TOKEN" if token and token in word else word for word in argv]

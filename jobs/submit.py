@@ -47,7 +47,10 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
         help="one run per value; KEY=0..4 is 0,1,2,3,4; repeatable: all combinations",
     )
     parser.add_argument("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
-    parser.add_argument("--join", metavar="TOKEN", help="join that swarm, as a peer with all GPUs of the job")
+    parser.add_argument(
+        "--join", metavar="TOKEN", nargs="?", const="",
+        help="join that swarm, as a peer with all GPUs of the job (default: that in TRAINKIT_TOKEN, or a file with it)",
+    )  # fmt: skip
     parser.add_argument("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
     parser.add_argument("--again", action="store_true", help="also if the same run is there already")
     parser.add_argument(

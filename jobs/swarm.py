@@ -140,7 +140,9 @@ def _parser_for_a_name(verb: str, about: str, name: str) -> cli.Parser:
 
 def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("swarm status", "Peers, rounds and loss of a swarm.")
-    parser.add_argument("swarm", nargs="?", metavar="TOKEN|RUN", help="default: the newest swarm of this folder")
+    parser.add_argument(
+        "swarm", nargs="?", metavar="TOKEN|RUN", help="or a file with the token; default: the newest swarm"
+    )
     parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="an object, for programs")
     parser.add_argument("--leaderboard", action="store_true", help="who has contributed how much")

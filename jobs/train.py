@@ -35,16 +35,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
     parser.add_argument(
         "--join", metavar="TOKEN", nargs="?", const="",
-        help="join that swarm, with its creator's settings (TOKEN: that in TRAINKIT_TOKEN)",
+        help="join that swarm, with its creator's settings (default: that in TRAINKIT_TOKEN, or a file with it)",
     )  # fmt: skip
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
     args.run = cli.preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
-        loaded = _loaded(args, env)
-        if args.join:
-            env = {**env, "TRAINKIT_TOKEN": args.join}
+        loaded, token = _loaded(args, env)
+        if token:
+            env = {**env, "TRAINKIT_TOKEN": token}
         given = Path(args.run).expanduser()
         require_own_code(given, loaded, allow_code=args.allow_code)
         check(loaded)
@@ -74,10 +74,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def _loaded(args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
-    """What is trained: as it was asked for, or as the creator of a swarm has it."""
+def _loaded(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Loaded, str]:
+    """What is trained: as it was asked for; or as the creator of a swarm has it, and the token that leads there."""
     if args.join is None:
-        return load(args.run, args.overrides, env=env)
+        return load(args.run, args.overrides, env=env), ""
     from jobs.peers import loaded_rank
 
     return loaded_rank(args.run, args.join, args.overrides, args.run_dir, env=env, allow_code=args.allow_code)

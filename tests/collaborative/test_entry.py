@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from jobs import submit, swarm, train
 from trainkit.collaborative.entry import entry_of
 from trainkit.collaborative.invitation import GUESTS, grant, write_token
 from trainkit.collaborative.inviting import invited
@@ -32,6 +34,35 @@ def test_a_token_or_an_address_is_taken_from_wherever_it_is(
     entry = entry_of(words, env, name="anna")
     assert (entry.addresses, entry.invited, entry.own.grant.name) == ((ADDRESS,), word == TOKEN, "anna")
     assert entry.seen == (way == "argument" and word == TOKEN)  # of an address there is nothing to hide
+
+
+@pytest.mark.parametrize("way", ["argument", "file", "input", "environment"])
+@pytest.mark.parametrize("verb", ["submit", "train", "doctor", "status"])
+def test_a_token_that_others_see_is_warned_of_by_every_command(
+    verb: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody listens at the address: the warning comes before that is known."""
+    monkeypatch.setattr("trainkit.collaborative.asking.run_at", _nobody)
+    monkeypatch.setattr("trainkit.collaborative.doctor.examine", _nobody)
+    monkeypatch.setattr("trainkit.collaborative.reader.open_reader", _nobody)
+    (tmp_path / "token.txt").write_text(f"{TOKEN}\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TOKEN}\n"))
+    words = {"argument": [TOKEN], "file": [str(tmp_path / "token.txt")], "input": ["-"], "environment": []}[way]
+    monkeypatch.setenv("TRAINKIT_TOKEN", TOKEN if way == "environment" else "")
+    given = {
+        "submit": (submit.main, ["hivemind", "--join", *words, "--dry-run"]),
+        "train": (train.main, ["hivemind", "--join", *words]),
+        "doctor": (swarm.main, ["doctor", *words]),
+        "status": (swarm.main, ["status", *words]),
+    }
+    main, arguments = given[verb]
+    with pytest.raises(UserError, match="nobody is there"):
+        main(arguments, dict(os.environ))
+    assert ("list of processes" in capsys.readouterr().err) == (way == "argument")
+
+
+def _nobody(*_: object) -> None:
+    raise UserError("nobody is there", why="it is a test", fix="none")
 
 
 def test_what_is_none_is_not_repeated_for_it_may_be_a_secret() -> None:

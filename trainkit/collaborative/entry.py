@@ -19,6 +19,7 @@ from trainkit.errors import UserError
 VARIABLE = "TRAINKIT_TOKEN"
 """A token in the environment is not in the list of processes, which everybody on a machine can read."""
 
+SEEN = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file, or give -."
 _A_YEAR = 365 * 86400.0
 _LONGEST_FILE = 16_384
 
@@ -105,6 +106,13 @@ def _entry_in(text: str, source: str, name: str) -> Entry:
         why=f"A token begins with {invitation.PREFIX}, and the address of an open run is like {address.EXAMPLE}.",
         fix="Copy the whole line that `python -m jobs.swarm create` or `invite` has printed.",
     )
+
+
+def warned(entry: Entry) -> Entry:
+    """The same; on stderr a word to who has given a token as an argument."""
+    if entry.seen:
+        print(SEEN, file=sys.stderr, flush=True)
+    return entry
 
 
 def is_setting(word: str) -> bool:

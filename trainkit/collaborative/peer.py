@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.collaborative import address, processes
-from trainkit.collaborative.entry import VARIABLE, Entry
+from trainkit.collaborative.entry import SEEN, Entry
 from trainkit.collaborative.home import addresses_in, home_of, write_addresses
 from trainkit.collaborative.invitation import GUESTS
 from trainkit.collaborative.inviting import invited
@@ -198,9 +198,7 @@ def join_swarm(
             fix="Leave --public out, or ask for a token of `python -m jobs.swarm invite NAME --reduce`.",
         )
     if entry.seen:
-        say(
-            f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file, or give -."
-        )
+        say(SEEN)
     processes.require_hivemind()
     from trainkit.collaborative import joining
     from trainkit.collaborative.seat import Seat

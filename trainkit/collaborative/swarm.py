@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from trainkit import terminal
 from trainkit.collaborative import address, invitation, reader
 from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.collaborative.clock import RoundClock, UpdateClock
-from trainkit.collaborative.entry import VARIABLE, Entry, by_address, entry_of
+from trainkit.collaborative.entry import VARIABLE, Entry, by_address, entry_of, warned
 from trainkit.collaborative.inviting import addresses_of, run_with
 from trainkit.collaborative.owner import KEY_FILE, own_pass, owner_of
 from trainkit.errors import TrainkitError, UserError
@@ -81,14 +82,14 @@ class View:
 def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[[], View]]:
     """Reach a swarm by a token, at an address, of a run, or of the newest run here that has one. Each call looks anew.
 
-    Without a reference a token in TRAINKIT_TOKEN comes first; ``-``: it is in standard input.
+    Without a reference a token in TRAINKIT_TOKEN comes first; ``-``: it is in standard input; a file may hold it.
 
     Raises:
         UserError: nobody answers at the address, or there is no such run.
     """
     with ExitStack() as held:
         if reference == "-" or (reference is None and env.get(VARIABLE)) or _is_entry(reference or ""):
-            entry = entry_of([reference] if reference else [], env, name="status")
+            entry = warned(entry_of([reference] if reference else [], env, name="status"))
             asked = held.enter_context(reader.open_reader(entry))
             yield lambda: view_of(asked.read(), entry.addresses, None)
             return
@@ -117,7 +118,7 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
 
 
 def _is_entry(reference: str) -> bool:
-    return address.looks_like(reference) or invitation.looks_like(reference)
+    return address.looks_like(reference) or invitation.looks_like(reference) or os.path.isfile(reference)
 
 
 def _owners_entry(run_dir: RunDir, addresses: tuple[str, ...]) -> Entry:
