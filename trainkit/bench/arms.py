@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CONTROL = "control"
 """The first arm once more, in every round."""
+WITHIN = "within what the first arm differs from itself"
 FEWEST_ROUNDS = 3
 """With fewer nobody can tell a difference from chance."""
 
@@ -103,6 +104,9 @@ class Where:
     """All ranks of the job."""
 
     places: tuple[Place, ...]
+    train_images: int = 0
+    params: int = 0
+    """Of the model; 0 where nobody has asked."""
 
     @property
     def world_size(self) -> int:
@@ -151,6 +155,8 @@ class Bench:
     columns: tuple[Column, ...]
     names: tuple[str, ...] = ()
     """Of arms that can be asked for; none: they are numbers."""
+    lowest: int = 1
+    """Of these numbers."""
     dispensable: tuple[str, ...] = ()
     """Columns that a narrow terminal does without."""
     amount: str = "images"
@@ -184,10 +190,10 @@ def check_asked(bench: Bench, asked: Sequence[str]) -> None:
                 why=f"It has: {', '.join(bench.names)}.",
                 fix=did_you_mean(name, bench.names, otherwise=f"For example --arms {','.join(bench.names[:2])}."),
             )
-        if not bench.names and not (name.isdecimal() and 0 < int(name) < 1 << 24):
+        if not bench.names and not (name.isdecimal() and bench.lowest <= int(name) < 1 << 24):
             raise UserError(
                 f"'{name}' is no arm of bench {bench.name}.",
-                why="Its arms are whole numbers from 1 on.",
+                why=f"Its arms are whole numbers from {bench.lowest} on.",
                 fix="For example --arms 16,32,64.",
             )
     if len(set(asked)) < len(asked):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from trainkit.bench import amp
+from trainkit.bench import amp, batch_size, dp_inference, loader, network, scaling, strategy
 from trainkit.bench.arms import Bench
 from trainkit.errors import UserError, did_you_mean
 
-BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in (amp,)}
+_MODULES = (amp, batch_size, loader, dp_inference, scaling, strategy, network)
+BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}
 
 
 def bench_of(name: str) -> Bench:

@@ -14,6 +14,11 @@ def rate(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def percent(value: float | None) -> str:
+    """A share."""
+    return NONE if value is None else f"{100 * value:.0f} %"
+
+
 ARM: Column = ("arm", lambda row, results: row.name)
 RATE: Column = ("images/s", lambda row, results: rate(row.median))
 SPREAD: Column = (
@@ -28,3 +33,4 @@ MEMORY_RATIO: Column = (
 )
 LARGEST: Column = ("largest batch", lambda row, results: str(row.largest) if row.largest else NONE)
 LOSS: Column = ("loss", lambda row, results: NONE if row.loss is None else f"{row.loss:.4g}")
+EXPOSED: Column = ("exposed", lambda row, results: percent(row.extra.get("exposed_share")))

@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -109,7 +109,8 @@ class _Driver:
         attempt, where = self.writer.attempt, self.where
         hosts = list(dict.fromkeys(place.host for place in where.places))
         attempt.started(world_size=where.world_size, hosts=hosts, device=where.places[0].device)
-        told = self._ask(Arm("data", work="data"))
+        told = self._ask(Arm("data", work="data"), count=self.bench.amount == "bytes")
+        where = self.where = replace(where, train_images=told[0]["train_images"], params=told[0]["params"])
         found = self.bench.arms(self.config, where, self.request.arms)
         arms = [arm for arm in found if isinstance(arm, Arm)]
         self._write(
@@ -120,7 +121,7 @@ class _Driver:
             notes=self.bench.notes(self.config, where),
         )
         room = min((one["room_mb"] for one in told if one["room_mb"]), default=0.0)
-        arms = self._tried(arms, room, int(told[0]["train_images"]))
+        arms = self._tried(arms, room)
         if not arms:
             self._end("No arm could run.")
             raise RunFailedError(
@@ -135,7 +136,7 @@ class _Driver:
             attempt.ended("COMPLETED")
         return "stopped" if stopped else "finished"
 
-    def _tried(self, arms: Sequence[Arm], room: float, images: int) -> list[Arm]:
+    def _tried(self, arms: Sequence[Arm], room: float) -> list[Arm]:
         """Those that run, each tried once."""
         self.failures: dict[str, str] = {}
         for arm in arms:
@@ -146,6 +147,8 @@ class _Driver:
             try:
                 if why:
                     raise ArmFailedError(why)
+                if any(word.startswith("data.") and not word.startswith("data.workers") for word in arm.overrides):
+                    self._ask(Arm(arm.name, arm.overrides, work="data"))
                 if self._looks_for_largest(arm):
                     self._find_largest(arm)
                 self.trials[arm.name] = self._measured(arm, _TRIAL)
@@ -205,6 +208,7 @@ class _Driver:
         sample: dict[str, Any] = {
             key: told[0][key] for key in ("images", "bytes", "updates", "loss", "skipped", "params") if key in told[0]
         }
+        sample["extra"] = dict(told[0].get("extra", {}))
         sample["seconds"] = max(one["seconds"] for one in told)
         if all(one.get("memory_mb") is not None for one in told):
             sample["memory_mb"] = [one["memory_mb"] for one in told]
@@ -212,10 +216,8 @@ class _Driver:
             sample["parts"] = told[0]["parts"]
             training = sum(told[0]["parts"].values())
             exposed = max(one["parts"].get("exposed", 0.0) for one in told)
-            sample["extra"] = {
-                "exposed_share": exposed / training,
-                "data_share": told[0]["parts"].get("data", 0.0) / training,
-            }
+            sample["extra"] |= {"exposed_share": exposed / training}
+            sample["extra"] |= {"data_share": told[0]["parts"].get("data", 0.0) / training}
         return sample
 
     def _ask(self, arm: Arm, **more: Any) -> list[dict[str, Any]]:

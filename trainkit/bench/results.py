@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.bench.arms import CONTROL, FEWEST_ROUNDS, Arm, Bench, Request
+from trainkit.bench.arms import CONTROL, FEWEST_ROUNDS, WITHIN, Arm, Bench, Request
 from trainkit.bench.words import meaning_of
 
 TOLERANCE = 0.05
 """So much the first arm may differ from itself before nothing else may be believed either."""
 _MANY = 7
-"""From so many rounds on the lowest and the highest of the control do not count: a neighbour's moment is no noise."""
+"""From so many rounds on the lowest and the highest ratio do not count: a neighbour's moment is no noise."""
 
 
 @dataclass
@@ -63,6 +63,8 @@ class Results:
     left_out: list[tuple[str, str]]
     control: list[float]
     """The first arm's second turn to its first, round by round."""
+    problem: str
+    """Why no ratio may be believed; empty where they may."""
     rounds: int
     """That are complete."""
     updates: int
@@ -128,6 +130,7 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
         rows=list(rows.values()),
         left_out=[(str(one["name"]), str(one["why"])) for one in began.get("left_out", [])],
         control=control,
+        problem=problem,
         rounds=complete,
         updates=int((samples or [{}])[0].get("updates", 0) or 0),
         where=str(began.get("where", "")),
@@ -173,10 +176,14 @@ def _problem(control: Sequence[float], first: str) -> str:
     return ""
 
 
+def _kept(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return ordered[1:-1] if len(ordered) >= _MANY else ordered
+
+
 def noise(control: Sequence[float]) -> tuple[float, float]:
     """Between which ratios the first arm lies to itself, in either direction."""
-    ordered = sorted(control)
-    kept = ordered[1:-1] if len(ordered) >= _MANY else ordered
+    kept = _kept(control)
     width = max(max(kept), 1 / min(kept))
     return 1 / width, width
 
@@ -192,18 +199,15 @@ def _compare(
         row.why_none = f"{row.name} was measured in {len(row.ratios)} rounds only"
         return
     median = statistics.median(row.ratios)
+    kept = _kept(row.ratios)
+    if min(kept) < 1 < max(kept):
+        row.why_none = f"{row.name} is now faster, now slower ({min(kept):.2f} to {max(kept):.2f} x)"
+        return
     low, high = noise(control)
     if low <= median <= high:
-        row.why_none = (
-            f"{row.name} came to {rate_of(row)}, which is within what the first arm differs from itself "
-            f"({low:.2f} to {high:.2f} x)"
-        )
+        row.why_none = f"{row.name} came to {median:.2f} x, which is {WITHIN} ({low:.2f} to {high:.2f} x)"
         return
     row.ratio = median
-
-
-def rate_of(row: Row) -> str:
-    return f"{row.median:,.4g}"
 
 
 def _compare_memory(rows: Mapping[str, Row], by_arm: Mapping[str, Mapping[int, Mapping[str, Any]]], first: str) -> None:

@@ -27,6 +27,24 @@ def no_difference(results: Results) -> str:
     return f"No difference can be told here: {'; '.join(whys)}."
 
 
+def ranks(count: int) -> str:
+    """So many of them."""
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def losses_alike(results: Results) -> str:
+    """Whether all arms have learned the same."""
+    ran = [row for row in results.rows if row.rates]
+    if len(ran) < 2 or ran[0].loss is None:
+        return ""
+    first = ran[0].loss
+    other = [row for row in ran if row.loss is None or abs(row.loss - first) > LOSS_TOLERANCE * abs(first)]
+    if not other:
+        return f"All come to the same loss after {results.updates} updates."
+    told = ", ".join(f"{row.name} {row.loss:.3g}" if row.loss is not None else f"{row.name} none" for row in other)
+    return f"But after {results.updates} updates the loss differs: {ran[0].name} {first:.3g}, {told}."
+
+
 def worse_loss(first: Row, other: Row, results: Results) -> str:
     """A warning where an arm that is faster does not learn as well; else empty."""
     if first.loss is None:

@@ -1,4 +1,4 @@
-"""What ranks do for an order: train for some updates, look for the largest batch, and measure what that takes."""
+"""What ranks do for an order: train, load, infer or exchange messages for a while, and measure what that takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.training.batch_size import check_batch_sizes, probed
 from trainkit.training.building import build
 from trainkit.training.clock import PARTS, Clock, StreamClock
+from trainkit.training.hollow import build_hollow
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
@@ -58,10 +60,12 @@ class Worker:
     def do_data(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Open the data, all ranks together, for the orders to come."""
         config = self._config(order)
-        splits = self._splits[config.data.model_dump_json()] = build_data(config.data, dist)
+        splits = build_data(config.data, dist)
+        self._splits[_data_key(config)] = splits
         gauge = _gauge(dist)
-        room = None if gauge is None else gauge.room() / _MB
-        return {"train_images": len(splits.train), "room_mb": room}
+        room = None if gauge is None else (gauge.room() - gauge.held()) / _MB
+        count = order.get("count") and sum(item.numel() for item in build_hollow(config, splits.info).parameters())
+        return {"train_images": len(splits.train), "room_mb": room, "params": count or 0}
 
     def do_train(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make ``updates`` updates, as training makes them."""
@@ -72,6 +76,71 @@ class Worker:
         made = _updates(parts, int(order["updates"]), gauge, self.beat)
         peak = None if gauge is None else (gauge.peak() - before) / _MB
         return made | {"memory_mb": None if peak is None else round(peak, 1), "params": parts.num_parameters}
+
+    def do_ceiling(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """The same updates of the same few images, which are there already."""
+        config, splits = self._settled(dist, order)
+        parts = build(config, dist, splits)
+        with _batches(parts, 1, workers=0) as batches:
+            kept = list(itertools.islice(batches, parts.grad_accum_steps))
+        return _updates(parts, int(order["updates"]), None, self.beat, batches=nullcontext(itertools.cycle(kept)))
+
+    def do_feed(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """Load without training, then train."""
+        config, splits = self._settled(dist, order)
+        parts = build(config, dist, splits)
+        updates, passes = int(order["updates"]), parts.grad_accum_steps
+        with _batches(parts, WARM_UP + updates) as batches:
+            _take(batches, WARM_UP * passes, self.beat)
+            dist.barrier()
+            began = time.perf_counter()
+            _take(batches, updates * passes, self.beat)
+            _wait(dist)
+            seconds = max(dist.gather_json(time.perf_counter() - began))
+        made = _updates(parts, updates, None, self.beat)
+        return made | {"extra": {"loads_per_sec": made["images"] / seconds}}
+
+    def do_infer(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """Forward passes of one batch, which is there already."""
+        config, splits = self._settled(dist, order, micro=1)
+        gauge = _gauge(dist)
+        before = gauge.held() if gauge is not None else 0
+        parts = build(config, dist, splits)
+        with _batches(parts, 1, workers=0) as batches:
+            images = next(batches).images[:1]
+        images = images.expand(int(order["size"]), *images.shape[1:]).contiguous()
+        passes = int(order["updates"])
+        parts.model.eval()
+        began = 0.0
+        with torch.no_grad():
+            for number in range(WARM_UP + passes):
+                if number == WARM_UP:
+                    _wait(dist)
+                    began = time.perf_counter()
+                self.beat()
+                with parts.precision.autocast():
+                    parts.model(parts.normalized(images)).float()
+            _wait(dist)
+        seconds = time.perf_counter() - began
+        peak = None if gauge is None else round((gauge.peak() - before) / _MB, 1)
+        return {"seconds": seconds, "images": passes * len(images), "updates": passes, "memory_mb": peak}
+
+    def do_reduce(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """Sum messages over the ranks. ``bytes``: 2 (n - 1) / n of the messages, the bus bandwidth of nccl-tests."""
+        size, times = int(order["size"]), int(order["updates"])
+        message = torch.zeros(max(size // 4, 1), device=dist.device)
+        for _ in range(WARM_UP):
+            dist.all_reduce_sum(message)
+        _wait(dist)
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(times):
+            self.beat()
+            dist.all_reduce_sum(message)
+        _wait(dist)
+        seconds = time.perf_counter() - began
+        moved = 2 * (dist.world_size - 1) / dist.world_size * 4 * len(message) * times
+        return {"seconds": seconds, "bytes": moved, "updates": times, "extra": {"seconds": seconds / times}}
 
     def do_largest(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The largest of ``sizes`` that fits as a micro batch."""
@@ -87,7 +156,7 @@ class Worker:
 
     def _settled(self, dist: Distributed, order: Order, micro: int | None = None) -> tuple[Config, Splits]:
         config = self._config(order)
-        splits = self._splits[config.data.model_dump_json()]
+        splits = self._splits[_data_key(config)]
         # As many loader processes as in the whole job: fewer ranks must not get more of the machine each.
         workers = resolve_workers(config.data.workers, splits, cpus_of_rank(self.env))
         config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
@@ -103,7 +172,42 @@ def _gauge(dist: Distributed) -> MemoryGauge | None:
         return None
 
 
-def _updates(parts: Parts, updates: int, gauge: MemoryGauge | None, beat: Callable[[], None]) -> dict[str, Any]:
+def _data_key(config: Config) -> str:
+    """What the data is, however many processes load it."""
+    return config.data.model_dump_json(exclude={"workers"})
+
+
+def _batches(parts: Parts, updates: int, *, workers: int | None = None) -> AbstractContextManager[Iterator[Batch]]:
+    """Those of this rank, for so many updates from the beginning, as training gets them."""
+    return train_batches(
+        parts.splits,
+        seed=parts.config.seed,
+        start_step=0,
+        stop_step=updates,
+        global_batch_size=parts.config.train.global_batch_size,
+        micro_batch_size=parts.micro_batch_size,
+        rank=parts.dist.rank,
+        world_size=parts.dist.world_size,
+        workers=parts.workers if workers is None else workers,
+        device=parts.dist.device,
+        broken=parts.broken,
+    )
+
+
+def _take(batches: Iterator[Batch], count: int, beat: Callable[[], None]) -> None:
+    for _ in range(count):
+        next(batches)
+        beat()
+
+
+def _updates(
+    parts: Parts,
+    updates: int,
+    gauge: MemoryGauge | None,
+    beat: Callable[[], None],
+    *,
+    batches: AbstractContextManager[Iterator[Batch]] | None = None,
+) -> dict[str, Any]:
     """Time, loss and the like of so many updates, after some that warm up."""
     dist, config = parts.dist, parts.config
     clock = (StreamClock if dist.device.type == "cuda" else Clock)(time.perf_counter())
@@ -111,22 +215,10 @@ def _updates(parts: Parts, updates: int, gauge: MemoryGauge | None, beat: Callab
     last: list[torch.Tensor] = []
     parts.model.train()
     total = WARM_UP + updates
-    loader = train_batches(
-        parts.splits,
-        seed=config.seed,
-        start_step=0,
-        stop_step=total,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=parts.micro_batch_size,
-        rank=dist.rank,
-        world_size=dist.world_size,
-        workers=parts.workers,
-        device=dist.device,
-        broken=parts.broken,
-    )
+    loader = batches or _batches(parts, total)
     step = ema_updates = 0
     began = 0.0
-    with loader as batches, lifetime.collecting_by_hand() as collect:
+    with loader as given, lifetime.collecting_by_hand() as collect:
         for position in range(total):
             if position == WARM_UP // 2 and gauge is not None:
                 gauge.start()  # what libraries took to try their ways is not what training takes
@@ -136,7 +228,7 @@ def _updates(parts: Parts, updates: int, gauge: MemoryGauge | None, beat: Callab
                 dist.barrier()
                 clock.lap(spent)
                 began = time.perf_counter()
-            made = update(batches, lr=parts.lr_at(step), seed=derive_seed(config.seed, position))
+            made = update(given, lr=parts.lr_at(step), seed=derive_seed(config.seed, position))
             counts = made.stepped.skip is None
             if parts.ema is not None and counts:
                 parts.ema.update(made.stepped.nonfinite, updates=ema_updates)
@@ -163,7 +255,3 @@ def _wait(dist: Distributed) -> None:
     """Until the device has done what it was given."""
     if dist.device.type == "cuda":
         torch.cuda.synchronize(dist.device)
-
-
-def _endless(batch: Batch) -> Iterator[Batch]:
-    return itertools.repeat(batch)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import terminal
+from trainkit.bench import columns
 from trainkit.bench.arms import Request
 from trainkit.bench.benches import bench_of
 from trainkit.bench.folder import BenchDir
@@ -64,7 +65,8 @@ def lines(results: Results) -> list[str]:
     meaning = meaning_of(results)
     for why in dict.fromkeys(row.why_none for row in results.rows if row.why_none):
         if why not in meaning:
-            found += terminal.wrapped(f"No ratio: {terminal.one_line(why)}.")
+            said = "No ratio" if columns.SPEED[1] in [cell for _, cell in bench.columns] else "Roughly"
+            found += terminal.wrapped(f"{said}: {terminal.one_line(why)}.")
     return [*found, *terminal.wrapped(terminal.one_line(meaning))]
 
 

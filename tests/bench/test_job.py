@@ -1,0 +1,139 @@
+"""The job of a bench, really run in this process: one rank, small, each figure worked out from its samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.bench import job
+from trainkit.bench.arms import CONTROL, Request
+from trainkit.bench.folder import BenchDir
+from trainkit.bench.results import Results
+from trainkit.bench.written import lines, read_results
+from trainkit.config.loading import load, to_yaml
+from trainkit.distributed.stop import StopFlag
+from trainkit.errors import RunFailedError
+from trainkit.ranks.env import RankEnv
+from trainkit.ranks.secret import NO_SECRET
+from trainkit.records.attempts import Attempt
+from trainkit.records.rundir import RunDir
+from trainkit.records.writer import Writer, writing
+
+MODEL = """
+from torch import nn
+
+class Small(nn.Module):
+    def __init__(self, info, most):
+        super().__init__()
+        self.most, self.head = most, nn.Linear(info.in_chans * info.image_size ** 2, info.num_classes)
+    def forward(self, images):
+        if len(images) > self.most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return self.head(images.flatten(1))
+
+def build(info, *, most: int = 1 << 20):
+    return Small(info, most)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "bench_model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield
+    sys.modules.pop("bench_model", None)
+
+
+def folder(
+    tmp_path: Path, name: str, *asked: str, rounds: int = 3, updates: int | None = 2, **settings: Any
+) -> BenchDir:
+    words = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
+    config = load(
+        "single", ["model.name=bench_model:build", *words, "monitor.loggers=[]", "train.global_batch_size=32"]
+    ).config
+    run = BenchDir(RunDir.create(tmp_path / "bench", to_yaml(config)).path)
+    run.request.write_text(Request(name, "single", asked, rounds, 0.01, updates).to_json())
+    return run
+
+
+def measured(run: BenchDir, stop: StopFlag | None = None) -> tuple[Results, list[dict[str, Any]]]:
+    @contextmanager
+    def opened() -> Iterator[Writer]:
+        with writing(Attempt.begin(run)) as writer:
+            yield writer
+
+    with opened() as writer:
+        job.run(
+            run, load(str(run.config)).config, RankEnv.single(), stop or StopFlag(),
+            open_run=lambda: writer, secret=NO_SECRET, beat=lambda: None,
+        )  # fmt: skip
+    results, records = read_results(run)
+    return results, [one for one in records if one["kind"] == "sample"]
+
+
+def test_batch_sizes_are_measured_up_to_the_one_that_fails_whose_reason_is_told(tmp_path: Path) -> None:
+    run = folder(tmp_path, "batch-size", "16", "64", "256", "512", model__most=300)
+    results, samples = measured(run)
+    assert {one["arm"]: one["images"] for one in samples} == {"16": 32, "64": 128, "256": 512, CONTROL: 32}
+    assert results.rows[3].failed.startswith("out of memory: DefaultCPUAllocator: can't allocate memory")
+    for row, images in zip(results.rows, (32, 128, 512), strict=False):
+        assert row.rates == pytest.approx([images / one["seconds"] for one in samples if one["arm"] == row.name])
+    (line,) = [line for line in lines(results) if line.startswith("512 ")]
+    assert "can't allocate memory" in line
+    assert "the largest that ran is 256" in lines(results)[-1]
+
+
+def test_the_loader_is_measured_alone_and_while_it_feeds_the_model(tmp_path: Path) -> None:
+    results, samples = measured(folder(tmp_path, "loader", "0", "1", updates=3))
+    assert [row.name for row in results.rows if row.rates] == ["model alone", "0 workers", "1 worker"]
+    assert {one["images"] for one in samples} == {3 * 32}
+    assert all("loads_per_sec" in row.extra and 0 <= row.extra["data_share"] <= 1 for row in results.rows[1:])
+
+
+def test_inference_is_measured_by_batch_on_one_device_where_there_is_no_other(tmp_path: Path) -> None:
+    results, samples = measured(folder(tmp_path, "dp-inference", "1", "32", updates=5))
+    assert {one["arm"]: one["images"] for one in samples} == {"one device, 1": 5, "one device, 32": 160, CONTROL: 5}
+    assert [name for name, _ in results.left_out] == ["DataParallel"]
+    assert lines(results)[-1].endswith("DataParallel takes two GPUs, so there is nothing to compare it with.")
+
+
+def test_the_largest_batch_is_found_where_it_is_to_be(tmp_path: Path) -> None:
+    run = folder(tmp_path, "amp", "fp32", "bf16", train__micro_batch_size="auto", model__most=40)
+    results, samples = measured(run)
+    assert {row.largest for row in results.rows} == {32}  # of 2, 4, 8, ...; 64 has no room in this model
+    assert results.rows[0].arm.name == "fp32"
+    assert {one["images"] for one in samples} == {64}
+
+
+def test_who_is_told_to_stop_ends_with_what_is_measured(tmp_path: Path) -> None:
+    run = folder(tmp_path, "amp", "fp32", "bf16")
+
+    class Soon(StopFlag):
+        @property
+        def requested(self) -> bool:
+            return run.samples.exists() and run.samples.read_text().count('"sample"') >= 4
+
+        @requested.setter
+        def requested(self, value: bool) -> None: ...
+
+    results, samples = measured(run, Soon())
+    assert len(samples) == 4
+    assert results.notes[-1] == "It was told to stop after 1 of 3 rounds."
+    assert results.rows[1].ratio is None
+    assert not [line for line in run.events.read_text().splitlines() if '"COMPLETED"' in line]
+
+
+def test_a_bench_none_of_whose_arms_can_run_has_failed_and_says_why(tmp_path: Path) -> None:
+    run = folder(tmp_path, "amp", "fp32", "bf16", model__most=1)
+    with pytest.raises(RunFailedError, match="No arm of bench amp could run") as failed:
+        measured(run)
+    assert "can't allocate memory" in failed.value.why
+    results, _ = read_results(run)
+    assert [bool(row.failed) for row in results.rows] == [True, True]
+    assert results.ended
