@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank_functions import train_run
-from tests.recipes import tiny
-from tests.recipes.student import SMALL, VIT
+from tests.recipes.student import SMALL
 from trainkit import packaged
 from trainkit.config.loading import load
 from trainkit.ranks.env import RankEnv
@@ -23,11 +22,11 @@ def test_no_recipe_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_a_recipe_trains_and_ends_with_test_metrics(name: str, data: Path, tmp_path: Path) -> None:
+def test_a_recipe_trains_and_ends_with_test_metrics(name: str, data: Path, vit_weights: Path, tmp_path: Path) -> None:
     preset = load(f"recipes/{name}").config
     small = [*SMALL[name].split(), f"data.root={data}", f"train.precision={preset.train.precision}"]
     if preset.model.options.get("pretrained"):
-        small.append(f"model.pretrained_cfg_overlay={{file: {tiny.write_vit_weights(tmp_path / 'hub', VIT)}}}")
+        small.append(f"model.pretrained_cfg_overlay={{file: {vit_weights}}}")
     train_run(RankEnv.single(), tmp_path / "run", f"recipes/{name}", (*small, "train.max_steps=2"))
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["split"] for record in records] == ["train", "train", "val", "test"]
