@@ -242,3 +242,10 @@ def test_a_comparison_says_what_does_not_compare(make_run: MakeRun, tmp_path: Pa
     assert table.splitlines()[2] in text
     assert "## Settings that differ" in text
     assert "Cost" not in text, "the comparison alone"
+
+
+def test_a_run_whose_checkpoints_are_in_a_bucket_says_where(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    assert "bucket" not in written([run], tmp_path / "before")
+    (run.path / "remote.json").write_text('{"url": "s3://mine/vit/ddp-0001", "id": "7"}')
+    assert "- in the bucket: `s3://mine/vit/ddp-0001`, with the best weights\n" in written([run], tmp_path / "after")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainkit import terminal
 from trainkit.errors import UserError
+from trainkit.records import reading
 from trainkit.records.rundir import RunDir
 from trainkit.report import comparing, contributors, plots, story, tables
 from trainkit.report.facts import Facts, collect
@@ -246,6 +247,9 @@ def _files(facts: Facts) -> str:
     best = run_dir.checkpoints / "best"
     if best.is_symlink() and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
         lines.append(f"- best checkpoint: `{best}` (step {int(step[1])})")
+    place = reading.plain(reading.read_object(run_dir.path / "remote.json")).get("url")
+    if isinstance(place, str):
+        lines.append(f"- in the bucket: `{place.replace('`', '')}`, with the best weights")
     if run_dir.tensorboard.is_dir():
         lines.append(f"- curves: `tensorboard --logdir {run_dir.tensorboard}`")
     if any(run_dir.wandb.glob("offline-run-*")):
