@@ -72,7 +72,7 @@ def test_one_run_has_its_curves_with_the_numbers_of_its_metrics(make_run: MakeRu
     series = page_of(run).series()
     assert list(series)[:8] == [
         *("Loss, train", "Loss, val", "Top-1 accuracy, train", "Top-1 accuracy, val"),
-        *("Top-5 accuracy, train", "Top-5 accuracy, val", "Learning rate, lr", "Throughput, images_per_sec"),
+        *("Top-5 accuracy, train", "Top-5 accuracy, val", "Learning rate, lr", "Throughput, images/s"),
     ]
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     val = {record["epoch"]: record["loss"] for record in records if record["split"] == "val"}
@@ -207,3 +207,19 @@ def test_the_page_needs_neither_torch_nor_matplotlib(make_run: MakeRun, tmp_path
     project = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, env=project, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_failure_that_a_later_attempt_has_outlived_is_no_alarm(make_run: MakeRun) -> None:
+    run = make_run(finished=False, steps=200)
+    jsonl.append(run.events, {"time": 1.7e9 + 70, "event": "failed", "rank": 0, "error": "killed by SIGKILL"})
+    assert "It has failed: killed by SIGKILL." in page_of(run).text
+    jsonl.append(run.events, {"time": 1.7e9 + 80, "event": "started", "step": 100, "total_steps": 400})
+    assert "It has failed" not in page_of(run).text
+    assert "Not finished: 200 of 400 steps." in page_of(run).text
+
+
+def test_a_run_that_has_diverged_says_so_at_the_top(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    for step in range(110, 401, 10):
+        jsonl.append(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
+    assert re.search(r"Finished after \d+ steps\.\s+It has diverged: loss nan from step 110", page_of(run).text)

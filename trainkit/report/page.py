@@ -114,24 +114,26 @@ def _lead(runs: Sequence[Facts]) -> list[Html]:
     lines = []
     for facts in runs[:12]:
         name = f"{facts.label}: " if len(runs) > 1 else ""
-        good, words = _outcome(facts)
         named = (facts.setting(f"{key}.name") for key in ("model", "data", "strategy"))
         about = ", ".join(str(item) for item in named if item)
-        style = "lead" if good else "lead alarm"
-        lines.append(tag("p", f"{name}{about}{'. ' if about else ''}{words}", class_=style))
+        told, alarm = _outcome(facts)
+        said = tag("span", f" {alarm}", class_="alarm") if alarm else None
+        lines.append(tag("p", f"{name}{about}{'. ' if about else ''}{told}", said, class_="lead"))
     return lines
 
 
-def _outcome(facts: Facts) -> tuple[bool, str]:
-    """Whether it came to its end, and how in words."""
-    lost = f" It has diverged: {facts.setbacks.in_words()}." if facts.setbacks.diverged else ""
+def _outcome(facts: Facts) -> tuple[str, str]:
+    """How far it came, and what went wrong."""
+    alarm = f"It has diverged: {facts.setbacks.in_words()}." if facts.setbacks.diverged else ""
     if facts.finished:
-        return not lost, f"Finished after {facts.steps:,} steps.{lost}"
+        return f"Finished after {facts.steps:,} steps.", alarm
     total = facts.started("total_steps")
     of = f" of {total:,}" if isinstance(total, int) else ""
-    last = next((event for event in reversed(facts.events) if event.get("event") in ("failed", "handed_back")), None)
-    why = f" {last.get('error')}" if last and last["event"] == "failed" and last.get("error") else ""
-    return False, f"Not finished: {facts.steps:,}{of} steps.{why}{lost}"
+    # A failure after which a further attempt has started is on the time line.
+    last = next((event for event in reversed(facts.events) if event["event"] in ("failed", "started")), None)
+    if last is not None and last["event"] == "failed" and last.get("error"):
+        alarm = f"It has failed: {str(last['error']).rstrip('.')}. {alarm}".rstrip()
+    return f"Not finished: {facts.steps:,}{of} steps.", alarm
 
 
 def _figures(facts: Facts) -> Html:

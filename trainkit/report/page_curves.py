@@ -14,6 +14,7 @@ from trainkit.report.page_scales import Point
 
 MOST = COLOURS
 """Runs that are overlaid: nobody tells more colours apart."""
+_NAMES = {"lr": "lr", "images_per_sec": "images/s"}
 _CURVES = (
     ("loss", "Loss", "cross-entropy", ("train", "val")),
     ("acc1", "Top-1 accuracy", "%", ("train", "val")),
@@ -73,7 +74,7 @@ def _series(
     end = _end_value(key, points) if points else ""
     has_val = key in ("loss", "acc1", "acc5")
     return Series(
-        name=(split if has_val else key) if one else f"{label} {split}" if has_val else label,
+        name=(split if has_val else _NAMES[key]) if one else f"{label} {split}" if has_val else label,
         points=points,
         colour=(0 if split == "train" else 1) if one else colour,
         faint=not one and has_val and split == "train",

@@ -65,8 +65,9 @@ def timeline(runs: Sequence[Facts]) -> Html:
         pictures.append(_picture(lane, longest))
     pictures.append(_axis(longest))
     happened = [_rows(lane) for lane in lanes]
+    marked = {event["event"] for lane in lanes[:_MOST_LANES] for event in _apart(lane.marks, longest)}
     note = "From the first submission. Bars: training; dotted: waiting; ticks: checkpoints. " + " ".join(
-        f"{glyph} {words}." for kind, (glyph, _, words) in _GLYPHS.items() if _has(lanes, kind)
+        f"{glyph} {words}." for kind, (glyph, _, words) in _GLYPHS.items() if kind in marked
     )
     tables = [
         table(("after", "event", ""), rows, caption=lane.facts.label if len(lanes) > 1 else "What happened")
@@ -76,10 +77,6 @@ def timeline(runs: Sequence[Facts]) -> Html:
     if len(tables) > 3:
         tables = [tag("details", tag("summary", "What happened, run by run"), *tables)]
     return section("timeline", "Time line", tag("div", *pictures, class_="lanes"), *tables, note=note)
-
-
-def _has(lanes: Sequence[_Lane], kind: str) -> bool:
-    return any(event["event"] == kind for lane in lanes for event in lane.marks)
 
 
 def _lane(facts: Facts) -> _Lane | None:
