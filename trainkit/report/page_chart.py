@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from trainkit.records import reading
 from trainkit.report.page_markup import NOTHING, Html, tag
-from trainkit.report.page_scales import Point, Scale, is_wide, linear_ticks, shown, smoothed, thinned
+from trainkit.report.page_scales import TINY, Point, Scale, is_wide, linear_ticks, shown, smoothed, thinned
 
 WIDTH, HEIGHT = 400, 230
 LEFT, TOP, BOTTOM = 44, 12, 30
@@ -62,13 +63,13 @@ def line_chart(
     Args:
         marks: (x, colour) of vertical lines: where a later attempt went on.
     """
-    series = [item for item in series if item.points]
-    if not series:
+    series = [item for item in series if item.points and all(map(_can_be_drawn, item.points))]
+    if not series or not _can_be_drawn((x_from, x_to)):
         return NOTHING
     y = _vertical(axes, [value for item in series for _, value in item.points])
     labels = [item for item in series if item.label]
     margin = 10 + _LETTER * max((len(item.label) for item in labels), default=0) + 8 * bool(labels)
-    x = Scale(x_from, x_to if x_to > x_from else x_from + 1, LEFT, WIDTH - min(margin, WIDTH / 3))
+    x = Scale(x_from, x_to if x_to - x_from > TINY else x_from + 1, LEFT, WIDTH - min(margin, WIDTH / 3))
     body = [*_grid(axes, x, y), *(_mark(x, place, int(colour)) for place, colour in marks)]
     body += [_curve(item, x, y) for item in series]
     body += _end_labels(labels, x, y)
@@ -85,6 +86,11 @@ def line_chart(
     )  # fmt: skip
     unit = tag("span", axes.unit + (", log scale" if y.log else ""), class_="unit") if axes.unit or y.log else None
     return tag("figure", tag("figcaption", axes.title, " ", unit), tag("div", picture, class_="plot"), class_="chart")
+
+
+def _can_be_drawn(pair: Point) -> bool:
+    """What a stranger has recorded may be of no size that a picture has."""
+    return all(reading.is_number(value) for value in pair)
 
 
 def _vertical(axes: Axes, values: Sequence[float]) -> Scale:

@@ -96,8 +96,8 @@ def hardware(runs: Sequence[Facts]) -> Html:
 
 def _host(host: HostSamples, run: str) -> list[Html]:
     gpus = host.gpu_indices()
-    began = host.samples[0]["time"]
-    seconds = host.samples[-1]["time"] - began
+    times = [float(sample["time"]) for sample in host.samples]
+    began, seconds = min(times), max(times) - min(times)
     if seconds <= 0:
         return []
     unit, scale = time_unit(seconds)

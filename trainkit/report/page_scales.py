@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Point = tuple[float, float]
+TINY = 1e-100
 COLUMNS = 400
 """Of a chart: of all points that share one, the lowest and the highest are drawn."""
 
@@ -44,7 +45,7 @@ class Scale:
 
 def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``, at most ``most`` + 1 of them."""
-    if not high > low:
+    if not high - low > TINY:
         return [low]
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
@@ -65,7 +66,7 @@ def shown(value: float) -> str:
 
 def is_wide(values: Sequence[float]) -> bool:
     """Whether they need a logarithmic scale: all above 0, and over a factor of 20."""
-    return bool(values) and min(values) > 0 and max(values) / min(values) > 20
+    return bool(values) and min(values) > TINY and max(values) / min(values) > 20
 
 
 def thinned(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:

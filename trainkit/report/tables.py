@@ -138,6 +138,8 @@ def number(value: Any, spec: str, unit: str = "") -> str:
 
 def duration(seconds: float) -> str:
     """``12.3 s``, ``4 min 05 s``, ``1 h 30 min``."""
+    if not reading.is_number(seconds):
+        return NONE
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)
@@ -186,7 +188,7 @@ def _ranks(facts: Facts) -> str:
     world_size, hosts = facts.started("world_size"), facts.started("hosts") or []
     if not isinstance(world_size, int):
         return NONE
-    nodes = facts.setting("launch.nodes") or 1
+    nodes = told if isinstance(told := facts.setting("launch.nodes"), int) and told > 0 else 1
     per_node = f"{nodes} nodes {TIMES} {world_size // nodes}" if nodes > 1 and world_size % nodes == 0 else ""
     simulated = " simulated on one machine" if nodes > 1 and len(hosts) == 1 else ""
     where = f"{per_node}{simulated}" if per_node else ""
@@ -225,7 +227,7 @@ def _optimizer(optim: Any) -> str:
 def _schedule(schedule: Any) -> str:
     if not isinstance(schedule, dict):
         return NONE
-    return f"{schedule.get('name')}, warm-up {schedule.get('warmup_epochs', 0):g} epochs"
+    return f"{schedule.get('name')}, warm-up {number(schedule.get('warmup_epochs', 0), 'g')} epochs"
 
 
 def _length(facts: Facts) -> str:
@@ -233,7 +235,9 @@ def _length(facts: Facts) -> str:
     if not isinstance(total, int):
         return NONE
     done = f"{facts.steps} of {total} steps" if facts.steps != total else f"{total} steps"
-    return done + (f" = {facts.steps / per_epoch:g} epochs of {per_epoch}" if isinstance(per_epoch, int) else "")
+    if not isinstance(per_epoch, int) or not per_epoch:
+        return done
+    return f"{done} = {facts.steps / per_epoch:g} epochs of {per_epoch}"
 
 
 def _commit(facts: Facts) -> str:
