@@ -19,27 +19,28 @@ from trainkit.errors import TrainkitError, UserError, did_you_mean
 if TYPE_CHECKING:
     from trainkit.records.rundir import RunDir
 
-# sbatch's flag -> its short form, what it stands for. Their configuration keys are launch.<flag with underscores>.
-RESOURCES: dict[str, tuple[str | None, str]] = {
-    "nodes": ("N", "number of nodes"),
-    "gpus-per-node": (None, "GPUs on each node; 0 trains on CPU"),
-    "ntasks-per-node": (None, "ranks on each node (default: one per GPU, or one on CPU)"),
-    "cpus-per-task": ("c", "CPUs for each rank"),
-    "mem": (None, "memory per node: 32G"),
-    "time": ("t", "time limit: minutes, H:MM:SS, D-HH:MM:SS"),
-    "partition": ("p", "partition"),
-    "account": ("A", "account to charge"),
-    "qos": ("q", "quality of service"),
-    "constraint": ("C", "node features"),
-    "nodelist": ("w", "run on these nodes"),
-    "exclude": ("x", "do not run on these nodes"),
-    "reservation": (None, "reservation"),
-    "gres": (None, "generic resources, instead of --gpus-per-node: gpu:4"),
-    "job-name": ("J", "name of the job"),
-    "dependency": ("d", "start after: afterok:JOBID, or afterok:RUN"),
-    "container-image": (None, "run the ranks in this container; none: in no container"),
-    "mail-user": (None, "mail address"),
-    "mail-type": (None, "mail on: BEGIN,END,FAIL"),
+# sbatch's flag -> its short form, what it takes, what it stands for. Their configuration keys are
+# launch.<flag with underscores>.
+RESOURCES: dict[str, tuple[str | None, str, str]] = {
+    "nodes": ("N", "N", "number of nodes"),
+    "gpus-per-node": (None, "N", "GPUs on each node; 0 trains on CPU"),
+    "ntasks-per-node": (None, "N", "ranks on each node (default: one per GPU, or one on CPU)"),
+    "cpus-per-task": ("c", "N", "CPUs for each rank"),
+    "mem": (None, "SIZE", "memory per node: 32G"),
+    "time": ("t", "TIME", "time limit: minutes, H:MM:SS, D-HH:MM:SS"),
+    "partition": ("p", "NAME", "partition"),
+    "account": ("A", "NAME", "account to charge"),
+    "qos": ("q", "NAME", "quality of service"),
+    "constraint": ("C", "FEATURES", "node features"),
+    "nodelist": ("w", "NODES", "run on these nodes"),
+    "exclude": ("x", "NODES", "do not run on these nodes"),
+    "reservation": (None, "NAME", "reservation"),
+    "gres": (None, "KIND:N", "generic resources, instead of --gpus-per-node: gpu:4"),
+    "job-name": ("J", "NAME", "name of the job"),
+    "dependency": ("d", "WHEN:JOB", "start after: afterok:JOBID, or afterok:RUN"),
+    "container-image": (None, "IMAGE", "run the ranks in this container; none: in no container"),
+    "mail-user": (None, "ADDRESS", "mail address"),
+    "mail-type": (None, "EVENTS", "mail on: BEGIN,END,FAIL"),
 }
 
 
@@ -89,7 +90,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, **options: Any) -> None:
         super().__init__(
             prog=f"python -m jobs.{prog}",
-            description=description,
+            description=re.sub(r"^`+[^`]*`+: ", "", description),  # a file's docstring begins with its command
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
@@ -107,8 +108,11 @@ class Parser(argparse.ArgumentParser):
             fix = _as_setting(flag, value or " ".join(more[:1])) or did_you_mean(flag, known, otherwise=fix)
         elif kind == "the following arguments are required":
             # argparse names the overrides as well, which nobody must give.
-            names = [item for item in rest.split(", ") if item != "section.key=value"]
+            names = [item for item in rest.split(", ") if item not in ("section.key=value", "...")]
             what, why = f"{', '.join(names)} missing", f"`{self.prog}` needs it."
+            if "|" in names[0] and names[0].islower():
+                what = f"One of {names[0].replace('|', ', ')} is missing"
+                fix = f"`{self.prog} --help` says what each of them does."
         elif rest == "expected one argument":
             what, why, fix = f"{name} has no value", "It takes one, and none follows it.", f"Write {name} VALUE."
         elif match := re.fullmatch(r"invalid (\w+) value: '(.*)'", rest):
@@ -164,9 +168,9 @@ def add_force_flag(parser: argparse.ArgumentParser) -> None:
 def add_resource_flags(parser: argparse.ArgumentParser) -> None:
     """Add sbatch's flags. Their values stay text here; the configuration checks them."""
     group = parser.add_argument_group("resources (sbatch's own flags)")
-    for flag, (short, text) in RESOURCES.items():
+    for flag, (short, value, text) in RESOURCES.items():
         names = [f"--{flag}"] + ([f"-{short}"] if short else [])
-        group.add_argument(*names, metavar=flag.split("-")[-1].upper(), help=text)
+        group.add_argument(*names, metavar=value, help=text)
     group.add_argument("--sbatch", metavar="KEY=VALUE", action="append", default=[], help="any other sbatch option")
     group.add_argument("--srun", metavar="KEY=VALUE", action="append", default=[], help="any other srun option")
 

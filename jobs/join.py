@@ -1,7 +1,7 @@
 """``TRAINKIT_TOKEN=... python -m jobs.join``: take part in a collaborative run with this machine.
 
 A token is what `python -m jobs.swarm invite` has printed; treat it as a password. It is taken from the environment,
-from a file that holds it, or, with ``-``, from standard input; as an argument it works too, but all who use this
+from a file that holds it, or, with `-`, from standard input; as an argument it works too, but all who use this
 machine would see it in the list of processes. A run that is open to all is joined by its address.
 
 Settings come from the run's creator. This peer only calls out, so it works behind routers and in notebooks. Who was

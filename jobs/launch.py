@@ -135,10 +135,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = cli.Parser("launch", DESCRIPTION)
     parser.add_argument("preset", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("-N", "--nodes", type=int, default=1, help="number of nodes (1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of them this is, from 0 (0)")
+    parser.add_argument("-N", "--nodes", type=int, metavar="N", default=1, help="number of nodes (1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0 (0)")
     parser.add_argument(
-        "--gpus-per-node", type=int, metavar="G", help="GPUs of each node; 0 trains on CPU (all that are here)"
+        "--gpus-per-node", type=int, metavar="N", help="GPUs of each node; 0 trains on CPU (all that are here)"
     )
     parser.add_argument("--ntasks-per-node", type=int, metavar="N", help="ranks per node (one per GPU, or one on CPU)")
     parser.add_argument("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")

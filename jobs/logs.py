@@ -43,12 +43,12 @@ class Wanted:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("logs", "Print the log of a run's rank; of a failed run, the failing rank's traceback first.")
-    parser.add_argument("run", help="a run's name or folder")
+    parser.add_argument("run", metavar="RUN", help="a run's name or folder")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, across requeues")
     parser.add_argument(
         "--rank", metavar="N", help="which ranks (default: 0): 0,4-7, or all; each line says whose it is"
     )
-    parser.add_argument("--attempt", type=int, metavar="K", help="which attempt, from 0 (default: the last)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--err", action="store_true", help="stderr instead of stdout")
     elsewhere.add_host_flag(parser)

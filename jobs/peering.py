@@ -35,7 +35,7 @@ def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None
     parser.add_argument(
         "--max-upload", metavar="RATE", help="send no more than fits into this, as 20Mbit (default: what is measured)"
     )
-    parser.add_argument("--run-dir", type=cli.new_folder, help="folder to make for this run")
+    parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="folder to make for this run")
 
 
 def check_peer_flags(args: argparse.Namespace) -> None:

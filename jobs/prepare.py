@@ -38,7 +38,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         default="raw",
         help="raw: pixels, some 360 GB for ImageNet; jpeg: quality 90, some 33 GB, half as fast (default: raw)",
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that pack (default: CPUs)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes that pack (default: CPUs)"
+    )
     args = parser.parse_args(argv)
     root = Path(args.root)
     prepared = prepare_data(args.dataset, root, [Path(archive) for archive in args.archive], _say)

@@ -25,7 +25,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         help="a run's name or folder; the first is the reference. A sweep: its results",
     )
     parser.add_argument("--compare", action="store_true", help="print and write the comparison alone (comparison.md)")
-    parser.add_argument("--out", type=Path, help="folder to write to (default: the run's, or ./report for several)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)"
+    )
     elsewhere.add_host_flag(parser)
     args = parser.parse_args(argv)
     if args.host is not None:

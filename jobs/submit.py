@@ -37,7 +37,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
     """What the command does, in this process; its exit code. ``then`` gets the runs that were started."""
     parser = cli.Parser("submit", DESCRIPTION)
-    parser.add_argument("preset", help="a preset in configs/, a YAML file, or a run to repeat")
+    parser.add_argument("preset", metavar="PRESET|RUN", help="a preset in configs/, a YAML file, or a run to repeat")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
     parser.add_argument(
         "--sweep",

@@ -31,7 +31,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("train", __doc__)
     parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--run-dir", type=cli.new_folder, help="run folder to make, or to go on with if it is there")
+    parser.add_argument(
+        "--run-dir", type=cli.new_folder, metavar="FOLDER", help="to make, or to go on with if it is there"
+    )
     parser.add_argument("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
     parser.add_argument(
         "--join", metavar="TOKEN", nargs="?", const="",

@@ -21,7 +21,7 @@ from trainkit.records.standing import standing_of
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("why", "Say why a run failed, or why it does not start; of a sweep, each cause once.")
-    parser.add_argument("run", help="a run's or a sweep's name or folder")
+    parser.add_argument("run", metavar="RUN", help="a run's or a sweep's name or folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
     elsewhere.add_host_flag(parser)
     args = parser.parse_args(list(argv))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,8 +15,14 @@ from jobs import cli
 from jobs.__main__ import verbs
 from trainkit.config.launch import LaunchConfig
 from trainkit.errors import RefusedError, UserError
+from trainkit.records.rundir import find_run
 
 PROJECT = Path(__file__).parents[2]
+# What flags take, in words that say it: not the flag's own last word again (NODE, TASK, RUN_DIR).
+WORDS = {
+    "A", "ADDRESS", "EVENTS", "FEATURES", "FILE", "FOLDER", "HOST", "IMAGE", "K", "KEY", "KIND", "N", "NAME", "NODES",
+    "PATTERN", "PORT", "PROFILE", "RATE", "RUN", "S", "SIDE", "SIZE", "TIME", "TOKEN", "USER", "WHEN", "WORD",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -178,6 +186,12 @@ def test_every_verb_has_help(verb: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: python -m jobs.{verb} ")
+    assert "``" not in done.stdout
+    taken = set(re.findall(r"^ +(?:-\w \S+, )?--[\w-]+ ([A-Z_]+)", done.stdout, re.MULTILINE))
+    assert taken <= WORDS
+    positional = re.search(r"^positional arguments:\n((?:  .*\n)+)", done.stdout, re.MULTILINE)
+    words = re.findall(r"^  (\S+)", positional[1], re.MULTILINE) if positional else []
+    assert [word for word in words if word.isalpha() and word.islower()] == []
 
 
 @pytest.mark.parametrize("verb", ["submit", "train", "launch", "swarm create", "join"])
@@ -190,3 +204,28 @@ def test_a_line_break_cannot_get_into_the_name_of_a_run_folder(verb: str, tmp_pa
     assert done.returncode == 2
     assert done.stderr.startswith("'a\\n#SBATCH --wrap=id' cannot be the name of a folder.")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "why", "cancel", "resume", "report", "evaluate", "submit", "train"])
+def test_an_empty_name_is_not_the_current_folder(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a shell's variable that is not set: nobody is told to remove the folder that they are in."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"The name of the (run|preset) is empty\.") as caught:
+        importlib.import_module(f"jobs.{verb}").main([""], {})
+    assert "emove" not in caught.value.fix
+
+
+def test_only_what_looks_like_half_a_run_is_called_removable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "half" / "logs").mkdir(parents=True)
+    for name, removable in (("data", False), ("half", True)):
+        with pytest.raises(UserError, match="is not a run folder") as caught:
+            find_run(str(tmp_path / name), {})
+        assert ("Remove this folder" in caught.value.fix) == removable
+
+
+@pytest.mark.parametrize("verb", ["swarm", "cluster"])
+def test_a_command_without_its_verb_names_those_that_there_are(verb: str) -> None:
+    with pytest.raises(UserError, match=r"^One of (create|discover), \w+, ") as caught:
+        importlib.import_module(f"jobs.{verb}").main([], {})
+    assert caught.value.what.endswith(" is missing.")

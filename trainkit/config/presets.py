@@ -21,6 +21,12 @@ SITE = "site"
 
 def find_preset(preset: str) -> Path:
     """The YAML file of a preset name, a path, or a run folder."""
+    if not preset.strip():
+        raise UserError(
+            "The name of the preset is empty.",
+            why="A variable of the shell may be unset.",
+            fix="For example python -m jobs.submit ddp.",
+        )
     given = Path(preset).expanduser()  # os.path takes names that are too long for a file, too: a token, by mistake
     if os.path.isfile(given / "config.yaml"):
         return given / "config.yaml"
@@ -36,7 +42,7 @@ def find_preset(preset: str) -> Path:
         raise UserError(
             f"{preset} is not a run folder, or only half of one.",
             why="It has no config.yaml.",
-            fix="Give a preset, a YAML file, or another run folder.",
+            fix="Give a preset, a YAML file, or a run folder.",
         )
     known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     known += sorted({f"recipes/{file.stem}" for folder in folders for file in folder.glob("recipes/*.yaml")})

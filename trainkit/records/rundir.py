@@ -15,6 +15,9 @@ from trainkit.records import index
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
+LISTED = "`python -m jobs.status` lists the runs."
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run. ``path`` is absolute."""
@@ -171,22 +174,17 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """An existing run folder.
-
-        Raises:
-            UserError: there is none, or it is half-written.
-        """
+        """An existing run folder. Raises UserError: there is none, or it is half-written."""
         path = path.absolute()
         if not os.path.isdir(path):  # which, unlike Path's own, is False for what cannot even be asked
-            raise UserError(
-                f"No run folder {path}.", why="There is nothing there.", fix="`python -m jobs.status` lists the runs."
-            )
+            raise UserError(f"No run folder {path}.", why="There is nothing there.", fix=LISTED)
         run_dir = cls(path)
         if not os.path.isfile(run_dir.config):
+            half = any(os.path.exists(path / name) for name in ("logs", "code", "events.jsonl"))
             raise UserError(
                 f"{path} is not a run folder, or only half of one.",
                 why="It has no config.yaml.",
-                fix="Choose another run; remove this folder if nothing in it is needed.",
+                fix=f"{LISTED}{' Remove this folder if nothing in it is needed.' * half}",
             )
         return run_dir
 
@@ -243,6 +241,8 @@ def is_url(reference: str) -> bool:
 
 def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
     """The run of a path, of a name in the runs folder, or of a name that this user has submitted from any folder."""
+    if not reference.strip():
+        raise UserError("The name of the run is empty.", why="A variable of the shell may be unset.", fix=LISTED)
     given = Path(reference).expanduser()
     if os.path.isdir(given):
         return RunDir.open(given)
@@ -262,7 +262,7 @@ def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
     raise UserError(
         f"No run '{reference}'.",
         why=f"It is neither a folder, nor a run in {root}, nor one that you submitted from elsewhere.",
-        fix=did_you_mean(reference, names, otherwise="`python -m jobs.status` lists the runs."),
+        fix=did_you_mean(reference, names, otherwise=LISTED),
     )
 
 
