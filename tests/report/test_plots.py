@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 from trainkit.report import drawing, plots
 from trainkit.report.facts import Facts, collect
@@ -62,3 +63,65 @@ def test_a_logarithmic_axis_has_room_for_its_numbers(least: float, most_ticks: i
     low, high = axes.get_ylim()
     shown = [tick for tick in axes.get_yticks() if low <= tick <= high]
     assert 4 <= len(shown) <= most_ticks
+
+
+@pytest.mark.parametrize(
+    ("longest", "ticks"), [(10, [0, 2, 4, 6, 8, 10]), (25, [0, 5, 10, 15, 20, 25]), (3, [0, 1, 2, 3])]
+)
+def test_epochs_are_counted_in_whole_numbers_at_even_distances(longest: int, ticks: list[int]) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    axes.plot([0, longest], [0.0, 1.0])
+    axes.set_xlim(0, longest)
+    drawing.whole_ticks(axes)
+    assert [tick for tick in axes.get_xticks() if 0 <= tick <= longest] == ticks
+
+
+def test_a_run_of_one_epoch_is_drawn_over_its_steps(make_run: MakeRun) -> None:
+    short, long = Facts(make_run(steps=20), "r"), Facts(make_run("ddp-0002"), "r")
+    assert (drawing.x_of(short.train), drawing.x_of(long.train)) == ("step", "epoch")
+    assert drawing.points_of(short.train, "acc5", "step") == [(10.0, 100.0), (20.0, 100.0)]
+
+
+def drawn_text(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], bool]) -> list[str]:
+    """All words of a plot."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    words: list[str] = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path: words.extend(t.get_text() for t in figure.findobj(Text))
+    )
+    assert draw()
+    return words
+
+
+def test_a_slow_run_is_not_said_to_do_nothing(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(steps=0, finished=False)
+    for step in range(1, 4):
+        slow = {"step": step, "epoch": step / 20, "split": "train", "loss": 2.0, "images_per_sec": 0.4}
+        jsonl.append(run_dir.metrics, slow)
+    facts = Facts(run_dir, "slow")
+    assert "median 0.4" in drawn_text(monkeypatch, lambda: plots.draw_pace(facts, tmp_path / "a.png"))
+    assert " 0.4 " in drawn_text(monkeypatch, lambda: plots.draw_comparison([facts], tmp_path / "b.png"))
+
+
+def test_where_the_loss_was_no_number_the_plot_says_so(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(steps=20, finished=False)
+    for step in (30, 40):
+        jsonl.append(run_dir.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
+    facts = Facts(run_dir, "r")
+    assert "loss nan" in drawn_text(monkeypatch, lambda: plots.draw_curves(facts, tmp_path / "a.png"))
+
+
+def test_a_long_name_is_whole_and_leaves_room_for_its_bar(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = Facts(make_run(), "strategy.name=fsdp, train.micro_batch_size=auto")
+    words = drawn_text(monkeypatch, lambda: plots.draw_comparison([facts], tmp_path / "a.png"))
+    assert "strategy.name=fsdp,\ntrain.micro_batch_size=auto" in words

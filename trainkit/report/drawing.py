@@ -60,13 +60,42 @@ def new_figure(path: Path, width: float, height: float, columns: int = 1) -> Ite
         figure.savefig(path)
 
 
-def points_of(records: Sequence[dict[str, Any]], key: str) -> Points:
-    """Epochs and values of ``key``, where a record has both."""
+def points_of(records: Sequence[dict[str, Any]], key: str, x: str = "epoch") -> Points:
+    """Epochs (or steps) and values of ``key``, where a record has both."""
     return [
-        (float(record["epoch"]), float(record[key]))
+        (float(record[x]), float(record[key]))
         for record in records
-        if isinstance(record.get("epoch"), int | float) and isinstance(record.get(key), int | float)
+        if isinstance(record.get(x), int | float) and isinstance(record.get(key), int | float)
     ]
+
+
+FEW_EPOCHS = 2.0
+
+
+def x_of(records: Sequence[dict[str, Any]]) -> str:
+    """What to draw over: ``epoch``; of a run of one or two, whose axis would have two numbers, ``step``."""
+    longest = max((record["epoch"] for record in records if "epoch" in record), default=0.0)
+    return "epoch" if longest > FEW_EPOCHS else "step"
+
+
+def whole_ticks(axes: Axes) -> None:
+    """Whole numbers on the x axis, at distances that can be counted: 0, 5, 10 and not 0, 2, 5, 8, 10."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def mark_nan(axes: Axes, begin: float | None, end: float) -> None:
+    """From where on the loss was no number, and there is no curve."""
+    if begin is None:
+        return
+    axes.axvspan(begin, max(end, begin), color=VERMILION, alpha=0.12, linewidth=0)
+    axes.axvline(begin, color=VERMILION, linewidth=1)
+    axes.annotate(
+        "loss nan", (begin, 0.5), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points",
+        color=VERMILION, fontweight="bold", va="center",
+    )  # fmt: skip
 
 
 def draw_line(axes: Axes, points: Points, colour: str, *, raw_too: bool = False) -> None:

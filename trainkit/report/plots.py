@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,76 +17,108 @@ from trainkit.report.drawing import (
     draw_line,
     label_ends,
     log_if_wide,
+    mark_nan,
     mark_restarts,
     new_figure,
     points_of,
     smooth,
     time_unit,
+    whole_ticks,
     with_gaps,
+    x_of,
 )
 from trainkit.report.facts import Facts
+from trainkit.report.tables import TIMES, speed_spec
 
 TRAIN, VAL = BLUE, VERMILION
-TIMES = "\N{MULTIPLICATION SIGN}"
+_LONG_LABEL = 40
 
 
 def draw_curves(facts: Facts, path: Path) -> bool:
-    """Loss and accuracy over epochs, train and val. False if there is nothing to draw."""
+    """Loss and accuracy over epochs, or steps of a short run, train and val. False if there is nothing to draw."""
+    splits = {"train": (facts.train, TRAIN), "val": (facts.val, VAL)}
+    x = x_of(facts.train + facts.val)
     series = {
-        (split, key): points_of(records, key)
-        for split, records in (("train", facts.train), ("val", facts.val))
-        for key in ("loss", "acc1")
+        (split, key): points_of(records, key, x)
+        for split, (records, _) in splits.items()
+        for key in ("loss", "acc1", "acc5")
     }
     if not any(series.values()):
         return False
     with new_figure(path, 10.5, 4.2, columns=2) as (figure, (left, right)):
         figure.suptitle(facts.label, x=0.01, ha="left", fontsize=11, color=GREY)
-        for axes, key, title, unit in ((left, "loss", "Loss", "cross-entropy"), (right, "acc1", "Top-1 accuracy", "%")):
-            axes.set(title=title, xlabel="epoch", ylabel=unit)
+        for axes, key, title, unit in ((left, "loss", "Loss", "cross-entropy"), (right, "acc1", "Accuracy", "%")):
+            axes.set(title=title, xlabel=x, ylabel=unit)
             ends = []
-            for split, colour in (("train", TRAIN), ("val", VAL)):
+            for split, (_, colour) in splits.items():
                 points = series[split, key]
                 if points:
                     draw_line(axes, points, colour, raw_too=split == "train")
                     shown = smooth(points)[-1] if split == "train" else points[-1]
                     ends.append((f"{split} {points[-1][1]:{'.1f' if key == 'acc1' else '.3g'}}", shown, colour))
             if key == "loss":
-                log_if_wide(axes, [value for split in ("train", "val") for _, value in series[split, key]])
-            elif max((value for split in ("train", "val") for _, value in series[split, key]), default=0) > 90:
-                axes.set_ylim(top=102)
-            mark_restarts(axes, facts.restarted_at, at_top=key == "loss")  # where the curve is not
+                log_if_wide(axes, [value for split in splits for _, value in series[split, key]])
+            else:
+                top5 = series["val", "acc5"]
+                if top5 and min(value for _, value in top5) < 99.5:  # of few classes it says nothing
+                    axes.plot(*zip(*top5, strict=True), color=VAL, linewidth=1.2, linestyle=(0, (4, 3)))
+                    ends.append((f"val top-5 {top5[-1][1]:.1f}", top5[-1], VAL))
+                if max((value for split in splits for _, value in series[split, key]), default=0) > 90 or top5:
+                    axes.set_ylim(top=102)
+            mark_restarts(axes, _restarts(facts, x), at_top=key == "loss")  # where the curve is not
+            mark_nan(axes, *_nan(facts, x))
+            whole_ticks(axes)
             label_ends(axes, ends)
         best = facts.best_val
-        if best and isinstance(best.get("acc1"), int | float) and "epoch" in best:
-            where = (best["epoch"], best["acc1"])
+        if best and isinstance(best.get("acc1"), int | float) and x in best:
+            where = (best[x], best["acc1"])
             right.plot(*where, "o", color=VAL, markersize=8, markerfacecolor="white", zorder=5)
             right.annotate("best", where, xytext=(0, -17), textcoords="offset points", color=VAL, ha="center")
     return True
 
 
 def draw_pace(facts: Facts, path: Path) -> bool:
-    """Learning rate and images per second over epochs. False if there is nothing to draw."""
-    rates, speeds = points_of(facts.train, "lr"), points_of(facts.train, "images_per_sec")
+    """Learning rate and images per second over epochs, or steps. False if there is nothing to draw."""
+    x = x_of(facts.train + facts.val)
+    rates, speeds = points_of(facts.train, "lr", x), points_of(facts.train, "images_per_sec", x)
     if not rates and not speeds:
         return False
     with new_figure(path, 10.5, 3.4, columns=2) as (figure, (left, right)):
         figure.suptitle(facts.label, x=0.01, ha="left", fontsize=11, color=GREY)
-        left.set(title="Learning rate", xlabel="epoch", ylabel="lr")
+        left.set(title="Learning rate", xlabel=x, ylabel="lr")
         left.yaxis.set_major_formatter("{x:g}")
-        right.set(title="Throughput", xlabel="epoch", ylabel="images/s")
+        right.set(title="Throughput", xlabel=x, ylabel="images/s")
         if rates:
             draw_line(left, rates, GREEN)
             peak = max(rates, key=lambda point: point[1])
             left.annotate(f"peak {peak[1]:.3g}", peak, xytext=(6, 4), textcoords="offset points", color=GREEN)
         if speeds and facts.images_per_sec is not None:
-            right.plot(*zip(*speeds, strict=True), color=PURPLE, linewidth=1.2)
+            right.plot(
+                *zip(*speeds, strict=True), color=PURPLE, linewidth=1.2, marker="o" if len(speeds) == 1 else None
+            )
             right.axhline(facts.images_per_sec, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-            right.set_ylim(0, max(value for _, value in speeds) * 1.15)
-            right.yaxis.set_major_formatter("{x:,.0f}")
-            label_ends(right, [(f"median {facts.images_per_sec:,.0f}", (speeds[-1][0], facts.images_per_sec), GREY)])
+            highest = max(value for _, value in speeds)
+            right.set_ylim(0, highest * 1.15 or 1.0)
+            right.yaxis.set_major_formatter("{x:,.0f}" if highest >= 5 else "{x:g}")
+            median = f"median {facts.images_per_sec:{speed_spec(facts.images_per_sec)}}"
+            label_ends(right, [(median, (speeds[-1][0], facts.images_per_sec), GREY)])
         for axes in (left, right):
-            mark_restarts(axes, facts.restarted_at)
+            mark_restarts(axes, _restarts(facts, x))
+            mark_nan(axes, *_nan(facts, x))
+            whole_ticks(axes)
     return True
+
+
+def _restarts(facts: Facts, x: str) -> list[float]:
+    if x == "epoch":
+        return facts.restarted_at
+    return [float(event["step"]) for event in facts.events if event.get("event") == "started" and event.get("step")]
+
+
+def _nan(facts: Facts, x: str) -> tuple[float | None, float]:
+    """Where the loss was no number any more, and where the records end."""
+    begin = next((record.get(x) for record in facts.train if record["step"] == facts.setbacks.nan_from), None)
+    return begin, max((record[x] for record in facts.train if x in record), default=0.0)
 
 
 def draw_hardware(facts: Facts, path: Path) -> bool:
@@ -146,17 +179,17 @@ def draw_comparison(runs: Sequence[Facts], path: Path) -> bool:
         widest = max(*(speed for _, speed in known), *(place or 0.0 for place in linear))
         for row, ((_, speed), place) in enumerate(zip(known, linear, strict=True)):
             axes.barh(row, speed, height=0.62, color=BLUE if row else GREY)
-            text = f" {speed:,.0f}" + (f"   {speed / reference_speed:.2f}{TIMES} " if row else " ")
+            text = f" {speed:{speed_spec(speed)}}" + (f"   {speed / reference_speed:.2f}{TIMES} " if row else " ")
             if place:
                 axes.plot([place, place], [row - 0.38, row + 0.38], color=VERMILION, linewidth=2)
             if speed > widest / 3:  # room in the bar; beside it the number could be taken for that of the mark
                 axes.text(speed, row, text, va="center", ha="right", color="white", fontweight="bold")
             else:
                 axes.text(max(speed, place or 0.0), row, text, va="center", ha="left")
-        axes.set_yticks(range(len(known)), [facts.label for facts, _ in known])
+        axes.set_yticks(range(len(known)), [_wrapped(facts.label) for facts, _ in known])
         axes.invert_yaxis()
         axes.set_xlim(0, widest * 1.08)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_major_formatter("{x:,.0f}" if widest >= 5 else "{x:g}")
         if any(linear):
             axes.set_title("| linear scaling", loc="right", color=VERMILION, fontsize=10, fontweight="normal")
     return True
@@ -167,9 +200,7 @@ def draw_accuracies(runs: Sequence[Facts], path: Path) -> bool:
     known = [(facts, points) for facts in runs if (points := points_of(facts.val, "acc1"))]
     if len(known) < 2:
         return False
-    from matplotlib.ticker import MaxNLocator
-
-    with new_figure(path, 9.0, 4.2) as (_, (axes,)):
+    with new_figure(path, 9.0, 4.2) as (figure, (axes,)):
         axes.set(title="Validation top-1 accuracy", xlabel="epoch", ylabel="%")
         longest = max(points[-1][0] for _, points in known)
         ends = []
@@ -180,6 +211,17 @@ def draw_accuracies(runs: Sequence[Facts], path: Path) -> bool:
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=max(1.2, 4.2 - number), marker=marker)
             ended = f" (epoch {points[-1][0]:g})" if points[-1][0] < longest else ""
             ends.append((f"{facts.label}  {points[-1][1]:.1f}{ended}", points[-1], colour))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        label_ends(axes, ends)
+        whole_ticks(axes)
+        axes.set_xlim(left=0)
+        if max(len(text) for text, _, _ in ends) > _LONG_LABEL:  # beside the curves they would leave no room for them
+            for (text, _, _), line in zip(ends, axes.lines, strict=True):
+                line.set_label(text)
+            figure.legend(loc="outside lower left", frameon=False)
+        else:
+            label_ends(axes, ends)
     return True
+
+
+def _wrapped(label: str) -> str:
+    """A name in lines that leave room for its bar."""
+    return "\n".join(textwrap.wrap(label, 32, break_on_hyphens=False)) or label
