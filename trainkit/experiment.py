@@ -126,6 +126,8 @@ def _run(
             params=parts.num_parameters,
             world_size=dist.world_size,
             resumed_step=progress.step,
+            precision=parts.precision.name,
+            micro_batch_size=parts.micro_batch_size,
             is_main=dist.is_main,
             may_write=writer.check,
             prepared=prepared,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from importlib import import_module
@@ -27,7 +28,7 @@ def attempt(run_dir: RunDir, resumed_step: int, steps: range, loss: float) -> No
 
 def events_of(run_dir: RunDir) -> Any:
     module = import_module("tensorboard.backend.event_processing.event_accumulator")
-    events = module.EventAccumulator(str(run_dir.tensorboard))
+    events = module.EventAccumulator(str(run_dir.tensorboard / run_dir.name))
     events.Reload()
     return events
 
@@ -54,6 +55,7 @@ def test_train_and_val_are_drawn_into_one_plot(run_dir: RunDir) -> None:
     layout.ParseFromString(events_of(run_dir).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     plots = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
     assert plots["acc1"] == ["acc1/train", "acc1/val"]
+    assert list(plots) == ["loss", "acc1", "acc5", "lr"]
 
 
 def test_after_a_restart_the_curve_has_no_double_points(run_dir: RunDir) -> None:
@@ -78,7 +80,7 @@ def test_a_number_too_large_for_the_file_is_infinite(run_dir: RunDir) -> None:
 
 def test_its_checksums_are_those_that_tensorboard_verifies(run_dir: RunDir) -> None:
     attempt(run_dir, 0, range(10, 30, 10), loss=1.5)
-    (file,) = run_dir.tensorboard.iterdir()
+    (file,) = (run_dir.tensorboard / run_dir.name).iterdir()
     masked = import_module("tensorboard.summary.writer.record_writer").masked_crc32c
     data, position, events = file.read_bytes(), 0, 0
     while position < len(data):
@@ -87,7 +89,7 @@ def test_its_checksums_are_those_that_tensorboard_verifies(run_dir: RunDir) -> N
         assert int.from_bytes(data[position + 8 : position + 12], "little") == masked(length)
         assert int.from_bytes(data[end : end + 4], "little") == masked(data[position + 12 : end])
         position, events = end + 4, events + 1
-    assert events == 5
+    assert events == 6
 
 
 def test_writing_imports_neither_tensorflow_nor_boto3_where_they_are_installed(run_dir: RunDir) -> None:
@@ -108,3 +110,73 @@ def test_where_the_time_goes_is_a_group_of_its_own(run_dir: RunDir) -> None:
     logger.close()
     assert scalars(run_dir, "seconds/data") == [(10, 1.5)]
     assert scalars(run_dir, "mfu/train") == [(10, 41.0)]
+
+
+def raw_values(run_dir: RunDir) -> list[Any]:
+    """All summaries of all attempts, as they stand in the files."""
+    loader = import_module("tensorboard.backend.event_processing.event_file_loader").RawEventFileLoader
+    event = import_module("tensorboard.compat.proto.event_pb2").Event
+    files = sorted((run_dir.tensorboard / run_dir.name).iterdir())
+    return [
+        value for file in files for raw in loader(str(file)).Load() for value in event.FromString(raw).summary.value
+    ]
+
+
+def test_the_settings_are_a_row_of_the_hparams_tab_with_the_precision_that_auto_has_come_to(run_dir: RunDir) -> None:
+    start = Start(total_steps=60, world_size=4, precision="bf16", micro_batch_size=8)
+    logger = tensorboard.build(run_dir, Config(), start)
+    logger.log(VAL | {"split": "test"})
+    logger.close()
+    data = import_module("tensorboard.plugins.hparams.plugin_data_pb2").HParamsPluginData
+    found = {}
+    for value in raw_values(run_dir):
+        if value.metadata.plugin_data.plugin_name == "hparams":
+            found[value.tag] = data.FromString(value.metadata.plugin_data.content)
+    told = found["_hparams_/session_start_info"].session_start_info.hparams
+    assert told["train.precision"].string_value == "bf16"
+    assert (told["train.micro_batch_size"].number_value, told["world_size"].number_value) == (8, 4)
+    assert told["optim.lr"].number_value == Config().optim.lr
+    assert not [key for key in told if key.startswith(("launch.", "monitor."))]
+    metrics = [info.name.tag for info in found["_hparams_/experiment"].experiment.metric_infos]
+    assert "acc1/val" in metrics
+    assert found["_hparams_/session_end_info"].session_end_info.status == 1, "success"
+
+
+def test_an_attempt_that_will_go_on_has_no_end(run_dir: RunDir) -> None:
+    attempt(run_dir, 0, range(10, 30, 10), loss=1.5)
+    assert "_hparams_/session_end_info" not in [value.tag for value in raw_values(run_dir)]
+
+
+def test_which_class_was_taken_for_which_is_a_picture_and_a_table(run_dir: RunDir) -> None:
+    run_dir.confusion.write_text('{"classes": ["cat", "dog|wolf"], "raw": [[0, 0, 9], [0, 1, 1], [1, 1, 5]]}')
+    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
+    logger.log(VAL | {"split": "test"})
+    logger.close()
+    (image,) = events_of(run_dir).Images("confusion/test")
+    assert (image.width, image.height) == (400, 400)
+    from PIL import Image
+
+    pixels = Image.open(io.BytesIO(image.encoded_image_string))
+    assert [pixels.getpixel(place) for place in ((10, 10), (390, 10), (10, 390), (390, 390))] == [25, 229, 255, 0]
+    (text,) = events_of(run_dir).Tensors("confusion/test/table")
+    table = text.tensor_proto.string_val[0].decode().splitlines()
+    assert table[0] == "| is \\ taken for | cat | dog\\|wolf |"
+    assert table[2:] == ["| cat | 9 | 1 |", "| dog\\|wolf |  | 5 |"]
+
+
+@pytest.mark.parametrize("odd", ["", "{}", '{"classes": ["a"], "raw": [[0, 7, 1]]}', '{"classes": 3, "raw": [1]}'])
+def test_a_confusion_that_is_none_is_left_out(run_dir: RunDir, odd: str) -> None:
+    run_dir.confusion.write_text(odd)
+    logger = tensorboard.build(run_dir, Config(), Start(total_steps=60))
+    logger.log(VAL | {"split": "test"})
+    logger.close()
+    assert events_of(run_dir).Tags()["images"] == []
+
+
+def test_a_run_is_listed_by_its_name_and_one_of_a_sweep_with_that_of_the_sweep(tmp_path: Path) -> None:
+    alone, swept = RunDir(tmp_path / "ddp-0001"), RunDir(tmp_path / "ddp-0002" / "0")
+    swept.path.mkdir(parents=True)
+    (swept.path.parent / "sweep.json").write_text("[]")
+    for run in (alone, swept):
+        tensorboard.build(run, Config(), Start(total_steps=1)).close()
+    assert [folder.name for run in (alone, swept) for folder in run.tensorboard.iterdir()] == ["ddp-0001", "ddp-0002-0"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import netrc
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def test_neither_code_nor_packages_nor_the_machine_are_handed_over(run_dir: RunD
     attempt(run_dir, 0, range(10, 30, 10))
     assert {file.suffix for file in run_dir.wandb.rglob("*") if file.is_file()} == {".wandb", ".log"}
     kinds = {record.WhichOneof("record_type") for record in stored(run_dir)[0]}
-    assert not kinds & {"files", "environment", "output", "output_raw", "stats"}
+    assert not kinds & {"files", "environment", "output", "output_raw"}
 
 
 def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
@@ -173,3 +174,21 @@ def test_online_only_when_logged_in(
         (tmp_path / ".netrc").chmod(0o600)
         assert netrc.netrc(tmp_path / ".netrc").hosts
     assert logger_module.mode(env, tmp_path) == expected
+
+
+def test_its_config_says_what_auto_has_come_to_and_the_host_is_sampled(run_dir: RunDir) -> None:
+    config = Config.model_validate({"monitor": {"loggers": ["wandb"], "hardware_every_seconds": 1}})
+    with open_loggers(config, run_dir, total_steps=2, precision="bf16", micro_batch_size=8) as logger:
+        run_dir.confusion.write_text('{"classes": ["cat", "dog"], "raw": [[0, 0, 9], [0, 1, 1], [1, 1, 5]]}')
+        logger.log({"step": 1, "epoch": 1.0, "split": "train", "loss": 1.0})
+        time.sleep(2.5)
+        logger.log({"step": 2, "epoch": 2.0, "split": "test", "loss": 0.5, "acc1": 90.0})
+    (records,) = stored(run_dir)
+    train = next(json.loads(item.value_json) for item in run_of(records).config.update if item.key == "train")
+    assert (train["precision"], train["micro_batch_size"]) == ("bf16", 8)
+    stats = {item.key for r in records if r.WhichOneof("record_type") == "stats" for item in r.stats.item}
+    assert {"memory_percent", "proc.memory.rssMB"} <= stats
+    (table,) = run_dir.wandb.rglob("*.table.json")
+    told = json.loads(table.read_text())
+    assert told["columns"] == ["Actual", "Predicted", "nPredictions"]
+    assert told["data"] == [["cat", "cat", 9], ["cat", "dog", 1], ["dog", "cat", 0], ["dog", "dog", 5]]

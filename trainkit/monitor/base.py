@@ -48,6 +48,10 @@ class Start:
     world_size: int = 1
     resumed_step: int = 0
     """Updates that earlier attempts have done; 0 for the first."""
+    precision: str = ""
+    """What ``train.precision=auto`` has come to."""
+    micro_batch_size: int = 0
+    """And ``train.micro_batch_size``; 0: not known."""
     prepared: object = None
     """What the logger's own ``prepare`` has given; None if it was not called."""
 
@@ -113,6 +117,8 @@ def open_loggers(
     params: int = 0,
     world_size: int = 1,
     resumed_step: int = 0,
+    precision: str = "",
+    micro_batch_size: int = 0,
     is_main: bool = True,
     may_write: Callable[[], None] = lambda: None,
     prepared: Mapping[str, object] | None = None,
@@ -131,7 +137,7 @@ def open_loggers(
     if not is_main:
         yield NullLogger()
         return
-    start = Start(total_steps=total_steps, params=params, world_size=world_size, resumed_step=resumed_step)
+    start = Start(total_steps, params, world_size, resumed_step, precision, micro_batch_size)
     fan_out = _FanOut(may_write)
     # The record first: what the others show must also be on disk.
     for name in sorted(config.monitor.loggers, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):

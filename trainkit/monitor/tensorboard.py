@@ -1,7 +1,8 @@
 """TensorBoard: ``tensorboard --logdir RUN/tensorboard``.
 
 Tags are ``<metric>/<split>``: TensorBoard shows train and val of a metric side by side, its Custom Scalars tab draws
-them in one plot.
+them in one plot, with the learning rate. HParams compares runs (``tensorboard --logdir runs``); Images and Text have
+which class was taken for which in the test.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from trainkit.config.schema import Config
+from trainkit.monitor import tensorboard_pages as pages
 from trainkit.monitor.base import Logger, Start
+from trainkit.monitor.described import hyperparameters, shown_name, taken_for
 from trainkit.records.rundir import RunDir
 
-OVERLAID = ("loss", "acc1", "acc5")
+_MOST_CLASSES = 400
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 _FLUSH_SECONDS = 10
 
@@ -29,14 +32,19 @@ class _TensorBoard:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             self._event = event_pb2.Event
-            self._file = EventFileWriter(str(run_dir.tensorboard), flush_secs=_FLUSH_SECONDS)
+            # In a folder of its own name, or TensorBoard would list the run as ".".
+            self._file = EventFileWriter(str(run_dir.tensorboard / shown_name(run_dir)), flush_secs=_FLUSH_SECONDS)
+        self._run_dir, self._is_over = run_dir, False
         now = time.time()
         if start.resumed_step:
             # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve
             # would go back and forth. The resumed step itself was complete.
             begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._file.add_event(self._event(wall_time=now, step=start.resumed_step + 1, session_log=begins))
-        self._file.add_event(self._event(wall_time=now, summary=_layout(averaged=config.train.ema_decay is not None)))
+        averaged = config.train.ema_decay is not None
+        told = hyperparameters(config, start)
+        for summary in (pages.layout(averaged=averaged), pages.hparams(told, shown_name(run_dir))):
+            self._file.add_event(self._event(wall_time=now, summary=summary))
         self._file.flush()
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -47,26 +55,17 @@ class _TensorBoard:
                 tag = key.replace("_", "/", 1) if key.startswith("seconds_") else f"{key}/{record['split']}"
                 event.summary.value.add(tag=tag, simple_value=value)
         self._file.add_event(event)
+        self._is_over = self._is_over or record["split"] == "test"
+        if record["split"] == "test" and (taken := taken_for(self._run_dir, _MOST_CLASSES)) is not None:
+            self._file.add_event(
+                self._event(wall_time=time.time(), step=record["step"], summary=pages.confusion(taken))
+            )
 
     def close(self) -> None:
+        failed = sys.exc_info()[0] is not None  # closed while an exception passes
+        if failed or self._is_over:  # else it will go on
+            self._file.add_event(self._event(wall_time=time.time(), summary=pages.ended(failed=failed)))
         self._file.close()
-
-
-def _layout(*, averaged: bool) -> Any:
-    """What the Custom Scalars tab draws together."""
-    from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
-    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
-
-    def chart(metric: str) -> Any:
-        tags = [f"{metric}/train", f"{metric}/val", *[f"ema_{metric}/val"] * averaged]
-        return layout_pb2.Chart(title=metric, multiline=layout_pb2.MultilineChartContent(tag=tags))
-
-    layout = layout_pb2.Layout(category=[layout_pb2.Category(title="train and val", chart=map(chart, OVERLAID))])
-    # As the plugin's own `summary.pb` does, which needs TensorFlow.
-    text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[layout.SerializeToString()])
-    text.tensor_shape.SetInParent()
-    value = {"tag": metadata.CONFIG_SUMMARY_TAG, "metadata": metadata.create_summary_metadata(), "tensor": text}
-    return summary_pb2.Summary(value=[summary_pb2.Summary.Value(**value)])
 
 
 @contextmanager

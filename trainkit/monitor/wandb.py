@@ -1,7 +1,8 @@
 """Weights & Biases: online when logged in, else offline (``wandb sync RUN/wandb/offline-run-*`` uploads later).
 
-Nothing but metrics and the training settings is handed over: no environment, no code, no console output, no command
-line, no list of packages. The run keeps its id over restarts, so that a requeued run is one run there too.
+Nothing but metrics, the training settings and the use of this host is handed over: no environment, no code, no console
+output, no command line, no list of packages. The run keeps its id over restarts, so that a requeued run is one run
+there too.
 
 The client is a process of its own (`trainkit.monitor.wandb_client`), started before torch is imported where that can be
 (`prepare`), and fed through a pipe. Training never waits for it but at its end, for what it still has to write or send.
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit
 
 from trainkit.config.schema import Config
 from trainkit.monitor.base import Logger, Start
+from trainkit.monitor.described import settings, shown_name, taken_for
 from trainkit.monitor.wandb_client import HAS_SAID_WHY, IGNORED
 from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
@@ -37,8 +39,8 @@ _ENDING_SECONDS = 3 * CLIENT_SECONDS
 """To reach a server in vain, begin offline and write what there is takes the client no longer."""
 _MOST_HELD = 1 << 26
 """Bytes of records that a client has not taken yet."""
-# What a run was trained with. `launch` stays here: its setup lines and mail address are nobody's business.
-_SETTINGS = {"seed", "model", "data", "train", "optim", "schedule", "strategy"}
+_MOST_CLASSES = 100
+"""More are more rows than W&B keeps of a chart."""
 
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 
@@ -146,12 +148,20 @@ class _Client:
 class _Wandb:
     def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
         self._client = start.prepared if isinstance(start.prepared, _Client) else _Client()
+        self._run_dir = run_dir
         self._client.send(init=_init(run_dir, config, start))
 
     def log(self, record: Mapping[str, Any]) -> None:
         split = record["split"]
         values = {f"{key}/{split}": value for key, value in record.items() if key not in _NOT_CURVES}
         self._client.send(log={key: record[key] for key in ("step", "epoch") if key in record} | values)
+        if split == "test" and (taken := taken_for(self._run_dir, _MOST_CLASSES)) is not None:
+            rows = [
+                [name, other, count]
+                for name, counts in zip(taken.classes, taken.rows(), strict=True)
+                for other, count in zip(taken.classes, counts, strict=True)
+            ]
+            self._client.send(confusion=rows, step=record["step"])
 
     def close(self) -> None:
         failed = sys.exc_info()[0] is not None  # closed while an exception passes: the run is marked as crashed there
@@ -161,16 +171,17 @@ class _Wandb:
 
 def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
     """What `wandb.init` takes."""
-    settings = {
+    how = {
         "console": "off",
         "disable_code": True,
         "disable_git": True,
         "disable_job_creation": True,
         "save_code": False,
         "x_disable_meta": True,
-        "x_disable_machine_info": True,
         "x_save_requirements": False,
-        "x_disable_stats": True,  # the run folder has its own samples, of every host
+        # The use of this host, and of the process that trains. x_disable_machine_info would leave that out, too.
+        "x_stats_pid": os.getpid(),
+        "x_stats_sampling_interval": max(config.monitor.hardware_every_seconds, 1.0),
         "silent": True,
         "symlink": False,
         "init_timeout": CLIENT_SECONDS,
@@ -180,17 +191,17 @@ def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
     return {
         "project": os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project,
         "id": run_id(run_dir),
-        "name": run_dir.name,
+        "name": shown_name(run_dir),
         "dir": str(run_dir.path),  # wandb adds its own folder `wandb`, which is `run_dir.wandb`
         "resume": "allow",
         "mode": mode(os.environ, Path.home()),
         "config": {
-            **config.model_dump(mode="json", include=_SETTINGS),
+            **settings(config, start),
             "world_size": start.world_size,
             "params": start.params,
             "total_steps": start.total_steps,
         },
-        "settings": settings,
+        "settings": how,
     }
 
 

@@ -1,7 +1,8 @@
 """W&B's client, in a process of its own: importing, starting and ending it keeps no training waiting.
 
-Fed with JSON lines by `trainkit.monitor.wandb`: ``{"init": what wandb.init takes}``, then ``{"log": values}``, at last
-``{"finish": exit code}``. Where they end without that, whoever trained is gone, and the run has crashed.
+Fed with JSON lines by `trainkit.monitor.wandb`: ``{"init": what wandb.init takes}``, then ``{"log": values}`` and
+``{"confusion": rows of a table, "step": step}``, at last ``{"finish": exit code}``. Where they end without that,
+whoever trained is gone, and the run has crashed.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ def _serve(messages: Iterator[dict[str, Any]]) -> None:
         if "finish" in message:
             exit_code = message["finish"]
             break
+        if "confusion" in message:
+            columns: list[str | int] = ["Actual", "Predicted", "nPredictions"]
+            table = wandb.Table(columns=columns, data=message["confusion"])
+            title = {"title": "Confusion matrix of the test"}
+            # As `wandb.plot.confusion_matrix` makes it, which wants every sample and not their counts.
+            chart = wandb.plot_table("wandb/confusion_matrix/v1", table, {str(name): name for name in columns}, title)
+            run.log({"step": message["step"], "confusion/test": chart})
+            continue
         run.log(message["log"])
     run.finish(exit_code=exit_code)
     wandb.teardown()  # its service has written all of the file once it is gone

@@ -233,9 +233,9 @@ class Keeper:
         assert found is not None
         self.clock.to(END)
         self.tell_broken()
-        self.metrics.log({**where, "split": "test", **found.metrics})
-        if parts.dist.is_main and found.counts:
+        if parts.dist.is_main and found.counts:  # before the record: loggers show it with that
             self._write(self.writer.run.confusion, told(parts.splits.info, found.counts, split="test", step=best), None)
+        self.metrics.log({**where, "split": "test", **found.metrics})
         self._show(found.mistakes["raw"], "test", best)
         return found.metrics
 
