@@ -134,7 +134,15 @@ class _Swarm:
                 file.write("".join(f"{name}\n" for name in chosen))
             for name in chosen:
                 self.alive[name] = int(self.peers.says(rf"^{name} (\d+)$")[1])
-                self.peers.says(rf"^{name}: Joined ", 180)
+                self._wait_for(name)
+
+    def _wait_for(self, name: str) -> None:
+        try:
+            self.peers.says(rf"^{name}: Joined ", 180)
+        except AssertionError:
+            lines = self.peers.output.splitlines()
+            own = [line for line in lines if line.startswith((name, "trainkit.errors"))]
+            raise AssertionError(f"{name} has not joined, at a load of {os.getloadavg()[0]:.0f}: {own}") from None
 
     def records(self) -> list[dict[str, Any]]:
         file = self.run / "metrics.jsonl"
