@@ -48,6 +48,9 @@ def new_folder(text: str) -> Path:
     """The type of a flag that names a folder to make; its name goes into scripts and onto terminals."""
     from trainkit.config.launch import is_one_line
 
+    if not text.strip():
+        why = "A variable of the shell may be unset."
+        raise UserError("The name of the folder is empty.", why=why, fix="Give one, such as --run-dir runs/first.")
     if not is_one_line(text):
         raise UserError(
             f"{text!r} cannot be the name of a folder.",

@@ -67,7 +67,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _explained(error: UserError, runs: Sequence[RunDir]) -> UserError:
     """Where there is nothing to report on since the run has failed at once: why it has."""
-    state = job_state(runs[0]) if len(runs) == 1 else None
+    nothing = error.what.startswith("Nothing to report on")
+    state = job_state(runs[0]) if len(runs) == 1 and nothing else None
     cause = cause_of(runs[0], state) if state is not None and state.alive == "no" else None
     if cause is None:
         return error

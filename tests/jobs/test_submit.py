@@ -273,6 +273,7 @@ def test_flags_and_overrides_may_come_in_any_order(command: Command, no_slurm: d
         (["nosuch.yaml"], 2, "No file"),
         (["ddp", "--run-dir", "taken"], 2, "exists already"),
         (["ddp", "--run-dir", "half"], 2, "exists already"),
+        (["ddp", "--run-dir", ""], 2, "The name of the folder is empty"),
         (["ddp", "--run-dir", "file/run"], 2, "Cannot make the run folder"),
         (["ddp", "--sweep", "seed=1,2", "--run-dir", "taken"], 2, "File exists"),
         (["ddp", "--sweep", "seed=1,x"], 2, "seed"),
@@ -301,6 +302,27 @@ def test_wrong_input_is_answered_in_three_lines_and_nothing_is_written(
     assert words in done.err
     assert [line.split(":")[0] for line in done.err.splitlines()[1:]] == ["  why", "  fix"]
     assert files() == before
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_written(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an archive that was made with another encoding."""
+    place = tmp_path / os.fsdecode(b"caf\xe9")
+    place.mkdir()
+    monkeypatch.setenv("TRAINKIT_RUNS", str(place / "runs"))
+    done = command("submit", "ddp")
+    assert done.code == 2
+    assert "is no text in UTF-8" in done.err
+    assert list(place.iterdir()) == []
+
+
+def test_a_preset_that_is_no_text_is_told_from_one_that_cannot_be_read(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "own.yaml").write_bytes(b"seed: 1 # caf\xe9\n")
+    done = command("submit", "own.yaml")
+    assert (done.code, "byte 13 is 0xe9" in done.err, "save this one as UTF-8" in done.err) == (2, True, True)
 
 
 def test_an_unwritable_runs_folder_is_refused(

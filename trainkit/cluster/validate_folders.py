@@ -7,8 +7,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainkit import terminal
 from trainkit.cluster.site import Site
-from trainkit.errors import RefusedError
+from trainkit.errors import RefusedError, UserError
 
 LEAST_MB = 200
 """The snapshot of the code, logs and a first small checkpoint."""
@@ -22,6 +23,7 @@ _USUALLY_OWN = ("/tmp", "/var/tmp")
 
 def require_room(folder: Path) -> None:
     """Raise RefusedError where a run folder could be begun, but not filled."""
+    require_text(folder)
     place = _nearest(folder)
     try:
         there = os.statvfs(place)
@@ -31,7 +33,7 @@ def require_room(folder: Path) -> None:
     if free_mb < LEAST_MB:
         raise RefusedError(
             f"There is no room for a run in {place}.",
-            why=f"{free_mb:.0f} MB are free; a run begins with its code and logs, and saves checkpoints.",
+            why=f"{free_mb:.0f} MB are free, and {LEAST_MB} are little for a run: its code, its logs, its checkpoints.",
             fix="Free some space, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
         )
     if there.f_files and there.f_favail < LEAST_FILES:  # no number of files at all: it knows no such limit
@@ -40,6 +42,18 @@ def require_room(folder: Path) -> None:
             why=f"{there.f_favail} more files (inodes) may be made there, and a run needs {LEAST_FILES}.",
             fix="Remove old runs or environments, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir.",
         )
+
+
+def require_text(folder: Path) -> None:
+    """Raise UserError for a folder whose name is no text: records and scripts could not name it."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"The name of {terminal.one_line(folder)} is no text in UTF-8.",
+            why="A run's records, scripts and logs name its folder.",
+            fix="Rename that folder, or start from another one: --run-dir FOLDER.",
+        ) from None
 
 
 def require_shared(folder: Path, what: str, site: Site, shared: Sequence[str]) -> None:

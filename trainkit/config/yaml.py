@@ -47,7 +47,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in a YAML file, and the line (from 1) of every dotted key in it."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        why = f"It is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}."
+        raise UserError(f"Cannot read {path}.", why=why, fix="Give a YAML file, or save this one as UTF-8.") from None
+    except OSError as error:
         raise UserError(f"Cannot read {path}.", why=str(error), fix="Check the path and its permissions.") from None
     try:
         loader = _Loader(text)

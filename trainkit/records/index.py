@@ -82,7 +82,7 @@ def _append(file: Path, line: str) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as out:
+        with file.open("a", encoding="utf-8", errors="surrogateescape") as out:
             out.write(f"{line}\n")
     except OSError:
         return
