@@ -10,6 +10,7 @@ from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.records.rundir import RunDir, find_runs
+from trainkit.report.facts import collect
 from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
 from trainkit.report.page import write_page
 from trainkit.report.sweep import FILE, write_results
@@ -45,23 +46,23 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             why="There is nothing to set this one against.",
             fix=f"Name the reference first: `python -m jobs.report REFERENCE {runs[0].name} --compare`.",
         )
-    sweep = runs[0].path.parent
+    sweep, facts = runs[0].path.parent, collect(runs)
     out = (args.out or (runs[0].path if len(runs) == 1 else sweep if is_sweep else Path("report"))).absolute()
     try:
         if args.compare:
-            table, written = write_comparison(runs, out)
+            table, written = write_comparison(facts, out)
             print(f"{table}\n")
         elif is_sweep:
-            print(write_results(sweep, runs, out))
-            written = [out / FILE, *write_sweep(sweep, runs, out)]
+            print(write_results(sweep, facts, out))
+            written = [out / FILE, *write_sweep(sweep, facts, out)]
         else:
-            written = write_logbook(runs, out)
+            written = write_logbook(facts, out)
     except UserError as error:
         raise _explained(error, runs) from None
     for path in written:
         print(path)
     if not args.compare:
-        print(write_page(runs, out))
+        print(write_page(facts, out))
     return 0
 
 

@@ -107,14 +107,20 @@ def draw_line(axes: Axes, points: Points, colour: str, *, raw_too: bool = False)
     axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=3.5)
 
 
+_PLACES = 1000
+"""No curve is wider on paper."""
+
+
 def smooth(points: Points) -> Points:
-    """Running median over a thirtieth of the curve; short curves stay as they are."""
+    """Running median over a thirtieth of the curve, at so many places; short curves stay as they are."""
     if len(points) <= 60:
         return points
     half = max(1, len(points) // 60)
     values = [value for _, value in points]
+    places = [*range(0, len(points), max(1, len(points) // _PLACES)), len(points) - 1]
     return [
-        (x, statistics.median(values[max(0, index - half) : index + half + 1])) for index, (x, _) in enumerate(points)
+        (points[index][0], statistics.median(values[max(0, index - half) : index + half + 1]))
+        for index in dict.fromkeys(places)
     ]
 
 

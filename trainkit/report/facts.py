@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -170,7 +170,7 @@ class Facts:
             before = record["step"]
         return total or None
 
-    @property
+    @cached_property
     def spent(self) -> dict[str, float]:
         """Seconds of rank 0 by what they went on, over all attempts; of a run without an end, as far as recorded."""
         told = self.summary.get("seconds")
@@ -241,12 +241,18 @@ class Facts:
         return found
 
 
-def collect(runs: Iterable[RunDir]) -> list[Facts]:
+Runs = Sequence[RunDir] | Sequence[Facts]
+
+
+def collect(runs: Runs) -> list[Facts]:
     """Facts of runs, each under a name that no other has: runs of one name also get their folder's.
 
-    A run of a sweep has its name from what was swept.
+    A run of a sweep has its name from what was swept. Facts are given back as they are, for whoever writes several
+    things of them.
     """
-    runs = list(runs)
+    if facts := [run for run in runs if isinstance(run, Facts)]:
+        return facts
+    runs = [run for run in runs if isinstance(run, RunDir)]
     sweeps = {folder: points_of(folder) for folder in dict.fromkeys(run.path.parent for run in runs)}
     points = [sweeps[run.path.parent].get(run.path.name, {}) for run in runs]
     names = [name_of(point) or terminal.one_line(run.name) for run, point in zip(runs, points, strict=True)]

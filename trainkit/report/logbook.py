@@ -14,9 +14,8 @@ from pathlib import Path
 from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.records import reading
-from trainkit.records.rundir import RunDir
 from trainkit.report import comparing, contributors, plots, story, tables
-from trainkit.report.facts import Facts, collect
+from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.sweep import by_accuracy, sweep_tables
 
 _MOST_OF_A_SWEEP = 8
@@ -45,7 +44,7 @@ class _Pages:
         return next(name for n in itertools.count(1) if (name := f"{slug}-{n}" if n > 1 else slug) not in taken)
 
 
-def write_logbook(runs: Sequence[RunDir], out: Path) -> list[Path]:
+def write_logbook(runs: Runs, out: Path) -> list[Path]:
     """Write ``out/logbook.md`` and its plots; the paths of what was written, the log book first.
 
     Works for runs that are going on, were interrupted or lack files: the log book says what is missing.
@@ -67,7 +66,7 @@ def write_logbook(runs: Sequence[RunDir], out: Path) -> list[Path]:
     return pages.written
 
 
-def write_sweep(sweep: Path, runs: Sequence[RunDir], out: Path) -> list[Path]:
+def write_sweep(sweep: Path, runs: Runs, out: Path) -> list[Path]:
     """Write ``out/logbook.md`` of a sweep: its results, the best first, and the log books of the best runs.
 
     Raises UserError where it cannot be written.
@@ -130,7 +129,7 @@ def written_to(path: Path) -> Iterator[Path]:
         ) from None
 
 
-def write_comparison(runs: Sequence[RunDir], out: Path) -> tuple[str, list[Path]]:
+def write_comparison(runs: Runs, out: Path) -> tuple[str, list[Path]]:
     """Write ``out/comparison.md``, the comparison alone, with its plots; its table, and the paths.
 
     Raises UserError as `write_logbook` does.

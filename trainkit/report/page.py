@@ -15,9 +15,8 @@ from pathlib import Path
 from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.records.replacing import replacing
-from trainkit.records.rundir import RunDir
 from trainkit.report import comparing, contributors, tables
-from trainkit.report.facts import Facts, collect
+from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.page_classes import classes
 from trainkit.report.page_costs import hardware, scaling, spent
 from trainkit.report.page_curves import curves
@@ -31,7 +30,7 @@ SETTING, MEASURE = ("setting", "value"), ("measure", "value")
 _HERE = Path(__file__).parent
 
 
-def write_page(runs: Sequence[RunDir], out: Path) -> Path:
+def write_page(runs: Runs, out: Path) -> Path:
     """Write ``out/report.html``; its path.
 
     Works for runs that are going on, were interrupted or lack files: the page says what is missing.

@@ -8,15 +8,14 @@ from pathlib import Path
 
 from trainkit.errors import UserError
 from trainkit.records import reading
-from trainkit.records.rundir import RunDir
-from trainkit.report.facts import Facts, collect
+from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.points import points_of
 from trainkit.report.tables import NONE, Row, duration, markdown, number
 
 FILE = "results.md"
 
 
-def sweep_tables(sweep: Path, runs: Sequence[RunDir]) -> list[tuple[Row, list[Row]]]:
+def sweep_tables(sweep: Path, runs: Runs) -> list[tuple[Row, list[Row]]]:
     """Header and rows of the table of all runs; and, where seeds were swept, of the means over them."""
     points = points_of(sweep)
     found = sorted(collect(runs), key=by_accuracy)
@@ -38,7 +37,7 @@ def sweep_tables(sweep: Path, runs: Sequence[RunDir]) -> list[tuple[Row, list[Ro
     return tables
 
 
-def write_results(sweep: Path, runs: Sequence[RunDir], out: Path) -> str:
+def write_results(sweep: Path, runs: Runs, out: Path) -> str:
     """Write ``out/results.md``; its text.
 
     Raises UserError where it cannot be written.
