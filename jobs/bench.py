@@ -156,7 +156,8 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
             return 130
         ended(run)
     except TrainkitError as error:
-        failed = error
+        fix = error.fix if "jobs.resume" not in error.fix else "Start it anew, with the same words."
+        failed = type(error)(error.what, why=error.why, fix=fix)
     if run.samples.exists():
         _show(run, as_json=args.json)
     if failed is not None:

@@ -21,6 +21,7 @@ from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET
 from trainkit.records.attempts import Attempt
+from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer, writing
 
@@ -126,7 +127,7 @@ def test_who_is_told_to_stop_ends_with_what_is_measured(tmp_path: Path) -> None:
     assert len(samples) == 4
     assert results.notes[-1] == "It was told to stop after 1 of 3 rounds."
     assert results.rows[1].ratio is None
-    assert not [line for line in run.events.read_text().splitlines() if '"COMPLETED"' in line]
+    assert life_of(run).finished  # nothing is left to go on with
 
 
 def test_a_bench_none_of_whose_arms_can_run_has_failed_and_says_why(tmp_path: Path) -> None:

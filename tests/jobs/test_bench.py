@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.conftest import PROJECT, Done
-from trainkit.bench.arms import CONTROL
+from trainkit.bench.arms import CONTROL, Request
 
 QUICK = ("--rounds", "3", "--updates", "2", "monitor.loggers=[jsonl]")
 
@@ -61,6 +61,67 @@ def test_amp_measures_each_format_in_turns_and_the_first_one_twice(tmp_path: Pat
     assert max(map(len, done.stdout.splitlines())) < 200
 
 
+def test_ranks_fail_alone_or_together_and_the_other_arms_go_on(tmp_path: Path) -> None:
+    """Two ranks, of which the second raises whenever it trains with the first: what is left is one rank alone."""
+    (tmp_path / "half_broken.py").write_text(
+        "import torch.distributed as c10d\n"
+        "from torch import nn\n"
+        "class Model(nn.Linear):\n"
+        "    def forward(self, images):\n"
+        "        if self.training and c10d.get_rank() == 1:\n"
+        "            raise ValueError('the second rank cannot')\n"
+        "        return super().forward(images.flatten(1))\n"
+        "def build(info):\n"
+        "    return Model(info.in_chans * info.image_size**2, info.num_classes)\n"
+    )
+    words = ("ddp", "--ntasks-per-node", "2", "model.name=half_broken:build", *QUICK)
+    done = bench(tmp_path, "strategy", "--arms", "single,ddp,zero", *words)
+    told = results(tmp_path)
+    assert {one["arm"] for one in told["samples"]} == {"single", CONTROL}
+    assert [arm["failed"] for arm in told["arms"]] == ["", *["ValueError: the second rank cannot"] * 2]
+    assert "only single could run here" in done.stdout
+    assert done.stdout.count("the second rank cannot") == 2
+
+
+@pytest.mark.long
+def test_strategies_come_to_the_same_loss_and_each_rank_tells_its_memory(tmp_path: Path) -> None:
+    done = bench(tmp_path, "strategy", "ddp", "--nodes", "2", "--ntasks-per-node", "2", *QUICK, "train.precision=fp32")
+    told = results(tmp_path)
+    assert [arm["name"] for arm in told["arms"] if not arm["failed"]] == ["single", "ddp", "zero", "fsdp", "hsdp"]
+    assert {len(one["memory_mb"]) for one in told["samples"]} == {1, 4}
+    losses = [arm["loss"] for arm in told["arms"]]
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-4)
+    assert "All come to the same loss after 2 updates." in done.stdout
+
+
+@pytest.mark.long
+def test_scaling_and_network_are_measured_over_simulated_nodes(tmp_path: Path) -> None:
+    bench(tmp_path, "scaling", "ddp", "--nodes", "2", "--ntasks-per-node", "1", *QUICK)
+    told = results(tmp_path)
+    taken = {name: seconds(told, name) for name in ("1 rank x 32", "2 ranks x 32")}
+    weak = next(arm for arm in told["arms"] if arm["name"] == "2 ranks x 32")
+    pairs = zip(taken["1 rank x 32"], taken["2 ranks x 32"], strict=True)
+    assert weak["ratios"] == pytest.approx([2 * one / two for one, two in pairs])  # twice the images of one
+    other = tmp_path / "other"
+    other.mkdir()
+    bench(other, "network", "ddp", "--nodes", "2", "--ntasks-per-node", "2", *QUICK)
+    sums = results(other)
+    assert {one["bytes"] for one in sums["samples"] if one["arm"] == "between, 1.0 MB"} == {2 * 2**20}  # 2 (n - 1) / n
+    assert {one["bytes"] for one in sums["samples"] if one["arm"] == "all, 1.0 MB"} == {2 * 1.5 * 2**20}
+    for arm in sums["arms"]:
+        own = [one for one in sums["samples"] if one["arm"] == arm["name"]]
+        assert arm["rate"] == pytest.approx(statistics.median(one["bytes"] / one["seconds"] / 1e9 for one in own))
+
+
+def test_a_bench_is_not_gone_on_with(command: Callable[..., Done], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "bench.json").write_text(Request("amp", "ddp").to_json())
+    done = command("resume", str(tmp_path))
+    assert done.code == 2
+    assert "is a bench, which is not gone on with." in done.err
+    assert f"jobs.bench --show {tmp_path}" in done.err
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
@@ -72,6 +133,9 @@ def test_amp_measures_each_format_in_turns_and_the_first_one_twice(tmp_path: Pat
         (["amp", "hivemind"], "Bench amp cannot measure strategy.name=hivemind."),
         (["amp", "train.presicion=bf16"], "Unknown key 'train.presicion'."),
         (["--show", "nowhere"], "No run 'nowhere'."),
+        (["scaling"], "Bench scaling needs 2 ranks or more, and here is 1."),
+        (["strategy", "single"], "Bench strategy needs 2 ranks or more, and here is 1."),
+        (["batch-size", "--arms", "large"], "'large' is no arm of bench batch-size."),
         (["amp", "--show", "nowhere"], "--show takes no other words."),
     ],
 )

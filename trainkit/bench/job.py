@@ -132,8 +132,7 @@ class _Driver:
         done = self._rounds(arms)
         stopped = done < self.request.rounds and self.stop.requested
         self._end(f"It was told to stop after {done} of {self.request.rounds} rounds." if stopped else "")
-        if not stopped:
-            attempt.ended("COMPLETED")
+        attempt.ended("COMPLETED")  # an early end is one as well: there is nothing to go on with
         return "stopped" if stopped else "finished"
 
     def _tried(self, arms: Sequence[Arm], room: float) -> list[Arm]:
