@@ -1,0 +1,69 @@
+"""What slurm/README.md and the recipes tell a user of a cluster to type, on one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import readme
+from tests.recipes.conftest import data, fetched  # noqa: F401
+from tests.slurm.conftest import DEVCLUSTER, PROJECT, _clean_environment, _place, cannot_run, missing
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
+STANDS_FOR = {"ACCOUNT": "thesis", "PARTITION": "main"}
+
+
+@pytest.fixture
+def home(devcluster: Cluster, data: Path) -> Cluster:  # noqa: F811
+    """The cluster, and a home folder with templates and data as in a clone."""
+    for name, folder in (("slurm", PROJECT / "slurm"), ("data", data)):
+        if not (devcluster.home / name).exists():
+            (devcluster.home / name).symlink_to(folder)
+    return devcluster
+
+
+@pytest.mark.parametrize("page", [readme.SLURM, readme.RECIPES], ids=lambda page: page.parent.name)
+def test_the_commands_for_a_cluster_work_as_they_stand(page: Path, home: Cluster, light: dict[str, str]) -> None:
+    typed = [(mark, line) for mark, lines in readme.marked(page) for line in lines if mark in ("slurm", "sbatch")]
+    assert {mark for mark, _ in typed} == {"slurm", "sbatch"}
+    # Nobody downloads here, and no bucket is near: the ranks of this test import no torch and send nothing.
+    for _, line in typed:
+        words = [re.sub("ACCOUNT|PARTITION", lambda found: STANDS_FOR[found[0]], word) for word in shlex.split(line)]
+        # torchrun has the port where light ranks would meet: its ranks train.
+        done = home.run(*words, env={} if "torchrun" in line else light, check=False)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        found = re.search(r"Submitted (?:batch )?job (\d+)", done.stdout)
+        assert found or not re.search("^sbatch|jobs.submit (?!.*--(?:dry-run|estimate))", line), done.stdout
+        if found:
+            assert home.wait(found[1], timeout=150) == "COMPLETED", home.logs()
+    runs = {run.name for run in (home.home / "runs").iterdir()}
+    assert any(re.search(r"-job\d+$", name) for name in runs)
+
+
+@pytest.mark.timeout(900)
+def test_the_commands_for_a_cluster_of_ones_own_work_as_they_stand(tmp_path: Path) -> None:
+    if reason := missing():
+        cannot_run(reason)
+    (lines,) = readme.blocks("devcluster", readme.SLURM)
+    assert (lines[0], lines[-1]) == ("slurm/devcluster up", "slurm/devcluster down --purge")
+    place = _place(os.getpid(), 1)
+    env = {**_clean_environment(), **place, "PYTHONPATH": str(PROJECT), "TRAINKIT_RUNS": str(tmp_path / "runs")}
+    script = "\n".join(lines)
+    try:
+        bash = ["bash", "-euo", "pipefail", "-c", script]
+        done = subprocess.run(bash, cwd=PROJECT, env=env, capture_output=True, text=True, check=False)
+    finally:
+        subprocess.run([str(DEVCLUSTER), "down", "--purge"], env=env, capture_output=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    assert "val acc1" in done.stdout
+    assert not Path(place["DEVCLUSTER_DIR"]).exists()
