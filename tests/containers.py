@@ -25,11 +25,11 @@ mounts=() variables=() workdir=/
 shift  # exec, run
 while [[ $1 == -* ]]; do
     case $1 in
-        --nv | --rm | --net=host | --ipc=host | --pid=host) shift ;;
-        --gpus | --user) shift 2 ;;
+        --nv | --rm | --net=host | --ipc=host | --pid=host | -it) shift ;;
+        --gpus | --user | --ulimit) shift 2 ;;
         --bind) IFS=, read -r -a more <<< "$2"; mounts+=("${more[@]}"); shift 2 ;;
-        --volume) mounts+=("$2"); shift 2 ;;
-        --pwd | --workdir) workdir=$2; shift 2 ;;
+        --volume | -v) mounts+=("$2"); shift 2 ;;
+        --pwd | --workdir | -w) workdir=$2; shift 2 ;;
         --env)
             if [[ $2 == *=* ]]; then variables+=("$2"); elif [ -v "$2" ]; then variables+=("$2=${!2}"); fi
             shift 2 ;;

@@ -27,21 +27,26 @@ SMALL = {
     "imagenet_resnet50": "model.name=test_resnet data.image_size=32 train.global_batch_size=16",
 }
 """Recipe -> overrides with which it takes seconds."""
-_VERB = re.compile(r"-m jobs\.(?:submit|launch|train|swarm create|bench [\w-]+) (?:recipes/)(\w+)")
+_GPUS = re.compile(r"--gpus-per-node (\d+)")
+_VERB = re.compile(r"(?:-m jobs\.(?:submit|launch|train|swarm create|bench ([\w-]+))|slurm/\w+\.sbatch) recipes/(\w+)")
+
+
+def less(line: str) -> str:
+    """A line of a page, for little time."""
+    found = _VERB.search(line)
+    if found is None:
+        return line
+    return f"{line} {SMALL[found[2]]} {'--rounds 3 --updates 1' if found[1] else 'train.max_steps=2'}"
 
 
 def small(line: str) -> str:
     """A line of a page, for a machine without GPUs and for little time."""
     if re.search(r"jobs\.prepare (cifar10|fashion_mnist)$", line):  # a course's subset; the official one is downloaded
         return f"{line} --archive fetched/*"
-    found = _VERB.search(line)
-    if found is None:
-        return line
-    if gpus := re.search(r"--gpus-per-node (\d+)", line):
-        ranks = "" if "strategy.name=dp" in line.split() else f" --ntasks-per-node {gpus[1]}"
-        ranks = "" if gpus[1] == "0" else ranks
-        line = line.replace(gpus[0], f"--gpus-per-node 0{ranks}")
-    return f"{line} {SMALL[found[1]]} train.max_steps=2"
+    if gpus := _GPUS.search(line):
+        is_one = gpus[1] == "0" or "strategy.name=dp" in line.split() or "bench dp-inference" in line
+        line = line.replace(gpus[0], "--gpus-per-node 0" + ("" if is_one else f" --ntasks-per-node {gpus[1]}"))
+    return less(line)
 
 
 @dataclass

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests import readme
-from tests.recipes.student import Student, small, together
+from tests import containers, readme
+from tests.recipes.student import PROJECT, Student, small, together
 from trainkit.ranks.rendezvous import free_port
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 from trainkit.report.facts import Facts
 
+CINIC = "CINIC-10, a heavy network"
+IMAGENET = "ImageNet from random weights on one node and on two"
 FASHION = "Fashion-MNIST: the loader, and DataParallel"
 VIT_SECTION = "CIFAR-10 with a pretrained ViT-B/32: FSDP and DDP"
 PLACES = {
@@ -26,10 +31,11 @@ PLACES = {
 
 
 def test_every_block_says_where_it_is_run() -> None:
-    assert set(readme.marks(readme.RECIPES)) <= PLACES
+    assert set(readme.marks(readme.RECIPES)) == PLACES
+    assert set(readme.marks(readme.SLURM)) == {"laptop", "slurm", "sbatch", "devcluster"}
 
 
-@pytest.mark.parametrize("page", [readme.RECIPES], ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", [readme.RECIPES, readme.SLURM], ids=lambda page: page.parent.name)
 def test_every_link_of_a_page_resolves(page: Path) -> None:
     for file, place in readme.links(page):
         target = (page.parent / file).resolve() if file else page
@@ -57,6 +63,12 @@ def facts(student: Student, name: str) -> Facts:
     return Facts(RunDir.open(student.home / "runs" / name), name)
 
 
+def book(student: Student, folder: str) -> str:
+    """The log book in a folder of theirs, which must lie beside its page."""
+    assert (student.home / folder / "report.html").is_file()
+    return (student.home / folder / "logbook.md").read_text("utf-8")
+
+
 def two_machines(lines: list[str], nodes: list[Student]) -> list[str]:
     """The lines for two machines that are both this one; what each said."""
     assert [re.findall(r"--node-rank (\d)", line) for line in lines] == [["0"], ["1"]]
@@ -68,42 +80,74 @@ def two_machines(lines: list[str], nodes: list[Student]) -> list[str]:
 @pytest.mark.long
 def test_cinic_10_tells_whether_amp_a_second_gpu_and_a_second_node_help(student: Callable[..., Student]) -> None:
     me, other = student("me", "cinic10"), student("other", "cinic10")
-    amp, gpus = readme.blocks("laptop", readme.RECIPES, "CINIC-10, a heavy network")
-    (nodes,) = readme.blocks("two machines", readme.RECIPES, "CINIC-10, a heavy network")
+    amp, gpus = readme.blocks("laptop", readme.RECIPES, CINIC)
+    (nodes,) = readme.blocks("two machines", readme.RECIPES, CINIC)
+    (after,) = readme.blocks("after the jobs", readme.RECIPES, CINIC)
 
     me.types(amp)
-    table = (me.home / "logbook" / "amp" / "logbook.md").read_text()
-    assert re.search(r"train\.precision \| fp32 \| bf16", table)
-    assert [facts(me, f"cinic10_resnet152-000{n}").setting("train.precision") for n in (1, 2)] == ["fp32", "bf16"]
+    assert re.search(r"train\.precision`? \| `?fp32`? \| `?bf16", book(me, "logbook/amp"))
+    for bench in ("cinic10-amp", "cinic10-batch"):
+        assert {"results.json", "bench.png"} <= {file.name for file in (me.home / "runs" / bench).iterdir()}
 
     me.types(gpus)
-    assert (me.home / "logbook" / "two-gpus" / "logbook.md").is_file()
-    assert [facts(me, f"cinic10_resnet152-000{n}").setting("strategy.name") for n in (3, 4)] == ["dp", "ddp"]
-    assert facts(me, "cinic10_resnet152-0004").started("world_size") == 2
+    assert "speed-up" in book(me, "logbook/two-gpus")
+    assert [facts(me, name).setting("strategy.name") for name in ("cinic10-dp", "cinic10-ddp")] == ["dp", "ddp"]
+    assert facts(me, "cinic10-ddp").started("world_size") == 2
 
     other.types(line for line in amp if "prepare" in line)
     two_machines(nodes, [me, other])
-    assert facts(me, "cinic10_resnet152-0005").started("world_size") == 2
-    assert read_events(RunDir(me.home / "runs" / "cinic10_resnet152-0005"), "ended")[-1]["state"] == "COMPLETED"
+    assert facts(me, "cinic10-two-nodes").started("world_size") == 2
+    assert read_events(RunDir(me.home / "runs" / "cinic10-two-nodes"), "ended")[-1]["state"] == "COMPLETED"
+    me.types(after)
+    assert "cinic10-two-nodes" in book(me, "logbook/two-nodes")
 
 
 @pytest.mark.long
-def test_imagenet_trains_on_one_machine(student: Callable[..., Student]) -> None:
+@pytest.mark.skipif(not containers.can_run(), reason="this machine does not let us mount")
+def test_imagenet_on_one_machine_and_on_two_in_containers(student: Callable[..., Student], tmp_path: Path) -> None:
     me = student("me", "imagenet")
-    (lines,) = readme.blocks("laptop", readme.RECIPES, "ImageNet from random weights on one node and on two")
-    me.types(lines)
-    run = facts(me, "imagenet_resnet50-0001")
+    prepare, bench, alone = readme.blocks("laptop", readme.RECIPES, IMAGENET)[0]
+    me.types([prepare, bench, alone])
+    run = facts(me, "imagenet-one")
     assert run.test is not None
     assert (run.setting("train.precision"), run.setting("schedule.name")) == ("o2", "onecycle")
 
+    # Both machines are this one: each has its clone and its /data, in a container of a stand-in for docker.
+    (docker,) = readme.blocks("container", readme.RECIPES, IMAGENET)[0]
+    (setup, (reference,)) = readme.blocks("in the container", readme.RECIPES, IMAGENET)
+    (nodes,) = readme.blocks("in both containers", readme.RECIPES, IMAGENET)
+    (after,) = readme.blocks("after the jobs", readme.RECIPES, IMAGENET)
+    image = containers.install(tmp_path)
+    vms, words = [student(f"vm{number}", "imagenet") for number in (0, 1)], docker.split()
+    assert words[-1] == "nvcr.io/nvidia/pytorch:25.03-py3"
+    assert setup[0] == "pip install --quiet -e ."  # which CI does, with the README's first block
+    port = free_port()
+    inside = []
+    for vm, node in zip(vms, nodes, strict=True):
+        shutil.copytree(PROJECT / "jobs", vm.home / "jobs")
+        shutil.copytree(PROJECT / "trainkit", vm.home / "trainkit")
+        shutil.copytree(PROJECT / "configs", vm.home / "configs")
+        start = " ".join(words[:-1]).replace("-v /data:", f"-v {vm.home / 'data'}:")
+        here = small(f"{node} --master-port {port}".replace("node0.example.org", "127.0.0.1"))
+        script = " && ".join([*setup[1:], here, *([small(reference), *after] if vm is vms[0] else [])])
+        inside.append(
+            (vm, f"{start} {image} env PATH={Path(sys.executable).parent}:$PATH bash -ec {shlex.quote(script)}")
+        )
+        (vm.home / ".tools" / "docker").symlink_to(tmp_path / "docker")
+    together(inside)
+    assert facts(vms[0], "imagenet-two").started("world_size") == 2
+    assert "imagenet-two" in book(vms[0], "logbook")
+
 
 @pytest.mark.long
-def test_fashion_mnist_trains_on_the_cpu_and_on_what_there_is(student: Callable[..., Student]) -> None:
+def test_fashion_mnist_trains_loads_and_infers(student: Callable[..., Student]) -> None:
     me = student("me", "fashion_mnist")
     for lines in readme.blocks("laptop", readme.RECIPES, FASHION):
         me.types(lines)
-    assert facts(me, "fashion_mnist-0001").setting("model.name") == "fashion_cnn"
-    assert (me.home / "logbook" / "gpu" / "logbook.md").is_file()
+    assert facts(me, "fashion-cpu").setting("model.name") == "fashion_cnn"
+    assert "fashion-gpu" in book(me, "logbook/gpu")
+    for bench in ("fashion-loader", "fashion-inference"):
+        assert {"results.json", "bench.png"} <= {file.name for file in (me.home / "runs" / bench).iterdir()}
 
 
 @pytest.mark.long
@@ -137,27 +181,24 @@ def test_the_vit_gives_all_that_its_assignment_asks_for(
     local = f"model.pretrained_cfg_overlay='{{file: {vit_weights}}}'"  # as the page says, where there is no internet
     (first,) = readme.blocks("laptop", readme.RECIPES, VIT_SECTION)
     me.types(f"{line} {local}" if "submit" in line else line for line in first)
-    assert facts(me, "cifar10_vit-0001").started("world_size") == 4
+    assert facts(me, "vit-sim").started("world_size") == 4
 
     (nodes,) = readme.blocks("two machines", readme.RECIPES, VIT_SECTION)
     other.types(line for line in first if "prepare" in line)
-    for strategy, run in (("fsdp", "cifar10_vit-0002"), ("ddp", "cifar10_vit-0003")):
-        here = [line.replace("s3://my-bucket/vit", bucket).replace("=fsdp", f"={strategy}") for line in nodes]
+    for strategy in ("fsdp", "ddp"):  # the second, with four GPUs each, is the cluster's: tests/slurm/test_pages.py
+        here = [line.replace("s3://my-bucket", bucket).replace("fsdp", strategy) for line in nodes]
         two_machines([f"{line} {local}" for line in here], [me, other])
-        assert facts(me, run).setting("strategy.name") == strategy
+        assert facts(me, f"vit-{strategy}").setting("strategy.name") == strategy
 
-    # On a cluster, whose runs have these names, see tests/slurm/test_recipes.py.
-    renamed = {"cifar10_vit-0001": "cifar10_vit-0002", "cifar10_vit-0002": "cifar10_vit-0003"}
     (report, evaluate) = readme.blocks("after the jobs", readme.RECIPES, VIT_SECTION)[0]
-    me.types([re.sub("|".join(renamed), lambda found: renamed[found[0]], report)])
-    said = me.types([evaluate.replace("s3://my-bucket/vit/cifar10_vit-0001", f"{bucket}/cifar10_vit-0002")])
-    tested = facts(me, "cifar10_vit-0002").test
+    me.types([report])
+    said = me.types([evaluate.replace("s3://my-bucket", bucket)])
+    tested = facts(me, "vit-fsdp").test
     assert tested is not None
     assert f"{tested['acc1']:.2f}" in said, "the weights in the bucket are the best ones"
-    book = (me.home / "logbook" / "logbook.md").read_text()
     for asked in ("val, best checkpoint", "test, best checkpoint", "training time", "peak memory", "utilisation",
-                  "batch size", "speed-up", bucket):  # fmt: skip
-        assert asked in book, asked
+                  "batch size", "speed-up", f"{bucket}/vit-fsdp", f"{bucket}/vit-ddp"):  # fmt: skip
+        assert asked in book(me, "logbook"), asked
 
 
 @pytest.mark.long
@@ -165,5 +206,19 @@ def test_five_seeds_of_the_fast_recipe_become_one_table(student: Callable[..., S
     me = student("me", "cifar10")
     (lines,) = readme.blocks("laptop", readme.RECIPES, "CIFAR-10 to 94 % as fast as the GPU can")
     said = me.types(lines)
-    assert len(list((me.home / "runs" / "cifar10_fast-0001").glob("[0-4]/summary.json"))) == 5
+    assert len(list((me.home / "runs" / "fast").glob("[0-4]/summary.json"))) == 5
     assert re.search("test acc1", said)
+
+
+@pytest.mark.long
+def test_a_machine_that_people_share_trains_when_the_connection_is_lost(student: Callable[..., Student]) -> None:
+    me = student("me")
+    (lines,) = readme.blocks("laptop", readme.SLURM)
+    # Nobody has GPUs here: two ranks on the CPU.
+    me.types(re.sub("--gpus-per-node 2", "--gpus-per-node 0 --ntasks-per-node 2", line) for line in lines)
+    run = RunDir(me.home / "runs" / "ddp-0001")
+    deadline = time.monotonic() + 200
+    while not read_events(run, "ended"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert read_events(run, "ended")[-1]["state"] == "COMPLETED"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ import pytest
 
 from tests import readme
 from tests.recipes.conftest import data, fetched  # noqa: F401
+from tests.recipes.student import less
 from tests.slurm.conftest import DEVCLUSTER, PROJECT, _clean_environment, _place, cannot_run, missing
 
 if TYPE_CHECKING:
@@ -37,12 +37,14 @@ def test_the_commands_for_a_cluster_work_as_they_stand(page: Path, home: Cluster
     assert {mark for mark, _ in typed} == {"slurm", "sbatch"}
     # Nobody downloads here, and no bucket is near: the ranks of this test import no torch and send nothing.
     for _, line in typed:
-        words = [re.sub("ACCOUNT|PARTITION", lambda found: STANDS_FOR[found[0]], word) for word in shlex.split(line)]
-        # torchrun has the port where light ranks would meet: its ranks train.
-        done = home.run(*words, env={} if "torchrun" in line else light, check=False)
+        # torchrun has the port where light ranks would meet, and a bench measures: their ranks train, on the CPU.
+        trains = "torchrun" in line or "jobs.bench" in line
+        here = re.sub(r"--gpus-per-node \d", "--gpus-per-node 0", line) if "jobs.bench" in line else line
+        words = [re.sub("ACCOUNT|PARTITION", lambda found: STANDS_FOR[found[0]], word) for word in less(here).split()]
+        done = home.run(*words, env={} if trains else light, check=False)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         found = re.search(r"Submitted (?:batch )?job (\d+)", done.stdout)
-        assert found or not re.search("^sbatch|jobs.submit (?!.*--(?:dry-run|estimate))", line), done.stdout
+        assert found or not re.search("^sbatch|jobs.(?:submit|bench) (?!.*--(?:dry-run|estimate))", line), done.stdout
         if found:
             assert home.wait(found[1], timeout=150) == "COMPLETED", home.logs()
     runs = {run.name for run in (home.home / "runs").iterdir()}
