@@ -49,6 +49,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second = write_run(folder / "single-0002", "optim.lr=1e-3", ranks=1, speed=1000.0)
     third = write_run(folder / f"<script>hacked=1</script>{'long' * 12}", "train.label_smoothing=0.1")
     confusion(third, [f"{HOSTILE}{at} <img src=x onerror=hacked=2>" for at in range(12)], [[1, 2, 3], [4, 4, 9]])
+    (first.path / "nvidia-smi-node1.txt").write_text(HOSTILE)
     confusion(first, ["cat", "dog", "owl"], [[0, 0, 8], [0, 1, 2], [1, 1, 5], [2, 2, 9]])
     return write_page([first, second, third], folder)
 
@@ -208,7 +209,7 @@ def test_it_prints_on_white_with_everything_unfolded(browser: Browser, several: 
     assert browser.tell("getComputedStyle(document.querySelector('nav')).display") == "none"
     browser.media(dark=True)
     assert browser.pdf().startswith(b"%PDF")
-    assert browser.tell("[...document.querySelectorAll('details')].every(item => item.open)") is True
+    assert set(browser.tell("[...document.querySelectorAll('details')].map(item => item.open)")) == {True}
 
 
 def test_every_picture_says_in_words_what_it_shows(browser: Browser, several: Path, page: Path) -> None:
