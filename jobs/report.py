@@ -25,7 +25,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         metavar="RUN",
         help="a run's name or folder; the first is the reference. A sweep: its results",
     )
-    parser.add_argument("--compare", action="store_true", help="print and write the comparison alone (comparison.md)")
+    parser.add_argument("--compare", action="store_true", help="comparison.md, printed too, in place of the log book")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)"
     )
@@ -61,8 +61,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise _explained(error, runs) from None
     for path in written:
         print(path)
-    if not args.compare:
-        print(write_page(facts, out))
+    print(write_page(facts, out))
     return 0
 
 

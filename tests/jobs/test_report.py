@@ -69,6 +69,7 @@ def test_reporting_never_loads_torch(env: dict[str, str], tmp_path: Path) -> Non
 def test_a_comparison_is_printed_and_needs_two_runs(env: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ddp-0001", "ddp-0002", "--compare", "--out", "both"], env) == 0
     assert "| run | strategy |" in capsys.readouterr().out
+    assert sorted(path.suffix for path in Path("both").iterdir() if path.suffix != ".png") == [".html", ".md"]
     assert not Path("both/logbook.md").exists()
     with pytest.raises(UserError, match="--compare needs two runs or more"):
         main(["ddp-0001", "--compare"], env)

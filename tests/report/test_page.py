@@ -223,3 +223,9 @@ def test_a_run_that_has_diverged_says_so_at_the_top(make_run: MakeRun) -> None:
     for step in range(110, 401, 10):
         jsonl.append(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
     assert re.search(r"Finished after \d+ steps\.\s+It has diverged: loss nan from step 110", page_of(run).text)
+
+
+def test_of_many_runs_the_curves_of_the_best_are_overlaid(make_run: MakeRun) -> None:
+    runs = [make_run(f"ddp-{at:04}", steps=20 * at) for at in range(1, 12)]
+    drawn = {name.split(" ")[1] for name in page_of(*runs).series() if name.startswith("Loss")}
+    assert drawn == {f"ddp-{at:04}" for at in range(4, 12)}

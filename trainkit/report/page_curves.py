@@ -11,6 +11,7 @@ from trainkit.report.facts import Facts
 from trainkit.report.page_chart import COLOURS, Axes, Series, line_chart
 from trainkit.report.page_markup import NOTHING, Html, section, tag
 from trainkit.report.page_scales import Point
+from trainkit.report.sweep import by_accuracy
 
 MOST = COLOURS
 """Runs that are overlaid: nobody tells more colours apart."""
@@ -26,7 +27,8 @@ _CURVES = (
 
 def curves(runs: Sequence[Facts]) -> Html:
     """The section with the curves."""
-    shown = [facts for facts in runs if facts.train or facts.val][:MOST]
+    known = [facts for facts in runs if facts.train or facts.val]
+    shown = known if len(known) <= MOST else sorted(known, key=by_accuracy)[:MOST]
     records = {facts.label: {"train": facts.train, "val": facts.val} for facts in shown}
     every = [record for splits in records.values() for found in splits.values() for record in found]
     by = "epoch" if any("epoch" in record for record in every) else "step"
@@ -52,8 +54,8 @@ def curves(runs: Sequence[Facts]) -> Html:
         notes.insert(0, "Thick: validation. Thin: training.")
     if any(facts.metrics.every > 1 for facts in shown):
         notes.append("Of an enormous record so many train lines are drawn, evenly spread, as a curve can show.")
-    if len(runs) > len(shown) == MOST:
-        notes.append(f"The first {MOST} of {len(runs)} runs.")
+    if len(known) > MOST:
+        notes.append(f"The best {MOST} of {len(known)} runs, by validation.")
     return section("curves", "Curves", _legend(shown), tag("div", *charts, class_="charts"), note=" ".join(notes))
 
 
