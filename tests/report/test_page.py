@@ -229,3 +229,10 @@ def test_of_many_runs_the_curves_of_the_best_are_overlaid(make_run: MakeRun) -> 
     runs = [make_run(f"ddp-{at:04}", steps=20 * at) for at in range(1, 12)]
     drawn = {name.split(" ")[1] for name in page_of(*runs).series() if name.startswith("Loss")}
     assert drawn == {f"ddp-{at:04}" for at in range(4, 12)}
+
+
+def test_a_run_whose_images_are_other_work_is_no_part_of_the_scaling(make_run: MakeRun) -> None:
+    runs = [make_run(ranks=1, speed=1000.0), make_run("ddp-0002", ranks=2, speed=1900.0)]
+    page = page_of(*runs, make_run("ddp-0003", "data.name=cifar10", ranks=4, speed=9e5))
+    assert list(page.series()["Speed-up, measured"]) == [1, 2]
+    assert "Without ddp-0003, whose images are other work." in page.text

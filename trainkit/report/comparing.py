@@ -29,7 +29,7 @@ def not_comparable(runs: Sequence[Facts]) -> list[str]:
     """In sentences, what of which run was not set against the first, and what differs."""
     found = []
     for facts in runs[1:]:
-        if work := _other_work(facts, runs[0]):
+        if work := other_work(facts, runs[0]):
             found.append(f"{facts.label} is not compared in speed, time and memory: {', '.join(work)}.")
             continue
         if time := _other_length(facts, runs[0]):
@@ -53,7 +53,7 @@ def difference_rows(runs: Sequence[Facts]) -> list[Row]:
 
 
 def _compared(facts: Facts, first: Facts) -> Row:
-    same_work = not _other_work(facts, first)
+    same_work = not other_work(facts, first)
     speed, reference = facts.images_per_sec, first.images_per_sec
     speed_up = speed / reference if same_work and speed and reference else None
     more = facts.processors / first.processors if facts.processors and first.processors else None
@@ -81,7 +81,7 @@ def _compared(facts: Facts, first: Facts) -> Row:
     )
 
 
-def _other_work(facts: Facts, first: Facts) -> list[str]:
+def other_work(facts: Facts, first: Facts) -> list[str]:
     """What makes an image another amount of work."""
     own, theirs = _work(facts), _work(first)
     return [f"{key} {_text(own.get(key))} and not {_text(theirs.get(key))}" for key in _keys(own, theirs)]

@@ -66,11 +66,12 @@
         if (item.x[place] === at) name = item.at[place];
         if (at < item.x[0] - near || at > item.x[item.x.length - 1] + near) continue;  // it had not begun, or is over
         const value = off > near ? `${item.text[place]} (${item.at[place]})` : item.text[place];
-        rows.push([item, value]);
+        rows.push([item, value, item.y[place]]);
         words.push(`${item.name} ${value}`);
         if (show) add("circle", { cx: this.toX(item.x[place]), cy: this.toY(item.y[place]), r: 4, class: item.colour });
       }
       const title = `${this.svg.dataset.x} ${name}`;
+      this.below = rows.length > 0 && rows.every(([item, , y]) => this.toY(y) < (this.plot[2] + this.plot[3]) / 2);
       this.svg.setAttribute("aria-valuenow", at);
       this.svg.setAttribute("aria-valuetext", `${title}: ${words.join(", ")}`);
       if (show) this.write(title, rows);
@@ -95,6 +96,8 @@
       const share = this.toX(this.at) / this.svg.viewBox.baseVal.width;  // the side where the cursor is not
       this.box.style.left = share > 0.5 ? "" : `${100 * share + 3}%`;
       this.box.style.right = share > 0.5 ? `${100 * (1 - share) + 3}%` : "";
+      this.box.style.top = this.below ? "auto" : "";  // and away from the curves, where they are all at the top
+      this.box.style.bottom = this.below ? "20%" : "";
     }
 
     hide() {

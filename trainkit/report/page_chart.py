@@ -17,6 +17,8 @@ LEFT, TOP, BOTTOM = 44, 12, 30
 COLOURS = 8
 _LETTER, _LINE = 6.6, 14.0
 """Width of a letter and height of a line of a label, in the chart's own units."""
+_APART = 5
+"""Pixels between points from which on each has a dot."""
 _LONG = 120
 """A curve of more points is drawn faintly, with its trend before it."""
 
@@ -133,7 +135,7 @@ def _curve(item: Series, x: Scale, y: Scale) -> Html:
     lines = [tag("path", d=_path(drawn, item.lost, x, y), class_=f"line{style}")]
     if long:
         lines.append(tag("path", d=_path(smoothed(item.points), item.lost, x, y), class_="line" + " thin" * item.faint))
-    elif (len(drawn) <= 40 and not item.faint) or len(drawn) == 1:
+    elif len(drawn) == 1 or (not item.faint and x(drawn[-1][0]) - x(drawn[0][0]) > _APART * len(drawn)):
         lines += [tag("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r=2.2) for a, b in drawn]
     return tag(
         "g", *lines, class_=f"series c{item.colour % COLOURS}", data_name=item.name,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
-from trainkit.report import tables
+from trainkit.report import comparing, tables
 from trainkit.report.drawing import time_unit
 from trainkit.report.facts import Facts
 from trainkit.report.page_chart import Axes, Series, line_chart
@@ -17,7 +17,7 @@ from trainkit.report.tables import TIMES, Row, number
 
 # The parts of an update by what a reader looks for: computing is blue, waiting is not.
 _COLOURS = {
-    "data": 4, "copy": 5, "forward": 0, "backward": 6, "exposed": 1, "optimizer": 2, "checkpoint": 3, "evaluation": 5,
+    "data": 4, "copy": 5, "forward": 0, "backward": 6, "exposed": 1, "optimizer": 2, "checkpoint": 3, "evaluation": 7,
 }  # fmt: skip
 _OTHER = 7
 _MEANING = {
@@ -67,9 +67,10 @@ def _bar(label: str, parts: dict[str, float]) -> Html:
         said = tag("title", f"{name} {seconds:,.1f} s, {share:.1f} %")
         style = f"part {_colour(name)}"
         found.append(tag("rect", said, x=f"{before:.3f}%", y=0, width=f"{share:.3f}%", height=26, class_=style))
-        if share > 13:
-            at = f"{before + share / 2:.3f}%"
-            found.append(tag("text", f"{name} {share:.0f} %", x=at, y=17, class_="inside middle"))
+        if share > 8.5:
+            at, style = f"{before + share / 2:.3f}%", "inside middle" + " on-quiet" * (name not in _COLOURS)
+            style += " if-wide" * (share < 24)
+            found.append(tag("text", f"{name} {share:.0f} %", x=at, y=17, class_=style))
         before += share
     words = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in parts.items())
     return tag("svg", *found, width="100%", height=26, role="img", aria_label=f"{label}: {words}", class_="fluid")
@@ -135,39 +136,45 @@ def _pauses(points: Sequence[Point]) -> list[float]:
 
 
 def scaling(runs: Sequence[Facts]) -> Html:
-    """Speed-up and efficiency against the run with the fewest processors; nothing where all have as many."""
-    known = [(facts, facts.processors, facts.images_per_sec) for facts in runs]
-    told = sorted(
-        ((facts.label, many, speed) for facts, many, speed in known if many and speed), key=lambda item: item[1]
-    )
-    if len({many for _, many, _ in told}) < 2:
+    """Speed-up and efficiency against the run with the fewest processors; nothing where all have as many.
+
+    Of several runs with as many processors the median counts; those whose images are other work are left out.
+    """
+    known = [(facts, many, speed) for facts in runs if (many := facts.processors) and (speed := facts.images_per_sec)]
+    known.sort(key=lambda item: item[1])
+    told = [item for item in known if not comparing.other_work(item[0], known[0][0])]
+    speeds = {many: median(speed for _, other, speed in told if other == many) for _, many, _ in told}
+    if len(speeds) < 2:
         return NOTHING
-    first, fewest, slowest = told[0]
-    points = [(float(many), speed / slowest) for _, many, speed in told]
-    most = max(x for x, _ in points)
-    ideal = Series("linear", [(float(fewest), 1.0), (most, most / fewest)], 7, label="linear", faint=True)
-    measured = Series("measured", points, 0, label=f"{points[-1][1]:.2f}{TIMES}")
-    efficiency = [(x, 100 * y * fewest / x) for x, y in points]
+    fewest, most = min(speeds), max(speeds)
+    times = {many: speed / speeds[fewest] for many, speed in speeds.items()}
+    share = {many: 100 * ratio * fewest / many for many, ratio in times.items()}
+    ideal = Series("linear", [(float(fewest), 1.0), (float(most), most / fewest)], 7, label="linear", faint=True)
+    up = Series("measured", _points(times), 0, label=f"{times[most]:.2f}{TIMES}")
+    efficiency = Series("efficiency", _points(share), 0, label=f"{share[most]:.0f} %")
     charts = [
-        line_chart(Axes("Speed-up", TIMES, "processors", "scaling", low=0.0), [ideal, measured], x_from=0.0, x_to=most),
+        line_chart(
+            Axes("Speed-up", TIMES, "processors", "scaling", low=0.0), [ideal, up], x_from=0.0, x_to=float(most)
+        ),
         line_chart(
             Axes("Efficiency", "%", "processors", "scaling", low=0.0, high=100.0),
-            [Series("efficiency", efficiency, 0, label=f"{efficiency[-1][1]:.0f} %")],
+            [efficiency],
             x_from=0.0,
-            x_to=most,
+            x_to=float(most),
         ),
     ]
     rows = [
-        (
-            label,
-            str(many),
-            f"{speed:,.0f}",
-            f"{speed / slowest:.2f}{TIMES}",
-            f"{100 * speed / slowest * fewest / many:.0f} %",
-        )
-        for label, many, speed in told
-    ]
+        (facts.label, str(many), f"{speed:,.0f}", f"{speed / speeds[fewest]:.2f}{TIMES}",
+         f"{100 * speed / speeds[fewest] * fewest / many:.0f} %")
+        for facts, many, speed in told
+    ]  # fmt: skip
     header = ("run", "processors", "images/s", "speed-up", "efficiency")
-    note = f"Median images/s against {first}, the smallest. Processors: ranks, or GPUs under DataParallel."
+    note = f"Median images/s against {told[0][0].label}, the smallest. Processors: ranks, or GPUs under DataParallel."
+    if others := [facts.label for facts, _, _ in known if facts not in [item[0] for item in told]]:
+        note += f" Without {', '.join(others)}, whose images are other work."
     parts = tag("div", *charts, class_="charts"), table(header, rows, numbers_from=1)
     return section("scaling", "Scaling", join(parts), note=note)
+
+
+def _points(values: Mapping[int, float]) -> list[Point]:
+    return [(float(x), y) for x, y in values.items()]

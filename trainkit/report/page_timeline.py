@@ -127,7 +127,13 @@ def _picture(lane: _Lane, longest: float) -> Html:
     marks = _apart(lane.marks, longest)
     top = 16 if marks else 2
     middle = top + _LANE / 2
-    found = [tag("line", x1="0%", x2=at(lane.ended), y1=middle, y2=middle, class_="waiting")]
+    ends = [lane.began, *(attempt.ended for attempt in lane.attempts)]
+    begins = [*(attempt.began for attempt in lane.attempts), lane.ended]
+    found = [
+        tag("line", x1=at(before), x2=at(after), y1=middle, y2=middle, class_="waiting")
+        for before, after in list(zip(ends, begins, strict=True))[:_MOST_MARKS]
+        if after > before
+    ]
     for attempt in lane.attempts[:_MOST_MARKS]:
         width = f"{max(0.15, 100 * (attempt.ended - attempt.began) / (longest or 1.0)):.2f}%"
         style = "attempt bad" if attempt.bad else "attempt"
