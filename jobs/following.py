@@ -16,6 +16,7 @@ from trainkit.records.rundir import RunDir
 if TYPE_CHECKING:
     from trainkit.cluster.asking import Asker
     from trainkit.cluster.slurm_jobs import JobState
+    from trainkit.diagnosis.causes import Cause
 
 LOOK_SECONDS = 0.5
 SELDOM_SECONDS = 2.0
@@ -130,6 +131,18 @@ def process_of(state: JobState) -> int | None:
     return int(process) if state.executor == "local" and state.alive == "yes" and process.isdecimal() else None
 
 
+def full_name(run: RunDir) -> str:
+    """A run's name as other commands take it: of one of a sweep's with that of the sweep."""
+    return f"{run.path.parent.name}/{run.name}" if run.name.isdecimal() else run.name
+
+
+def refusal(run: RunDir, cause: Cause, heading: str) -> TrainkitError:
+    """The error of a rank that refused what it was to train: in its own words, with its own exit code."""
+    kinds: dict[int, type[TrainkitError]] = {2: UserError, 3: RefusedError}
+    kind = kinds.get(life_of(run).refused_with, RunFailedError)
+    return kind(f"{heading} {cause.what}", why=cause.shown, fix=cause.advice)
+
+
 def end_of(run: RunDir, state: JobState) -> int:
     """Say how a run ended: its numbers and paths, or why it failed."""
     if state.state == "COMPLETED":
@@ -142,19 +155,18 @@ def end_of(run: RunDir, state: JobState) -> int:
 
     cause = cause_of(run, state) if state.state not in ("CANCELLED", "PREEMPTED") else None
     failure = cause.failure if cause is not None else None
-    if cause is not None and cause.why:  # a rank's own three lines, with the exit code that it had
-        kinds: dict[int, type[TrainkitError]] = {2: UserError, 3: RefusedError}
-        kind = kinds.get(life_of(run).refused_with, RunFailedError)
-        raise kind(f"{run.name}: {state.state}. {cause.what}", why=cause.shown, fix=cause.advice)
+    name = full_name(run)
+    if cause is not None and cause.why:
+        raise refusal(run, cause, f"{name}: {state.state}.")
     if failure is not None and failure.traceback:
         print("\n".join(failure.traceback[-60:]), file=sys.stderr)
     elif failure is None and state.state not in ("CANCELLED", "PREEMPTED"):
         print("\n".join(last_words(run)), file=sys.stderr)
     if cause is not None:
-        raise RunFailedError(f"{run.name}: {state.state}. {cause.what}", why=cause.shown, fix=cause.advice)
+        raise RunFailedError(f"{name}: {state.state}. {cause.what}", why=cause.shown, fix=cause.advice)
     logs, resume = terminal.command("logs", run.path), terminal.command("resume", run.path)
     raise RunFailedError(
-        f"{run.name}: {state.state}.",
+        f"{name}: {state.state}.",
         why=state.reason or f"Its log is in {run.logs}.",
         fix=f"`{logs}` shows more; `{resume}` goes on where it saved.",
     )

@@ -74,9 +74,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     print(f"Node {node.node_rank}: {ranks}; run folder {run.path}", flush=True)
     ending = run_node(run, node, env)
     if ending.state in ("FAILED", "TIMEOUT"):
+        from jobs.following import refusal
+        from trainkit.cluster.slurm_jobs import JobState
+        from trainkit.diagnosis.causes import cause_of
+
         rank = node.first_rank + (ending.culprit or 0)
+        cause = cause_of(run, JobState("FAILED", executor="launch"))
+        if cause is not None and cause.why and cause.failure is not None and cause.failure.rank == rank:
+            raise refusal(run, cause, f"Rank {rank} failed:")
         raise RunFailedError(
-            f"Rank {rank} failed: {ending.why}.",
+            f"Rank {rank} failed: {ending.why.rstrip('.')}.",
             why="The other ranks of this node were ended.",
             fix=f"Its log is {run.attempt_logs(run.attempts()[-1]) / f'rank-{rank}.err'}.",
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs import cli, elsewhere
-from jobs.following import alive_asker, process_of
+from jobs.following import alive_asker, full_name, process_of
 from trainkit import terminal
 from trainkit.cluster.asking import Asker
 from trainkit.cluster.queue import job_state
@@ -132,10 +132,10 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     if disk:
         print(f"--- {terminal.one_line(disk, 5000)}: what came after that is not written down.")
     if cause is None:
-        print(f"--- {run.name}: {state.state}" + (f" ({state.reason})" if state.reason else ""))
+        print(f"--- {full_name(run)}: {state.state}" + (f" ({state.reason})" if state.reason else ""))
         print(terminal.lines("\n".join(last_words(run))))
         return
-    print(f"--- {run.name}: {state.state}. {terminal.one_line(cause.what, 5000)}")
+    print(f"--- {full_name(run)}: {state.state}. {terminal.one_line(cause.what, 5000)}")
     failure = cause.failure
     words = failure.traceback or last_lines(run, failure) if failure is not None else last_words(run)
     if cause.why:

@@ -163,6 +163,15 @@ def test_an_unknown_run_is_answered_with_the_nearest(tmp_path: Path, env: dict[s
     assert caught.value.fix == "Did you mean 'ddp-0001'?"
 
 
+def test_a_sweep_is_no_run_and_no_folder_to_remove(tmp_path: Path, env: dict[str, str]) -> None:
+    sweep = tmp_path / "runs" / "ddp-0003"
+    (sweep / "logs").mkdir(parents=True)
+    (sweep / "sweep.json").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        find_run("ddp-0003", env)
+    assert caught.value.fix == "It is a sweep: name one of its runs, such as ddp-0003/0."
+
+
 def test_a_half_written_run_is_refused(tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "runs" / "ddp-0001" / "logs").mkdir(parents=True)
     with pytest.raises(UserError, match="only half of one"):

@@ -181,11 +181,10 @@ class RunDir:
         run_dir = cls(path)
         if not os.path.isfile(run_dir.config):
             half = any(os.path.exists(path / name) for name in ("logs", "code", "events.jsonl"))
-            raise UserError(
-                f"{path} is not a run folder, or only half of one.",
-                why="It has no config.yaml.",
-                fix=f"{LISTED}{' Remove this folder if nothing in it is needed.' * half}",
-            )
+            fix = f"{LISTED}{' Remove this folder if nothing in it is needed.' * half}"
+            if os.path.exists(path / "sweep.json"):
+                fix = f"It is a sweep: name one of its runs, such as {path.name}/0."
+            raise UserError(f"{path} is not a run folder, or only half of one.", why="It has no config.yaml.", fix=fix)
         return run_dir
 
 
