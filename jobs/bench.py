@@ -166,17 +166,13 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _show(run: BenchDir, *, as_json: bool) -> int:
-    from trainkit.bench.written import lines, write_results
+    from trainkit.bench.written import page, write_results
 
-    results, files = write_results(run)
     if as_json:
+        write_results(run)
         print(run.results.read_text(encoding="utf-8"), end="")
-        return 0
-    print()
-    print("\n".join(lines(results)))
-    print()
-    for file in files:
-        print(f"  {file.suffix.removeprefix('.'):12}{file}")
+    else:
+        print("\n".join(page(run)))
     return 0
 
 

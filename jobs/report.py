@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, elsewhere
+from trainkit.bench.folder import BenchDir
+from trainkit.bench.written import page
 from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
@@ -40,6 +42,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     found = [find_runs(reference, env) for reference in args.runs]
     is_sweep = len(found) == 1 and len(found[0]) > 1
     runs = list({run.path: run for group in found for run in group}.values())
+    if len(runs) == 1 and (bench := BenchDir(runs[0].path)).request.exists():
+        print("\n".join(page(bench)))
+        return 0
     if args.compare and len(runs) < 2:
         raise UserError(
             "--compare needs two runs or more.",

@@ -13,6 +13,7 @@ from trainkit.bench.arms import CONTROL, Arm, LeftOut, Request
 from trainkit.bench.benches import bench_of
 from trainkit.bench.folder import BenchDir
 from trainkit.bench.results import Results, results_of
+from trainkit.bench.scaling import efficiency
 from trainkit.bench.written import lines, write_results
 from trainkit.records import jsonl
 
@@ -58,7 +59,7 @@ def test_the_answer_says_how_much_faster_and_what_to_set() -> None:
 def test_what_is_slower_is_not_recommended() -> None:
     told = results(records({"fp32": STEADY, "bf16": [2.0] * 5, CONTROL: STEADY[::-1]}, {"fp32": 100.0, "bf16": 60.0}))
     assert told.bench.meaning(told) == (
-        "Nothing is faster than fp32 here, bf16 trains 0.50 x as fast; "
+        "Nothing is clearly faster than fp32 here, bf16 trains 0.50 x as fast; "
         "use train.precision=fp32, or bf16 for 0.60 of the memory."
     )
 
@@ -78,6 +79,69 @@ def test_no_ratio_within_what_the_first_arm_differs_from_itself() -> None:
     assert "within what the first arm differs from itself (0.80 to 1.25 x)" in told.bench.meaning(told)
     clear = results(records({"fp32": [1.0] * 5, "bf16": [0.5] * 5, CONTROL: noisy}))
     assert clear.rows[1].ratio == pytest.approx(2.0, rel=0.01)
+
+
+def test_no_ratio_where_rounds_contradict_each_other_and_nothing_is_claimed_of_such_an_arm() -> None:
+    told = results(
+        records({"single": STEADY, "ddp": [0.5, 1.3, 0.5, 0.6, 1.2], "fsdp": [2.0] * 5, CONTROL: STEADY[::-1]}),
+        "strategy",
+    )
+    assert told.rows[1].ratio is None
+    assert "ddp came out now faster, now slower (0.7" in "\n".join(lines(told))
+    assert told.bench.meaning(told).startswith(
+        "Nothing is clearly faster than single here, fsdp trains 0.50 x as fast; use strategy.name=single; "
+        "nothing can be told of ddp. All come to the same loss"
+    )
+
+
+def test_speed_up_and_efficiency_are_those_of_the_medians() -> None:
+    told = records({"1 rank": [1.0] * 3, "4 ranks": [0.4] * 3, CONTROL: [1.0] * 3})
+    for arm in told[0]["arms"]:
+        arm["x"], arm["series"] = int(arm["name"][0]), "same batch for all"
+    said = results(told, "scaling")
+    assert said.rows[1].ratio == pytest.approx(1 / 0.4)
+    assert efficiency(said.rows[1], said) == pytest.approx(1 / 0.4 / 4)
+    assert "4 ranks train 2.50 x as fast as 1 rank with the same batch (efficiency 62 %)" in said.bench.meaning(said)
+
+
+def test_the_network_is_told_in_bytes_and_time_and_only_roughly_where_the_control_is_off() -> None:
+    told = records({"between, 1.0 MB": [1.0] * 3, "between, gradients, 4.0 MB": [2.0] * 3, CONTROL: [1.2] * 3})
+    for arm in told[0]["arms"]:
+        arm["series"] = "between"
+    for one in told[1:-1]:
+        one["bytes"], one["extra"] = 5e9, {"seconds": one["seconds"] / 1000}
+    said = results(told, "network")
+    assert said.bench.meaning(said) == (
+        "An all-reduce moves roughly 5 GB/s between nodes; exchanging this model's gradients (4.0 MB) takes 2 ms an "
+        "update."
+    )
+
+
+def test_batches_are_recommended_up_to_where_they_hardly_gain() -> None:
+    told = records({"64": [1.0] * 3, "128": [0.5] * 3, "256": [0.49] * 3, "512": [0.6] * 3, CONTROL: [1.0] * 3})
+    for arm in told[0]["arms"]:
+        arm["size"] = int(arm["name"])
+    said = results(told, "batch-size")
+    assert said.bench.meaning(said) == (
+        "Micro batches of 128 train 2.00 x as fast as 64 here, larger ones hardly faster, and the largest that ran is "
+        "512; use train.micro_batch_size=128."
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ({"0 workers": 2.0, "2 workers": 1.01}, "The data keeps up: with 2 workers the model trains at 0.99"),
+        ({"0 workers": 4.0, "2 workers": 2.0}, "The data does not keep up: with 2 workers the model trains at 0.50"),
+    ],
+)
+def test_the_loader_is_judged_by_the_model_fed_from_memory(seconds: dict[str, float], words: str) -> None:
+    told = records({"model alone": [1.0] * 3, **{name: [one] * 3 for name, one in seconds.items()}, CONTROL: [1.0] * 3})
+    for arm in told[0]["arms"]:
+        arm["overrides"] = [f"data.workers={arm['name'][0]}"]
+    said = results(told, "loader")
+    assert said.bench.meaning(said).startswith(words)
+    assert "use data.workers=2" in said.bench.meaning(said)
 
 
 def test_no_ratio_of_fewer_rounds_than_three() -> None:

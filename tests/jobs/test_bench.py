@@ -167,6 +167,15 @@ def test_on_a_cluster_all_arms_are_one_job(command: Callable[..., Done], fake_sl
     assert json.loads((folder / "bench.json").read_text())["arms"] == ["fp32", "bf16"]
 
 
+def test_the_report_of_a_bench_is_its_table(command: Callable[..., Done], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "bench.json").write_text(Request("amp", "ddp").to_json())
+    done = command("report", str(tmp_path))
+    assert done.code == 0
+    assert done.out.splitlines()[1].startswith("Does mixed precision help here? amp, preset ddp; it has not begun.")
+    assert done.out == command("bench", "--show", str(tmp_path)).out
+
+
 def test_a_run_that_is_no_bench_is_not_shown(command: Callable[..., Done], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("{}")
     done = command("bench", "--show", str(tmp_path))

@@ -43,12 +43,13 @@ def meaning(results: Results) -> str:
         lean = min((row for row in told if row.memory_ratio), key=lambda row: row.memory_ratio or 1.0, default=best)
         spared = f", or {lean.name} for {lean.memory_ratio:.2f} of the memory" if (lean.memory_ratio or 1.0) < 1 else ""
         slower = f"{best.name} trains {best.speed:.2f} x as fast"
-        return f"Nothing is faster than {first.name} here, {slower}; use train.precision={first.name}{spared}."
+        use = f"use train.precision={first.name}{spared}{words.untold(results)}"
+        return f"Nothing is clearly faster than {first.name} here, {slower}; {use}."
     memory = ""
     if best.memory_ratio is not None:
         memory = f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
     gain = f"{best.name} trains {best.speed:.2f} x as fast as {first.name} here{memory}"
-    return f"{gain}; use train.precision={best.name}{words.worse_loss(first, best, results)}."
+    return f"{gain}; use train.precision={best.name}{words.worse_loss(first, best, results)}{words.untold(results)}."
 
 
 def notes(config: Config, where: Where) -> list[str]:

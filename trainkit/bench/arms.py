@@ -175,6 +175,8 @@ class Bench:
     """Why an arm is not even tried, after the trials of those before it and with so many MiB for a rank; or empty."""
     notes: Callable[[Config, Where], list[str]] = field(default=lambda config, where: [])
     """What a reader should know before the figures."""
+    ideal: bool = False
+    """The picture says where a line would go if each rank were worth as much as the first."""
     axis: str = ""
     """What the x of the arms is, where they are lines."""
 

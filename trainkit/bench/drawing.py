@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit.bench.words import meaning_of
 from trainkit.report.drawing import BLUE, CYCLE, GREY, VERMILION, new_figure
 
 if TYPE_CHECKING:
@@ -24,13 +26,20 @@ def draw(results: Results, path: Path) -> bool:
         title = f"{results.bench.question}  {results.where}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=GREY)
         is_line = bool(results.bench.axis)
-        (_lines if is_line else _bars)(axes[0], rows, [row.median or 0.0 for row in rows], BLUE, spread=True)
+        rates = [row.median or 0.0 for row in rows]
+        if is_line:
+            _lines(axes[0], rows, rates, BLUE, spread=True, ideal=results.bench.ideal)
+        else:
+            _bars(axes[0], rows, rates, BLUE, spread=True)
+        words = textwrap.fill(meaning_of(results), 125 if memory else 75)
+        figure.supxlabel(words, x=0.01, ha="left", fontsize=10, color="#333333")
         axes[0].set(title=results.bench.unit[0].upper() + results.bench.unit[1:], ylabel=results.bench.unit)
         if memory:
             (_lines if is_line else _bars)(axes[1], memory, [row.memory_mb or 0.0 for row in memory], VERMILION)
             axes[1].set(title="Peak memory of a rank", ylabel="MiB")
         for one in axes:
             one.set_ylim(bottom=0)
+            one.yaxis.set_major_formatter("{x:,.10g}")
             if is_line:
                 one.set_xlabel(results.bench.axis)
     return True
@@ -51,19 +60,27 @@ def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float], colour: str,
     axes.margins(y=0.15)
 
 
-def _lines(axes: Axes, rows: Sequence[Row], values: Sequence[float], colour: str, *, spread: bool = False) -> None:
+def _lines(
+    axes: Axes, rows: Sequence[Row], values: Sequence[float], colour: str, *, spread: bool = False, ideal: bool = False
+) -> None:
+    """``ideal``: dotted, where a line would go if each rank were worth as much as the first."""
     series = list(dict.fromkeys(row.arm.series for row in rows))
     for name, own in zip(series, CYCLE, strict=False):
         chosen = [(row, value) for row, value in zip(rows, values, strict=True) if row.arm.series == name]
+        chosen.sort(key=lambda pair: pair[0].arm.x)
         one = [row for row, _ in chosen]
+        if ideal:
+            (first, begun), (last, _) = chosen[0], chosen[-1]
+            times = last.arm.x / first.arm.x
+            axes.plot([first.arm.x, last.arm.x], [begun, begun * times], ":", color=GREY, linewidth=1, zorder=1)
         axes.errorbar(
             [row.arm.x for row in one], [value for _, value in chosen], yerr=_whiskers(one) if spread else None,
-            color=own if len(series) > 1 else colour, marker="o", markersize=4, capsize=3, label=name,
+            color=own if len(series) > 1 else colour, marker="o", markersize=4, capsize=3, elinewidth=1, label=name,
         )  # fmt: skip
     places = sorted({row.arm.x for row in rows})
     if len(places) > 1 and places[-1] / max(places[0], 1) >= 8:
         axes.set_xscale("symlog" if places[0] == 0 else "log", base=2)
-    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.set_xticks(places, [f"{place:.3g}" if place < 100 else f"{place:,.0f}" for place in places])
     axes.minorticks_off()
     if len(series) > 1:
         axes.legend(frameon=False)

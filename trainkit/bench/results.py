@@ -201,7 +201,7 @@ def _compare(
     median = statistics.median(row.ratios)
     kept = _kept(row.ratios)
     if min(kept) < 1 < max(kept):
-        row.why_none = f"{row.name} is now faster, now slower ({min(kept):.2f} to {max(kept):.2f} x)"
+        row.why_none = f"{row.name} came out now faster, now slower ({min(kept):.2f} to {max(kept):.2f} x)"
         return
     low, high = noise(control)
     if low <= median <= high:

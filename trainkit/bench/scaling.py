@@ -100,4 +100,5 @@ BENCH = Bench(
     fewest_ranks=2,
     strategy="ddp",
     axis="ranks",
+    ideal=True,
 )

@@ -49,7 +49,7 @@ def meaning(results: Results) -> str:
     if best.speed > 1:
         gain = f"{best.name} trains {best.speed:.2f} x as fast as {first.name} here"
     else:
-        gain = f"Nothing is faster than {first.name} here, {best.name} trains {best.speed:.2f} x as fast"
+        gain = f"Nothing is clearly faster than {first.name} here, {best.name} trains {best.speed:.2f} x as fast"
     lean = min(
         (row for row in results.rows[1:] if row.memory_ratio), key=lambda row: row.memory_ratio or 1, default=None
     )
@@ -58,7 +58,7 @@ def meaning(results: Results) -> str:
         spared = f", and {lean.name} needs the least memory of a rank, {lean.memory_ratio:.2f} of {first.name}'s"
     use = best.name if best.speed > 1 else first.name
     named = "fsdp strategy.shard_within=node" if use == "hsdp" else use
-    return f"{gain}{spared}; use strategy.name={named}. {losses}".rstrip()
+    return f"{gain}{spared}; use strategy.name={named}{words.untold(results)}. {losses}".rstrip()
 
 
 def notes(config: Config, where: Where) -> list[str]:

@@ -27,6 +27,12 @@ def no_difference(results: Results) -> str:
     return f"No difference can be told here: {'; '.join(whys)}."
 
 
+def untold(results: Results) -> str:
+    """The arms of which nothing can be told, where it can of others; empty if there are none."""
+    names = [row.name for row in results.rows[1:] if row.rates and row.why_none]
+    return f"; nothing can be told of {', '.join(names)}" if names else ""
+
+
 def ranks(count: int) -> str:
     """So many of them."""
     return f"{count} rank{'s' * (count != 1)}"

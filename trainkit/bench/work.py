@@ -160,6 +160,10 @@ class Worker:
         # As many loader processes as in the whole job: fewer ranks must not get more of the machine each.
         workers = resolve_workers(config.data.workers, splits, cpus_of_rank(self.env))
         config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
+        if config.train.compile != "off":  # torch compiles one model so many times only, and then gives up in silence
+            import torch._dynamo
+
+            torch._dynamo.reset()
         if micro is None:
             check_batch_sizes(config, dist.world_size, splits)
         return config, splits

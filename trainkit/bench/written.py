@@ -39,6 +39,13 @@ def write_results(run: BenchDir) -> tuple[Results, list[Path]]:
     return results, written
 
 
+def page(run: BenchDir) -> list[str]:
+    """The table with where its files are; they are written anew."""
+    results, files = write_results(run)
+    places = [f"  {file.suffix.removeprefix('.'):12}{file}" for file in files]
+    return ["", *lines(results), "", *places]
+
+
 def lines(results: Results) -> list[str]:
     """The table with everything that belongs to it, for a terminal."""
     bench = results.bench
