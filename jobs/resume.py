@@ -178,6 +178,14 @@ def _require_unfinished(run: RunDir) -> None:
             why="Turns that were taken at other times, or on other nodes, do not compare.",
             fix=f"`{terminal.command('bench', '--show', run.path)}` shows what it has measured; start another one.",
         )
+    early = reading.read_object(run.summary).get("stopped_early")
+    if life_of(run).finished and isinstance(early, str):
+        again = terminal.command("submit", run.path, "train.early_stopping_patience=null")
+        raise UserError(
+            f"{run.name} has stopped early.",
+            why=f"{terminal.one_line(early)}.",
+            fix=f"`{again}` trains anew, to the end.",
+        )
     if life_of(run).finished:
         raise UserError(
             f"{run.name} has finished.",

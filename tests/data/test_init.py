@@ -163,3 +163,8 @@ def test_a_data_set_can_be_sent_to_a_process_that_is_started_anew(name: str) -> 
     again = pickle.loads(pickle.dumps(data))  # what macOS does for each worker
     assert again.info == data.info
     assert len(again.train) == len(data.train)
+
+
+def test_data_that_cannot_be_looked_at_has_no_known_size(tmp_path: Path) -> None:
+    assert train_size(Choice("cifar10", str(tmp_path))) is None
+    assert train_size(Choice("fashion_mnist", str(tmp_path))) is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.config.loading import load
+from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.records.attempts import Attempt
 from trainkit.records.events import append_event, read_events
@@ -227,6 +227,22 @@ def test_a_finished_run_is_not_resumed(command: Command, no_slurm: dict[str, str
 
 def test_settings_cannot_be_given(command: Command, no_slurm: dict[str, str], stopped: RunDir) -> None:
     assert command("resume", "ddp-0001", "optim.lr=1").code == 2
+
+
+def test_a_run_that_stopped_early_is_not_gone_on_with_and_says_why(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    run = RunDir.create(tmp_path / "runs" / "single-0001", to_yaml(load("single").config))
+    append_event(run, "submitted", executor="local", job_id="1")
+    append_event(run, "ended", attempt=0, state="COMPLETED")
+    run.summary.write_text('{"stopped_early": "val/acc1 has not improved in 3 validations in a row"}')
+    done = command("resume", "single-0001")
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "single-0001 has stopped early.",
+        "  why: val/acc1 has not improved in 3 validations in a row.",
+        f"  fix: `python -m jobs.submit {run.path} train.early_stopping_patience=null` trains anew, to the end.",
+    ]
 
 
 def test_a_folder_that_is_only_half_a_run_is_refused(

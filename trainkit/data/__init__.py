@@ -63,7 +63,11 @@ def train_size(config: DataChoice) -> int | None:
     module = importlib.import_module(f"{__name__}.{config.name}")
     if not hasattr(module, "train_size"):
         return None
-    size: int | None = module.train_size(Path(config.root), **options.fill(module.build, config.options, where="data"))
+    filled = options.fill(module.build, config.options, where="data")
+    try:
+        size: int | None = module.train_size(Path(config.root), **filled)
+    except OSError:  # whoever reads the data says it better
+        return None
     return size
 
 
