@@ -135,7 +135,12 @@ def _submit(
         with submission.undone_on_error(folder, unless=plan.executor == "debug"):
             run = BenchDir(written.path)
             run.request.write_text(request.to_json(), encoding="utf-8")
-            start(folder, [written], plan, cwd, env, run_rank)
+            try:
+                start(folder, [written], plan, cwd, env, run_rank)
+            except SystemExit:  # of a rank in this very process, which has said why
+                if run.samples.exists():
+                    _show(run, as_json=args.json)
+                raise
     for note in notes:
         print(note, file=sys.stderr)
     return code if args.dry_run else _end(run, plan, args)

@@ -83,6 +83,25 @@ def test_ranks_fail_alone_or_together_and_the_other_arms_go_on(tmp_path: Path) -
     assert done.stdout.count("the second rank cannot") == 2
 
 
+def test_why_nothing_could_run_stands_in_the_table_and_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "greedy.py").write_text(
+        "from torch import nn\n"
+        "class Model(nn.Linear):\n"
+        "    def forward(self, images):\n"
+        "        if self.training:\n"
+        "            raise MemoryError('9 bytes')\n"
+        "        return super().forward(images.flatten(1))\n"
+        "def build(info):\n"
+        "    return Model(info.in_chans * info.image_size**2, info.num_classes)\n"
+    )
+    words = ("single", "--executor", "debug", "model.name=greedy:build", *QUICK)
+    done = bench(tmp_path, "batch-size", "--arms", "8,16", *words, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "No arm of bench batch-size could run."
+    assert "Traceback" not in done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines() if "out of memory: 9 bytes" in line] == ["8", "16"]
+
+
 @pytest.mark.long
 def test_strategies_come_to_the_same_loss_and_each_rank_tells_its_memory(tmp_path: Path) -> None:
     done = bench(tmp_path, "strategy", "ddp", "--nodes", "2", "--ntasks-per-node", "2", *QUICK, "train.precision=fp32")

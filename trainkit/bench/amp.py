@@ -36,12 +36,14 @@ def arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftO
 def meaning(results: Results) -> str:
     first, others = results.rows[0], results.rows[1:]
     told = [row for row in others if row.ratio is not None]
+    leaner = [(row.memory_ratio, row.name) for row in others if row.memory_ratio is not None and row.memory_ratio < 1]
+    ratio, lean = min(leaner, default=(1.0, ""))
     if not told:
-        return words.no_difference(results)
+        more = f" {lean} takes {ratio:.2f} of the memory of {first.name}." if lean else ""
+        return words.no_difference(results) + more
     best = max(told, key=lambda row: row.speed)
     if best.speed <= 1:
-        lean = min((row for row in told if row.memory_ratio), key=lambda row: row.memory_ratio or 1.0, default=best)
-        spared = f", or {lean.name} for {lean.memory_ratio:.2f} of the memory" if (lean.memory_ratio or 1.0) < 1 else ""
+        spared = f", or {lean} for {ratio:.2f} of the memory" if lean else ""
         slower = f"{best.name} trains {best.speed:.2f} x as fast"
         use = f"use train.precision={first.name}{spared}{words.untold(results)}"
         return f"Nothing is clearly faster than {first.name} here, {slower}; {use}."
