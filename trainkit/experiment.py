@@ -17,7 +17,7 @@ from trainkit.checkpoint.uploading import Uploads, kept_elsewhere
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.distributed.device import device_name
+from trainkit.distributed.device import device_name, software
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.errors import TrainkitError, UserError
@@ -190,6 +190,7 @@ def _started(parts: Parts, writer: Writer, checkpoints: Checkpoints) -> tuple[Pr
             params=parts.num_parameters,
             micro_batch_size=parts.micro_batch_size,
             grad_accum_steps=parts.grad_accum_steps,
+            versions=software(dist.device),
             **({"trained_anew": anew} if anew else {}),
             **({"input": asdict(parts.splits.expected)} if parts.splits.expected else {}),
             **({"resized": resized} if resized else {}),

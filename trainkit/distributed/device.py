@@ -148,6 +148,17 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+def software(device: torch.device) -> dict[str, str]:
+    """Versions of what the training runs on, where it runs: a login node may have others, or no GPU."""
+    found: dict[str, str | None] = {"torch": str(torch.__version__)}
+    if device.type == "cuda":
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+        found |= {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": ".".join(map(str, nccl))}
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        found |= {"cuDNN": str(cudnn or ""), "driver": drivers().nvidia}
+    return {name: version for name, version in found.items() if version}
+
+
 def peak_memory_mb(device: torch.device) -> float:
     """Most memory held at once, in MiB: by the GPU's allocator, or by this process on CPU."""
     if device.type == "cuda":

@@ -171,7 +171,7 @@ class Attempt:
 
     def started(self, **facts: Any) -> None:
         """The ranks have met. ``facts``: step, total_steps, steps_per_epoch, world_size, hosts, device, precision,
-        params, micro_batch_size, grad_accum_steps."""
+        params, micro_batch_size, grad_accum_steps, versions."""
         self._write("started", **facts)
 
     def saved(self, step: int, **facts: Any) -> None:

@@ -236,6 +236,8 @@ class Facts:
             found.append(f"images that were told wrong: `{measure}` keeps them")
         if not self.summary:
             found.append("final numbers (summary.json): the run has not ended, or was stopped; times are estimates")
+        if self.summary.get("energy", 0) is None:
+            found.append("energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)")
         if not self.hosts:
             found.append("hardware samples: no system-<host>.jsonl with a whole line in it")
         return found

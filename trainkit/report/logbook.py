@@ -249,6 +249,8 @@ def _files(facts: Facts) -> str:
     place = reading.plain(reading.read_object(run_dir.path / "remote.json")).get("url")
     if isinstance(place, str):
         lines.append(f"- in the bucket: `{place.replace('`', '')}`, with the best weights")
+    if run_dir.code.is_dir():
+        lines.append(f"- code as it ran: `{run_dir.code}`")
     if run_dir.tensorboard.is_dir():
         lines.append(f"- curves: `tensorboard --logdir {run_dir.tensorboard}`")
     if any(run_dir.wandb.glob("offline-run-*")):

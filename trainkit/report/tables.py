@@ -241,10 +241,12 @@ def _length(facts: Facts) -> str:
 
 
 def _commit(facts: Facts) -> str:
-    git = facts.manifest.get("git")
-    if not isinstance(git, dict) or not git.get("commit"):
-        return NONE
-    return f"commit `{str(git['commit'])[:12]}`" + (", with uncommitted changes" if git.get("diff") else "")
+    git, mark = facts.manifest.get("git"), facts.manifest.get("fingerprint")
+    if isinstance(git, dict) and git.get("commit"):
+        return f"commit `{str(git['commit'])[:12]}`" + (", with uncommitted changes" if git.get("diff") else "")
+    return (
+        f"no git repository; its files have the fingerprint `{mark[:12]}`" if isinstance(mark, str) and mark else NONE
+    )
 
 
 def _largest_batch(facts: Facts) -> str:
