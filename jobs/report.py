@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, elsewhere
+from trainkit import terminal
 from trainkit.bench.folder import BenchDir
 from trainkit.bench.written import page
 from trainkit.cluster.queue import job_state
@@ -49,7 +50,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise UserError(
             "--compare needs two runs or more.",
             why="There is nothing to set this one against.",
-            fix=f"Name the reference first: `python -m jobs.report REFERENCE {runs[0].name} --compare`.",
+            fix=f"Name the reference first: `{terminal.command('report', 'REFERENCE', runs[0].path, '--compare')}`.",
         )
     sweep, facts = runs[0].path.parent, collect(runs)
     out = (args.out or (runs[0].path if len(runs) == 1 else sweep if is_sweep else Path("report"))).absolute()

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from jobs import cli, elsewhere
 from jobs.forecasting import GOING_ON, forecast_of, words
+from jobs.watching import view
 from trainkit import terminal
 from trainkit.cluster import recent
 from trainkit.cluster.queue import job_states
@@ -94,7 +95,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(f"No runs in {root}, and none submitted from elsewhere{others}. Start one: python -m jobs.submit ddp")
         return 0
     if args.watch:
-        _watch(runs, root)
+        _watch(lambda: _chosen(args.runs, root, args.all, env)[0], root)  # those too that are started meanwhile
     ages: list[float] = []
     shown = look(runs, root, aged=ages.append)
     asked = time.time() - max(ages, default=0.0)
@@ -178,20 +179,21 @@ def _words(error: TrainkitError) -> str:
     return f"{error.what} {error.why}"
 
 
-def _watch(runs: Sequence[RunDir], root: Path) -> NoReturn:
+def _watch(chosen: Callable[[], Sequence[RunDir]], root: Path) -> NoReturn:
     """Until Ctrl-C: progress from the records, which cost a scheduler nothing, and its word now and then."""
     states: dict[Path, JobState] | None = None
-    asked = 0.0
+    asked, shown = 0.0, list[Shown]()
 
     def text() -> str:
-        nonlocal states, asked
-        if time.monotonic() - asked >= ASK_SECONDS:
+        nonlocal states, asked, shown
+        runs = chosen()
+        if time.monotonic() - asked >= ASK_SECONDS or (states is not None and any(r.path not in states for r in runs)):
             states, asked = None, time.monotonic()
         shown = look(runs, root, states)
         states = {item.run.path: item.state for item in shown}
         return "\n".join(_table(shown))
 
-    terminal.watch(text, every=LOOK_SECONDS)
+    terminal.watch(text, every=LOOK_SECONDS, view=lambda height: view(_table(shown), shown, height))
 
 
 def _table(shown: Sequence[Shown]) -> list[str]:

@@ -14,7 +14,10 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 # ESC and its C1 twin open CSI (colours, cursor), OSC, DCS, SOS, PM, APC (strings up to BEL or ST), and short sequences.
 _SEQUENCE = re.compile(
@@ -139,8 +142,12 @@ def _width(text: str) -> int:
     return cell_len(text)
 
 
-def watch(text: Callable[[], str], *, every: float) -> NoReturn:
-    """Show ``text`` anew every so many seconds, until Ctrl-C; a pipe gets it whenever it has changed."""
+def watch(text: Callable[[], str], *, every: float, view: Callable[[int], RenderableType] | None = None) -> NoReturn:
+    """Show ``text`` anew every so many seconds, until Ctrl-C; a pipe gets it whenever it has changed.
+
+    Args:
+        view: what a terminal of so many lines gets in its place; called after ``text``.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -150,7 +157,8 @@ def watch(text: Callable[[], str], *, every: float) -> NoReturn:
         while True:
             now = text()
             if console.is_terminal:
-                live.update(Text(now), refresh=True)  # and not Rich's own markup: [red] may be a name
+                # Not Rich's own markup: [red] may be a name.
+                live.update(Text(now) if view is None else view(console.height), refresh=True)
             elif now != before:
                 print(now, flush=True)
                 before = now
