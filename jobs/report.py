@@ -35,7 +35,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     elsewhere.add_host_flag(parser)
     args = parser.parse_args(argv)
     if args.host is not None:
-        for path in elsewhere.report(args.runs, args.host, args.out or Path("report"), env):
+        asked = [*args.runs, *["--compare"] * args.compare]
+        for path in elsewhere.report(asked, args.host, args.out or Path("report"), env):
             if path.name == FILE:
                 print(path.read_text(encoding="utf-8"))
             print(path.absolute())

@@ -57,7 +57,7 @@ PLUGINS = ("trainkit.strategies", "trainkit.data", "trainkit.models", "trainkit.
 SHARED = {
     "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.expecting", "jobs.following", "jobs.forecasting",
     "jobs.anchoring", "jobs.benching", "jobs.peering", "jobs.peers", "jobs.returning", "jobs.sending",
-    "jobs.starting", "jobs.sweeps",
+    "jobs.starting", "jobs.sweeps", "jobs.watching",
 }  # fmt: skip
 VERBS = {
     "jobs.starting": {"jobs.train"},  # whose `run_rank` is what a job runs
