@@ -24,9 +24,8 @@ from trainkit.records import index, reading, space
 from trainkit.records.events import read_events
 from trainkit.records.forecast import Forecast
 from trainkit.records.history import Life, life_of
-from trainkit.records.metrics import read_thinned
 from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
-from trainkit.records.setbacks import KINDS, setbacks_of
+from trainkit.records.setbacks import divergence_of
 from trainkit.records.standing import Standing, standing_of
 from trainkit.terminal import age
 
@@ -162,17 +161,9 @@ def look(
             found.append(_words(error))
         if not os.path.isfile(run.config):
             found.append("config.yaml is no file")
-        lost = diverged(run) if standing.train.get("loss", 0.0) is None else ""  # else nobody need read all of it
+        lost = divergence_of(run) if standing.train.get("loss", 0.0) is None else ""  # else nobody need read all of it
         shown.append(Shown(run, name, states[run.path], life, standing, tuple(found), expected, lost))
     return shown
-
-
-def diverged(run: RunDir) -> str:
-    """In words, as its end line and its log book say it; empty for a run that has not diverged."""
-    train = [record for record in read_thinned(run).records if record["split"] == "train"]
-    steps = train[-1]["step"] if train else 0
-    setbacks = setbacks_of(read_events(run, KINDS), train, steps)
-    return setbacks.in_words() if setbacks.diverged else ""
 
 
 def _words(error: TrainkitError) -> str:

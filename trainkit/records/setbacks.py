@@ -6,6 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.records.events import read_events
+from trainkit.records.metrics import read_thinned
+from trainkit.records.rundir import RunDir
+
 KINDS = ("started", "skipped", "nonfinite", "rolled_back")
 _DIVERGED_SHARE = 0.5
 """From this share of all updates on nobody calls it bad luck."""
@@ -69,6 +73,13 @@ def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str
     skipped = sum(item["event"] == "skipped" for item in lost)
     # An update that fp16 skips is none of the steps.
     return Setbacks(_nan_from(train), skipped, len(lost) - skipped, steps + skipped + undone, rollbacks)
+
+
+def divergence_of(run: RunDir) -> str:
+    """How a run has diverged, in words; empty if it has not. Reads all of its records."""
+    train = [record for record in read_thinned(run).records if record["split"] == "train"]
+    setbacks = setbacks_of(read_events(run, KINDS), train, train[-1]["step"] if train else 0)
+    return setbacks.in_words() if setbacks.diverged else ""
 
 
 def _ends_skips(last: Mapping[str, Any], event: Mapping[str, Any]) -> bool:

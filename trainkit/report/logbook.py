@@ -19,6 +19,10 @@ from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.sweep import by_accuracy, sweep_tables
 
 _MOST_OF_A_SWEEP = 8
+_SPENT_NOTE = (
+    "start: until the ranks have met and the data is there; data: waiting for images; exposed: waiting for gradients of"
+    " other ranks that nothing hides; other: records and the loop itself."
+)
 MARK = "<!-- Written by `python -m jobs.report`. A new report replaces this file: copy it before you edit it. -->"
 
 
@@ -186,7 +190,7 @@ def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
         parts += [f"{heading} Cost", tables.markdown(("measure", "value"), costs)]
     rounds = contributors.rounds_rows(facts)
     if (spent := tables.spent_rows(facts)) and not rounds:  # the loop of rounds does not tell the parts of an update
-        parts += [tables.markdown(tables.SPENT, spent, numbers_from=1), tables.SPENT_NOTE]
+        parts += [tables.markdown(tables.SPENT, spent, numbers_from=1), _SPENT_NOTE]
     if facts.hosts:
         parts.append(tables.markdown(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
     parts += [f"GPUs of {host}, as `nvidia-smi` has them:\n\n```\n{text}\n```" for host, text in facts.gpus_shown]

@@ -99,10 +99,6 @@ def cost_rows(facts: Facts) -> list[Row]:
 
 
 SPENT = ("time of rank 0 went on", "seconds", "of all")
-SPENT_NOTE = (
-    "start: until the ranks have met and the data is there; data: waiting for images; exposed: waiting for gradients of"
-    " other ranks that nothing hides; other: records and the loop itself."
-)
 
 
 def spent_rows(facts: Facts) -> list[Row]:
