@@ -269,3 +269,10 @@ def test_preparing_never_imports_torch(tmp_path: Path) -> None:
     script = f"import sys; from jobs import prepare; prepare.main(['cinic10', '--root', {str(tmp_path)!r}], {{}}); "
     script += "print([name for name in ('torch', 'torchvision', 'sklearn', 'numpy') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).splitlines()[-1] == "[]"
+
+
+def test_an_archive_that_is_given_is_taken_whatever_its_name_and_whatever_else_is_there(tmp_path: Path) -> None:
+    (tmp_path / cinic10.ARCHIVE).write_bytes(b"torn")
+    write_cinic_archive(tmp_path / "from-the-course.tgz")
+    assert run("cinic10", "--root", tmp_path, "--archive", tmp_path / "from-the-course.tgz") == 0
+    assert (tmp_path / "cinic10" / "train").is_dir()

@@ -74,7 +74,8 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     if all((final / split).is_dir() for split in SPLITS):
         say(f"{final} is already there.")
         return
-    archive = given_or_in(root, ARCHIVE, archives) or next(iter(archives), None)
+    named = [given for given in archives if given.name == ARCHIVE]
+    archive = next(iter([*named, *archives]), None) or given_or_in(root, ARCHIVE, [])  # what is given by hand wins
     if archive is None or not archive.is_file():
         raise UserError(
             f"There is no {ARCHIVE} to unpack.",

@@ -174,10 +174,14 @@ def _explain(error: Exception, name: str, options: dict[str, Any], library: str)
             if library == "timm"
             else f"import torchvision; torchvision.models.get_model({name!r}, weights='DEFAULT')"
         )
+        bring = ""
+        if library == "timm" and not name.startswith(("hf-hub:", "hf_hub:")):
+            bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
         return UserError(
             f"The pretrained weights of {library}'s {name} could not be downloaded.",
             why=f"{message} (compute nodes often have no internet).",
-            fix=f'On a machine that has, run: python -c "{load}"; it keeps them in {cache}, which the nodes must see.',
+            fix=f'On a machine that has, run: python -c "{load}"; it keeps them in {cache}, which the nodes must see.'
+            + bring,
         )
     given = ", ".join(f"model.{key}={value}" for key, value in options.items())
     return UserError(
