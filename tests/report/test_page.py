@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -236,3 +237,35 @@ def test_a_run_whose_images_are_other_work_is_no_part_of_the_scaling(make_run: M
     page = page_of(*runs, make_run("ddp-0003", "data.name=cifar10", ranks=4, speed=9e5))
     assert list(page.series()["Speed-up, measured"]) == [1, 2]
     assert "Without ddp-0003, whose images are other work." in page.text
+
+
+def test_of_many_gpus_the_mean_has_the_label(make_run: MakeRun) -> None:
+    run = make_run(gpus=8)
+    page = page_of(run)
+    samples = [json.loads(line)["gpus"] for line in run.hardware("node1").read_text().splitlines()]
+    mean = sum(gpu["util_percent"] for gpu in samples[-1]) / 8
+    assert list(page.series()["node1 · use, GPUs, mean"].values())[-1] == pytest.approx(mean)
+    assert f"GPUs {mean:.0f}" in page.text
+    assert "GPU 3 9" not in page.text
+
+
+def test_a_record_of_a_million_lines_is_reported_in_seconds(make_run: MakeRun) -> None:
+    run = make_run(steps=10)
+    line = (
+        '{"time": 1.7e9, "step": %d, "epoch": %.4f, "split": "train", "loss": %.4f, "acc1": 50.5, "acc5": 90.25, "lr": '
+    )
+    line += '0.002, "images_per_sec": 2000.5, "seconds_data": 0.0012, "seconds_forward": 0.0123, "grad_norm": 1.2}\n'
+    with run.metrics.open("w") as file:
+        for first in range(1, 1_000_001, 10_000):
+            file.write("".join([line % (at, at / 1000, 1 / at) for at in range(first, first + 10_000)]))
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "XDG_STATE_HOME": str(run.path), "HOME": str(run.path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "jobs.report", str(run.path)], env=env, stdout=subprocess.DEVNULL
+    ) as done:
+        _, status, usage = os.wait4(done.pid, 0)
+        done.returncode = os.waitstatus_to_exitcode(status)
+    assert done.returncode == 0
+    assert usage.ru_utime + usage.ru_stime < 5.0
+    loss = Document((run.path / "report.html").read_text()).series()["Loss, train"]
+    assert max(loss) == pytest.approx(1000.0)
+    assert 400 < len(loss) < 1000

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 from trainkit.report import comparing, tables
 from trainkit.report.drawing import time_unit
 from trainkit.report.facts import Facts
-from trainkit.report.page_chart import Axes, Series, line_chart
+from trainkit.report.page_chart import COLOURS, Axes, Series, line_chart
 from trainkit.report.page_markup import NOTHING, Html, join, section, table, tag
 from trainkit.report.page_scales import Point
 from trainkit.report.samples import HostSamples
@@ -24,7 +25,7 @@ _MEANING = {
     "data": "waiting for data", "exposed": "communication that computing does not hide", "copy": "preparing a batch",
     "checkpoint": "waiting for a checkpoint", "start": "start to first batch", "other": "the loop itself",
 }  # fmt: skip
-_MOST_HOSTS = 8
+_MOST_HOSTS, _MOST_LABELS = 8, 4
 
 
 def spent(runs: Sequence[Facts]) -> Html:
@@ -103,28 +104,43 @@ def _host(host: HostSamples, run: str) -> list[Html]:
         return []
     unit, scale = time_unit(seconds)
 
-    def line(name: str, key: str, colour: int, gpu: int | None = None, by: float = 1.0, digits: str = ".0f") -> Series:
+    def line(name: str, key: str, colour: int, gpu: int | None = None, by: float = 1.0) -> Series:
         points = sorted(((time - began) / scale, value / by) for time, value in host.series(key, gpu))
-        label = f"{name} {points[-1][1]:{digits}}" if points else ""
-        return Series(name, points, colour % 8, label=label, lost=_pauses(points))
+        label = f"{name} {points[-1][1]:{'.1f' if by > 1 else '.0f'}}" if points else ""
+        return Series(name, points, colour % COLOURS, label=label, lost=_pauses(points))
 
-    many = len(gpus) > 4
-    use = [line(f"GPU {index}", "util_percent", at, index) for at, index in enumerate(gpus)]
-    use.append(line("CPUs", "cpu_percent", 7))
-    memory = [line(f"GPU {index}", "memory_used_mb", at, index, 1024.0, ".1f") for at, index in enumerate(gpus)]
-    memory.append(line("node", "memory_used_mb", 7, None, 1024.0, ".1f"))
-    memory.append(line("job", "process_memory_mb", 5, None, 1024.0, ".1f"))
-    power = [line(f"GPU {index}", "power_w", at, index) for at, index in enumerate(gpus)]
-    kinds = (("use", "%", use, 100.0), ("memory", "GB", memory, None), ("power", "W", power, None))
+    def of_gpus(key: str, by: float = 1.0) -> list[Series]:
+        lines = [line(f"GPU {index}", key, at, index, by) for at, index in enumerate(gpus)]
+        if len(lines) <= _MOST_LABELS:
+            return lines
+        mean = _mean(lines)  # so many labels would be a thicket
+        label = f"GPUs {mean[-1][1]:{'.1f' if by > 1 else '.0f'}}" if mean else ""
+        faint = [replace(item, colour=0, faint=True, label="") for item in lines]
+        return [*faint, Series("GPUs, mean", mean, 0, label=label, lost=_pauses(mean))]
+
+    memory = [line("node", "memory_used_mb", 7, None, 1024.0), line("job", "process_memory_mb", 5, None, 1024.0)]
+    kinds = (
+        ("use", "%", [*of_gpus("util_percent"), line("CPUs", "cpu_percent", 7)], 100.0),
+        ("memory", "GB", [*of_gpus("memory_used_mb", 1024.0), *memory], None),
+        ("power", "W", of_gpus("power_w"), None),
+    )
     return [
         line_chart(
             Axes(f"{host.host} · {what}", of, unit, f"{run} {host.host}", low=0.0, high=high),
-            [Series(s.name, s.points, s.colour, many, "" if many else s.label, s.lost) for s in lines],
+            lines,
             x_from=0.0,
             x_to=seconds / scale,
         )
         for what, of, lines, high in kinds
     ]
+
+
+def _mean(lines: Sequence[Series]) -> list[Point]:
+    """The mean of all lines at each place."""
+    values: dict[float, list[float]] = {}
+    for x, y in (point for item in lines for point in item.points):
+        values.setdefault(x, []).append(y)
+    return [(x, fmean(values[x])) for x in sorted(values)]
 
 
 def _pauses(points: Sequence[Point]) -> list[float]:
