@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jobs.following import full_name
 from trainkit.config import yaml
 from trainkit.config.precision import ON_CPUS, ON_GPUS, auto_precision
 from trainkit.config.schema import Config
@@ -85,11 +86,11 @@ def _memory(plan: Plan, config: Config) -> Row:
     Nothing is guessed: activations are most of it, and only the model knows them.
     """
     settings, micro, counted = config.model_dump(mode="json"), _micro(plan, config), ""
-    for run in reversed(index.known()[-LOOKED_AT:]):
-        summary = reading.read_object(run / "summary.json")
+    for run in map(RunDir, reversed(index.known()[-LOOKED_AT:])):
+        summary = reading.read_object(run.summary)
         if not summary:
             continue
-        other = _settings(RunDir(run))
+        other, name = _settings(run), full_name(run)
         if other is None or any(_at(settings, key) != _at(other, key) for key in _MODEL):
             continue
         took, device = _most(summary), str(summary.get("device"))
@@ -97,11 +98,11 @@ def _memory(plan: Plan, config: Config) -> Row:
         alike = _at(settings, "train.precision") == _at(other, "train.precision")
         alike = alike and all(_at(settings, key) == _at(other, key) for key in _REST)
         if same and alike and took is not None and (device == "cpu") == (plan.gpus_per_node == 0):
-            why = f"as {run.name} took on {device}: the same model, batch, precision and strategy"
+            why = f"as {name} took on {device}: the same model, batch, precision and strategy"
             return "memory of a rank", f"{took:,.0f} MB", "earlier run", why
         if not counted and reading.is_whole(params := summary.get("params")):
             least = params * _BYTES_OF_A_PARAMETER / 2**20
-            counted = f"{params:,} parameters (counted by {run.name}), their gradients and moments take {least:,.0f} MB"
+            counted = f"{params:,} parameters (counted by {name}), their gradients and moments take {least:,.0f} MB"
     known = f"{counted}; of the activations no earlier run tells" if counted else "no earlier run of this model tells"
     return "memory of a rank", "?", "not known", f"{known}. train.micro_batch_size=auto finds what fits"
 
