@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,3 +251,53 @@ def test_a_run_whose_checkpoints_are_in_a_bucket_says_where(make_run: MakeRun, t
     assert "bucket" not in written([run], tmp_path / "before")
     (run.path / "remote.json").write_text('{"url": "s3://mine/vit/ddp-0001", "id": "7"}')
     assert "- in the bucket: `s3://mine/vit/ddp-0001`, with the best weights\n" in written([run], tmp_path / "after")
+
+
+ODD_EVENTS: list[Any] = [
+    {"event": "started", "time": 1.7e9, "attempt": 0, "step": "x", "world_size": "many", "hosts": [1], "device": {}},
+    {"event": "started", "time": "x", "step": -5, "world_size": 0, "hosts": "abc", "versions": {"torch": 1}},
+    {"event": "started", "time": 1.7e9 + 5, "attempt": 1, "step": 10, "world_size": 0, "hosts": ["n1"], "device": "|"},
+    {"event": "handed_back", "attempt": 1, "signals": "abc", "time": 1.7e9 + 9},
+    {"event": "failed", "attempt": 1, "error": "```\n# no heading | x"},
+    {"event": "probed", "micro_batch_size": "x", "world_size": 0},
+    {"event": "probed", "micro_batch_size": 3, "world_size": 2, "peak_mb": "x"},
+    {"event": "skipped", "step": 2}, {"event": "nonfinite", "step": 1e99},
+    {"event": "rolled_back", "step": 3, "from_step": "x"}, {"event": 5}, {"event": "submitted", "job_id": {}},
+]  # fmt: skip
+ODD_RECORDS: list[Any] = [
+    {"step": 1, "split": "train", "loss": "x", "epoch": "y", "time": "z", "lr": [1], "images_per_sec": {}},
+    {"step": 2, "split": "train", "loss": 1e300, "epoch": -1, "images_per_sec": -5},
+    {"step": 3, "split": "val", "acc1": 1e9, "loss": None}, {"step": 4, "split": "test", "loss": []},
+    {"step": 5, "split": "train", "epoch": 1e8, "loss": 1e17, "acc1": 0, "lr": 0, "images_per_sec": 0}, [1], None,
+]  # fmt: skip
+ODD_SUMMARY: dict[str, Any] = {
+    "steps": "x", "best_step": [1], "train_seconds": "y", "seconds": {"start": "x"}, "max_memory_mb_of_ranks": {"a": 1},
+    "energy": [1], "mfu": "x", "advice": [1, 2], "outcome": "finished", "micro_batch_size": True,
+}  # fmt: skip
+ODD_CONFIG = "model: 3\ndata: [1]\ntrain: {global_batch_size: x}\nlaunch: {nodes: abc}\nstrategy: {name: [1]}\n"
+    "model: 3\ndata: [1]\ntrain: {global_batch_size: x}\nlaunch: {nodes: abc}\nstrategy: {name: [1]}\noptim: 5\n"
+)
+
+
+def test_a_foreign_folder_with_values_of_any_type_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
+    odd, usual = make_run("odd-0001", steps=0, finished=False), make_run("ddp-0002")
+    odd.config.write_text(ODD_CONFIG)
+    odd.events.write_text("\n".join(map(json.dumps, ODD_EVENTS)))
+    odd.metrics.write_text("\n".join(map(json.dumps, ODD_RECORDS)))
+    odd.summary.write_text(json.dumps(ODD_SUMMARY))
+    odd.manifest.write_text(json.dumps({"command": "rm -rf /", "python": 3, "packages": [1], "git": [1], "host": {}}))
+    text = written([odd], tmp_path / "out")
+    assert "| 1 | 2023-11-14 " in text
+    assert "\n# no heading" not in text
+    for reference in ([odd, usual], [usual, odd]):
+        table, _ = write_comparison(reference, tmp_path / "both")
+        assert "| odd-0001 |" in table
+
+
+def test_a_pipe_in_the_place_of_the_record_is_no_record_and_is_not_waited_for(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    run_dir = make_run(steps=0, finished=False)
+    os.mkfifo(run_dir.metrics)
+    with pytest.raises(UserError, match="Cannot read"):
+        write_logbook([run_dir], tmp_path / "out")

@@ -110,7 +110,7 @@ def _other_pass(facts: Facts, first: Facts) -> list[str]:
 
 
 def _images(facts: Facts) -> int:
-    return facts.steps * int(facts.setting("train.global_batch_size") or 0)
+    return facts.steps * facts.count("train.global_batch_size")
 
 
 def _work(facts: Facts) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -57,7 +58,9 @@ def new_figure(path: Path, width: float, height: float, columns: int = 1) -> Ite
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure, list(figure.subplots(1, columns, squeeze=False)[0])
-        figure.savefig(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # absurd numbers leave the curves no room: drawn all the same
+            figure.savefig(path)
 
 
 def points_of(records: Sequence[dict[str, Any]], key: str, x: str = "epoch") -> Points:

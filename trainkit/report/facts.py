@@ -126,6 +126,11 @@ class Facts:
         known = [float(value) for value in told if reading.is_number(value)] if isinstance(told, list) else []
         return known or ([self.max_memory_mb] if self.max_memory_mb is not None else [])
 
+    def count(self, key: str) -> int:
+        """A setting that is a whole number; 0 where it is none."""
+        value = self.setting(key)
+        return value if reading.is_whole(value) else 0
+
     @property
     def steps(self) -> int:
         """Optimizer updates that were done."""

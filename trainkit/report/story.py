@@ -68,7 +68,7 @@ def _preset(name: str) -> dict[str, Any] | None:
 def where_rows(facts: Facts) -> list[Row]:
     """Nodes, GPUs, jobs, software."""
     hosts = [host for host in facts.started("hosts") or () if isinstance(host, str)]
-    nodes, device = facts.setting("launch.nodes") or 1, facts.started("device")
+    nodes, device = facts.count("launch.nodes"), facts.started("device")
     simulated = f"{nodes} simulated on one machine: " if is_simulated(facts) else ""
     jobs = [event for event in facts.events if event.get("event") == "submitted"]
     ids = ", ".join(dict.fromkeys(f"{event.get('executor', '?')} {event.get('job_id', '?')}" for event in jobs))

@@ -252,7 +252,7 @@ def _largest_batch(facts: Facts) -> str:
     if not reading.is_whole(micro) or not reading.is_whole(ranks) or not ranks:
         return NONE
     used = f"an update takes {memory(found.get('peak_mb'))} of {memory(found.get('room_mb'))}"
-    share = (facts.setting("train.global_batch_size") or 0) // ranks
+    share = facts.count("train.global_batch_size") // ranks
     more = "; more would fit, this is all of train.global_batch_size" if micro == share else ""
     return f"{micro * ranks} = {ranks} rank{'s' * (ranks > 1)} {TIMES} {micro} in one pass; {used}{more}"
 
