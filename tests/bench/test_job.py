@@ -104,6 +104,7 @@ def test_inference_is_measured_by_batch_on_one_device_where_there_is_no_other(tm
     assert lines(results)[-1].endswith("DataParallel takes two GPUs, so there is nothing to compare it with.")
 
 
+@pytest.mark.long
 def test_the_largest_batch_is_found_where_it_is_to_be(tmp_path: Path) -> None:
     run = folder(tmp_path, "amp", "fp32", "bf16", train__micro_batch_size="auto", model__most=40)
     results, samples = measured(run)

@@ -7,10 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from trainkit.bench.arms import CONTROL, Arm, LeftOut, Request
 from trainkit.bench.benches import bench_of
+from trainkit.bench.drawing import draw_lines
 from trainkit.bench.folder import BenchDir
 from trainkit.bench.results import Results, results_of
 from trainkit.bench.scaling import efficiency
@@ -198,3 +201,17 @@ def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None
     written = json.loads(file.read_text())
     assert [one for one in told if one["kind"] == "sample"] == written["samples"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_line_is_drawn_through_the_arms_of_a_series_in_their_order_and_the_ceiling_beside_it() -> None:
+    told = records({"model alone": [1.0] * 3, "2 workers": [1.1] * 3, "0 workers": [2.0] * 3, CONTROL: [1.0] * 3})
+    for arm, x in zip(told[0]["arms"], (0, 2, 0), strict=True):
+        arm["x"], arm["work"] = x, "ceiling" if arm["name"] == "model alone" else "feed"
+        arm["series"] = "model alone" if arm["name"] == "model alone" else ""
+    axes = Figure().subplots()
+    said = results(told, "loader")
+    draw_lines(axes, said.rows, [row.median or 0.0 for row in said.rows], "blue")
+    ceiling, line = axes.lines[:2]
+    assert (np.asarray(ceiling.get_ydata()).tolist(), ceiling.get_linestyle()) == ([640.0, 640.0], "--")
+    assert np.asarray(line.get_xydata()).tolist() == [[0.0, 320.0], [2.0, pytest.approx(640 / 1.1)]]
+    assert axes.get_legend_handles_labels()[1] == ["model alone", "as configured"]

@@ -28,14 +28,14 @@ def draw(results: Results, path: Path) -> bool:
         is_line = bool(results.bench.axis)
         rates = [row.median or 0.0 for row in rows]
         if is_line:
-            _lines(axes[0], rows, rates, BLUE, spread=True, ideal=results.bench.ideal)
+            draw_lines(axes[0], rows, rates, BLUE, spread=True, ideal=results.bench.ideal)
         else:
             _bars(axes[0], rows, rates, BLUE, spread=True)
         words = textwrap.fill(meaning_of(results), 125 if memory else 75)
         figure.supxlabel(words, x=0.01, ha="left", fontsize=10, color="#333333")
         axes[0].set(title=results.bench.unit[0].upper() + results.bench.unit[1:], ylabel=results.bench.unit)
         if memory:
-            (_lines if is_line else _bars)(axes[1], memory, [row.memory_mb or 0.0 for row in memory], VERMILION)
+            (draw_lines if is_line else _bars)(axes[1], memory, [row.memory_mb or 0.0 for row in memory], VERMILION)
             axes[1].set(title="Peak memory of a rank", ylabel="MiB")
         for one in axes:
             one.set_ylim(bottom=0)
@@ -60,7 +60,7 @@ def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float], colour: str,
     axes.margins(y=0.15)
 
 
-def _lines(
+def draw_lines(
     axes: Axes, rows: Sequence[Row], values: Sequence[float], colour: str, *, spread: bool = False, ideal: bool = False
 ) -> None:
     """``ideal``: dotted, where a line would go if each rank were worth as much as the first."""
@@ -68,16 +68,19 @@ def _lines(
     for name, own in zip(series, CYCLE, strict=False):
         chosen = [(row, value) for row, value in zip(rows, values, strict=True) if row.arm.series == name]
         chosen.sort(key=lambda pair: pair[0].arm.x)
-        one = [row for row, _ in chosen]
+        one, label = [row for row, _ in chosen], name.removeprefix(", ") or "as configured"
+        if one[0].arm.work == "ceiling":  # whatever x is
+            axes.axhline(chosen[0][1], color=GREY, linestyle="--", linewidth=1, label=name)
+            continue
         if ideal:
             (first, begun), (last, _) = chosen[0], chosen[-1]
             times = last.arm.x / first.arm.x
             axes.plot([first.arm.x, last.arm.x], [begun, begun * times], ":", color=GREY, linewidth=1, zorder=1)
         axes.errorbar(
             [row.arm.x for row in one], [value for _, value in chosen], yerr=_whiskers(one) if spread else None,
-            color=own if len(series) > 1 else colour, marker="o", markersize=4, capsize=3, elinewidth=1, label=name,
+            color=own if len(series) > 1 else colour, marker="o", markersize=4, capsize=3, elinewidth=1, label=label,
         )  # fmt: skip
-    places = sorted({row.arm.x for row in rows})
+    places = sorted({row.arm.x for row in rows if row.arm.work != "ceiling"})
     if len(places) > 1 and places[-1] / max(places[0], 1) >= 8:
         axes.set_xscale("symlog" if places[0] == 0 else "log", base=2)
     axes.set_xticks(places, [f"{place:.3g}" if place < 100 else f"{place:,.0f}" for place in places])

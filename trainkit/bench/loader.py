@@ -24,8 +24,8 @@ def arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftO
     cpus = max(where.places[0].cpus // where.ranks_per_node, 1)
     workers = [int(name) for name in asked] or sorted({0, 1, *(1 << n for n in range(1, 6) if 1 << n <= cpus)})
     data, found = config.data, list[Arm | LeftOut]()
-    found.append(Arm(MODEL, work="ceiling"))
-    sources: list[tuple[str, tuple[str, ...]]] = [("", ())]
+    found.append(Arm(MODEL, work="ceiling", series=MODEL))
+    sources: list[tuple[str, tuple[str, ...]]] = [("", ())]  # as they are configured
     if data.pack is not None:
         sources.append((", files", ("data.pack=null", "data.stage=false")))
     else:
