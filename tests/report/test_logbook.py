@@ -275,8 +275,6 @@ ODD_SUMMARY: dict[str, Any] = {
     "energy": [1], "mfu": "x", "advice": [1, 2], "outcome": "finished", "micro_batch_size": True,
 }  # fmt: skip
 ODD_CONFIG = "model: 3\ndata: [1]\ntrain: {global_batch_size: x}\nlaunch: {nodes: abc}\nstrategy: {name: [1]}\n"
-    "model: 3\ndata: [1]\ntrain: {global_batch_size: x}\nlaunch: {nodes: abc}\nstrategy: {name: [1]}\noptim: 5\n"
-)
 
 
 def test_a_foreign_folder_with_values_of_any_type_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
