@@ -62,9 +62,10 @@ def test_two_ranks_that_were_interrupted_anywhere_stop_at_the_same_step_as_two_t
 
     assert train(whole) == {"finished"}
     # In the second epoch, and in the validation after step 15, which is owed then.
-    for stop_after in (8, 8):
+    for stop_after in (8, 9):
         assert train(broken, stop_after) == {"preempted"}
     assert train(broken) == {"finished"}
+    assert [event["step"] for event in read_events(RunDir(broken), "started")] == [0, 7, 15]
     told = []
     for folder in (whole, broken):
         run = RunDir(folder)
