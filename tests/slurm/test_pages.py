@@ -41,7 +41,9 @@ def test_the_commands_for_a_cluster_work_as_they_stand(page: Path, home: Cluster
         trains = "torchrun" in line or "jobs.bench" in line
         here = line
         if "jobs.bench" in line:  # o2 crawls on a CPU
-            here = re.sub(r"--gpus-per-node \d", "--gpus-per-node 0", line) + " train.precision=fp32"
+            here = (
+                re.sub(r"--gpus-per-node \d", "--gpus-per-node 0 --ntasks-per-node 2", line) + " train.precision=fp32"
+            )
         words = re.sub("ACCOUNT|PARTITION", lambda found: STANDS_FOR[found[0]], less(here)).split()
         done = home.run(*words, env={} if trains else light, check=False)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
