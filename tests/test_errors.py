@@ -71,7 +71,7 @@ def test_every_setting_that_a_text_tells_somebody_to_give_exists() -> None:
     options = {
         name: options_in(rooms[name]) for name, section in SECTIONS.items() if issubclass(section, PluginSection)
     }
-    options["model"] |= {"pretrained", "weights"}  # of timm and torchvision
+    options["model"] |= {"pretrained", "pretrained_cfg_overlay", "weights"}  # of timm and torchvision
     named = {
         (section, name)
         for file in FILES

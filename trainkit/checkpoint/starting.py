@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,7 +53,8 @@ def _read(file: Path) -> dict[str, Tensor]:
             held = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:  # whatever torch makes of a file that is something else
         why = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        if isinstance(problem, pickle.UnpicklingError):  # torch's own words advise to run whatever is in there
+        # By its name, for nothing here has to do with pickle. Torch's own words advise to run whatever is in there.
+        if type(problem).__name__ == "UnpicklingError":
             why = "It is no file of torch.save, or holds more than tensors: objects that could run code of a stranger"
         raise UserError(
             f"The weights in {file} cannot be read.",
