@@ -12,6 +12,7 @@ It says ``NAME PID`` at the start of a peer, and ``NAME: ...`` for whatever that
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -39,6 +40,19 @@ class Light(nn.Sequential):
 def model(info: DataInfo) -> nn.Module:
     """What is averaged: 38 kB in fp16."""
     return Light(nn.Flatten(), nn.Linear(info.image_size**2, 256), nn.GELU(), nn.Linear(256, info.num_classes))
+
+
+def locks_of_its_own() -> None:
+    """hivemind makes locks when it is imported, for a process and its helpers.
+
+    Peers that are forks of one process would share them: they would wait for one another, and one that is killed while
+    it holds one would stop all others.
+    """
+    from hivemind.utils import asyncio as contexts
+    from hivemind.utils.mpfuture import MPFuture
+
+    MPFuture.reset_backend()
+    contexts._AsyncContextWrapper.EXECUTOR_LOCK = multiprocessing.Lock()
 
 
 def main(folder: Path) -> None:
@@ -74,6 +88,7 @@ def main(folder: Path) -> None:
             pid = os.fork()
             if pid == 0:
                 end_with(parent)
+                locks_of_its_own()
                 try:
                     peer(name)
                 except BaseException:
