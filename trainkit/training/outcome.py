@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -112,7 +113,8 @@ class Keeper:
         """Keep the images that were told wrong most surely, for the report. Every rank must call it."""
         images = found.read(self.parts.dist, self.parts.splits.info)
         if self.parts.dist.is_main:
-            self._write(self.writer.run.mistakes(split), mistakes.told(images, split, step), None)
+            with suppress(OSError):  # a full disk: pictures are nothing to end a run for
+                self._write(self.writer.run.mistakes(split), mistakes.told(images, split, step), None)
 
     def stops_early(self) -> bool:
         """So many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
