@@ -1,12 +1,11 @@
 """A small internet of network namespaces, of this test alone: public machines, and homes behind a router each.
 
-Its "public" addresses exist nowhere else, and nothing leads out of it. Making it needs root, `ip` and `iptables`.
+Its "public" addresses exist nowhere else, and nothing leads out of it. Making it needs root.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
+
+from tests import debian
 
 _numbers = count(1)
 
@@ -73,9 +74,8 @@ def internet(*, public: int, homes: int) -> Iterator[Internet]:
     """
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    for tool in ("ip", "iptables"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"needs `{tool}`")
+    debian.program("ip", package="iproute2")
+    debian.program("iptables", package="iptables")
     net = Internet(f"tk{os.getpid()}-{next(_numbers)}")
     names = ["inet", *(f"pub{i + 1}" for i in range(public))]
     names += [f"{kind}{i + 1}" for i in range(homes) for kind in ("nat", "lan")]

@@ -6,16 +6,16 @@ import base64
 import json
 import os
 import selectors
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
+
+from tests import debian
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -123,7 +123,7 @@ class Browser:
 @contextmanager
 def chromium(folder: Path) -> Iterator[Browser]:
     """A browser with a new profile below ``folder``; installed where that can be done, else the test is skipped."""
-    program = _program()
+    program = debian.program("chromium", "chromium-browser", "google-chrome", package="chromium")
     theirs_read, ours_write = os.pipe()
     ours_read, theirs_write = os.pipe()
     command = ["bash", "-c", f'exec "$@" 3<&{theirs_read} 4>&{theirs_write}', "bash", program, *FLAGS]
@@ -144,26 +144,3 @@ def chromium(folder: Path) -> Iterator[Browser]:
             process.kill()
             os.close(ours_write)
             os.close(ours_read)
-
-
-def _program() -> str:
-    """Chromium, of Debian or another one; installed if this is root's Debian."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
-    if sys.platform != "linux" or not Path("/etc/debian_version").exists() or os.geteuid() != 0:
-        _cannot_run("it is not installed, and only root's Debian can install it")
-    for arguments in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", "chromium"]):
-        command = ["apt-get", "-o", "DPkg::Lock::Timeout=300", *arguments]
-        env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            _cannot_run(f"apt-get {arguments[0]} failed: {done.stderr.strip()[-500:]}")
-    return shutil.which("chromium") or _cannot_run("its package brought no `chromium`")
-
-
-def _cannot_run(reason: str) -> NoReturn:
-    """Skip, but never silently on CI."""
-    if os.environ.get("CI", "").lower() in ("true", "1"):
-        pytest.fail(f"The browser tests cannot run here, and CI must run them: {reason}")
-    pytest.skip(f"no Chromium: {reason}")

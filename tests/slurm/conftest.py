@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from tests import light_experiment
+from tests.debian import cannot_run
 
 PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
@@ -105,13 +106,6 @@ class Cluster:
         )
 
 
-def cannot_run(reason: str) -> NoReturn:
-    """No cluster here: skip, but never silently on CI."""
-    if os.environ.get("CI", "").lower() in ("true", "1"):
-        pytest.fail(f"The SLURM tests cannot run here, and CI must run them: {reason}")
-    pytest.skip(f"no development cluster: {reason}")
-
-
 def missing() -> str | None:
     """Why a cluster cannot run on this machine, as far as can be seen without trying."""
     if sys.platform != "linux" or not Path("/etc/debian_version").exists():
@@ -133,7 +127,7 @@ def cluster_up(*options: str) -> Iterator[dict[str, str]]:
     """A cluster with these options of `devcluster up`, and the environment of its login node. Gone afterwards."""
     reason = missing()
     if reason:
-        cannot_run(reason)
+        cannot_run(f"no development cluster: {reason}")
     for turn in range(3):  # of two that look for a free place at once, one may find it taken
         variables = _place(os.getpid(), turn)
         up = [str(DEVCLUSTER), "up", "--until-exit", str(os.getpid()), *options]
@@ -143,7 +137,7 @@ def cluster_up(*options: str) -> Iterator[dict[str, str]]:
         if Path(variables["DEVCLUSTER_DIR"], "run", "shape").exists():  # else it has made nothing, and all is others'
             _down(variables)
     else:
-        cannot_run(f"devcluster up failed: {started.stderr.strip()}")
+        cannot_run(f"no development cluster: devcluster up failed: {started.stderr.strip()}")
     yield {**_clean_environment(), **variables, "SLURM_CONF": f"{variables['DEVCLUSTER_DIR']}/etc/slurm.conf"}
     _down(variables)
 

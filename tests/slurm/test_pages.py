@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import readme
+from tests.debian import cannot_run
 from tests.recipes.conftest import data, fetched  # noqa: F401
 from tests.recipes.student import less
-from tests.slurm.conftest import DEVCLUSTER, PROJECT, _clean_environment, _place, cannot_run, missing
+from tests.slurm.conftest import DEVCLUSTER, PROJECT, _clean_environment, _place, missing
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
@@ -58,7 +59,7 @@ def test_the_commands_for_a_cluster_work_as_they_stand(page: Path, home: Cluster
 @pytest.mark.timeout(900)
 def test_the_commands_for_a_cluster_of_ones_own_work_as_they_stand(tmp_path: Path) -> None:
     if reason := missing():
-        cannot_run(reason)
+        cannot_run(f"no development cluster: {reason}")
     (lines,) = readme.blocks("devcluster", readme.SLURM)
     assert (lines[0], lines[-1]) == ("slurm/devcluster up", "slurm/devcluster down --purge")
     place = _place(os.getpid(), 1)

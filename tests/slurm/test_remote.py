@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
@@ -17,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import readme
-from tests.slurm.conftest import Cluster, cannot_run
+from tests import debian, readme
+from tests.slurm.conftest import Cluster
 from trainkit.ranks.rendezvous import free_port
 
 MODEL = """
@@ -113,27 +112,10 @@ def laptop(devcluster: Cluster) -> Iterator[Laptop]:
 
 
 def _sshd() -> str:
-    """The path of a real one, installed where it is missing, as the cluster's own packages are."""
-    where = f"{os.environ['PATH']}:/usr/sbin"
-    with open("/tmp/devcluster-packages.lock", "w") as lock:  # another worker may be installing SLURM
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if shutil.which("sshd", path=where) is None:
-            _install()
+    """The path of a real one."""
+    sshd = debian.program("sshd", package="openssh-server")
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-    return shutil.which("sshd", path=where) or cannot_run("openssh-server cannot be installed")
-
-
-def _install() -> None:
-    policy = Path("/usr/sbin/policy-rc.d")  # which keeps it from being started for the whole machine
-    ours = not policy.exists()
-    if ours:
-        policy.write_text("#!/bin/sh\nexit 101\n")
-        policy.chmod(0o755)
-    install = "apt-get install -y --no-install-recommends openssh-server openssh-client"
-    command = f"export DEBIAN_FRONTEND=noninteractive; {install} || (apt-get update && {install})"
-    subprocess.run(["sh", "-c", command], capture_output=True, check=False)
-    if ours:
-        policy.unlink()
+    return sshd
 
 
 def test_a_run_is_submitted_watched_and_reported_from_a_laptop(laptop: Laptop) -> None:
