@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from trainkit import terminal
-from trainkit.bench.arms import CONTROL, Request
+from trainkit.bench.arms import Request
 from trainkit.bench.benches import bench_of
 from trainkit.bench.columns import rate
 from trainkit.bench.folder import BenchDir
@@ -48,7 +48,7 @@ class Progress:
         number = int(record.get("round", 0))
         value = rate(self._bench.scale * record[self._bench.amount] / record["seconds"])
         told = self._round.setdefault(number, [])
-        told.append(f"{'' if arm == CONTROL else arm + ' '}{value}" if arm != CONTROL else f"control {value}")
+        told.append(f"{arm} {value}")
         if len(told) <= self._arms:
             return []
         return [f"round {number + 1}/{self._request.rounds}: {', '.join(told)} {self._bench.unit}"]
