@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from trainkit.bench import columns
 from trainkit.bench.arms import Request
 from trainkit.bench.benches import bench_of
 from trainkit.bench.folder import BenchDir
-from trainkit.bench.results import Results, as_json, results_of
+from trainkit.bench.results import Results, Row, as_json, results_of
 from trainkit.bench.words import meaning_of
 from trainkit.records import jsonl
 from trainkit.records.replacing import replacing
@@ -52,10 +53,10 @@ def lines(results: Results) -> list[str]:
     preset = f", preset {results.request.preset}" if results.request.preset else ""
     head = f"{bench.question} {bench.name}{preset}; {results.where or 'it has not begun'}."
     found = [*terminal.wrapped(terminal.one_line(head)), ""]
-    shown = [(name, cell) for name, cell in bench.columns if _any(name, cell, results)]
+    shown = [(name, cell) for name, cell in bench.columns if _tells(cell, results)]
     rows = [[terminal.one_line(cell(row, results)) for _, cell in shown] for row in results.rows]
     notes = [terminal.one_line(row.failed) for row in results.rows]
-    rows += [[name] + ["-"] * (len(shown) - 1) for name, _ in results.left_out]
+    rows += [[name] + [columns.NONE] * (len(shown) - 1) for name, _ in results.left_out]
     notes += [f"left out: {terminal.one_line(why)}" for _, why in results.left_out]
     names = [name for name, _ in shown]
     gone = [name for name in bench.dispensable if name in names]
@@ -77,6 +78,6 @@ def lines(results: Results) -> list[str]:
     return [*found, *terminal.wrapped(terminal.one_line(meaning))]
 
 
-def _any(name: str, cell: Any, results: Results) -> bool:
+def _tells(cell: Callable[[Row, Results], str], results: Results) -> bool:
     """Whether a column says something of any row."""
-    return not results.rows or any(cell(row, results) != "-" for row in results.rows)
+    return not results.rows or any(cell(row, results) != columns.NONE for row in results.rows)
