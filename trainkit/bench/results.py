@@ -77,9 +77,6 @@ class Results:
     def control_median(self) -> float | None:
         return statistics.median(self.control) if self.control else None
 
-    def row(self, name: str) -> Row | None:
-        return next((row for row in self.rows if row.name == name), None)
-
 
 def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, Any]]) -> Results:
     """What the records of `samples.jsonl` come to."""
