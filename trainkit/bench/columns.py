@@ -33,4 +33,6 @@ MEMORY_RATIO: Column = (
 )
 LARGEST: Column = ("largest batch", lambda row, results: str(row.largest) if row.largest else NONE)
 LOSS: Column = ("loss", lambda row, results: NONE if row.loss is None else f"{row.loss:.4g}")
+TIMED = (ARM, RATE, SPREAD, SPEED)
+COMPARED = (*TIMED, MEMORY, MEMORY_RATIO)
 EXPOSED: Column = ("exposed", lambda row, results: percent(row.extra.get("exposed_share")))
