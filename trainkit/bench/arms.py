@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainkit.bench import words
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -133,9 +134,8 @@ class Where:
         """Where it was measured."""
         device = self.places[0].device
         hosts = list(dict.fromkeys(place.host for place in self.places))
-        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        return f"{ranks} on {shown}, {device}"
+        return f"{words.ranks(self.world_size)} on {shown}, {device}"
 
 
 Column = tuple[str, Callable[["Row", "Results"], str]]
