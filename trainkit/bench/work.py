@@ -74,8 +74,7 @@ class Worker:
         before = gauge.held() if gauge is not None else 0
         parts = build(config, dist, splits)
         made = _updates(parts, int(order["updates"]), gauge, self.beat)
-        peak = None if gauge is None else (gauge.peak() - before) / _MB
-        return made | {"memory_mb": None if peak is None else round(peak, 1), "params": parts.num_parameters}
+        return made | {"memory_mb": _peak_mb(gauge, before), "params": parts.num_parameters}
 
     def do_ceiling(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The same updates of the same few images, which are there already."""
@@ -122,8 +121,9 @@ class Worker:
                     parts.model(parts.normalized(images)).float()
             _wait(dist)
         seconds = time.perf_counter() - began
-        peak = None if gauge is None else round((gauge.peak() - before) / _MB, 1)
-        return {"seconds": seconds, "images": passes * len(images), "updates": passes, "memory_mb": peak}
+        images_seen = passes * len(images)
+        memory_mb = _peak_mb(gauge, before)
+        return {"seconds": seconds, "images": images_seen, "updates": passes, "memory_mb": memory_mb}
 
     def do_reduce(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Sum messages over the ranks. ``bytes``: 2 (n - 1) / n of the messages, the bus bandwidth of nccl-tests."""
@@ -174,6 +174,11 @@ def _gauge(dist: Distributed) -> MemoryGauge | None:
         return MemoryGauge(dist, None)
     except RefusedError:  # this system does not tell
         return None
+
+
+def _peak_mb(gauge: MemoryGauge | None, before: int) -> float | None:
+    """What a turn took at most, beyond the bytes that were held before it."""
+    return None if gauge is None else round((gauge.peak() - before) / _MB, 1)
 
 
 def _data_key(config: Config) -> str:
