@@ -170,7 +170,7 @@ def _rounds(runs: Sequence[Facts]) -> Html:
         if (rounds or contributed) and len(runs) > 1:
             parts.append(tag("h3", facts.label))
         if rounds:
-            parts.append(table(("measure", "value"), rounds))
+            parts.append(table(MEASURE, rounds))
         if contributed:
             parts.append(table(contributors.HEADER, contributed, numbers_from=1))
     return section("rounds", "Rounds and who contributed", *parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,11 @@ def _counts(facts: Facts) -> _Counts | None:
     if not pairs:
         return None
     where = terminal.one_line(read.get("split", "?"), 20)
-    step = f", step {read['step']}" if reading.is_whole(read.get("step")) else ""
-    return _Counts(names, pairs, where + step)
+    return _Counts(names, pairs, where + _at_step(read))
+
+
+def _at_step(read: Mapping[str, Any]) -> str:
+    return f", step {read['step']}" if reading.is_whole(read.get("step")) else ""
 
 
 def _list(value: Any) -> list[Any]:
@@ -86,7 +89,7 @@ def _matrix(counts: _Counts) -> Html:
     if named:
         for at, name in enumerate(counts.names):
             text = name if len(name) <= 14 else name[:13] + "…"
-            y, x = margin + (at + 0.5) * size, margin + (at + 0.5) * size
+            y = x = margin + (at + 0.5) * size
             found.append(tag("text", text, x=f"{margin - 5:.1f}", y=f"{y:.1f}", dy="0.35em", class_="tick end"))
             turn = f"rotate(-90 {x:.1f} {margin - 5:.1f})" if longest > 2 else None
             style = "tick" if turn else "tick middle"
@@ -174,8 +177,7 @@ def _gallery(runs: Sequence[Facts]) -> Html:
             most = _MOST_IMAGES if len(runs) == 1 else _MOST_OF_ONE
             images = [image for item in _list(read.get("images"))[:most] if (image := _image(item))]
             if images or read.get("images") == []:
-                step = f", step {read['step']}" if reading.is_whole(read.get("step")) else ""
-                where = f"{facts.label}, {split}{step}" if len(runs) > 1 else f"{split}{step}"
+                where = f"{facts.label}, " * (len(runs) > 1) + split + _at_step(read)
                 parts.append(tag("h3", where))
                 none = tag("p", "None was told wrong.", class_="note")
                 parts.append(tag("div", *images, class_="gallery") if images else none)
