@@ -150,13 +150,12 @@ def _picture(lane: _Lane, longest: float) -> Html:
 
 
 def _apart(events: Sequence[dict[str, Any]], longest: float) -> list[dict[str, Any]]:
-    """Those that are shown: of several in one place the gravest, and not two marks on each other."""
+    """Those that are shown, no two marks on each other: of several in one place a failure, else the first."""
     kept: list[dict[str, Any]] = []
-    gravest = list(_GLYPHS)
     for event in sorted(events, key=lambda event: float(event["time"])):
         if kept and event["time"] - kept[-1]["time"] < 0.015 * longest:
-            if kept[-1]["event"] == "handed_back" or gravest.index(event["event"]) == 2:
-                kept[-1] = event if event["event"] == "failed" else kept[-1]
+            if event["event"] == "failed":
+                kept[-1] = event
             continue
         kept.append(event)
     return kept[:_MOST_MARKS]
