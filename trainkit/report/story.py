@@ -25,19 +25,22 @@ _MOST_SHOWN = 200
 
 def asked(facts: Facts) -> tuple[str, str]:
     """The command that made the run, and the preset that it names; empty where that is not known."""
-    words = facts.manifest.get("command")
-    words = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+    words = _command(facts)
     names = [word for word in words[3:] if not word.startswith("-") and "=" not in word]
     return shlex.join(words), next((name for name in names if _preset(name) is not None), "")
 
 
 def given(facts: Facts) -> dict[str, str]:
     """Settings that the command, or the sweep for this very run, gave: key and value as they were written."""
-    words = facts.manifest.get("command")
-    found = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+    found = _command(facts)
     of_flags = {word for before, word in pairwise(found) if before.startswith("-")}  # --sweep optim.lr=1e-3,3e-3
     pairs = (word.partition("=") for word in found if re.match(r"[a-z_.]+=", word) and word not in of_flags)
     return {key: value for key, _, value in pairs} | facts.point
+
+
+def _command(facts: Facts) -> list[str]:
+    words = facts.manifest.get("command")
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
 
 
 CHANGED = ("setting", "this run", "the preset")
