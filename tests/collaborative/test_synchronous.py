@@ -67,6 +67,8 @@ class Swarm:
     """So many rounds come to nothing."""
     strays: bool = False
     """Its weights are others than those of the owner's side, until it has taken over that state."""
+    dies: bool = False
+    """All others, as soon as a group has formed."""
     newer: tuple[int, Tensor, Tensor] | None = None
     """A state that the owner's side gives away."""
     begun = found = False
@@ -81,9 +83,11 @@ class Swarm:
     def begin(self, boundary: float, samples_per_sec: float, *, grace: float) -> None:
         assert not self.begun
         self.begun, self.searches = True, self.searches + 1
+        if self.dies:
+            self.found, self.others = True, {}
 
     def withdraw(self) -> None:
-        self.begun = False
+        self.begun = self.found = False
 
     def exchange(self, *, samples: int, trained: float, next_round: int, alone: bool) -> None:
         self.begun = False
@@ -210,6 +214,14 @@ def test_a_volunteer_makes_no_update_by_itself_and_leaves_when_the_swarm_is_sile
     assert (boxes, swarm.given, swarm.common.round) == ([], [], 0)
     assert 3 * SECONDS <= time.time() - began < 20.0
     assert swarm.common.samples == 64  # it has gathered one update's worth, and no more
+
+
+@pytest.mark.timeout(60)
+def test_a_group_of_which_nobody_is_left_keeps_no_peer(splits: Splits) -> None:
+    with guest(splits, others={OWNER: told()}, dies=True) as (p, swarm, boxes):
+        assert train(p) == "lost"
+        assert not swarm.begun
+    assert (swarm.searches, boxes) == (1, [])
 
 
 def test_a_round_that_fails_is_tried_again_with_the_same_gradients(splits: Splits) -> None:

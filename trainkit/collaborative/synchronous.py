@@ -95,7 +95,8 @@ def train(p: Peer) -> Ending:
         try:
             while common.round < p.clock.count:
                 _news(p, work)
-                if not p.averaging.found and (ending := _ending(p, work)):  # else the others count on this peer
+                counted_on = p.averaging.found and _others(p)
+                if not counted_on and (ending := _ending(p, work)):
                     return ending
                 if _has_strayed(p, work):
                     _come_back(p, work)
