@@ -99,9 +99,9 @@ def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questi
 def test_extra_tensors_come_back_with_their_checkpoint(tmp_path: Path) -> None:
     dist, model = Distributed(RankEnv.single(), torch.device("cpu")), nn.Linear(2, 1)
     checkpoints = Checkpoints(tmp_path, keep=1, dist=dist)
-    extra = {"outer": {"theta": torch.arange(3.0), "momentum": torch.ones(3)}}
+    extra = {"common": {"theta": torch.arange(3.0), "momentum": torch.ones(3)}}
     checkpoints.save(model, None, step=1, state={"round": 4}, best_step=None, extra=extra)
-    restored = checkpoints.restore(nn.Linear(2, 1), None, extra=("outer",))
+    restored = checkpoints.restore(nn.Linear(2, 1), None, extra=("common",))
     assert restored is not None
     assert restored.state == {"round": 4}
-    assert torch.equal(restored.extra["outer"]["theta"], torch.arange(3.0))
+    assert torch.equal(restored.extra["common"]["theta"], torch.arange(3.0))

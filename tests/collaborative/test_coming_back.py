@@ -70,7 +70,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             for number, name in ((1, "anna"), (2, "ben"))
         ]
         creator.says("anna has joined")
-        creator.says("3 peers averaged.*val loss")
+        creator.says(r"round [3-9]/.* 3 peers averaged.*val loss")  # so that there are two checkpoints
         creator.note_family()
         creator.process.kill()
         creator.process.wait(10)
@@ -129,7 +129,7 @@ def test_volunteers_who_only_call_out_keep_their_weights_and_come_back_by_themse
         assert before.count("Nobody of the swarm answers") == 1
         assert "3 peers averaged" in after
     for run in story.commands.runs_root.glob("*-peer-*"):
-        assert list(run.glob("checkpoints/step-*/theta.safetensors")) or list(run.glob("checkpoints/step-*/common*"))
+        assert list(run.glob("checkpoints/step-*/common.safetensors"))
         assert events(run, "swarm_lost") == events(run, "swarm_back") >= 1
 
 

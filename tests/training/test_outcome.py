@@ -266,7 +266,7 @@ def test_without_a_checkpoint_there_is_no_rollback(tmp_path: Path) -> None:
 
 def test_a_checkpoint_with_tensors_of_its_own_can_leave_the_optimizer_out(tmp_path: Path) -> None:
     keeper = keeper_of(parts_of(), tmp_path / "run", Progress(step=3))
-    keeper.save(optimizer=False, extra={"outer": {"momentum": torch.ones(2)}}, round=4)
+    keeper.save(optimizer=False, extra={"common": {"momentum": torch.ones(2)}}, round=4)
     (folder,) = keeper.writer.run.checkpoints.glob("step-*")
-    assert {path.name for path in folder.glob("*.safetensors")} == {"model.safetensors", "outer.safetensors"}
+    assert {path.name for path in folder.glob("*.safetensors")} == {"model.safetensors", "common.safetensors"}
     assert [event["round"] for event in read_events(keeper.writer.run, "saved")] == [4]

@@ -177,7 +177,7 @@ class RoundKeeper:
         waits = self._record.is_full  # for the end of it: that it has begun says nothing about room
 
         def save() -> None:
-            keeper.save(optimizer=False, extra={"outer": stored}, round=rounds)
+            keeper.save(optimizer=False, extra={"common": stored}, round=rounds)
             if waits:
                 keeper.settle()
 
@@ -213,7 +213,7 @@ def take_over(restored: Restored, common: CommonState) -> None:
     Raises KeyError, TypeError or ValueError when it is none of this run's.
     """
     Progress.of(restored.state)
-    state, stored = restored.state, restored.extra["outer"]
+    state, stored = restored.state, restored.extra["common"]
     common.load(stored["theta"], stored["momentum"], int(state["round"]))
 
 

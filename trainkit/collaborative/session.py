@@ -88,7 +88,7 @@ def create(
         ):
             parts = team.judge
             found = checkpoints.restore(
-                parts.model, None, extra=["outer"], accept=lambda found: take_over(found, common)
+                parts.model, None, extra=["common"], accept=lambda found: take_over(found, common)
             )
             progress = Progress.of(found.state) if found else Progress()
             if common.round >= config.collaborative.rounds:
