@@ -54,7 +54,12 @@ def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str])
         )
     moved = {"host": args.host, "port": args.port, "announce": args.announce}
     return _go_on(
-        run, args.name or peer_name(), allow_code=args.allow_code, force=False, trains=not args.no_train, moved=moved
+        run,
+        args.name or peer_name(),
+        allow_code=args.allow_code,
+        force=args.force,
+        trains=not args.no_train,
+        moved=moved,
     )
 
 

@@ -56,10 +56,13 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port"
     )
     parser.add_argument("--open", action="store_true", help="whoever has an address may join; else only the invited")
+    parser.add_argument("--force", action="store_true", help="with --resume: you know that it runs nowhere any more")
     cli.add_allow_code_flag(parser)
     args = parser.parse_intermixed_args(argv)
     if args.resume is not None:
         return resume(args, parser, env)
+    if args.force:
+        parser.error("--force needs --resume: a new swarm runs nowhere else")
     if args.preset is None:
         parser.error("the following arguments are required: PRESET")
     from trainkit.collaborative.by_hand import by_hand
@@ -98,7 +101,11 @@ def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "--expires", default="7d", metavar="7d", help="how long it is good: 30m, 12h, 7d, 4w (default: 7d)"
     )
     parser.add_argument(
-        "--reduce", action="store_true", help="trust them: they may average for others and give away the state"
+        "--reduce",
+        action="store_true",
+        help="trust them: they average for others, give away and sign the run's weights, ban peers, and stand for you "
+        "when you are away. While you train, averages that cannot be true are not used, and after three rounds in a "
+        "row ban them; averages a little wrong are believed, and so is everything while you are away",
     )
     args = parser.parse_args(argv)
     from trainkit.collaborative.inviting import created_run, invite, seconds_of

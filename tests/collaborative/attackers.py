@@ -112,6 +112,65 @@ def probe(*, serves: bool) -> None:
     progress(round=1 << 40, client=not serves)
 
 
+def reduces(change: Callable[[Any, Any], Any]) -> None:
+    """As a reducer give back something else than the average, of as much of the vector as one can get.
+
+    Args:
+        change: makes it of the average and this peer's own part, anew for every peer.
+    """
+    import torch
+
+    from trainkit.collaborative import exchange
+    from trainkit.collaborative.averaging import Averaging
+    from trainkit.collaborative.exchange import Exchange
+
+    patched: Any = Exchange
+    honest, settled = patched.rpc_aggregate_part, Averaging.settle
+
+    async def answers(self: Any, stream: Any, context: Any) -> Any:
+        index = 0
+        async for answer in honest(self, stream, context):
+            if answer.tensor_part.buffer:
+                own = self.parts_for_local_averaging[index].reshape(-1)
+                average = exchange._read(answer.tensor_part, own.numel())
+                codec = self._sending.codec_of(self._own_first + index, self._sending.codec_back)
+                torch.manual_seed(hash(context.remote_id) % 2**31)
+                answer.tensor_part.CopyFrom(exchange._written(change(average, own), codec))
+                print("GAVE BACK what is no average", flush=True)
+            index += 1
+            yield answer
+
+    def settle(self: Any, *args: Any, **options: Any) -> Any:
+        result = settled(self, *args, **options)
+        self._averager.bandwidth = 1e12
+        return result
+
+    patched.rpc_aggregate_part = answers
+    Averaging.settle = settle  # type: ignore[method-assign]
+
+
+def wrong_state() -> None:
+    """As one of the owner's side: sign random weights as the run's, and be the first whom everybody asks."""
+    import torch
+
+    from trainkit.collaborative import averager
+    from trainkit.collaborative.averaging import Averaging
+    from trainkit.collaborative.digests import digest_of, sign_digest
+
+    def state(self: Any) -> Any:
+        print("GAVE AWAY random weights", flush=True)
+        round_index, *tensors = self.common.copy()
+        wrong = [torch.randn_like(tensor) for tensor in tensors]
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, wrong))}, tuple(wrong), None
+
+    def share(self: Any) -> None:
+        self._averager.allow_state_sharing = True
+        self._averager.state_sharing_priority = 1e9
+
+    averager._Averager.get_current_state = state  # type: ignore[method-assign]
+    Averaging.share = share  # type: ignore[method-assign]
+
+
 def twice() -> None:
     """Send every contribution in two calls at once, to count in the place of somebody who is slower."""
     import asyncio
@@ -208,6 +267,12 @@ ATTACKS: dict[str, Callable[[], None]] = {
     "speed": lambda: progress(samples_per_sec=1e300),
     "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
     "ahead": lambda: progress(round=10**6, client=False),
+    "reduces-noise": lambda: reduces(lambda average, own: own.norm() * own.new_empty(own.shape).normal_()),
+    "reduces-minus": lambda: reduces(lambda average, own: -average),
+    "reduces-minus-9": lambda: reduces(lambda average, own: -9 * average),
+    "reduces-minus-50": lambda: reduces(lambda average, own: -50 * average),
+    "reduces-own": lambda: reduces(lambda average, own: own),
+    "wrong-state": wrong_state,
     "half": half,
     "twice": twice,
     "stall": stall,

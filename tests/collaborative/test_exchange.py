@@ -15,7 +15,8 @@ from torch import Tensor
 from trainkit.collaborative.parts import PART, Codec, Sending
 
 if TYPE_CHECKING:
-    from trainkit.collaborative.exchange import Exchange, Outcome
+    from trainkit.collaborative.exchange import Exchange
+    from trainkit.collaborative.exchanged import Outcome
     from trainkit.collaborative.screening import Screen
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -236,3 +237,16 @@ def test_an_anchor_whose_senders_are_all_late_ends_and_says_that_nothing_arrived
         patience=1.0,
     )
     assert found["slow"][1].received == (1, 0, 0, 0)
+
+
+def test_averages_that_are_refused_are_as_if_they_had_not_arrived() -> None:
+    own = torch.randn(VALUES)
+    found = meet(Member("owner", own, reduces=0.5), Member("anna", torch.randn(VALUES), reduces=0.5))
+    average, outcome = found["owner"]
+    theirs = [peer != str(outcome.reducers[0]) for peer in outcome.reducers]
+    kept = outcome.refusing({outcome.reducers[-1]}, average, own)
+    assert theirs == [False, False, True, True]
+    assert kept.received == (2, 2, 0, 0)
+    assert kept.counted == (True, True, False, False)
+    assert torch.equal(average[2 * PART :], own[2 * PART :])
+    assert not torch.equal(average[: 2 * PART], own[: 2 * PART])

@@ -184,3 +184,14 @@ def test_a_state_that_does_not_fit_or_is_not_finite_is_refused_and_changes_nothi
 def test_peers_with_the_same_weights_have_the_same_probe() -> None:
     probes = [state()[1].probe() for _ in range(3)]
     assert all(torch.equal(first, second) for first, second in pairwise(probes))
+
+
+def test_weights_that_differ_anywhere_have_another_probe_in_every_round() -> None:
+    from trainkit.collaborative.judging import has_drifted
+
+    for place in range(0, state()[1].theta.numel(), 97):
+        ours, theirs = state()[1], state()[1]
+        theirs.theta[place] += 0.1 * float(theirs.theta.norm())
+        for ours.round in (0, 5):
+            theirs.round = ours.round
+            assert has_drifted(theirs.probe().numpy().tobytes(), ours.probe())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from trainkit.collaborative.bans import STRIKES, Ban, Bans
 from trainkit.collaborative.messages import Progress
+from trainkit.collaborative.result import Round
 from trainkit.collaborative.screening import Verdict
 from trainkit.collaborative.sentry import Sentry
 
@@ -166,3 +167,35 @@ def test_two_of_one_invitation_that_are_out_in_the_same_round_are_one_ban(watche
     assert list(watched.bans.read()) == ["invitation of eve"]
     assert [kind for kind, _ in watched.events].count("peer_banned") == 1
     assert sum("is banned" in line for line in watched.lines) == 1
+
+
+LIES = Verdict(EVE, "dropped", "as a reducer gave back the opposite of what it got (cosine -0.90)")
+
+
+def averaged_by_eve(watched: Watched, *untrue: Verdict) -> None:
+    """Rounds in which she has contributed well, and averaged for this peer."""
+    for index in range(STRIKES):
+        watched.averager.pending.append(Found(("QmAnn", EVE), ()))
+        result = Round(3, "average", "", 1.0, drifted=False, reducers=(EVE,), untrue=untrue)
+        watched.sentry.after_round(index, PEERS, result)
+
+
+def test_a_reducer_whose_averages_cannot_be_true_is_named_in_every_round(watched: Watched) -> None:
+    averaged_by_eve(watched, LIES)
+    assert [kind for kind, _ in watched.events] == ["peer_dropped"] * STRIKES
+    assert watched.lines[0] == f"  What eve has averaged in round 1 is not used: {LIES.why}"
+    assert list(watched.bans.read()) == []  # whom the owner trusts nobody else bans for it
+
+
+def test_and_is_banned_by_the_owner_who_has_trusted_it(watched: Watched) -> None:
+    watched.sentry = replace(watched.sentry, judges_reducers=True)
+    averaged_by_eve(watched, LIES)
+    assert list(watched.bans.read()) == [f"invitation of {EVE}"]
+    assert watched.lines[-1].startswith(f"  eve is banned after {STRIKES} such rounds in a row.")
+
+
+@pytest.mark.parametrize("untrue", [(), (Verdict(EVE, "left out", "as a reducer gave back a long average"),)])
+def test_one_whose_averages_are_true_or_only_long_is_not(watched: Watched, untrue: tuple[Verdict, ...]) -> None:
+    watched.sentry = replace(watched.sentry, judges_reducers=True)
+    averaged_by_eve(watched, *untrue)
+    assert list(watched.bans.read()) == []

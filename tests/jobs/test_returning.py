@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,25 @@ def test_a_swarm_without_its_owners_key_is_not_gone_on_with(command: Command, ru
         done = command(*words)
         assert (done.code, done.err.splitlines()[0]) == (2, f"{run.name} has lost its owner.key.")
     assert not (run.path / "owner.key").exists()
+
+
+def test_a_copy_on_another_machine_goes_on_once_it_is_said_that_the_swarm_runs_nowhere_else(
+    command: Command, run: RunDir
+) -> None:
+    HOME.write(run)
+    submitted(run, "swarm", "2", replace(ended_process(), host="elsewhere"))
+    done = command("swarm", "create", "--resume", run.name)
+    assert (done.code, done.err.splitlines()[-1]) == (
+        2,
+        "  fix: Ask again later or elsewhere; if you know that it has ended, add --force.",
+    )
+    done = command("swarm", "create", "--resume", run.name, "--force")
+    assert (done.code, done.err.splitlines()[0]) == (2, f"{run.name} has lost its owner.key.")
+
+
+def test_a_new_swarm_runs_nowhere_else(command: Command) -> None:
+    done = command("swarm", "create", "hivemind", "--force")
+    assert (done.code, done.err.splitlines()[0]) == (2, "--force needs --resume: a new swarm runs nowhere else.")
 
 
 def test_a_swarm_that_is_over_is_not_gone_on_with(command: Command, run: RunDir) -> None:

@@ -15,7 +15,8 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.compression import NoCompression
 from hivemind.p2p import PeerID
-from hivemind.utils.asyncio import as_aiter, azip, enter_asynchronously
+from hivemind.proto import averaging_pb2
+from hivemind.utils.asyncio import aiter_with_timeout, as_aiter, azip, enter_asynchronously
 from torch import Tensor
 
 from trainkit.collaborative import processes
@@ -24,7 +25,9 @@ from trainkit.collaborative.calls import bound_calls
 from trainkit.collaborative.common import CommonState
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.digests import digest_of, sign_digest
-from trainkit.collaborative.exchange import Exchange, Outcome
+from trainkit.collaborative.donors import State, in_order, read_state
+from trainkit.collaborative.exchange import Exchange
+from trainkit.collaborative.exchanged import Outcome
 from trainkit.collaborative.gathered import Gathered
 from trainkit.collaborative.guard import Guard
 from trainkit.collaborative.guarding import GuardedAverager
@@ -75,6 +78,27 @@ class _Averager(GuardedAverager):
         round_index, *tensors = self.common.copy()
         theta, momentum = tensors
         return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, tensors))}, (theta, momentum), None
+
+    async def _load_state_from_peers(self, future: Any, timeout: float | None = None) -> None:
+        """Of the first who gives one that the owner's side has signed, see `donors`; None if nobody does."""
+        found = None
+        try:
+            found = await self._state_of_others()
+        finally:
+            with suppress(Exception):  # nobody waits for it any more
+                future.set_result(found)
+
+    async def _state_of_others(self) -> State | None:
+        key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
+        told, _ = await self.dht.get(key, latest=True, return_future=True) or ({}, None)
+        sizes = [self.common.theta.numel(), self.common.momentum.numel()]
+        for peer in await in_order(told, str(self.peer_id), self.guard.member):
+            with suppress(Exception):  # of libp2p, or of a donor that gives something else: then the next
+                stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
+                stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
+                messages = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
+                return await read_state(messages, sizes, self.guard.admission, self.run_id)
+        return None
 
     async def _look_up(self, admission: Admission, peer: PeerID) -> Member | None:
         return await self.guard.member(str(peer))

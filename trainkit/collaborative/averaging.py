@@ -22,17 +22,17 @@ from torch import Tensor
 
 from trainkit.collaborative import processes
 from trainkit.collaborative.admission import Member
+from trainkit.collaborative.appraisal import slower_than, untrue
 from trainkit.collaborative.averager import GRACE, exchange_seconds
 from trainkit.collaborative.common import CommonState, Given
 from trainkit.collaborative.dht import SwarmDHT
-from trainkit.collaborative.digests import digest_of, read_digest
-from trainkit.collaborative.exchange import Outcome
+from trainkit.collaborative.exchanged import Outcome
 from trainkit.collaborative.judging import first_line, has_drifted, number, objection, reference_among
 from trainkit.collaborative.link import Link
 from trainkit.collaborative.parts import CODECS
 from trainkit.collaborative.result import Round
+from trainkit.collaborative.screening import Verdict
 from trainkit.collaborative.sentry import Screening
-from trainkit.collaborative.signing import UntrustedError
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import RunFailedError
 
@@ -70,10 +70,9 @@ class Averaging:
         self._usual_norm = 0.0  # of the last average that was used
 
     def share(self) -> None:
-        """From now on others may take over this peer's state, if it is of the owner's side; the owner's rather."""
+        """From now on others may take over this peer's state, if it is of the owner's side."""
         if self._can_share:
             self._averager.allow_state_sharing = True
-            self._averager.state_sharing_priority = 2.0 if self._dht.own.grant.role == "owner" else 1.0
 
     def adopt(self, seconds: float, *, newer_than: int = -1) -> bool:
         """Take over the state that the owner's side has signed. False if nobody gives one that can be used.
@@ -87,14 +86,12 @@ class Averaging:
             return False
         if found is None:
             return False
-        metadata, tensors = found
+        signed, (theta, momentum) = found
+        if signed.round <= newer_than:
+            return False
         try:
-            signed = read_digest(self._dht.admission, metadata["digest"], run_id=self._averager.run_id)
-            theta, momentum = tensors
-            if signed.round <= newer_than or digest_of(signed.run_id, signed.round, (theta, momentum)) != signed:
-                return False
             self._common.load(theta, momentum, signed.round)
-        except (UntrustedError, ValueError, KeyError, TypeError):
+        except ValueError:
             return False
         return True
 
@@ -186,10 +183,14 @@ class Averaging:
         members, outcome, why = found
         took = time.monotonic() - now.began
         common, given = self._common, now.given
-        average = None
+        said, average = outcome, None
+        reducers: tuple[str, ...] = ()
+        false: tuple[Verdict, ...] = ()
         if outcome is not None:
             average, why = self._result()
-        if average is not None:
+        if outcome is not None and average is not None:
+            reducers, false = self._appraised(average, outcome, members, now)
+            outcome = outcome.refusing({verdict.peer for verdict in false}, average, given.vector)
             own = self._length(given.vector) / max(now.trained, 0.05) if given.usable else 0.0
             why = objection(average, common.num_parameters, max(own, self._usual_norm))
         everything = (True,) * len(given.weights)
@@ -197,6 +198,8 @@ class Averaging:
         if outcome is not None and average is not None and not why:
             used, self._usual_norm = "average", self._length(average)
             arrived, counted = tuple(map(bool, outcome.received)), outcome.counted
+            if false and not any(arrived):
+                used, why = "nothing", "all that has arrived was refused"
         elif given.usable and (leads or now.alone):
             used, average, arrived, counted = "own", given.vector, everything, everything
         else:
@@ -204,15 +207,8 @@ class Averaging:
             arrived = counted = (False,) * len(given.weights)
         reference = reference_among(self._trusted(members), self._dht.own.grant.role, str(self._averager.peer_id))
         drifted = reference is not None and has_drifted(members[reference].get("probe"), common.probe())
-        common.step(
-            average,
-            now.next_round,
-            given,
-            arrived=arrived,
-            counted=counted,
-            trained_on=trained_on,
-        )
-        advice = self._link.learn(now.sent, outcome) if outcome is not None else ""
+        common.step(average, now.next_round, given, arrived=arrived, counted=counted, trained_on=trained_on)
+        advice = self._link.learn(now.sent, said) if said is not None else ""
         self._averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
         return Round(
             group=len(members) if used == "average" else 0,
@@ -221,9 +217,24 @@ class Averaging:
             samples_per_sec=sum(number(member.get("rate")) for member in members.values()),
             drifted=drifted,
             seconds=took,
+            reducers=reducers,
+            untrue=false,
             advice=advice,
             **({} if outcome is None else outcome.in_short()),
         )
+
+    def _appraised(
+        self, average: Tensor, outcome: Outcome, members: Mapping[str, Mapping[str, Any]], now: _Exchange
+    ) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
+        """The others who have averaged for this peer, and those of them who must not be believed."""
+        own_id, came_from = str(self._averager.peer_id), outcome.arrived_from()
+        others = tuple(sorted(set(came_from) - {"", own_id}))
+        if not others or not now.given.usable:
+            return others, ()
+        rates = {peer: number(member.get("rate")) for peer, member in members.items()}
+        slower = slower_than(rates, rates.pop(own_id, 0.0)) / max(now.trained, 0.05)
+        size = self._common.num_parameters
+        return others, untrue(average, now.given.vector, size, came_from, own_id=own_id, slower=slower)
 
     def _trusted(self, members: Mapping[str, Mapping[str, Any]]) -> list[Member]:
         """Those who say that they give their state away, as far as the owner lets them."""

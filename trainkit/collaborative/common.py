@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Weights that peers compare in each round, to see whether they still train the same model.
+# Numbers that peers compare in each round, to see whether they still train the same model.
 PROBE_SIZE = 256
 
 
@@ -54,8 +54,6 @@ class CommonState(ABC):
         self.round = 0
         self.version = 0
         """Grows whenever the model is given other weights from here: copies of it are then out of date."""
-        generator = torch.Generator().manual_seed(self.num_parameters)
-        self._probe = torch.randint(self.num_parameters, (PROBE_SIZE,), generator=generator)
 
     @abstractmethod
     def give(self, samples: int) -> Given:
@@ -87,8 +85,14 @@ class CommonState(ABC):
         """Drop what is in no average yet: the model is as the peers have it in common."""
 
     def probe(self) -> Tensor:
-        """Some of the weights, the same ones on every peer."""
-        return self.theta[self._probe].clone()
+        """A few sums over all weights, alike on peers that have the same; other sums in each round, so that who gives
+        somebody other weights cannot know for long which differences stay unseen."""
+        rows, generator = self.theta.numel() // PROBE_SIZE, torch.Generator().manual_seed(self.round)
+        signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
+        sums = self.theta[: rows * PROBE_SIZE].view(PROBE_SIZE, rows) @ signs
+        left = self.theta[rows * PROBE_SIZE :]
+        sums[: left.numel()] += left
+        return sums
 
     @contextmanager
     def in_model(self) -> Iterator[None]:

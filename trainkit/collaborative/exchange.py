@@ -29,42 +29,11 @@ from hivemind.utils.asyncio import achain, aiter_with_timeout, anext, as_aiter
 from torch import Tensor
 
 from trainkit.collaborative.codecs import decode, encode
+from trainkit.collaborative.exchanged import Outcome
 from trainkit.collaborative.parts import Codec, Sending
 
 # In an answer: how many contributions are in the average, and how many were announced.
 _COUNTS = struct.Struct("<HH")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What an exchange came to, for one peer of the group. One entry a part, in the order of the vector."""
-
-    received: tuple[int, ...]
-    """Contributions in the average that has arrived here; 0: none has, and the vector holds this peer's own part."""
-    expected: tuple[int, ...]
-    """Contributions that peers had announced."""
-    counted: tuple[bool, ...]
-    """This peer's own part is in the average."""
-    late: tuple[str, ...]
-    """Ids of the peers that were left out here, with what they had not sent in time."""
-    bytes_up: int
-    bytes_down: int
-    """Of the parts, sent and received, as a sender and as a reducer. Not counted: what TCP and libp2p add, the search
-    for a group, the DHT, and the state for newcomers."""
-    timed_bytes: int
-    """Bytes of this peer's own parts that were counted, without the first that a reducer got."""
-    timed_seconds: float
-    """How long a reducer waited for those; of several the longest."""
-
-    def in_short(self) -> dict[str, Any]:
-        """What a round's record says of it."""
-        return {
-            "parts": sum(self.received),
-            "expected": sum(self.expected),
-            "bytes_up": self.bytes_up,
-            "bytes_down": self.bytes_down,
-            "late": self.late,
-        }
 
 
 @dataclass(frozen=True)
@@ -86,6 +55,9 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         by_peer = self.tensor_part_container.num_parts_by_peer
         self._first = [sum(by_peer[:index]) for index in range(len(by_peer))]
         self._own_first = self._first[self.ordered_peer_ids.index(self.peer_id)]
+        self._reducers = [
+            str(peer) for peer, many in zip(self.ordered_peer_ids, by_peer, strict=True) for _ in range(many)
+        ]
         count, own = sum(by_peer), len(self.parts_for_local_averaging)
         # As a reducer.
         self._averages: list[asyncio.Future[_Average]] = [asyncio.Future() for _ in range(own)]
@@ -105,6 +77,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             received=tuple(received for received, _ in self._counts),
             expected=tuple(expected for _, expected in self._counts),
             counted=tuple(self._mine),
+            reducers=tuple(self._reducers),
             late=tuple(sorted(map(str, self.banned_senders))),
             bytes_up=self._up,
             bytes_down=self._down,

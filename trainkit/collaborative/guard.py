@@ -24,19 +24,19 @@ class Guard:
     """Knows the members that have asked."""
 
     def __init__(self, dht: Any, admission: Admission) -> None:
-        self._dht, self._admission = dht, admission
+        self._dht, self.admission = dht, admission
         self._strangers: dict[str, float] = {}
 
     async def member(self, peer_id: str) -> Member | None:
         """The member of that id; None for a stranger, and for whom the run does not want any more."""
-        if (known := self._admission.admitted(peer_id)) is not None:
+        if (known := self.admission.admitted(peer_id)) is not None:
             return known
         now = time.monotonic()
         if now - self._strangers.get(peer_id, float("-inf")) < _STRANGER_SECONDS:
             return None
         try:
             asked = self._dht.get(peer_key(peer_id), latest=False, return_future=True)
-            found = introduced(self._admission, peer_id, await asyncio.wait_for(asked, _LOOK_SECONDS))
+            found = introduced(self.admission, peer_id, await asyncio.wait_for(asked, _LOOK_SECONDS))
         except (asyncio.TimeoutError, OSError):
             found = None
         if found is None:

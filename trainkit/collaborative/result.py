@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainkit.collaborative.screening import Verdict
+
 
 @dataclass(frozen=True)
 class Round:
@@ -30,5 +32,9 @@ class Round:
     """Of the parts alone, see `exchange.Outcome`."""
     late: tuple[str, ...] = ()
     """Ids of peers that this one, as a reducer, has left out of the rest of the round."""
+    reducers: tuple[str, ...] = ()
+    """Ids of the others that have averaged for this peer."""
+    untrue: tuple[Verdict, ...] = ()
+    """Of those whose averages were not used, see `appraisal`."""
     advice: str = ""
     """What the person at this machine should know about its link; empty if nothing has changed."""

@@ -157,6 +157,7 @@ def peer_at(
             say=seat.say,
             enforce=lambda banned: _shut_out(dht, banned),
             invitation_of=lambda peer: banned_with(dht.member(peer), peer, dht.peer_id),
+            judges_reducers=dht.own.grant.role == "owner",
         ),
         data_seed=data_seed(team.parts.config, dht.peer_id),
         stop_requested=seat.stop_requested,

@@ -11,6 +11,7 @@ from trainkit import terminal
 from trainkit.collaborative.bans import FILE, STRIKES, Ban, Bans, Strikes
 from trainkit.collaborative.invitation import GUESTS, RANKS, credited
 from trainkit.collaborative.messages import Progress
+from trainkit.collaborative.result import Round
 from trainkit.collaborative.screening import Action, Verdict
 from trainkit.records.attempts import Remark
 from trainkit.records.contributions import Counted
@@ -51,7 +52,10 @@ class Sentry:
     """Peer id -> what is banned with it: its invitation, or itself; empty for whom nobody bans."""
     credit: Callable[[Collection[Counted]], None] = lambda counted: None
     """Takes note of who has contributed to a round."""
+    judges_reducers: bool = False
+    """Also who has averaged wrongly is banned: it is the owner who has trusted them."""
     _strikes: Strikes = field(default_factory=Strikes)
+    _as_reducers: Strikes = field(default_factory=Strikes)
     _enforced: set[str] = field(default_factory=set)
     _told: set[str] = field(default_factory=set)
     _began: float = field(default_factory=time.time)
@@ -69,23 +73,35 @@ class Sentry:
         self.averager.expect({peer: speed * round_seconds for peer, speed in known.items()})
         self.look()
 
-    def after_round(self, index: int, peers: Mapping[str, Progress]) -> None:
-        """Take note of what the averager has found out in the round."""
+    def after_round(self, index: int, peers: Mapping[str, Progress], result: Round | None = None) -> None:
+        """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``."""
+        names: dict[str, str] = {}
         for found in self.averager.findings():
             self._credit(found, peers)
+            names |= found.names
             for verdict in found.verdicts[:_MOST_EVENTS]:
-                self._tell(verdict, index, _name(verdict.peer, peers, found.names))
+                name = _name(verdict.peer, peers, found.names)
+                self._tell(verdict, index, name, f"{name} was left out of round {index + 1}")
             for peer, why in self._strikes.note(found.verdicts, found.members).items():
-                if not (out := self.invitation_of(peer)) or out in self.bans.read():
-                    continue  # nobody can be banned with it; or it is, with another peer of its invitation
-                name = _name(peer, peers, found.names)
-                ban = Ban(out, name, why)
-                self.bans.add(ban)
-                self._told.add(ban.id)
-                self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
-                lift = terminal.command("swarm", "unban", name)
-                self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
+                self._ban(peer, why, index, _name(peer, peers, found.names))
+        if result is not None:
+            for verdict in result.untrue:
+                name = _name(verdict.peer, peers, names)
+                self._tell(verdict, index, name, f"What {name} has averaged in round {index + 1} is not used")
+            for peer, why in self._as_reducers.note(result.untrue, result.reducers).items():
+                if self.judges_reducers:
+                    self._ban(peer, why, index, _name(peer, peers, names))
         self.look()
+
+    def _ban(self, peer: str, why: str, index: int, name: str) -> None:
+        if not (out := self.invitation_of(peer)) or out in self.bans.read():
+            return  # nobody can be banned with it; or it is, with another peer of its invitation
+        ban = Ban(out, name, why)
+        self.bans.add(ban)
+        self._told.add(ban.id)
+        self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
+        lift = terminal.command("swarm", "unban", name)
+        self.say(f"  {name} is banned after {STRIKES} such rounds in a row. To lift it: {lift}")
 
     def look(self) -> None:
         """Enforce the bans as they are by now: others pronounce them too, and a command lifts them. Cheap."""
@@ -116,10 +132,10 @@ class Sentry:
             self.credit([replace(item, name=_name(peer, peers, found.names)) for peer, item in late.items()])
         self.credit(now)
 
-    def _tell(self, verdict: Verdict, index: int, name: str) -> None:
+    def _tell(self, verdict: Verdict, index: int, name: str, what: str) -> None:
         self.remark(_EVENTS[verdict.action], peer=verdict.peer, name=name, why=verdict.why, round=index + 1)
         if verdict.action != "clipped":
-            self.say(f"  {name} was left out of round {index + 1}: {verdict.why}")
+            self.say(f"  {what}: {verdict.why}")
 
 
 def _name(peer: str, peers: Mapping[str, Progress], invited: Mapping[str, str]) -> str:

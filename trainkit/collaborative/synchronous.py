@@ -253,7 +253,7 @@ def _agree(p: Peer, work: _Work) -> None:
     while (result := p.averaging.settle(_NEWS_SECONDS, trained_on=False, leads=leads)) is None:
         _news(p, work)
     p.pace.round_seconds = time.time() - work.began
-    p.sentry.after_round(index, p.watch.peers)
+    p.sentry.after_round(index, p.watch.peers, result)
     if common.round == index:
         work.tries += 1
         why = result.why or "nothing has arrived"
