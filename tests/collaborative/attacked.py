@@ -16,6 +16,8 @@ from tests.collaborative.conftest import Command, Commands
 from tests.collaborative.internet import internet_or_loopback
 
 HARDER = ("data.name=tests.collaborative.noisy:data", "collaborative.round_seconds=4")
+# What somebody can do whom the owner has trusted to average for others.
+REDUCERS = {"reduces-minus", "reduces-minus-9", "reduces-minus-50", "reduces-noise", "reduces-own", "wrong-state"}
 # Long enough that peers that start slowly have most of it in common.
 SETTINGS = (*HARDER, "collaborative.rounds=24")
 
@@ -66,14 +68,16 @@ def swarm(
         def start(index: int, name: str) -> Command:
             return commands.start(*join(name, token), on=net.on(f"lan{1 + index % 2}"))
 
-        hers = commands.invite("mallory")  # of her own: a ban is of all who use it
+        reduces = bool(REDUCERS.intersection(attacks))
+        hers = commands.invite("mallory", *(["--reduce"] * reduces))  # of her own: a ban is of all who use it
 
         def cheat(number: int, attack: str) -> Command:
             if attack == "intruder":
                 return commands.intrude(token, 10.0, on=net.on("lan3"))
             # Who wants to be reached has a public address.
-            machine = "pub2" if attack == "impostor" else "lan3"
-            return commands.attack(attack, *join(f"mallory{number or ''}", hers), on=net.on(machine))
+            machine = "pub2" if attack == "impostor" or reduces else "lan3"
+            where = ("--public", "--host", net.address(machine)) if reduces else ()
+            return commands.attack(attack, *join(f"mallory{number or ''}", hers), *where, on=net.on(machine))
 
         # First of all, for it is slow to start.
         intruders = [cheat(0, attack) for attack in attacks if attack == "intruder"]

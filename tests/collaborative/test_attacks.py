@@ -74,6 +74,28 @@ def test_nobody_adopts_the_weights_of_a_volunteer_whatever_it_claims_and_signs(
     assert ("peers averaged" in attacker.output) == (attack == "probe"), attacker.output
 
 
+@pytest.mark.parametrize("attack", ["reduces-minus", "reduces-minus-9", "reduces-minus-50"])
+def test_a_reducer_that_gives_back_what_is_no_average_is_not_believed_and_banned_by_the_owner(
+    attack: str, undisturbed: float, commands: Commands
+) -> None:
+    found = swarm(commands, attack, honest=2, until="mallory")
+    print(f"{attack}: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
+    assert "GAVE BACK what is no average" in found.attackers[0].output
+    assert found.loss <= 1.1 * undisturbed
+    assert {event["name"] for event in found.events("peer_dropped")} == {"mallory"}
+    assert [event["name"] for event in found.events("peer_banned")] == ["mallory"]
+
+
+def test_the_owner_is_asked_for_the_weights_before_a_reducer_that_signs_others(
+    undisturbed: float, commands: Commands
+) -> None:
+    found = swarm(commands, "wrong-state", honest=2, late=True, until="mallory")
+    print(f"wrong-state: loss {found.loss:.4f}, without the attacker {undisturbed:.4f}")
+    assert found.loss <= 1.1 * undisturbed
+    assert "GAVE AWAY" not in found.attackers[0].output
+    assert "Joined hivemind-0001" in found.honest[-1].output
+
+
 def test_without_an_invitation_plain_hivemind_reads_nothing_writes_nothing_and_averages_with_nobody(
     undisturbed: float, commands: Commands
 ) -> None:
