@@ -70,7 +70,7 @@ def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) ->
     ):
         began = time.perf_counter()
         told = predictor.predict(images, args.batch_size)
-        broken = _write(out, told, folder, args.top, predictor.info.class_names)
+        broken = _write(out, told, folder, args.top, predictor.class_names)
         seconds = time.perf_counter() - began
         kind = "averaged weights" if predictor.kind == "ema" else "weights"
         print(
@@ -78,6 +78,8 @@ def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) ->
             f"{len(images) / seconds:,.0f} images/s, reading included",
             file=sys.stderr,
         )
+        if predictor.renamed:
+            print(f"Classes are called as in training; {one_line(predictor.renamed)}.", file=sys.stderr)
         if broken:
             more = f", and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
             named = "; ".join(f"{one_line(str(each.file))}: {one_line(each.why)}" for each in broken[:_SHOWN])

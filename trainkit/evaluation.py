@@ -20,6 +20,7 @@ from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 from trainkit.training.broken import too_many
 from trainkit.training.building import alone, build, wants_gpu
+from trainkit.training.classes import require_same_classes
 from trainkit.training.mistakes import told
 from trainkit.training.testing import STEMS, Measured, measure_saved, no_average
 
@@ -48,16 +49,18 @@ def evaluate_checkpoint(
         weights: the model's own, the averaged ones or both; None: all that there are.
 
     Raises:
-        UserError: no such checkpoint, it is broken, or it has no averaged weights and these were asked for.
+        UserError: no such checkpoint, it is broken, or it has no averaged weights and these were asked for;
+            the data has other classes than it was trained on.
     """
     step = files.resolve(run_dir.checkpoints, which)
     splits = build_data(config.data)
     with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
-        parts = build(alone(config), dist, splits)
         checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+        require_same_classes(checkpoints.state_of(step), splits, config.data.root)
         averaged = checkpoints.holds(step, STEMS["ema"])
         if weights in ("ema", "both") and not averaged:
             raise no_average(step)
+        parts = build(alone(config), dist, splits)
         kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or averaged)]
         samples = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
         lifetime.settled()

@@ -28,6 +28,7 @@ from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.records.rundir import RunDir
 from trainkit.training.building import alone, build, wants_gpu
+from trainkit.training.classes import classes_in, difference
 from trainkit.training.parts import Parts
 from trainkit.training.testing import STEMS, no_average
 
@@ -55,6 +56,10 @@ class Predictor:
     kind: Kind
     parts: Parts
     transform: Transform
+    class_names: tuple[str, ...]
+    """Of the model's outputs, in order: as in training, where the checkpoint says so, else as in the data."""
+    renamed: str
+    """How the data's classes differ from them; empty if they do not."""
 
     @property
     def info(self) -> DataInfo:
@@ -130,11 +135,15 @@ def predicting(config: Config, run_dir: RunDir, which: str, kind: Kind | None = 
         if kind == "ema" and not averaged:
             raise no_average(step)
         taken: Kind = kind or ("ema" if averaged else "raw")
+        here = tuple(map(str, splits.info.class_names))
+        trained = classes_in(checkpoints.state_of(step))
+        renamed = difference(trained, here)
         parts = build(alone(config), dist, splits)
         step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])
         parts.model.eval()
         lifetime.settled()
-        yield Predictor(step, taken, parts, _for_any_size(parts.splits.eval_transform, parts.splits.info))
+        transform = _for_any_size(parts.splits.eval_transform, parts.splits.info)
+        yield Predictor(step, taken, parts, transform, trained or here, renamed)
 
 
 def images_in(folder: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from trainkit.errors import UserError
         ("data.image_size=7 is not possible.", "Give data.image_size such a value.", [f"data.image_size={TO_FILL_IN}"]),
         ("my_model.py:3 could not be imported.", "Correct that line.", []),
         ("train.py is missing.", "Bring train.py along.", []),
+        ("own_data:build returned no Splits.", "Return trainkit.data.base.Splits(info=DataInfo(...), train=...).", []),
         ("The ranks differ.", "Give data.name=NAME on every node.", [f"data.name={TO_FILL_IN}"]),
     ],
 )  # fmt: skip

@@ -140,6 +140,14 @@ class Checkpoints:
                 held = stem in files.described(self._folder, step).stems
         return self._dist.broadcast_json(held)
 
+    def state_of(self, step: int) -> dict[str, Any]:
+        """The plain values in the checkpoint of ``step``; none if it is broken."""
+        state: dict[str, Any] = {}
+        if self._dist.is_main:
+            with suppress(BrokenCheckpointError):
+                state = dict(files.described(self._folder, step).state)
+        return self._dist.broadcast_json(state)
+
     def load_weights(self, model: nn.Module, step: int, *, or_newest: bool = False, stem: str = "model") -> int:
         """Load only the weights of the checkpoint of ``step``; the step whose weights were loaded.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.config.schema import SECTIONS
 
-_KEY = rf"\b(?P<section>{'|'.join(SECTIONS)})\.(?P<key>(?!py\b)[a-z_][a-z0-9_]*)"
+_KEY = rf"(?<![\w.])(?P<section>{'|'.join(SECTIONS)})\.(?P<key>(?!py\b)[a-z_][a-z0-9_]*)"
 _GIVEN = re.compile(rf"{_KEY}=(?P<value>\[(?:\"[^\"]*\"|[^\]\"])*\]|[^\s,;`]+)")
 _LEFT_OUT = re.compile(rf"[Ll]eave (?:out )?{_KEY}")
 _NAMED = re.compile(rf"{_KEY}\b(?!\.py\b)")

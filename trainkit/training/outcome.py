@@ -23,6 +23,7 @@ from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.training import mistakes
 from trainkit.training.broken import share_broken
+from trainkit.training.classes import require_same_classes, told_classes
 from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
 from trainkit.training.confusion import told
 from trainkit.training.costs import costs
@@ -39,6 +40,8 @@ def go_on(parts: Parts, checkpoints: Checkpoints) -> tuple[Restored | None, Prog
     """Restore the newest whole checkpoint that is a training's, and how far it was; None if there is none.
 
     An average of the weights that it does not have begins with its weights.
+
+    Raises UserError where it was trained on other classes; on every rank.
     """
     ema = parts.ema
     restored = checkpoints.restore(
@@ -49,6 +52,7 @@ def go_on(parts: Parts, checkpoints: Checkpoints) -> tuple[Restored | None, Prog
     )
     progress = Progress() if restored is None else Progress.of(restored.state)
     if restored is not None:
+        require_same_classes(restored.state, parts.splits, parts.config.data.root)
         parts.precision.load_state_dict(restored.state["precision"])
     if ema is None:
         progress.ema_updates = 0
@@ -168,6 +172,7 @@ class Keeper:
                 "precision": parts.precision.state_dict(),
                 "world_size": parts.dist.world_size,
                 "micro_batch_size": parts.micro_batch_size,
+                **told_classes(parts.splits),
                 **more,
             },
             best_step=progress.best_step,

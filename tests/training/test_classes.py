@@ -1,0 +1,100 @@
+"""A checkpoint says which classes it was trained on: what is told of images stays right when the data has changed."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.rank_functions import run_command, run_ranks, train_run
+from tests.training.parts import keeper_of, parts_of
+from trainkit.checkpoint import files
+from trainkit.data.base import Splits
+from trainkit.errors import UserError
+from trainkit.training.classes import told_classes
+from trainkit.training.outcome import go_on
+from trainkit.training.parts import Parts
+from trainkit.training.progress import Progress
+
+NAMES = tuple(f"class {label}" for label in range(7))
+
+
+def called(parts: Parts, names: tuple[str, ...]) -> Splits:
+    return replace(parts.splits, info=replace(parts.splits.info, class_names=names))
+
+
+def test_a_checkpoint_says_its_classes_and_other_data_does_not_go_on_from_it(tmp_path: Path) -> None:
+    parts = parts_of()
+    keeper = keeper_of(parts, tmp_path / "run", Progress())
+    keeper.save()
+    assert files.described(tmp_path / "run" / "checkpoints", 0).state["classes"] == list(NAMES)
+    restored, _ = go_on(parts, keeper.checkpoints)
+    assert restored is not None
+    others = replace(parts, splits=called(parts, ("class 0", "an apple", *NAMES[2:])))
+    with pytest.raises(UserError, match="other classes than the checkpoint") as error:
+        go_on(others, keeper.checkpoints)
+    assert error.value.why.startswith("Class 1 was 'class 1' in training, and in the data is 'an apple'")
+
+
+def test_one_that_says_nothing_of_its_classes_is_gone_on_from(tmp_path: Path) -> None:
+    """Of an earlier trainkit, or of too many classes for its record."""
+    parts = parts_of()
+    many = replace(parts, splits=called(parts, tuple(f"{name} {'long' * 100_000}" for name in NAMES)))
+    keeper = keeper_of(many, tmp_path / "run", Progress())
+    keeper.save()
+    restored, _ = go_on(parts, keeper.checkpoints)
+    assert restored is not None and "classes" not in restored.state
+
+
+def test_a_peer_without_data_does_not_make_up_classes() -> None:
+    splits = parts_of().splits
+    assert told_classes(splits) == {"classes": list(NAMES)}
+    assert told_classes(replace(splits, train=[])) == {}
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on folders named cat, dog and eel."""
+    home = tmp_path_factory.mktemp("pets")
+    for label, name in enumerate(("cat", "dog", "eel")):
+        (home / "photos" / name).mkdir(parents=True)
+        for number in range(8):
+            shade = torch.randint(256, (3,), generator=torch.Generator().manual_seed(8 * label + number)).tolist()
+            Image.new("RGB", (16, 16), tuple(shade)).save(home / "photos" / name / f"{number}.png")
+    data = ("data.name=image_folder", f"data.root={home / 'photos'}", "data.image_size=16", "data.workers=0")
+    run_ranks(1, train_run, home / "run", "single", (*data, "train.max_steps=2", "train.global_batch_size=8"))
+    return home
+
+
+def test_images_keep_the_names_of_training_after_a_folder_was_renamed_or_the_data_moved(pets: Path) -> None:
+    def told(*more: str) -> tuple[list[list[str]], str]:
+        done = run_command("predict", "run", "photos", *more, cwd=pets)
+        assert done.returncode == 0, done.stderr
+        return [row[1:] for row in csv.reader(done.stdout.splitlines())], done.stderr
+
+    photos = pets / "photos"
+    before, said = told()
+    assert "in training" not in said
+    (photos / "dog").rename(photos / "aardvark")  # and now stands before cat
+    try:
+        after, said = told()
+        assert sorted(map(tuple, after)) == sorted(map(tuple, before))
+        assert "Classes are called as in training; class 0 was 'cat' in training, and in the data is 'aardvark'" in said
+        done = run_command("evaluate", "run", cwd=pets)
+        assert done.returncode == 2
+        assert re.search(r"^The data in .*photos has other classes.*\n  why: Class 0 was 'cat'.*\n  fix: ", done.stderr)
+    finally:
+        (photos / "aardvark").rename(photos / "dog")
+    photos.rename(pets / "elsewhere")
+    try:
+        done = run_command("predict", "run", "elsewhere", cwd=pets)
+        assert done.returncode == 2 and "photos" in done.stderr and "Traceback" not in done.stderr
+        moved = run_command("predict", "run", "elsewhere", f"data.root={pets / 'elsewhere'}", cwd=pets)
+        assert [row[1:] for row in csv.reader(moved.stdout.splitlines())] == before
+    finally:
+        (pets / "elsewhere").rename(photos)
