@@ -11,9 +11,11 @@ import yaml
 
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.loading import load, to_yaml
+from trainkit.data import build_data
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
 from trainkit.diagnosis.rank_cases import RANKS
+from trainkit.errors import UserError
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 
@@ -285,6 +287,20 @@ def test_the_node_of_a_rank_is_known_without_its_word(run: RunDir) -> None:
     cause = cause_of(run, JobState("FAILED", "4711", "slurm", "", "n[1-2]"))
     assert cause is not None
     assert cause.what.startswith("Rank 1 on n2 raised")
+
+
+def no_splits(root: Path) -> tuple[int, int]:
+    """A user's own data function, which is to return Splits."""
+    return 1, 2
+
+
+def test_own_code_that_is_to_be_mended_is_submitted_anew_for_the_run_keeps_its_old_code(run: RunDir) -> None:
+    data = load("single", [f"data.name={__name__}:no_splits"]).config.data
+    with pytest.raises(UserError, match="returned no Splits") as said:
+        build_data(data)
+    cause = diagnose(run, rank=str(said.value))
+    assert cause is not None
+    assert cause.command == f"python -m jobs.submit {run.path}"
 
 
 @pytest.mark.parametrize(("asked", "given"), [("16G", " --mem 32G"), ("0", ""), (None, " --mem 0")])

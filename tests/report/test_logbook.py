@@ -66,7 +66,7 @@ def test_an_interrupted_run_says_so_and_what_it_lacks(make_run: MakeRun, tmp_pat
     run_dir = make_run(steps=200, finished=False)
     jsonl.append(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 1, "error": "ValueError: `x`\nmore"})
     text = written([run_dir], tmp_path / "out")
-    assert "**Not finished**: 200 of 400 steps. It failed on rank 1: `ValueError: 'x'`." in text
+    assert "**Not finished**: 200 of 400 steps. It failed on rank 1: `` ValueError: `x` ``." in text
     assert "(estimated from the records)" in text
     assert f"- test metrics: `python -m jobs.evaluate {run_dir.path}` measures them" in text
 
@@ -164,7 +164,7 @@ def test_a_collaborative_run_names_who_has_contributed_how_much(make_run: MakeRu
     text = written([run_dir], tmp_path / "out")
     assert "| anna | 3,000 | 66.7 % | 1 | 1.00 | 4.5 MB |" in text
     assert "| b\\|o | 1,000 | 22.2 % | 1 | 1.00 | – |" in text  # noqa: RUF001
-    assert r"| \<b\>!\[\](http://x) |" in text
+    assert r"| \<b>![\](http://x) |" in text
 
 
 def test_a_collaborative_run_tells_its_rounds_and_what_was_sent(make_run: MakeRun, tmp_path: Path) -> None:
@@ -189,15 +189,15 @@ def test_it_says_what_was_asked_and_where_it_ran(make_run: MakeRun, tmp_path: Pa
     text = written([run_dir], tmp_path / "out")
     for line in (
         "python -m jobs.submit ddp --nodes 2 optim.lr=1e-2 seed=3 train.epochs=20",
-        "| `optim.lr` | 0.01 | 0.002 |",
-        "| `seed` | 3 | 0 |",
-        "| `train.epochs` | 20 | 20 |",
+        "| optim.lr | 0.01 | 0.002 |",
+        "| seed | 3 | 0 |",
+        "| train.epochs | 20 | 20 |",
         "| GPUs | none: trained on the CPU |",
         "| software | Python 3.11.7, torch 2.6.0 |",
         "| submitted from | login1 |",
     ):
         assert line in text
-    assert "`optim.weight_decay`" not in text
+    assert "| optim.weight_decay |" not in text
 
 
 def test_every_attempt_has_a_row_that_says_how_it_ended(make_run: MakeRun, tmp_path: Path) -> None:

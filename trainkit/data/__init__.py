@@ -108,7 +108,7 @@ def _require_splits(name: str, built: object) -> object:
         f"{name} returned no Splits.",
         why=f"It returned {type(built).__name__}; training asks for info, train, val, test and two transforms by name.",
         fix="Return trainkit.data.base.Splits(info=DataInfo(...), train=..., val=..., test=..., train_transform=..., "
-        "eval_transform=...).",
+        "eval_transform=...), and submit again.",
         key="data.name",
     )
 

@@ -43,5 +43,6 @@ def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
             f"The model '{name}' gives no score for each class.",
             why=f"For 2 images of {info.num_classes} classes it returned "
             + (f"a tensor of shape {shape}." if shape is not None else f"{type(output).__name__}, not a tensor."),
-            fix=f"It must return a tensor of shape (2, {info.num_classes}); info.num_classes tells the number.",
+            fix=f"It must return a tensor of shape (2, {info.num_classes}); info.num_classes tells the number. "
+            "Correct it, and submit again.",
         )

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainkit import markdown
 from trainkit.monitor.described import Taken
 
 OVERLAID = ("loss", "acc1", "acc5", "lr")
@@ -104,10 +105,8 @@ def _strings(values: Sequence[bytes]) -> Any:
 
 
 def _markdown(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
-    names = [name.replace("|", "\\|").replace("\n", " ") for name in classes]
-    head = ["is \\ taken for", *names]
-    rows = [[name, *(str(count or "") for count in row)] for name, row in zip(names, counts, strict=True)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+    rows = [[name, *(str(count or "") for count in row)] for name, row in zip(classes, counts, strict=True)]
+    return markdown.table(["is \\ taken for", *classes], rows)
 
 
 def _heat_map(counts: Sequence[Sequence[int]], side: int) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from trainkit import terminal
 from trainkit.records import reading
 from trainkit.report.facts import Facts
@@ -22,7 +20,7 @@ def rows(facts: Facts) -> list[Row]:
 
     found = [
         row(
-            _literally(item.name),
+            item.name,
             item.samples,
             f"{item.rounds:,}",
             number(item.seconds / 3600, ",.2f"),
@@ -54,8 +52,3 @@ def rounds_rows(facts: Facts) -> list[Row]:
         ("sent", terminal.size(int(total("bytes_up")))),
         ("received", terminal.size(int(total("bytes_down")))),
     ]
-
-
-def _literally(name: str) -> str:
-    """A name in Markdown, which a stranger may have chosen: no link, no picture, no HTML."""
-    return re.sub(r"([\\`<>\[\]*])", r"\\\1", name)

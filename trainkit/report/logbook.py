@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import terminal
+from trainkit import markdown, terminal
 from trainkit.errors import UserError
 from trainkit.records import reading
 from trainkit.report import comparing, contributors, plots, story, tables
@@ -39,7 +39,7 @@ class _Pages:
         if not draw(path):
             return ""
         self.written.append(path)
-        return f"![{text}]({path.name})\n"
+        return f"![{markdown.literal(text)}]({path.name})\n"
 
     def slug(self, label: str) -> str:
         """A run's name for its files; of two that would be alike, each has its own."""
@@ -79,18 +79,18 @@ def write_sweep(sweep: Path, runs: Runs, out: Path) -> list[Path]:
     pages = _Pages(out, [])
     with written_to(out / "logbook.md") as path:
         pages.written.append(path)
-        parts = [f"# Log book of the sweep {terminal.one_line(sweep.name)}", _finished(found)]
+        parts = [f"# Log book of the sweep {markdown.literal(terminal.one_line(sweep.name))}", _finished(found)]
         parts += [
             "## Results",
-            *(tables.markdown(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)),
+            *(markdown.table(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)),
         ]
         shown = found[:_MOST_OF_A_SWEEP]
         parts += [
             pages.picture("val-acc1", "validation accuracy", lambda path: plots.draw_accuracies(shown, path)).rstrip()
         ]
         if rest := found[_MOST_OF_A_SWEEP:]:
-            one = terminal.command("report", rest[0].run_dir.path)
-            parts.append(f"Here are the best {len(shown)} of them; every other has its log book by `{one}`.")
+            one = markdown.code(terminal.command("report", rest[0].run_dir.path))
+            parts.append(f"Here are the best {len(shown)} of them; every other has its log book by {one}.")
         parts += [_run(facts, pages, "## ", "###") for facts in shown]
         path.write_text("\n\n".join([MARK, *(part for part in parts if part)]) + "\n", encoding="utf-8")
     return pages.written
@@ -98,7 +98,7 @@ def write_sweep(sweep: Path, runs: Runs, out: Path) -> list[Path]:
 
 def _finished(runs: Sequence[Facts]) -> str:
     done = sum(facts.finished for facts in runs)
-    diverged = [facts.label for facts in runs if facts.setbacks.diverged]
+    diverged = [markdown.literal(facts.label) for facts in runs if facts.setbacks.diverged]
     more = f" **Diverged**: {', '.join(diverged)}." if diverged else ""
     return f"{done} of {len(runs)} runs have come to their end.{more}"
 
@@ -144,15 +144,15 @@ def write_comparison(runs: Runs, out: Path) -> tuple[str, list[Path]]:
     with written_to(out / "comparison.md") as path:
         pages.written.append(path)
         path.write_text("\n\n".join([MARK, _comparison(found, pages)]) + "\n", encoding="utf-8")
-    return tables.markdown(comparing.COMPARISON, comparing.comparison_rows(found), numbers_from=2), pages.written
+    return markdown.table(comparing.COMPARISON, comparing.comparison_rows(found), numbers_from=2), pages.written
 
 
 def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
-    first = runs[0].label
-    simulated = [facts.label for facts in runs if story.is_simulated(facts)]
+    first = markdown.literal(runs[0].label)
+    simulated = [markdown.literal(facts.label) for facts in runs if story.is_simulated(facts)]
     parts = [
         "## Comparison",
-        tables.markdown(comparing.COMPARISON, comparing.comparison_rows(runs), numbers_from=2),
+        markdown.table(comparing.COMPARISON, comparing.comparison_rows(runs), numbers_from=2),
         f"Speed-up: images/s relative to {first}. Efficiency: speed-up divided by how many times more processors there"
         " are (ranks, or GPUs under DataParallel). Time ratio: training time of"
         f" {first} divided by that of the run, where both saw the same number of images to the end. Memory saved: of"
@@ -168,7 +168,7 @@ def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
     different = comparing.difference_rows(runs)
     if different:
         header = ("setting", *(facts.label for facts in runs))
-        parts += ["### Settings that differ", tables.markdown(header, different)]
+        parts += ["### Settings that differ", markdown.table(header, different)]
     return "\n\n".join(part.rstrip() for part in parts if part)
 
 
@@ -180,28 +180,31 @@ def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
         pages.picture(f"{slug}-pace", "learning rate and throughput", lambda path: plots.draw_pace(facts, path)),
         pages.picture(f"{slug}-hardware", "use of the hardware", lambda path: plots.draw_hardware(facts, path)),
     ]
-    parts = [f"{title}{facts.label}", _outcome(facts), *_asked(facts, heading)]
+    parts = [f"{title}{markdown.literal(facts.label)}", _outcome(facts), *_asked(facts, heading)]
     if where := story.where_rows(facts):
-        parts += [f"{heading} Where it ran", tables.markdown(("", "what"), where)]
-    parts += [f"{heading} Settings", tables.markdown(("setting", "value"), tables.settings_rows(facts))]
+        parts += [f"{heading} Where it ran", markdown.table(("", "what"), where)]
+    parts += [f"{heading} Settings", markdown.table(("setting", "value"), tables.settings_rows(facts))]
     if results:
-        parts += [f"{heading} Results", tables.markdown(tables.RESULTS, results, numbers_from=1)]
+        parts += [f"{heading} Results", markdown.table(tables.RESULTS, results, numbers_from=1)]
     if costs:
-        parts += [f"{heading} Cost", tables.markdown(("measure", "value"), costs)]
+        parts += [f"{heading} Cost", markdown.table(("measure", "value"), costs)]
     rounds = contributors.rounds_rows(facts)
     if (spent := tables.spent_rows(facts)) and not rounds:  # the loop of rounds does not tell the parts of an update
-        parts += [tables.markdown(tables.SPENT, spent, numbers_from=1), _SPENT_NOTE]
+        parts += [markdown.table(tables.SPENT, spent, numbers_from=1), _SPENT_NOTE]
     if facts.hosts:
-        parts.append(tables.markdown(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
-    parts += [f"GPUs of {host}, as `nvidia-smi` has them:\n\n```\n{text}\n```" for host, text in facts.gpus_shown]
+        parts.append(markdown.table(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
+    parts += [
+        f"GPUs of {markdown.literal(host)}, as `nvidia-smi` has them:\n\n{markdown.block(text)}"
+        for host, text in facts.gpus_shown
+    ]
     if facts.started("device") == "cpu":
         parts.append("No GPU took part: there is nothing for `nvidia-smi` to show.")
     if attempts := story.attempts_rows(facts):
-        parts += [f"{heading} Attempts", tables.markdown(story.ATTEMPTS, attempts)]
+        parts += [f"{heading} Attempts", markdown.table(story.ATTEMPTS, attempts)]
     if rounds:
-        parts += [f"{heading} Rounds", tables.markdown(("measure", "value"), rounds)]
+        parts += [f"{heading} Rounds", markdown.table(("measure", "value"), rounds)]
     if contributed := contributors.rows(facts):
-        parts += [f"{heading} Contributions", tables.markdown(contributors.HEADER, contributed, numbers_from=1)]
+        parts += [f"{heading} Contributions", markdown.table(contributors.HEADER, contributed, numbers_from=1)]
     if any(pictures):
         parts += [f"{heading} Curves", *pictures]
     if facts.metrics.every > 1:
@@ -216,11 +219,11 @@ def _asked(facts: Facts, heading: str) -> list[str]:
     command, preset = story.asked(facts)
     changed = story.changed_rows(facts)
     parts = [f"{heading} What was asked"] if command or changed else []
-    parts += [f"```\n{command}\n```".replace("`" * 4, "'")] if command else []
+    parts += [markdown.block(command)] if command else []
     if changed:
-        parts.append(tables.markdown(story.CHANGED, changed))
+        parts.append(markdown.table(story.CHANGED, changed))
     elif command and preset:
-        parts.append(f"All other settings are those of the preset `{preset}`.")
+        parts.append(f"All other settings are those of the preset {markdown.code(preset)}.")
     return parts
 
 
@@ -231,33 +234,34 @@ def _outcome(facts: Facts) -> str:
         when = f" **It has diverged**: {told}.{when}" if facts.setbacks.diverged else f" {told.capitalize()}.{when}"
     if facts.finished:
         early = facts.summary.get("stopped_early")
-        early = f" Stopped early: {terminal.one_line(early)}." if isinstance(early, str) else ""
+        early = f" Stopped early: {markdown.literal(terminal.one_line(early))}." if isinstance(early, str) else ""
         return f"Finished after {facts.steps} steps.{early}{when}"
     last = next((event for event in reversed(facts.events) if event.get("event") in ("failed", "handed_back")), None)
     reason = ""
     if last and last["event"] == "failed":
-        words = (str(last.get("error") or "").splitlines() or ["unknown"])[0].replace("`", "'")
-        reason = f" It failed on rank {last.get('rank', '?')}: `{words}`."
+        words = (str(last.get("error") or "").splitlines() or ["unknown"])[0]
+        reason = f" It failed on rank {markdown.literal(str(last.get('rank', '?')))}: {markdown.code(words)}."
     elif last:
         reason = " It was told to stop and saved."
     total = facts.started("total_steps")
-    return f"**Not finished**: {facts.steps} of {total if total is not None else '?'} steps.{reason}{when}"
+    all_of_them = markdown.literal(str(total)) if total is not None else "?"
+    return f"**Not finished**: {facts.steps} of {all_of_them} steps.{reason}{when}"
 
 
 def _files(facts: Facts) -> str:
     run_dir = facts.run_dir
-    lines = [f"- run folder: `{run_dir.path}`"]
+    lines = [f"- run folder: {markdown.code(str(run_dir.path))}"]
     best = run_dir.checkpoints / "best"
     if best.is_symlink() and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
-        lines.append(f"- best checkpoint: `{best}` (step {int(step[1])})")
+        lines.append(f"- best checkpoint: {markdown.code(str(best))} (step {int(step[1])})")
     place = reading.plain(reading.read_object(run_dir.path / "remote.json")).get("url")
     if isinstance(place, str):
-        lines.append(f"- in the bucket: `{place.replace('`', '')}`, with the best weights")
+        lines.append(f"- in the bucket: {markdown.code(place)}, with the best weights")
     if run_dir.code.is_dir():
-        lines.append(f"- code as it ran: `{run_dir.code}`")
+        lines.append(f"- code as it ran: {markdown.code(str(run_dir.code))}")
     if run_dir.tensorboard.is_dir():
-        lines.append(f"- curves: `tensorboard --logdir {run_dir.tensorboard}`")
+        lines.append(f"- curves: {markdown.code(f'tensorboard --logdir {run_dir.tensorboard}')}")
     if any(run_dir.wandb.glob("offline-run-*")):
-        lines.append(f"- upload to Weights & Biases: `wandb sync {run_dir.wandb}/offline-run-*`")
-    lines.append(f"- repeat it: `{terminal.command('submit', run_dir.config, '--again')}`")
+        lines.append(f"- upload to Weights & Biases: {markdown.code(f'wandb sync {run_dir.wandb}/offline-run-*')}")
+    lines.append(f"- repeat it: {markdown.code(terminal.command('submit', run_dir.config, '--again'))}")
     return "\n".join(lines)

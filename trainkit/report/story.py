@@ -53,9 +53,7 @@ def changed_rows(facts: Facts) -> list[Row]:
     theirs = _preset(preset) if preset else None
     keys = [key for key in own if theirs is not None and own[key] != theirs.get(key)]
     keys = [key for key in dict.fromkeys([*keys, *given(facts)]) if not key.startswith(_NOT_OF_THE_TRAINING)]
-    rows: list[Row] = [
-        (f"`{key}`", _text(own.get(key)), NONE if theirs is None else _text(theirs.get(key))) for key in keys
-    ]
+    rows: list[Row] = [(key, _text(own.get(key)), NONE if theirs is None else _text(theirs.get(key))) for key in keys]
     return rows[:_MOST_SHOWN]
 
 

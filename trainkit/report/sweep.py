@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trainkit import markdown
 from trainkit.errors import UserError
 from trainkit.records import reading
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.points import points_of
-from trainkit.report.tables import NONE, Row, duration, markdown, number
+from trainkit.report.tables import NONE, Row, duration, number
 
 FILE = "results.md"
 
@@ -42,7 +43,7 @@ def write_results(sweep: Path, runs: Runs, out: Path) -> str:
 
     Raises UserError where it cannot be written.
     """
-    tables = [markdown(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)]
+    tables = [markdown.table(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)]
     text = "\n\n".join(tables) + "\n"
     try:
         out.mkdir(parents=True, exist_ok=True)

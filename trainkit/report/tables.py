@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from trainkit.ranks.hostlist import fold
@@ -14,16 +14,6 @@ from trainkit.report.spans import processor_hours
 Row = tuple[str, ...]
 TIMES = "\N{MULTIPLICATION SIGN}"
 NONE = "–"  # noqa: RUF001  an en dash: a value that this run does not have
-
-
-def markdown(header: Row, rows: Iterable[Row], *, numbers_from: int | None = None) -> str:
-    """A Markdown table; columns from ``numbers_from`` on are aligned to the right."""
-    right = len(header) if numbers_from is None else numbers_from
-    rule = ("---:" if column >= right else "---" for column in range(len(header)))
-    lines = [header, tuple(rule), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
-    )
 
 
 def settings_rows(facts: Facts) -> list[Row]:
@@ -239,10 +229,8 @@ def _length(facts: Facts) -> str:
 def _commit(facts: Facts) -> str:
     git, mark = facts.manifest.get("git"), facts.manifest.get("fingerprint")
     if isinstance(git, dict) and git.get("commit"):
-        return f"commit `{str(git['commit'])[:12]}`" + (", with uncommitted changes" if git.get("diff") else "")
-    return (
-        f"no git repository; its files have the fingerprint `{mark[:12]}`" if isinstance(mark, str) and mark else NONE
-    )
+        return f"commit {str(git['commit'])[:12]}" + (", with uncommitted changes" if git.get("diff") else "")
+    return f"no git repository; its files have the fingerprint {mark[:12]}" if isinstance(mark, str) and mark else NONE
 
 
 def _largest_batch(facts: Facts) -> str:
