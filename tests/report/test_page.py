@@ -110,6 +110,8 @@ def test_a_loss_that_is_not_finite_is_marked_and_not_drawn_across(make_run: Make
     for step in range(210, 300, 10):
         jsonl.append(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None, "acc1": 10.0})
     assert "not finite from 10.5 on" in page_of(run).text
+    jsonl.append(run.metrics, {"step": 300, "epoch": 15.0, "split": "train", "loss": 0.5, "acc1": 10.0})
+    assert "not finite at 10.5 and 8 more places" in page_of(run).text
 
 
 def test_every_device_of_every_host_has_its_curves(make_run: MakeRun) -> None:

@@ -115,6 +115,8 @@ def test_where_the_loss_was_no_number_the_plot_says_so(
         jsonl.append(run_dir.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
     facts = Facts(run_dir, "r")
     assert "loss nan" in drawn_text(monkeypatch, lambda: plots.draw_curves(facts, tmp_path / "a.png"))
+    jsonl.append(run_dir.metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": 0.5})  # and went on
+    assert "loss nan" in drawn_text(monkeypatch, lambda: plots.draw_curves(Facts(run_dir, "r"), tmp_path / "b.png"))
 
 
 def test_a_long_name_is_whole_and_leaves_room_for_its_bar(

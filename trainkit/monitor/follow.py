@@ -97,7 +97,7 @@ def summary_lines(run_dir: RunDir) -> list[str]:
 
 def _results(run_dir: RunDir) -> list[str]:
     summary = reading.read_object(run_dir.summary)
-    records, _ = read_thinned(run_dir)
+    records = read_thinned(run_dir).records
     train = [record for record in records if record["split"] == "train"]
     steps = summary.get("steps")
     done = steps if reading.is_whole(steps) else max((record["step"] for record in train), default=0)

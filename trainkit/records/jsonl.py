@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,11 +18,18 @@ _BLOCK = 1 << 24
 _HEAD = 1 << 16
 
 
+_STRETCH = 10
+"""So many times as many lines as one stands for have their extremes among the records."""
+
+
 class Thinned(NamedTuple):
-    """Records of a file, and how many of its records each stands for."""
+    """Records of a file, in its order."""
 
     records: list[dict[str, Any]]
     every: int
+    """How many of the file's records one stands for."""
+    outliers: frozenset[int] = frozenset()
+    """Places in ``records`` of those that stand for themselves alone."""
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
@@ -64,11 +72,15 @@ def read(path: Path, holding: Sequence[bytes] = ()) -> Iterator[dict[str, Any]]:
         raise reading.unreadable(path, error) from None
 
 
-def read_thinned(path: Path, most: int, always: Callable[[bytes], bool] = lambda line: False) -> Thinned:
+def read_thinned(
+    path: Path, most: int, always: Callable[[bytes], bool] = lambda line: False, extremes_of: str = ""
+) -> Thinned:
     """Of an enormous file about ``most`` records, evenly spread, the last among them; of every other file all.
 
     Args:
         always: whether a line must not be left out; asked of each, so it must be quick.
+        extremes_of: a key: of each stretch of lines the largest and the smallest value are among the records, and the
+            first that is no finite number.
 
     Raises UserError where there is something that cannot be read.
     """
@@ -77,12 +89,17 @@ def read_thinned(path: Path, most: int, always: Callable[[bytes], bool] = lambda
             every = _every(file, most)
             found: list[bytes] = []
             rest, number, last = b"", 0, b""
+            places: set[int] = set()  # of outliers, in ``found``
             while block := file.read(_BLOCK):
                 *lines, rest = (rest + block).split(b"\n")
                 if every == 1:
                     found += lines
                 else:
-                    found += [line for index, line in enumerate(lines, number) if index % every == 0 or always(line)]
+                    even = {at for at, line in enumerate(lines) if (at + number) % every == 0 or always(line)}
+                    extremes = _extremes(lines, extremes_of.encode(), _STRETCH * every) if extremes_of else set()
+                    taken = sorted(even | extremes)
+                    places |= {place for place, at in enumerate(taken, len(found)) if at not in even}
+                    found += [lines[at] for at in taken]
                     number += len(lines)
                     last = lines[-1] if lines else last
                 rest = rest if len(rest) < LONGEST_LINE else b""  # neither a record nor worth its memory
@@ -90,8 +107,45 @@ def read_thinned(path: Path, most: int, always: Callable[[bytes], bool] = lambda
         return Thinned([], 1)
     except OSError as error:
         raise reading.unreadable(path, error) from None
-    parsed = (reading.parse_object(line) for line in [*found, last, rest] if line)
-    return Thinned([record for record in parsed if record is not None], every)
+    parsed = ((place, reading.parse_object(line)) for place, line in enumerate([*found, last, rest]) if line)
+    whole = [(place, record) for place, record in parsed if record is not None]
+    outliers = frozenset(at for at, (place, _) in enumerate(whole) if place in places)
+    return Thinned([record for _, record in whole], every, outliers)
+
+
+def _extremes(lines: Sequence[bytes], key: bytes, stretch: int) -> set[int]:
+    """Places of the lines with the smallest and the largest value of each stretch, and with the first that is no finite
+    number. A million lines are looked at in half a second: as long as all is well no line is looked at alone."""
+    value = re.compile(rb'"' + re.escape(key) + rb'": ([^,}]+)')
+    told, at = value.findall(b"\n".join(lines)), range(len(lines))
+    if len(told) != len(lines):  # validations without it, lines of others
+        found = [(place, match[1]) for place, line in enumerate(lines) if (match := value.search(line))]
+        at, told = [place for place, _ in found], [text for _, text in found]  # type: ignore[assignment]
+    try:
+        values = list(map(float, told))
+    except ValueError:  # null
+        values = list(map(_number, told))
+    places: set[int] = set()
+    for begin in range(0, len(values), stretch):
+        part = values[begin : begin + stretch]
+        if not math.isfinite(sum(part)):
+            lost = [math.isfinite(one) for one in part]
+            if False in lost:
+                places.add(at[begin + lost.index(False)])
+            part = [one if fine else math.nan for one, fine in zip(part, lost, strict=True)]
+            finite = [one for one in part if not math.isnan(one)]
+        else:
+            finite = part
+        if finite:
+            places |= {at[begin + part.index(min(finite))], at[begin + part.index(max(finite))]}
+    return places
+
+
+def _number(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _every(file: BinaryIO, most: int) -> int:

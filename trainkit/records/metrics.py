@@ -5,7 +5,7 @@ Accuracy is in percent, ``step`` counts optimizer updates, ``epoch`` is a float.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from trainkit.records import jsonl, reading
@@ -36,6 +36,8 @@ class Thinned(NamedTuple):
 
     records: list[dict[str, Any]]
     every: int
+    outliers: list[dict[str, Any]]
+    """Further train records, in order of step: extremes of the loss between those, and where it is no number."""
 
 
 def read_thinned(run_dir: RunDir, most: int = MOST) -> Thinned:
@@ -43,19 +45,30 @@ def read_thinned(run_dir: RunDir, most: int = MOST) -> Thinned:
 
     Raises UserError where the file is there and cannot be read.
     """
-    raw, every = jsonl.read_thinned(run_dir.metrics, most, lambda line: b'"split": "train"' not in line)
+    raw, every, extra = jsonl.read_thinned(
+        run_dir.metrics, most, lambda line: b'"split": "train"' not in line, extremes_of="loss"
+    )
     newest: dict[tuple[str, int], dict[str, Any]] = {}
     highest = -1
-    for item in raw:
+    outliers: dict[int, dict[str, Any]] = {}
+    for place, item in enumerate(raw):
         record = typed(item)
         if record is None:
             continue
         if every > 1 and record["split"] == "train":
             if record["step"] <= highest:  # a restart; what it does again need not be among what was picked before
                 newest = {key: value for key, value in newest.items() if key[1] < record["step"]}
+                outliers = {step: value for step, value in outliers.items() if step < record["step"]}
             highest = record["step"]
-        newest[record["split"], record["step"]] = record
-    return Thinned(sorted(newest.values(), key=lambda record: record["step"]), every)
+        if place in extra and record["split"] == "train":
+            outliers[record["step"]] = record
+        else:
+            newest[record["split"], record["step"]] = record
+    return Thinned(_by_step(newest.values()), every, _by_step(outliers.values()))
+
+
+def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(records, key=lambda record: record["step"])
 
 
 def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -101,6 +101,17 @@ def mark_nan(axes: Axes, begin: float | None, end: float) -> None:
     )  # fmt: skip
 
 
+def mark_lost(axes: Axes, places: Sequence[float]) -> None:
+    """Where the loss was no number, and became one again."""
+    if not places:
+        return
+    foot = axes.get_xaxis_transform()
+    axes.plot(places, [0.03] * len(places), "|", color=VERMILION, markersize=9, transform=foot, clip_on=False)
+    axes.annotate(
+        "loss nan", (places[0], 0.03), xycoords=foot, xytext=(3, 6), textcoords="offset points", color=VERMILION
+    )
+
+
 def draw_line(axes: Axes, points: Points, colour: str, *, raw_too: bool = False) -> None:
     """A curve; ``raw_too``: a long one smoothed, with itself behind it."""
     if raw_too and len(points) > 60:  # noise hides the trend: draw it faintly behind

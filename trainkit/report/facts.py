@@ -67,6 +67,12 @@ class Facts:
         return [record for record in self.metrics.records if record["split"] == "train"]
 
     @cached_property
+    def drawn(self) -> list[dict[str, Any]]:
+        """The train records for curves: of an enormous run also the extremes between those that stand for others."""
+        outliers = self.metrics.outliers
+        return sorted([*self.train, *outliers], key=lambda record: record["step"]) if outliers else self.train
+
+    @cached_property
     def val(self) -> list[dict[str, Any]]:
         return [record for record in self.metrics.records if record["split"] == "val"]
 
@@ -95,7 +101,7 @@ class Facts:
         found = []
         files = sorted(self.run_dir.path.glob("system-*.jsonl"))
         for file in files:
-            records, _ = jsonl.read_thinned(file, max(_MOST_SAMPLES // len(files), 500))
+            records = jsonl.read_thinned(file, max(_MOST_SAMPLES // len(files), 500)).records
             samples = [sample for sample in records if reading.is_time(sample.get("time"))]
             if samples:
                 found.append(HostSamples(file.stem.removeprefix("system-"), samples))

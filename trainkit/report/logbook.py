@@ -208,7 +208,10 @@ def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
     if any(pictures):
         parts += [f"{heading} Curves", *pictures]
     if facts.metrics.every > 1:
-        parts.append(f"Of the train records one in {facts.metrics.every} is in the curves, medians and estimates here.")
+        parts.append(
+            f"Of the train records one in {facts.metrics.every} is in the curves, medians and estimates here; in the"
+            " curves also those with the largest and the smallest loss of each stretch, and the first that is none."
+        )
     if facts.missing:
         parts += [f"{heading} Not recorded", "\n".join(f"- {item}" for item in facts.missing)]
     parts += [f"{heading} Files", _files(facts)]

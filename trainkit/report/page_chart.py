@@ -79,7 +79,9 @@ def line_chart(
         places = sorted({(item.colour, round(x(place))) for item, place in lost})
         body += [tag("path", d=f"M{at} {HEIGHT - BOTTOM}v-7", class_=f"lost c{colour}") for colour, at in places]
         first = min(place for _, place in lost)
-        words = f"{axes.lost} from {shown(first)} on"
+        goes_on = any(item.points[-1][0] > item.lost[0] for item in series if item.lost)
+        more = f" and {len(lost) - 1} more places" if len(lost) > 1 else ""
+        words = f"{axes.lost} at {shown(first)}{more}" if goes_on else f"{axes.lost} from {shown(first)} on"
         body.append(tag("text", words, x=LEFT + 4, y=HEIGHT - BOTTOM - 11, class_="said"))
     picture = tag(
         "svg", *body, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=_in_words(axes, series),

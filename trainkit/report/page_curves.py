@@ -29,7 +29,7 @@ def curves(runs: Sequence[Facts]) -> Html:
     """The section with the curves."""
     known = [facts for facts in runs if facts.train or facts.val]
     shown = known if len(known) <= MOST else sorted(known, key=by_accuracy)[:MOST]
-    records = {facts.label: {"train": facts.train, "val": facts.val} for facts in shown}
+    records = {facts.label: {"train": facts.drawn, "val": facts.val} for facts in shown}
     every = [record for splits in records.values() for found in splits.values() for record in found]
     by = "epoch" if any("epoch" in record for record in every) else "step"
     x_to = max((record[by] for record in every if by in record), default=1.0)
@@ -53,7 +53,10 @@ def curves(runs: Sequence[Facts]) -> Html:
     if len(shown) > 1:
         notes.insert(0, "Thick: validation. Thin: training.")
     if any(facts.metrics.every > 1 for facts in shown):
-        notes.append("Of an enormous record so many train lines are drawn, evenly spread, as a curve can show.")
+        notes.append(
+            "Of an enormous record so many train lines are drawn as a curve can show: evenly spread ones, and of each "
+            "stretch those with the largest and the smallest loss, and the first that is no number."
+        )
     if len(known) > MOST:
         notes.append(f"The best {MOST} of {len(known)} runs, by validation.")
     return section("curves", "Curves", _legend(shown), tag("div", *charts, class_="charts"), note=" ".join(notes))

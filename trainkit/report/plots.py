@@ -17,6 +17,7 @@ from trainkit.report.drawing import (
     draw_line,
     label_ends,
     log_if_wide,
+    mark_lost,
     mark_nan,
     mark_restarts,
     new_figure,
@@ -36,7 +37,7 @@ _LONG_LABEL = 40
 
 def draw_curves(facts: Facts, path: Path) -> bool:
     """Loss and accuracy over epochs, or steps of a short run, train and val. False if there is nothing to draw."""
-    splits = {"train": (facts.train, TRAIN), "val": (facts.val, VAL)}
+    splits = {"train": (facts.drawn, TRAIN), "val": (facts.val, VAL)}
     x = x_of(facts.train + facts.val)
     series = {
         (split, key): points_of(records, key, x)
@@ -67,6 +68,8 @@ def draw_curves(facts: Facts, path: Path) -> bool:
                     axes.set_ylim(top=102)
             mark_restarts(axes, _restarts(facts, x), at_top=key == "loss")  # where the curve is not
             mark_nan(axes, *_nan(facts, x))
+            if key == "loss":
+                mark_lost(axes, _lost(facts, x))
             whole_ticks(axes)
             label_ends(axes, ends)
         best = facts.best_val
@@ -113,6 +116,13 @@ def _restarts(facts: Facts, x: str) -> list[float]:
     if x == "epoch":
         return facts.restarted_at
     return [float(event["step"]) for event in facts.events if event.get("event") == "started" and event.get("step")]
+
+
+def _lost(facts: Facts, x: str) -> list[float]:
+    """Where the loss was no number, and became one again."""
+    lost = [record for record in facts.drawn if record.get("loss", 0.0) is None]
+    end = facts.setbacks.nan_from
+    return [float(record[x]) for record in lost if x in record and (end is None or record["step"] < end)]
 
 
 def _nan(facts: Facts, x: str) -> tuple[float | None, float]:
