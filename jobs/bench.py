@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jobs import cli
+from jobs import cli, elsewhere
 from trainkit import terminal
 from trainkit.bench.arms import FEWEST_ROUNDS, Bench, Request, check_asked
 from trainkit.bench.benches import BENCHES, bench_of
@@ -28,7 +28,7 @@ PRESET = "ddp"
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, submit one job for all arms, show what it comes to."""
-    parser = cli.Parser("bench", DESCRIPTION)
+    parser = _Parser("bench", DESCRIPTION)
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of: {', '.join(BENCHES)}")
     parser.add_argument(
         "words",
@@ -47,12 +47,15 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     )
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
+    elsewhere.add_host_flag(parser)
     args = parser.parse_intermixed_args(list(argv))
     if args.show is not None:
         if args.name is not None:
             raise UserError(
                 "--show takes no other words.", why=f"It was given '{args.name}' as well.", fix="Leave it out."
             )
+        if args.host is not None:
+            return elsewhere.forward("bench", argv, args.host, env)
         return _show(BenchDir(find_run(args.show, env).path), as_json=args.json)
     if args.name is None:
         raise UserError(
@@ -60,9 +63,33 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         )  # fmt: skip
     bench = bench_of(args.name)
     request = _request(bench, args)
+    if args.host is not None:
+        return _submit_there(argv, args, parser, env)
     loaded = _loaded(bench, request, args, env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), f"bench-{bench.name}")
     return _submit(bench, request, loaded, folder, args, ["python", "-m", "jobs.bench", *argv], env)
+
+
+class _Parser(cli.Parser):
+    """Knows which of its words is the preset."""
+
+    def parse_intermixed_args(self, *given: Any, **more: Any) -> argparse.Namespace:  # type: ignore[override]
+        args: argparse.Namespace = super().parse_intermixed_args(*given, **more)
+        named = bool(args.words) and "=" not in args.words[0]
+        args.preset, args.overrides = (args.words[0], args.words[1:]) if named else (PRESET, args.words)
+        return args
+
+
+def _submit_there(
+    argv: Sequence[str], args: argparse.Namespace, parser: argparse.ArgumentParser, env: Mapping[str, str]
+) -> int:
+    """On the login node that was given, where the rest is checked."""
+    from jobs import sending
+    from trainkit.config import loading
+
+    flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
+    loaded = loading.load(args.preset, args.overrides, flags=flags)
+    return sending.submit(argv, parser, [loaded], env, verb="bench")
 
 
 def _request(bench: Bench, args: argparse.Namespace) -> Request:
@@ -76,8 +103,7 @@ def _request(bench: Bench, args: argparse.Namespace) -> Request:
     if args.arms is not None and not asked:
         raise UserError("--arms names none.", why="It takes names with commas between them.", fix="Leave it out.")
     check_asked(bench, asked)
-    preset = args.words[0] if args.words and "=" not in args.words[0] else PRESET
-    return Request(bench.name, preset, asked, args.rounds, args.seconds, args.updates)
+    return Request(bench.name, args.preset, asked, args.rounds, args.seconds, args.updates)
 
 
 def _loaded(bench: Bench, request: Request, args: argparse.Namespace, env: Mapping[str, str]) -> Loaded:
@@ -87,10 +113,9 @@ def _loaded(bench: Bench, request: Request, args: argparse.Namespace, env: Mappi
     from trainkit.config.traits import strategy_traits
     from trainkit.records.ownership import require_own_code
 
-    overrides = [word for word in args.words if word != request.preset]
     flags = cli.launch_flags(args)
     flags["launch.requeue"] = (False, f"bench {bench.name}")
-    first = loading.load(request.preset, overrides, flags=flags, env=env)
+    first = loading.load(request.preset, args.overrides, flags=flags, env=env)
     traits = strategy_traits(first.config.strategy.name)
     if traits.loop == "collaborative":
         raise UserError(
@@ -100,7 +125,7 @@ def _loaded(bench: Bench, request: Request, args: argparse.Namespace, env: Mappi
         )
     if bench.strategy and (bench.fewest_ranks == 1 or traits.ranks == "one"):
         flags["strategy.name"] = (bench.strategy, f"bench {bench.name}")
-        first = loading.load(request.preset, overrides, flags=flags, env=env)
+        first = loading.load(request.preset, args.overrides, flags=flags, env=env)
     require_own_code(Path(request.preset).expanduser(), first, allow_code=args.allow_code)
     check(first)
     return first
@@ -161,7 +186,7 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
             return 130
         ended(run)
     except TrainkitError as error:
-        fix = error.fix if "jobs.resume" not in error.fix else "Start it anew, with the same words."
+        fix = error.fix if "jobs.resume" not in error.fix else "Mend that, or change the settings, and start it anew."
         failed = type(error)(error.what, why=error.why, fix=fix)
     if run.samples.exists():
         _show(run, as_json=args.json)

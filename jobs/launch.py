@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs import cli
+from trainkit.bench.folder import refuse_bench
 from trainkit.checking import check
 from trainkit.config import loading
 from trainkit.errors import RefusedError, RunFailedError, UserError
@@ -40,6 +41,7 @@ HIDDEN = "***"
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = _parse(argv)
     path = Path(args.preset).expanduser()
+    refuse_bench(path)
     existing = RunDir.open(path) if (path / "config.yaml").is_file() else None
     if existing is not None and args.overrides:
         raise UserError(

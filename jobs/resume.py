@@ -14,7 +14,7 @@ from jobs.returning import is_by_hand, resume_by_hand
 from jobs.starting import by_names, dry_run, follow, start
 from jobs.sweeps import Further
 from trainkit import terminal
-from trainkit.bench.folder import BenchDir
+from trainkit.bench.folder import refuse_bench
 from trainkit.cluster.queue import job_state, job_states, require_no_job
 from trainkit.cluster.site import discover, largest_array
 from trainkit.cluster.slurm_jobs import JobState
@@ -172,12 +172,7 @@ def _check_data(loaded: Loaded) -> None:
 
 
 def _require_unfinished(run: RunDir) -> None:
-    if BenchDir(run.path).request.exists():
-        raise UserError(
-            f"{run.name} is a bench, which is not gone on with.",
-            why="Turns that were taken at other times, or on other nodes, do not compare.",
-            fix=f"`{terminal.command('bench', '--show', run.path)}` shows what it has measured; start another one.",
-        )
+    refuse_bench(run.path)
     early = reading.read_object(run.summary).get("stopped_early")
     if life_of(run).finished and isinstance(early, str):
         again = terminal.command("submit", run.path, "train.early_stopping_patience=null")

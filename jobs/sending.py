@@ -1,4 +1,4 @@
-"""`submit --host`: what the login node must have of this machine, and the command as it means the same there."""
+"""`--host` of submit and bench: what the login node must have of this machine, and the command as it is meant there."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from trainkit.records.snapshot import SENT, refusal, withheld_in, write_code, wr
 
 
 def submit(
-    argv: Sequence[str], parser: argparse.ArgumentParser, loadeds: Sequence[Loaded], env: Mapping[str, str]
-) -> int:
+    argv: Sequence[str], parser: argparse.ArgumentParser, loadeds: Sequence[Loaded], env: Mapping[str, str],
+    verb: str = "submit",
+) -> int:  # fmt: skip
     """Send a snapshot of the code, and submit there.
 
     Args:
-        parser: of the command line.
+        parser: of the command line; it knows a ``preset``, a ``run_dir`` and a ``cluster``.
         loadeds: what is to be submitted, as far as this machine knows; nothing if the preset is a run there.
 
     Raises:
@@ -60,7 +61,7 @@ def submit(
         presets[name] = Path(args.cluster).read_text(encoding="utf-8")
         words.replace("cluster", name)
     sent = Sent(_snapshot(presets, own if loadeds else ()))
-    line = script(there, "jobs.submit", words.words, sent=sent)
+    line = script(there, f"jobs.{verb}", words.words, sent=sent)
     try:
         return run_there(there, line, env, show, content=sent.content)
     except KeyboardInterrupt:

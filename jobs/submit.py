@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jobs import cli, elsewhere
 from jobs.sweeps import Further, sweep_points
 from trainkit import terminal
+from trainkit.bench.folder import refuse_bench
 from trainkit.config import yaml
 from trainkit.errors import RefusedError, UserError
 from trainkit.records.rundir import next_path, runs_root
@@ -77,6 +78,7 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
     if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
         return _submit_there(argv, args, parser, variants, env)
     args.preset = cli.preset_or_run(args.preset, env)
+    refuse_bench(Path(args.preset).expanduser())
     loadeds = [loading.load(args.preset, overrides, flags=flags, env=env) for overrides in variants]
     for loaded in loadeds:
         require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)

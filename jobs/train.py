@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jobs import cli
 from trainkit import terminal
+from trainkit.bench.folder import refuse_bench
 from trainkit.checking import check
 from trainkit.cluster.queue import require_no_job
 from trainkit.config.loading import Loaded, load, to_yaml
@@ -48,6 +49,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if token:
             env = {**env, "TRAINKIT_TOKEN": token}
         given = Path(args.run).expanduser()
+        for folder in (given, args.run_dir or given):
+            refuse_bench(folder)
         require_own_code(given, loaded, allow_code=args.allow_code)
         check(loaded)
         if args.show_lr:

@@ -56,7 +56,7 @@ def _plain(text: str) -> str:
 
 HOST = ""
 """The login node, as ``--host`` takes it, if whoever reads this sits at another machine (`trainkit.cluster.remote`)."""
-_OVER_SSH = re.compile(r"python -m jobs\.(?:submit|status|logs|cancel|resume|report|why)(?= )")
+_OVER_SSH = re.compile(r"python -m jobs\.(?:submit|bench|status|logs|cancel|resume|report|why)(?= )")
 
 
 def command(verb: str, *words: object) -> str:

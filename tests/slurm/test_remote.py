@@ -136,6 +136,20 @@ def test_a_run_is_submitted_watched_and_reported_from_a_laptop(laptop: Laptop) -
     assert laptop.log.read_text().count("Accepted publickey") == 2
 
 
+def test_a_bench_is_made_and_shown_from_a_laptop(laptop: Laptop) -> None:
+    few = ("--arms", "fp32,bf16", "--rounds", "3", "--updates", "2", "train.global_batch_size=16")
+    told = laptop.job("bench", "amp", "single", "--gpus-per-node", "0", *few, "--wait")
+    assert "Does mixed precision help here? amp, preset single; 1 rank on n1, cpu." in told
+    folder = laptop.there / "runs" / "bench-amp-0001"
+    assert json.loads(laptop.job("bench", "--show", folder.name, "--json"))["bench"] == "amp"
+    queued = laptop.job("bench", "amp", "single", "--gpus-per-node", "0", *few)
+    assert (
+        f"python -m jobs.bench --show {laptop.there / 'runs' / 'bench-amp-0002'} --host login:{laptop.there}\n"
+        in queued
+    )
+    laptop.job("cancel", "bench-amp-0002")
+
+
 def test_the_readmes_commands_for_a_login_node_work_as_they_stand(laptop: Laptop) -> None:
     (block,) = readme.blocks("login node")
     for line in block:

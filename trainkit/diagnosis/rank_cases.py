@@ -43,6 +43,11 @@ RANKS: tuple[Case, ...] = (
         "NCCL_DEBUG=WARN " + WITHOUT, "Without that node, and with the reason in NCCL's own words:",
     ),
     case(
+        "rank", "no-compiler", r"InvalidCxxCompiler|No working C\+\+ compiler|Failed to find C compiler",
+        "train.compile needs a compiler of C and C++, and {on_node} has none.", AGAIN + " train.compile=off",
+        "Install g++ there, or have it loaded (launch.modules=[gcc]); without it:",
+    ),
+    case(
         "rank", "wandb-login",
         r"api_key not configured|wandb.*(AuthenticationError|[Pp]ermission denied|API key|401|403)"
         r"|CommError.*([Pp]ermission denied|not logged in|401|403|entity \S+ not found)",
