@@ -124,7 +124,8 @@ def test_the_loss_of_every_update_is_that_of_one_process_with_the_same_global_ba
 
 
 def test_status_shows_the_update_under_way_and_what_each_peer_has_gathered_for_it(story: Story) -> None:
-    assert re.search(r"^hivemind-0001: running, round \d+/24, [34] peers, \d+ samples/s, loss \d", story.status)
+    said = r"^hivemind-0001: running, round \d+/24, [34] peers, \d+ samples/s, loss \d"
+    assert re.search(said, story.status, re.MULTILINE)
     assert all(name in story.status for name in ("creator", "first", "late"))
 
 

@@ -157,7 +157,7 @@ def peer(splits: Splits, *, until: int = 99, **facts: Any) -> Iterator[tuple[Any
                 look=lambda: None,
                 say=swarm.said.append,
                 before_round=lambda peers, seconds: None,
-                after_round=lambda index, peers: None,
+                after_round=lambda index, peers, result: None,
             ),
             data_seed=5,
             progress=OwnProgress(),
@@ -191,6 +191,17 @@ def test_one_peer_alone_makes_the_updates_of_the_whole_batch(splits: Splits) -> 
     assert [set(given.weights) for given in swarm.given] == [{64.0}] * 3
     assert swarm.searches == 0  # nobody is there
     assert (p.progress.step, p.progress.position) == (3, 12)
+
+
+@pytest.mark.parametrize(("others_at", "stays"), [(2, True), (3, False)])
+def test_the_owners_side_stays_as_long_as_somebody_lacks_the_last_update(
+    splits: Splits, others_at: int, stays: bool
+) -> None:
+    with peer(splits, others={GUEST: told(round_index=others_at)}) as (p, swarm, _):
+        assert train(p) == "finished"
+    news = [one for one in swarm.told if one.round == 3]
+    assert (len(news) > 2) == stays  # one of them with the last round, one at the end
+    assert time.time() - news[0].time < 2 * SECONDS  # and not for ever
 
 
 def guest(splits: Splits, *, until: int = 1, **facts: Any) -> Any:

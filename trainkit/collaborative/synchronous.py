@@ -107,7 +107,20 @@ def train(p: Peer) -> Ending:
         finally:
             p.averaging.withdraw()
         _news(p, work, at_once=True)
+        _see_off(p, work)
     return "finished"
+
+
+def _see_off(p: Peer, work: _Work) -> None:
+    """Stay for another round's time at most, while somebody is behind: the last state is the owner's side's to give."""
+    until = time.time() + p.clock.seconds
+    if p.dht.own.grant.role == "volunteer":
+        return
+    while any(told.round < p.clock.count for told in _others(p).values()):
+        if time.time() > until or p.stop_requested():
+            return
+        _news(p, work)
+        time.sleep(_IDLE_SECONDS)
 
 
 def _news(p: Peer, work: _Work, *, at_once: bool = False) -> None:
