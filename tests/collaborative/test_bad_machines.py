@@ -27,7 +27,7 @@ class Story:
     run: Path
     """Of the volunteer."""
     off: dict[str, Command]
-    """What was tried with a clock that is an hour off."""
+    """What was tried with a clock that is off."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         words = {
             "fast": ("3600", "jobs.join", token, "--allow-code"),
             "slow": ("-3600", "jobs.join", token, "--allow-code"),
+            "a little": ("2.5", "jobs.join", token, "--allow-code"),
             "status": ("3600", "jobs.swarm", "status", token),
             "doctor": ("3600", "jobs.swarm", "doctor", token),
         }
@@ -82,6 +83,13 @@ def test_a_clock_that_is_an_hour_off_is_named_with_its_remedy(story: Story, cloc
     assert command.process.returncode == 2, command.output
     assert "The clock of this machine differs from the swarm's by more than three seconds." in command.output
     assert "timedatectl set-ntp true" in command.output
+
+
+def test_one_that_is_off_by_less_than_hivemind_minds_is_named_too(story: Story) -> None:
+    """Its peer would find the others in no round, and would not know why."""
+    command = story.off["a little"]
+    assert command.process.returncode == 2, command.output
+    assert re.search(r"The clock of this machine is \d\.\d s ahead of the swarm's\.", command.output), command.output
 
 
 def test_so_does_the_doctor(story: Story) -> None:

@@ -14,13 +14,12 @@ from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.invitation import date
 from trainkit.collaborative.link import MEGABIT, enough, in_words
 from trainkit.collaborative.parts import encoded_bytes, load_for
+from trainkit.collaborative.wall_clock import MOST_APART
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.errors import TrainkitError
 from trainkit.records.rundir import runs_root
 
 _TCP_SECONDS = 5.0
-# Peers' clocks may differ by so much; hivemind refuses those that do by more than three seconds.
-_CLOCK_SECONDS = 1.0
 # Checkpoints that a run keeps at a time (the best, the newest, the one on its way), of weights, momentum and model.
 _BYTES_PER_PARAMETER = 4 * 3 * 4
 _LEAST_FREE = 200 << 20
@@ -173,6 +172,6 @@ def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Findin
 
 def _clock(ahead: float) -> Finding:
     found = f"{abs(ahead):.1f} s {'behind' if ahead > 0 else 'ahead of'} the swarm's"
-    if abs(ahead) <= _CLOCK_SECONDS:
+    if abs(ahead) <= MOST_APART:
         return Finding("clock", found)
     return Finding("clock", found, "Set it: `timedatectl set-ntp true`, or ask the administrator.", 2)

@@ -26,6 +26,7 @@ from trainkit.collaborative.reachability import FORWARD
 from trainkit.collaborative.seat import Seat, averaged, clock_at, common_state, kept, peer_at, take_part
 from trainkit.collaborative.settings import check_peer
 from trainkit.collaborative.waiting import Waiting
+from trainkit.collaborative.wall_clock import require_same_time
 from trainkit.collaborative.watch import Watch
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -65,6 +66,7 @@ def join(
             seat = proven(dht, entry.addresses, seat)
         manifest = read_manifest(dht, entry.addresses)
         require_going_on(manifest)
+        require_same_time(dht, entry.addresses)
         config = adapt(manifest)
         check_peer(config, ranks=seat.env.world_size if seat.team else 1, max_upload=seat.max_upload)
         if _is_over(manifest, config):

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from trainkit.collaborative import address
@@ -20,12 +21,19 @@ _HANDLER = "trainkit.time"
 _TCP_SECONDS, _START_SECONDS, _ASK_SECONDS = 2.0, 8.0, 5.0
 # hivemind starts no node whose clock is further off.
 _MOST_SECONDS = 3.0
+MOST_APART = 1.0
+"""Seconds by which peers' clocks may differ. With 1.5 every second round finds no others, with 2.5 none does, as if the
+others were gone: nobody would know why."""
+_TIMES = 3
 
 
-def wrong_clock() -> UserError:
-    """This machine's clock and the swarm's differ."""
+def wrong_clock(ahead: float | None = None) -> UserError:
+    """This machine's clock and the swarm's differ, by so much if that is known."""
+    how = "differs from the swarm's by more than three seconds"
+    if ahead is not None:
+        how = f"is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's"
     return UserError(
-        "The clock of this machine differs from the swarm's by more than three seconds.",
+        f"The clock of this machine {how}.",
         why="Rounds end by the clock, so the peers' clocks must agree.",
         fix="Set it: `timedatectl set-ntp true`, or ask the administrator.",
     )
@@ -39,6 +47,47 @@ async def serve(node: Any) -> None:
         return DoubleValue(value=time.time())
 
     await node.p2p.add_protobuf_handler(_HANDLER, answer, DoubleValue)
+
+
+def require_same_time(dht: Any, peers: Sequence[str]) -> None:
+    """Ask the peers at these addresses what time it is.
+
+    Args:
+        dht: the peer's `SwarmDHT`.
+
+    Raises UserError when this machine's clock is off; nothing happens when nobody says.
+    """
+    ahead = dht.in_dht(partial(_ahead, of=tuple(peers)), _ASK_SECONDS, None)
+    if ahead is not None and abs(ahead) > MOST_APART:
+        raise wrong_clock(ahead)
+
+
+async def _ahead(dht: Any, node: Any, *, of: Sequence[str]) -> float | None:
+    """Seconds by which this machine's clock is ahead at least, by the first that answers."""
+    from google.protobuf.wrappers_pb2 import DoubleValue
+    from hivemind.p2p import PeerID
+
+    for name in dict.fromkeys(map(address.peer_of, of)):
+        asked = []
+        with suppress(Exception):  # gone: the next one
+            for _ in range(_TIMES):
+                began = time.time()
+                answer = node.p2p.call_protobuf_handler(PeerID.from_base58(name), _HANDLER, DoubleValue(), DoubleValue)
+                told = (await asyncio.wait_for(answer, _ASK_SECONDS)).value
+                asked.append((began, told, time.time()))
+        if asked:
+            return ahead_by(asked)
+    return None
+
+
+def ahead_by(asked: Sequence[tuple[float, float, float]]) -> float:
+    """Seconds by which a clock is ahead for certain, of all that it can be; negative if it is behind.
+
+    Args:
+        asked: when a question was sent, by this clock, the other's answer, and when that arrived.
+    """
+    least, most = max(began - told for began, told, _ in asked), min(over - told for _, told, over in asked)
+    return least if least > 0.0 else min(most, 0.0)
 
 
 async def is_off(peers: Sequence[str]) -> bool:
