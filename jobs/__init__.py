@@ -1,1 +1,20 @@
 """The commands: ``python -m jobs.VERB``, one file a verb."""
+
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+
+# Who has forgotten to activate the environment runs the system's Python, which may be any Python 3: no word of ours
+# that is newer may come before this.
+if importlib.util.find_spec("pydantic") is None:
+    _activate = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "activate"
+    _install = "python3 -m venv .venv && .venv/bin/pip install -e . && source .venv/bin/activate"
+    print(
+        "This Python does not have what trainkit needs.",
+        f"  why: {sys.executable} ({sys.version.split()[0]}) has no pydantic; is trainkit's environment active?",
+        f"  fix: source {shlex.quote(str(_activate))}" if _activate.is_file() else f"  fix: In the clone's folder: {_install}",
+        sep="\n",
+        file=sys.stderr,
+    )
+    raise SystemExit(3)

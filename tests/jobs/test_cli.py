@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -229,3 +230,21 @@ def test_a_command_without_its_verb_names_those_that_there_are(verb: str) -> Non
     with pytest.raises(UserError, match=r"^One of (create|discover), \w+, ") as caught:
         importlib.import_module(f"jobs.{verb}").main([], {})
     assert caught.value.what.endswith(" is missing.")
+
+
+def test_a_python_without_what_trainkit_needs_is_told_where_the_environment_is(tmp_path: Path) -> None:
+    home = tmp_path / "my clone"
+    shutil.copytree(PROJECT / "jobs", home / "jobs")
+    bare = [sys.executable, "-S", "-m", "jobs.submit", "ddp"]  # as the system's: nothing is installed
+
+    def said() -> tuple[int, str]:
+        done = subprocess.run(bare, cwd=home, capture_output=True, text=True, check=False, env={})
+        return done.returncode, done.stderr
+
+    code, error = said()
+    assert code == RefusedError.exit_code
+    assert "has no pydantic" in error
+    assert "fix: In the clone's folder: python3 -m venv .venv" in error
+    (home / ".venv" / "bin").mkdir(parents=True)
+    (home / ".venv" / "bin" / "activate").touch()
+    assert said()[1].splitlines()[-1] == f"  fix: source '{home}/.venv/bin/activate'"
