@@ -71,6 +71,8 @@ class Shown:
         if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
             last = max((item.attempt or 0 for item in self.life.failures), default=0)
             errors = [item.error for item in self.life.failures if (item.attempt or 0) == last]
+            if not errors and (cause := _cause(self)):  # who is refused before the ranks have met writes no event
+                errors = [cause.what]
             notes += [*errors[:1], space.full(self.run.path)]
         return list(dict.fromkeys(note for note in notes if note))
 

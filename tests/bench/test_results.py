@@ -181,6 +181,10 @@ def test_nothing_that_a_terminal_would_obey_reaches_it() -> None:
     assert "\x1b" not in "\n".join(lines(results(told)))
 
 
+def test_a_bench_that_goes_on_does_not_claim_that_nothing_could_run() -> None:
+    assert "to compare yet" in lines(results(records({"fp32": []})[:1]))[-1]
+
+
 @pytest.mark.parametrize("text", ["", "{}\n[1]\nnull\n", '{"kind": "sample"}\n', '{"kind": "began"'])
 def test_samples_that_are_empty_torn_or_foreign_are_no_traceback(text: str, tmp_path: Path) -> None:
     run = BenchDir(tmp_path)
@@ -188,7 +192,7 @@ def test_samples_that_are_empty_torn_or_foreign_are_no_traceback(text: str, tmp_
     run.samples.write_text(text)
     told, files = write_results(run)
     assert files == [run.results]
-    assert "nothing could run here" in lines(told)[-1]
+    assert "There is nothing to compare" in lines(told)[-1]
 
 
 def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None:

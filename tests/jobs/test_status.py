@@ -183,6 +183,20 @@ def test_why_a_run_failed_stands_in_its_row(command: Command, no_slurm: dict[str
     assert "No space left on device" in command("status").out
 
 
+def test_why_a_rank_was_refused_stands_in_its_row_too(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    # Ranks that are refused before they have met write no event: their own words are in their logs.
+    run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711", attempts_before=0)
+    (run.logs / "0").mkdir(parents=True)
+    said = "train.global_batch_size=2048 is larger than the training data.\n  why: It has 1350 images.\n  fix: Use 1024.\n"
+    (run.logs / "0" / "rank-0.err").write_text(said)
+    (run.logs / "batch.out").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
+    append_event(run, "ended", attempt=0, state="FAILED", exit_codes=[2])
+    (row,) = (line for line in command("status").out.splitlines() if line.startswith("ddp-0001"))
+    assert row.endswith("train.global_batch_size=2048 is larger than the training data.")
+
+
 def test_a_run_that_has_diverged_says_so_in_its_row(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
     run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
     append_event(run, "started", attempt=0, step=0, total_steps=40)

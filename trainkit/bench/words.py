@@ -20,6 +20,8 @@ def meaning_of(results: Results) -> str:
 def no_difference(results: Results) -> str:
     """Why no ratio is printed."""
     ran = [row for row in results.rows if row.rates]
+    if not ran and not results.ended:
+        return "There is nothing to compare yet: no arm has been measured."
     if len(ran) < 2:
         which = f"only {ran[0].name} could run" if ran else "nothing could run"
         return f"There is nothing to compare: {which} here."

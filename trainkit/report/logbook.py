@@ -20,7 +20,7 @@ from trainkit.report.sweep import by_accuracy, sweep_tables
 
 _MOST_OF_A_SWEEP = 8
 _SPENT_NOTE = (
-    "start: until the ranks have met and the data is there; data: waiting for images; exposed: waiting for gradients of"
+    "start: until the ranks have met and the data is there, before their clock begins; data: waiting for images; exposed: waiting for gradients of"
     " other ranks that nothing hides; other: records and the loop itself."
 )
 MARK = "<!-- Written by `python -m jobs.report`. A new report replaces this file: copy it before you edit it. -->"
@@ -109,7 +109,7 @@ def require_something(found: Sequence[Facts]) -> None:
         raise UserError(
             f"Nothing to report on in {', '.join(facts.label for facts in found)}.",
             why="No training has begun: there are neither metrics nor a start.",
-            fix=f"See what the run does with `{terminal.command('logs', found[0].run_dir.path)}`.",
+            fix=f"Ask what keeps it: `{terminal.command('why', found[0].run_dir.path)}`.",
         )
 
 

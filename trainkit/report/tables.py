@@ -67,7 +67,7 @@ def cost_rows(facts: Facts) -> list[Row]:
     seconds, wall = facts.train_seconds, facts.wall_seconds
     rows: list[Row] = [
         ("training time", duration(seconds) + estimated if seconds is not None else NONE),
-        ("wall-clock time, first start to end", duration(wall) if wall is not None else NONE),
+        ("wall-clock time, ranks first met to end", duration(wall) if wall is not None else NONE),
         ("throughput, median", speed(facts.images_per_sec)),
         ("largest batch", _largest_batch(facts)),
         ("peak memory of rank 0", memory(facts.max_memory_mb) + _resident(facts)),
