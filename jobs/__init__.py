@@ -9,11 +9,11 @@ from pathlib import Path
 # that is newer may come before this.
 if importlib.util.find_spec("pydantic") is None:
     _activate = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "activate"
-    _install = "python3 -m venv .venv && .venv/bin/pip install -e . && source .venv/bin/activate"
+    _install = "In the clone's folder: python3 -m venv .venv && .venv/bin/pip install -e . && source .venv/bin/activate"
     print(
         "This Python does not have what trainkit needs.",
         f"  why: {sys.executable} ({sys.version.split()[0]}) has no pydantic; is trainkit's environment active?",
-        f"  fix: source {shlex.quote(str(_activate))}" if _activate.is_file() else f"  fix: In the clone's folder: {_install}",
+        f"  fix: {f'source {shlex.quote(str(_activate))}' if _activate.is_file() else _install}",
         sep="\n",
         file=sys.stderr,
     )

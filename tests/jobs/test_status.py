@@ -189,7 +189,7 @@ def test_why_a_rank_was_refused_stands_in_its_row_too(
     # Ranks that are refused before they have met write no event: their own words are in their logs.
     run = make(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711", attempts_before=0)
     (run.logs / "0").mkdir(parents=True)
-    said = "train.global_batch_size=2048 is larger than the training data.\n  why: It has 1350 images.\n  fix: Use 1024.\n"
+    said = "train.global_batch_size=2048 is larger than the training data.\n  why: It has 1350.\n  fix: Use 1024.\n"
     (run.logs / "0" / "rank-0.err").write_text(said)
     (run.logs / "batch.out").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
     append_event(run, "ended", attempt=0, state="FAILED", exit_codes=[2])

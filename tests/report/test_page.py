@@ -87,6 +87,22 @@ def test_several_runs_are_overlaid_and_what_differs_between_them_is_said(make_ru
     assert re.search(r"optim\.lr\s+0\.002\s+0\.007", page.text)
 
 
+def test_what_does_not_compare_is_said_beside_the_comparison(make_run: MakeRun) -> None:
+    page = page_of(make_run(), make_run("ddp-0002", steps=200))
+    assert "ddp-0002 has no time ratio: it saw 12,800 images and not 25,600." in page.text
+
+
+def test_slow_runs_have_the_decimals_that_the_comparison_has(make_run: MakeRun) -> None:
+    page = page_of(make_run(speed=0.5), make_run("ddp-0002", speed=0.5))  # and up to 20 more, in turns
+    assert page.text.count("median 10.5") == 4, "in the chart and in the table"
+
+
+def test_an_axis_of_percent_ends_at_100(make_run: MakeRun) -> None:
+    page = page_of(make_run())  # whose top-5 accuracy is 100 throughout
+    (top5,) = (svg for svg in page.named("svg") if str(svg.get("aria-label")).startswith("Top-5"))
+    assert str(top5["data-range"]).split()[3] == "100"
+
+
 def test_runs_on_more_processors_have_their_speed_up_and_efficiency(make_run: MakeRun) -> None:
     page = page_of(make_run(ranks=1, speed=1000.0), make_run("ddp-0002", ranks=4, speed=3000.0))
     assert page.series()["Speed-up, measured"] == pytest.approx({1: 1, 4: 3015 / 1015}, rel=1e-2)

@@ -166,7 +166,8 @@ def _of_base(base: str, first: str, costs: Mapping[str, Mapping[int, float]]) ->
 def _problem(control: Sequence[float], first: str) -> str:
     """Why no ratio may be believed; empty where they may."""
     if len(control) < FEWEST_ROUNDS:
-        return f"{len(control)} complete round{'s' * (len(control) != 1)} are too few, it takes {FEWEST_ROUNDS}"
+        told = "1 complete round is" if len(control) == 1 else f"{len(control)} complete rounds are"
+        return f"{told} too few, it takes {FEWEST_ROUNDS}"
     median = statistics.median(control)
     if abs(median - 1) > TOLERANCE:
         return f"the control is off, {first} against itself came to {median:.2f} x: this machine does something else"

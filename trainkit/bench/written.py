@@ -65,9 +65,8 @@ def lines(results: Results) -> list[str]:
     if results.control:
         first = next(row.name for row in results.rows if row.rates)
         spread = f"{min(results.control):.2f} to {max(results.control):.2f}"
-        found += terminal.wrapped(
-            f"{results.rounds} rounds. Control: {first} to itself {results.control_median:.2f} x ({spread})."
-        )
+        rounds = f"{results.rounds} round{'s' * (results.rounds != 1)}"
+        found += terminal.wrapped(f"{rounds}. Control: {first} to itself {results.control_median:.2f} x ({spread}).")
     for note in results.notes:
         found += terminal.wrapped(f"Note: {terminal.one_line(note)}")
     meaning = meaning_of(results)

@@ -20,8 +20,8 @@ from trainkit.report.sweep import by_accuracy, sweep_tables
 
 _MOST_OF_A_SWEEP = 8
 _SPENT_NOTE = (
-    "start: until the ranks have met and the data is there, before their clock begins; data: waiting for images; exposed: waiting for gradients of"
-    " other ranks that nothing hides; other: records and the loop itself."
+    "start: until the ranks have met and the data is there, before their clock begins; data: waiting for images;"
+    " exposed: waiting for gradients of other ranks that nothing hides; other: records and the loop itself."
 )
 MARK = "<!-- Written by `python -m jobs.report`. A new report replaces this file: copy it before you edit it. -->"
 

@@ -22,7 +22,7 @@ from trainkit.report.page_costs import hardware, scaling, spent
 from trainkit.report.page_curves import curves
 from trainkit.report.page_markup import Html, cell, section, table, tag
 from trainkit.report.page_timeline import timeline
-from trainkit.report.tables import NONE, duration, memory, number
+from trainkit.report.tables import NONE, duration, memory, number, speed_spec
 
 FILE = "report.html"
 MARK = "<!-- Written by `python -m jobs.report`, which replaces it the next time. -->"
@@ -143,7 +143,7 @@ def _figures(facts: Facts) -> Html:
         ("test acc1", number(test.get("acc1"), ".2f", " %")),
         ("test loss", number(test.get("loss"), ".4f")),
         ("training time", duration(seconds) if seconds is not None else NONE),
-        ("images/s, median", number(facts.images_per_sec, ",.0f")),
+        ("images/s, median", number(facts.images_per_sec, speed_spec(facts.images_per_sec or 0.0))),
         ("peak memory", memory(used)),
         ("processors", str(facts.processors or NONE)),
         ("attempts", str(facts.attempts or NONE)),
@@ -160,7 +160,10 @@ def _comparison(runs: Sequence[Facts]) -> Html:
     diff = [tag("h3", "Settings that differ"), table(header, different)] if different else []
     rows = comparing.comparison_rows(runs)
     note = f"Speed-up and time ratio are relative to {runs[0].label}."
-    return section("comparison", "Comparison", table(comparing.COMPARISON, rows, numbers_from=2), *diff, note=note)
+    parts: list[Html] = [table(comparing.COMPARISON, rows, numbers_from=2)]
+    if missing := comparing.not_comparable(runs):
+        parts.append(tag("ul", *(tag("li", cell(sentence)) for sentence in missing)))
+    return section("comparison", "Comparison", *parts, *diff, note=note)
 
 
 def _rounds(runs: Sequence[Facts]) -> Html:

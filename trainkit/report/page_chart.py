@@ -106,6 +106,8 @@ def _vertical(axes: Axes, values: Sequence[float]) -> Scale:
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     low = low if axes.low is not None else low - room
     high = high if axes.high is not None else high + room
+    if axes.unit == "%":  # nothing is more than all
+        low, high = max(low, min(0.0, *values)), min(high, max(100.0, *values))
     return Scale(low, high, HEIGHT - BOTTOM, TOP)
 
 

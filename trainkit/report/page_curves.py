@@ -12,6 +12,7 @@ from trainkit.report.page_chart import COLOURS, Axes, Series, line_chart
 from trainkit.report.page_markup import NOTHING, Html, section, tag
 from trainkit.report.page_scales import Point
 from trainkit.report.sweep import by_accuracy
+from trainkit.report.tables import speed_spec
 
 MOST = COLOURS
 """Runs that are overlaid: nobody tells more colours apart."""
@@ -93,7 +94,8 @@ def _end_value(key: str, points: Sequence[Point]) -> str:
     if key == "lr":
         return f"peak {max(y for _, y in points):.3g}"
     if key == "images_per_sec":
-        return f"median {median(y for _, y in points):,.0f}"
+        usual = median(y for _, y in points)
+        return f"median {usual:{speed_spec(usual)}}"
     return f"{value:.1f}" if key in ("acc1", "acc5") else f"{value:.3g}"
 
 
