@@ -541,3 +541,15 @@ def test_the_script_of_a_stale_attempt_queues_nothing_again(
     assert "Attempt 1 has taken over" in capsys.readouterr().out
     assert [file.exists() for file in calls] == [False, False]
     assert run.events.read_bytes() == before
+
+
+def test_what_was_refused_before_there_was_a_run_stands_in_the_jobs_own_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = begun(RunDir(tmp_path / "dpd-job7"))
+    attempt = Attempt.named_in(env)
+    assert attempt is not None
+    said = "Unknown preset 'dpd'.\n  why: There are: ddp, dp.\n  fix: Did you mean 'dp'?"
+    (attempt.logs / "rank-0.err").write_text(f"a warning\n{said}\n")
+    assert batch_job.end(2, env, how="requeue") == 2
+    assert said in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,15 @@ def test_the_attempt_and_where_its_ranks_meet_are_told_by_the_one_who_tells_subm
 def test_both_templates_of_training_end_in_the_same_way() -> None:
     endings = {text(template).split("# If the ranks have saved")[1] for template in TEMPLATES[:2]}
     assert len(endings) == 1
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_who_queues_it_elsewhere_is_told_what_lacks(template: str, tmp_path: Path) -> None:
+    own = {"PATH": "/usr/bin:/bin", "CONDA_PREFIX": str(tmp_path), "TRAINKIT_TOKEN": "token"}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    bash = ["bash", str(SLURM / template), "ddp"]
+    done = subprocess.run(bash, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "has no trainkit: call sbatch in the project's folder" in done.stderr

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit import terminal
+from trainkit.diagnosis.stderr import words_of
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.launch import scheduler
 from trainkit.launch.preflight import pronounce
@@ -138,7 +139,10 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     # Of a preemption that signals the batch shell too, and of the requeue. Blocked, so that it can be waited for.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     attempt, job_id = Attempt.named_in(env), job_of(env)
-    if attempt is None or not attempt.run.config.is_file():  # refused before there was a run
+    if attempt is None:
+        return code
+    if not attempt.run.config.is_file():  # refused before there was a run that another command would know
+        print("\n".join(words_of(attempt.logs / "rank-0.err")), file=sys.stderr, flush=True)
         return code
     newer = attempt.successor()
     if newer is not None:  # SLURM took this node for dead, and has started the job again elsewhere

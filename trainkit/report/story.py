@@ -52,7 +52,9 @@ def changed_rows(facts: Facts) -> list[Row]:
     preset = asked(facts)[1]
     theirs = _preset(preset) if preset else None
     keys = [key for key in own if theirs is not None and own[key] != theirs.get(key)]
-    keys = [key for key in dict.fromkeys([*keys, *given(facts)]) if not key.startswith(_NOT_OF_THE_TRAINING)]
+    # Of a mapping that was given its parts are settings.
+    keys += [key for key in given(facts) if not any(name.startswith(f"{key}.") for name in own)]
+    keys = [key for key in dict.fromkeys(keys) if not key.startswith(_NOT_OF_THE_TRAINING)]
     rows: list[Row] = [(key, _text(own.get(key)), NONE if theirs is None else _text(theirs.get(key))) for key in keys]
     return rows[:_MOST_SHOWN]
 
