@@ -103,7 +103,8 @@ LONG = {
     "configs/schema.json": "generated",
 }
 
-TOP = {"configs", "jobs", "slurm", "tests", "trainkit", "pyproject.toml", "README.md", "LICENSE"}
+# `logbook` is where the recipes put what is handed in.
+TOP = {"configs", "jobs", "logbook", "slurm", "tests", "trainkit", "pyproject.toml", "README.md", "LICENSE"}
 
 
 @dataclass(frozen=True)
