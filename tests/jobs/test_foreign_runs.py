@@ -90,6 +90,17 @@ def test_everything_that_imports_or_starts_something_counts(
     require_own_code(run.path, load(str(run.path)), allow_code=True)
 
 
+def test_weights_that_were_started_from_count_unless_nothing_unpickles_them(
+    forget: Callable[[], None], tmp_path: Path
+) -> None:
+    overlay = "model.pretrained_cfg_overlay={{file: /w/{}}}".format
+    runs = [made(tmp_path / name, "model.name=resnet18", overlay(name)) for name in ("w.safetensors", "w.bin")]
+    forget()
+    require_own_code(runs[0].path, load(str(runs[0].path)), allow_code=False)
+    with pytest.raises(RefusedError, match=r"w\.bin"):
+        require_own_code(runs[1].path, load(str(runs[1].path)), allow_code=False)
+
+
 def test_a_strangers_run_of_what_we_have_is_evaluated_and_repeated(
     command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path
 ) -> None:

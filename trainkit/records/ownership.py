@@ -75,6 +75,8 @@ def _named_code(loaded: Loaded) -> Iterator[str]:
         # A name with a colon: package.module:function, or a model of timm's from elsewhere (hf-hub:, local-dir:).
         names = value if isinstance(value, list) else [value]
         imports = key.endswith((".name", ".loggers")) and any(":" in str(name) for name in names)
+        if key == "model.pretrained_cfg_overlay.file" and str(value).endswith(".safetensors"):
+            continue  # by this ending timm chooses a reader that unpickles nothing
         if imports or (value and key.startswith((*_CODE, *_PICKLES))):
             yield f"{key}={value}"
 
