@@ -20,14 +20,13 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.averaging.matchmaking import MatchmakingException
 from torch import Tensor
 
-from trainkit.collaborative import processes
+from trainkit.collaborative import judging, processes
 from trainkit.collaborative.admission import Member
 from trainkit.collaborative.appraisal import slower_than, untrue
 from trainkit.collaborative.averager import GRACE, exchange_seconds
 from trainkit.collaborative.common import CommonState, Given
 from trainkit.collaborative.dht import SwarmDHT
 from trainkit.collaborative.exchanged import Outcome
-from trainkit.collaborative.judging import first_line, has_drifted, number, objection, reference_among
 from trainkit.collaborative.link import Link
 from trainkit.collaborative.parts import CODECS
 from trainkit.collaborative.result import Round
@@ -68,6 +67,7 @@ class Averaging:
         self._control: Any = None
         self._exchange: _Exchange | None = None
         self._usual_norm = 0.0  # of the last average that was used
+        self._own = judging.OwnRounds()
 
     def share(self) -> None:
         """From now on others may take over this peer's state, if it is of the owner's side."""
@@ -153,17 +153,20 @@ class Averaging:
         """Whether the average of the last round is still under way."""
         return self._exchange is not None
 
-    def exchange(self, *, samples: int, trained: float, next_round: int, alone: bool) -> None:
+    def exchange(
+        self, *, samples: int, trained: float, next_round: int, alone: bool, loss: float | None = None
+    ) -> None:
         """The round is over: give this peer's part to the group. `settle` says what came of it.
 
         Args:
             samples: how many this peer has trained on in the round; its weight in the average.
             trained: the share of the round in which it did.
             alone: nobody else has shown up lately, so there is little to wait for.
+            loss: of the round; None: not to be judged by.
         """
         assert self._exchange is None
         control, self._control = self._control, None
-        given = self._common.give(samples)
+        given = self._own.give(self._common, samples, trained, loss)
         sent = self._link.sent(given.weights)
         began, failed = time.monotonic(), self._hand_over(control, given.vector, sent)
         self._exchange = _Exchange(control, given, sent, trained, next_round, alone, began, failed)
@@ -191,8 +194,8 @@ class Averaging:
         if outcome is not None and average is not None:
             reducers, false = self._appraised(average, outcome, members, now)
             outcome = outcome.refusing({verdict.peer for verdict in false}, average, given.vector)
-            own = self._length(given.vector) / max(now.trained, 0.05) if given.usable else 0.0
-            why = objection(average, common.num_parameters, max(own, self._usual_norm))
+            own = judging.whole(self._length(given.vector), now.trained) if given.usable else 0.0
+            why = judging.objection(average, common.num_parameters, max(own, self._usual_norm))
         everything = (True,) * len(given.weights)
         used = "nothing"
         if outcome is not None and average is not None and not why:
@@ -205,8 +208,9 @@ class Averaging:
         else:
             average = given.vector
             arrived = counted = (False,) * len(given.weights)
-        reference = reference_among(self._trusted(members), self._dht.own.grant.role, str(self._averager.peer_id))
-        drifted = reference is not None and has_drifted(members[reference].get("probe"), common.probe())
+        role, me = self._dht.own.grant.role, str(self._averager.peer_id)
+        reference = judging.reference_among(self._trusted(members), role, me)
+        drifted = reference is not None and judging.has_drifted(members[reference].get("probe"), common.probe())
         common.step(average, now.next_round, given, arrived=arrived, counted=counted, trained_on=trained_on)
         advice = self._link.learn(now.sent, said) if said is not None else ""
         self._averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
@@ -214,11 +218,12 @@ class Averaging:
             group=len(members) if used == "average" else 0,
             used=used,
             why=why,
-            samples_per_sec=sum(number(member.get("rate")) for member in members.values()),
+            samples_per_sec=sum(judging.number(member.get("rate")) for member in members.values()),
             drifted=drifted,
             seconds=took,
             reducers=reducers,
             untrue=false,
+            collapsed=given.collapsed,
             advice=advice,
             **({} if outcome is None else outcome.in_short()),
         )
@@ -231,7 +236,7 @@ class Averaging:
         others = tuple(sorted(set(came_from) - {"", own_id}))
         if not others or not now.given.usable:
             return others, ()
-        rates = {peer: number(member.get("rate")) for peer, member in members.items()}
+        rates = {peer: judging.number(member.get("rate")) for peer, member in members.items()}
         slower = slower_than(rates, rates.pop(own_id, 0.0)) / max(now.trained, 0.05)
         size = self._common.num_parameters
         return others, untrue(average, now.given.vector, size, came_from, own_id=own_id, slower=slower)
@@ -276,9 +281,9 @@ class Averaging:
                 return None
             error = "no others" if lonely else "the exchange took too long"
         except (CancelledError, AllreduceException, MatchmakingException, OSError) as failure:
-            error = "no others" if "could not find a group" in str(failure) else first_line(failure)
+            error = "no others" if "could not find a group" in str(failure) else judging.first_line(failure)
         except Exception as failure:  # of libp2p, by way of the averager's process: what it is does not matter here
-            error = first_line(failure)
+            error = judging.first_line(failure)
         else:
             told = {str(peer): value if isinstance(value, dict) else {} for peer, value in members.items()}
             return told, outcome, ""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainkit.collaborative.parts import num_parts
+
 # Numbers that peers compare in each round, to see whether they still train the same model.
 PROBE_SIZE = 256
 
@@ -25,8 +27,10 @@ class Given:
     """Samples behind each part; 0: there is nothing in it."""
     moved: Tensor
     """The whole way that the model has gone from the common weights, against its direction."""
-    finite: bool
+    sound: bool
     """Otherwise nothing of it has a say, and the model starts anew from the common weights."""
+    collapsed: str = ""
+    """Why it is not sound, where it would be finite."""
 
     @property
     def usable(self) -> bool:
@@ -83,6 +87,12 @@ class CommonState(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Drop what is in no average yet: the model is as the peers have it in common."""
+
+    def nothing(self, collapsed: str = "") -> Given:
+        """What a peer puts into the exchange of a round that has come to no good."""
+        vector = torch.cat([torch.zeros(self.num_parameters), self.theta[self.num_parameters :]])
+        weights = (0.0,) * num_parts(self.theta.numel())
+        return Given(vector, weights, torch.zeros(self.num_parameters), False, collapsed)
 
     def probe(self) -> Tensor:
         """A few sums over all weights, alike on peers that have the same; other sums in each round, so that who gives

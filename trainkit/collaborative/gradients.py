@@ -162,7 +162,7 @@ class GradientState(CommonState):
         ``average`` has this peer's own gradients where a part has not arrived; a gradient that came too late to be
         counted is given up, for the weights that it belongs to are gone.
         """
-        if not given.finite:
+        if not given.sound:
             self.gathered.clear()
         if not any(arrived):
             return

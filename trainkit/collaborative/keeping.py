@@ -81,6 +81,9 @@ class RoundKeeper:
         if box.samples:
             words.append(f"loss {box.metrics['loss']:.4f}")
             words.append(f"{rate or 0.0:,.0f} images/s here")
+        if box.result.collapsed:
+            words.append(f"what was learned here is given up: {box.result.collapsed}")
+            self.remark("collapsed", round=box.index + 1, why=box.result.collapsed)
         if box.result.late:
             words.append(f"too late: {', '.join(map(self._name, box.result.late))}")
         if box.result.drifted:
@@ -225,4 +228,5 @@ def _who(box: Box) -> str:
         return "alone"
     if result.used == "own":
         return f"went on alone ({result.why})"
-    return f"no average ({result.why}), what was learned waits for the next round"
+    waits = "" if result.collapsed else ", what was learned waits for the next round"
+    return f"no average ({result.why}){waits}"

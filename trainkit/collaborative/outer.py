@@ -49,8 +49,7 @@ class OuterState(CommonState):
             self._samples = [held + samples for held in self._samples]
             self._rounds = [rounds + 1 for rounds in self._rounds]
         if not finite:
-            nothing = torch.cat([torch.zeros(size), self.theta[size:]])
-            return Given(nothing, (0.0,) * len(self._samples), torch.zeros(size), finite=False)
+            return self.nothing()
         vector = local
         vector[:size] = moved
         for part, rounds in zip(cuts(size), self._rounds, strict=False):
@@ -59,7 +58,7 @@ class OuterState(CommonState):
             held * min(1.0, _MOST_ROUNDS / max(1, rounds))
             for held, rounds in zip(self._samples, self._rounds, strict=True)
         )
-        return Given(vector, weights, moved, finite=True)
+        return Given(vector, weights, moved, sound=True)
 
     def step(
         self,
@@ -94,7 +93,7 @@ class OuterState(CommonState):
                 taken[part] = 0.0
             else:
                 self._samples[number], self._rounds[number] = 0.0, 0
-        if not given.finite:
+        if not given.sound:
             self.forget()
         elif trained_on:
             self._move(self.theta[:size] - before[:size] + taken)

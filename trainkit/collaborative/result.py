@@ -36,5 +36,7 @@ class Round:
     """Ids of the others that have averaged for this peer."""
     untrue: tuple[Verdict, ...] = ()
     """Of those whose averages were not used, see `appraisal`."""
+    collapsed: str = ""
+    """Why this peer's own training of the round was given up; empty if it was not."""
     advice: str = ""
     """What the person at this machine should know about its link; empty if nothing has changed."""

@@ -108,13 +108,14 @@ def _round(p: Peer, inner: _Inner, index: int) -> Ending | None:
         require_quick(p, "update", fix="Use a faster machine, or a run with a smaller batch or longer rounds.")
     time.sleep(max(0.0, boundary - time.time()))
     others = p.watch.others(time.time() - LOST_AFTER * p.clock.seconds)
+    metrics = p.team.read(inner.update.meter)
     p.averaging.exchange(
         samples=samples,
         trained=min(1.0, (boundary - began) / p.clock.seconds),
         next_round=index + 1,
         alone=not others,
+        loss=metrics["loss"] if samples else None,
     )
-    metrics = p.team.read(inner.update.meter)
     pace.done = Done(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position)
     worth_waiting = _IDLE * p.clock.seconds
     if pace.exchange_seconds <= worth_waiting:

@@ -37,7 +37,7 @@ from trainkit.records.rundir import RunDir
 
 Remark = Literal[
     "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "broken_image", "straggler", "peer_joined",
-    "peer_left", "link",
+    "peer_left", "link", "collapsed",
     "swarm_lost", "swarm_back", "save_failed", "save_recovered",
     "peer_dropped", "peer_left_out", "peer_clipped", "peer_banned",
     "uploaded", "upload_failed", "upload_recovered", "not_uploaded",
