@@ -31,7 +31,8 @@ def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None
     default = host or "0.0.0.0 with --public"
     parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
     parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
-    parser.add_argument("--identity", type=Path, metavar="FILE", help="keep this peer's key here, and so its id")
+    kept = "keep this peer's key here, and so its id and address; what it contributes is credited to its name anyway"
+    parser.add_argument("--identity", type=Path, metavar="FILE", help=kept)
     parser.add_argument(
         "--max-upload", metavar="RATE", help="send no more than fits into this, as 20Mbit (default: what is measured)"
     )

@@ -138,3 +138,12 @@ def test_a_full_disk_stops_no_round(run: RunDir, monkeypatch: pytest.MonkeyPatch
     found = Findings(("QmAnna",), (), {"QmAnna": 640.0})
     Sentry(Averager(found), Bans(None), credit=credits(run, told).count).after_round(0, PEERS)
     assert [item.samples for item in told[0]] == [640.0]
+
+
+def test_who_comes_back_with_a_new_key_is_credited_on_under_its_name(run: RunDir) -> None:
+    told: list[Sequence[Contribution]] = []
+    counting = credits(run, told).count
+    for peer in ("QmBefore", "QmAfter"):
+        found = Findings((peer,), (), {peer: 100.0}, {peer: 10}, {peer: "anna"})
+        Sentry(Averager(found), Bans(None), credit=counting).after_round(0, {})
+    assert [(row.name, row.rounds, row.samples) for row in told[-1]] == [("anna", 2, 200.0)]
