@@ -324,3 +324,14 @@ def test_a_node_that_the_run_asks_for_by_name_is_not_excluded_as_well(run: RunDi
     cause = diagnose(run, "NODE_FAIL|NodeDown", batch="srun: error: Node failure on n2")
     assert cause is not None
     assert (cause.command, "--nodelist" in cause.fix) == (f"python -m jobs.resume {run.path}", True)
+
+
+def test_a_bench_is_not_said_to_go_on(run: RunDir) -> None:
+    cause = diagnose(run, "CANCELLED|None")
+    assert cause is not None
+    assert "jobs.resume" in cause.advice
+    (run.path / "bench.json").write_text("{}")
+    cause = diagnose(run, "CANCELLED|None")
+    assert cause is not None
+    assert "jobs.resume" not in cause.advice
+    assert f"jobs.bench --show {run.path}" in cause.advice

@@ -51,4 +51,4 @@ class Progress:
         told.append(f"{arm} {value}")
         if len(told) <= self._arms:
             return []
-        return [f"round {number + 1}/{self._request.rounds}: {', '.join(told)} {self._bench.unit}"]
+        return [f"round {number + 1}/{self._request.rounds}: {'; '.join(told)} {self._bench.unit}"]

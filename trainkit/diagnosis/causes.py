@@ -140,6 +140,9 @@ def _cause(
 
 def _for(run: RunDir, cause: Cause) -> Cause:
     """The cause with the command that mends it where the run was started."""
+    if "-m jobs.resume " in cause.command and (run.path / "bench.json").is_file():
+        show = terminal.command("bench", "--show", run.path)
+        return replace(cause, command=show, fix="A bench is not gone on with: start another one. What it has measured:")
     command = on_every_machine(run, cause.command)
     if command == cause.command:
         return cause
