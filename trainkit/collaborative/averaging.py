@@ -185,7 +185,7 @@ class Averaging:
         self._exchange = None
         members, outcome, why = found
         took = time.monotonic() - now.began
-        common, given = self._common, now.given
+        common, given, size = self._common, now.given, self._common.num_parameters
         said, average = outcome, None
         reducers: tuple[str, ...] = ()
         false: tuple[Verdict, ...] = ()
@@ -194,12 +194,17 @@ class Averaging:
         if outcome is not None and average is not None:
             reducers, false = self._appraised(average, outcome, members, now)
             outcome = outcome.refusing({verdict.peer for verdict in false}, average, given.vector)
-            own = judging.whole(self._length(given.vector), now.trained) if given.usable else 0.0
-            why = judging.objection(average, common.num_parameters, max(own, self._usual_norm))
+            own = judging.whole(float(given.vector[:size].norm()), now.trained) if given.usable else 0.0
+            why = judging.objection(average, size, max(own, self._usual_norm))
+        role, me = self._dht.own.grant.role, str(self._averager.peer_id)
+        reference = judging.reference_among(self._trusted(members), role, me)
+        drifted = reference is not None and judging.has_drifted(members[reference].get("probe"), common.probe())
+        if drifted and common.same_weights:
+            why = "the others are at another update"
         everything = (True,) * len(given.weights)
         used = "nothing"
         if outcome is not None and average is not None and not why:
-            used, self._usual_norm = "average", self._length(average)
+            used, self._usual_norm = "average", float(average[:size].norm())
             arrived, counted = tuple(map(bool, outcome.received)), outcome.counted
             if false and not any(arrived):
                 used, why = "nothing", "all that has arrived was refused"
@@ -208,9 +213,6 @@ class Averaging:
         else:
             average = given.vector
             arrived = counted = (False,) * len(given.weights)
-        role, me = self._dht.own.grant.role, str(self._averager.peer_id)
-        reference = judging.reference_among(self._trusted(members), role, me)
-        drifted = reference is not None and judging.has_drifted(members[reference].get("probe"), common.probe())
         common.step(average, now.next_round, given, arrived=arrived, counted=counted, trained_on=trained_on)
         advice = self._link.learn(now.sent, said) if said is not None else ""
         self._averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
@@ -245,9 +247,6 @@ class Averaging:
         """Those who say that they give their state away, as far as the owner lets them."""
         sharing = [peer for peer, member in members.items() if member.get("shares") is True]
         return [found for peer in sharing if (found := self._dht.member(peer)) and found.trusted]
-
-    def _length(self, vector: Tensor) -> float:
-        return float(vector[: self._common.num_parameters].norm())
 
     def _hand_over(self, control: Any, vector: Tensor, sent: Sequence[float]) -> str:
         """Begin the exchange; why that is not possible, or nothing."""
