@@ -44,12 +44,14 @@ def test_a_gradient_of_other_weights_than_the_owners_sides_is_not_sent() -> None
     assert not strays(WEIGHTS + 1e-6)
 
 
-def settled(theirs: torch.Tensor, *, same_weights: bool) -> tuple[Round, list[tuple[bool, ...]]]:
+def settled(
+    theirs: torch.Tensor, *, same_weights: bool, role: str = "reducer", average: float = 1.0
+) -> tuple[Round, list[tuple[bool, ...]]]:
     """A round of a volunteer with `WEIGHTS`, whose group's reducer had others; and which parts it has stepped by."""
     from trainkit.collaborative.averaging import Averaging, _Exchange
 
     nobody = SimpleNamespace(role="volunteer")
-    member = SimpleNamespace(peer_id="reducer", role="reducer", trusted=True)
+    member = SimpleNamespace(peer_id="reducer", role=role, trusted=True)
     stepped: list[tuple[bool, ...]] = []
     common: Any = SimpleNamespace(
         same_weights=same_weights,
@@ -58,7 +60,10 @@ def settled(theirs: torch.Tensor, *, same_weights: bool) -> tuple[Round, list[tu
         step=lambda *_, arrived, **__: stepped.append(arrived),
     )
     averager: Any = SimpleNamespace(
-        peer_id="me", client_mode=True, lock_averaged_tensors=threading.Lock(), _averaged_tensors=[torch.ones(4)]
+        peer_id="me",
+        client_mode=True,
+        lock_averaged_tensors=threading.Lock(),
+        _averaged_tensors=[average * torch.ones(4)],
     )
     dht: Any = SimpleNamespace(member=lambda peer: member, own=SimpleNamespace(grant=nobody))
     link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
@@ -80,6 +85,11 @@ def test_an_average_of_gradients_at_other_weights_is_not_used() -> None:
     assert (result.used, result.why, result.drifted) == ("nothing", "the others are at another update", True)
     assert stepped == [(False,)]
     assert settled(WEIGHTS, same_weights=True)[0].used == "average"
+
+
+@pytest.mark.parametrize(("role", "used"), [("reducer", "nothing"), ("owner", "average")])
+def test_what_the_owner_has_averaged_is_not_for_others_to_judge(role: str, used: str) -> None:
+    assert settled(WEIGHTS, same_weights=False, role=role, average=8.0)[0].used == used
 
 
 def test_a_pseudo_gradient_is_of_use_to_whoever_has_drifted() -> None:

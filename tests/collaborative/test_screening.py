@@ -193,6 +193,15 @@ def test_of_two_senders_the_owners_side_is_the_measure(factor: float) -> None:
     assert distance(average, own) < 1e-6
 
 
+def test_of_two_senders_who_points_against_the_owners_side_is_left_out_without_blame() -> None:
+    own, other = contributions(2)
+    screen = Screen(["owner", "other"], Limits(frozenset(["owner"]), dict.fromkeys(["owner", "other"], 100.0)), SIZE)
+    screen.average(0, {0: own, 1: -other}, dict.fromkeys(range(2), 100.0), torch.zeros(SIZE))
+    (verdict,) = screen.verdicts()
+    assert (verdict.peer, verdict.action) == ("other", "left out")
+    assert verdict.why.startswith("points against the owner's side")
+
+
 def test_of_two_senders_a_tiny_one_does_not_shrink_the_owners_side() -> None:
     own, other = contributions(2)
     average, _ = screened([own, 1e-9 * other], trusted=[0])

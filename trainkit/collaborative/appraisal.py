@@ -2,9 +2,9 @@
 
 Nobody but the reducer has seen all contributions. But a peer knows its own, which is in the average or beside others
 that began at the same weights: an average is not against it, and not many times longer. So each peer, the owner first
-of all, judges the slice of every other reducer by its own one, and does without a slice that cannot be true: the common
-weights stay there as they are, and what was learned waits for a later round. Who was sent something else than the owner
-finds its weights differ from the owner's in the next round, and takes over those.
+of all, judges by its own one the slice of every other reducer but the owner, and does without a slice that cannot be
+true: the common weights stay there as they are, and what was learned waits for a later round. Who was sent something
+else than the owner finds its weights differ from the owner's in the next round, and takes over those.
 
 A slice that is wrong but neither long nor against anybody passes: who averages for others decides, within one round's
 usual step, what they learn in it.

@@ -240,8 +240,9 @@ class Averaging:
             return others, ()
         rates = {peer: judging.number(member.get("rate")) for peer, member in members.items()}
         slower = slower_than(rates, rates.pop(own_id, 0.0)) / max(now.trained, 0.05)
-        size = self._common.num_parameters
-        return others, untrue(average, now.given.vector, size, came_from, own_id=own_id, slower=slower)
+        size, member = self._common.num_parameters, self._dht.member
+        judged = tuple("" if (one := member(peer)) and one.role == "owner" else peer for peer in came_from)
+        return others, untrue(average, now.given.vector, size, judged, own_id=own_id, slower=slower)
 
     def _trusted(self, members: Mapping[str, Mapping[str, Any]]) -> list[Member]:
         """Those who say that they give their state away, as far as the owner lets them."""

@@ -14,7 +14,8 @@ directions are judged by all that has come so far, and every part is averaged as
   data set: by the median of a sender's cosines with all others).
 - BatchNorm's buffers are averaged as a median of each number: all peers measure the same data.
 
-With two senders there is no majority: then the owner's side is what the other is measured by. All who use one
+With two senders there is no majority: then the owner's side is what the other is measured by, and nobody is blamed for
+pointing against it: once both have learned everything, two honest ones do (cosines to -0.6, measured). All who use one
 invitation have one voice together where a majority decides, or one who was invited would come ten times and be it.
 """
 
@@ -48,7 +49,7 @@ _ROUNDING = 1e-9  # of voices: eight eighths are one
 _AGAINST_OF_TWO = 0.2
 
 Action = Literal["dropped", "left out", "clipped"]
-"""Dropped is who has sent what no honest peer sends; of who is left out only the length says nothing good."""
+"""Dropped is who has sent what no honest peer sends; who is left out may be honest."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Screen:
         self._seen = 0
         self._out: dict[int, str] = {}
         """Who was dropped, and why."""
-        self._too_long: dict[int, str] = {}
+        self._left_out: dict[int, str] = {}
         self._claims: dict[int, float] = {}
         self._counted: dict[int, float] = {}
         """Sums over the parts, of weight times values."""
@@ -150,8 +151,8 @@ class Screen:
     def verdicts(self) -> tuple[Verdict, ...]:
         """One for each sender that did not count, or counted much less."""
         found = [Verdict(self._senders[sender], "dropped", why) for sender, why in sorted(self._out.items())]
-        too_long = [(sender, why) for sender, why in sorted(self._too_long.items()) if sender not in self._out]
-        found += [Verdict(self._senders[sender], "left out", why) for sender, why in too_long]
+        left_out = [(sender, why) for sender, why in sorted(self._left_out.items()) if sender not in self._out]
+        found += [Verdict(self._senders[sender], "left out", why) for sender, why in left_out]
         for sender, peer in enumerate(self._senders):
             if self._counts(sender) and (ratio := self._excess(sender)) > _NOTED_LENGTH:
                 found.append(Verdict(peer, "clipped", f"was {ratio:.1f} times longer than the group's median"))
@@ -161,7 +162,7 @@ class Screen:
         self._out.setdefault(sender, why)
 
     def _counts(self, sender: int) -> bool:
-        return sender not in self._out and sender not in self._too_long
+        return sender not in self._out and sender not in self._left_out
 
     def _trusted(self, sender: int) -> bool:
         return self._senders[sender] in self._limits.trusted
@@ -214,7 +215,7 @@ class Screen:
             self._allowed_squares[sender] += allowed * allowed
         for sender in members:
             if (ratio := self._excess(sender)) > _GROSS_LENGTH:
-                self._too_long.setdefault(sender, f"was {ratio:.3g} times longer than the group's median")
+                self._left_out.setdefault(sender, f"was {ratio:.3g} times longer than the group's median")
         self._judge_directions([sender for sender in members if sender not in self._out])
         kept = [index for index, sender in enumerate(members) if self._counts(sender)]
         norm = {members[index]: lengths[index] for index in kept}
@@ -252,7 +253,7 @@ class Screen:
             for place, sender in enumerate(members):
                 cosine = min(cosines[place][one] for one in trusted)
                 if place not in trusted and cosine < -(_AGAINST_OF_TWO + chance):
-                    self._drop(sender, f"points against the owner's side (cosine {cosine:.2f})")
+                    self._left_out.setdefault(sender, f"points against the owner's side (cosine {cosine:.2f})")
         elif len(members) > 2:
             voices = [self._voice(sender) for sender in members]
             # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
