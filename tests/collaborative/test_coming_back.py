@@ -119,7 +119,7 @@ def test_its_rounds_go_on_after_the_last_one_that_was_saved(story: Story) -> Non
 
 def test_a_checkpoint_that_the_kill_has_cut_short_is_passed_over_and_that_is_said(story: Story) -> None:
     assert story.cut in story.again.output
-    assert rounds_in(story.again.output)[0] > 2
+    assert rounds_in(story.again.output)[0] > 1  # it has not begun anew
 
 
 def test_volunteers_who_only_call_out_keep_their_weights_and_come_back_by_themselves(story: Story) -> None:
