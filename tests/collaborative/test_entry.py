@@ -19,7 +19,7 @@ from trainkit.collaborative.signing import Key
 from trainkit.errors import UserError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-TOKEN = write_token(grant(Key(b"o" * 32), "run", "anna", "volunteer", time.time() + 600), [ADDRESS])
+TOKEN = write_token(grant(Key(b"o" * 32), "run", "anna", "volunteer", time.time() + 86400), [ADDRESS])
 
 
 @pytest.mark.parametrize("word", [TOKEN, ADDRESS])
@@ -95,7 +95,7 @@ def test_what_holds_no_token_is_named_without_what_it_holds(
 
 
 def test_who_was_invited_by_name_is_called_so_and_guests_are_many() -> None:
-    guest = write_token(grant(Key(b"o" * 32), "run", GUESTS, "volunteer", time.time() + 600), [ADDRESS])
+    guest = write_token(grant(Key(b"o" * 32), "run", GUESTS, "volunteer", time.time() + 86400), [ADDRESS])
     assert [entry_of([word], {}, name="").name for word in (TOKEN, guest, ADDRESS)] == ["anna", "", ""]
 
 
