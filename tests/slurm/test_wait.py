@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 REFUSING = """\
 from trainkit.errors import UserError
