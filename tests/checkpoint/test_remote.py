@@ -219,6 +219,8 @@ def test_what_an_attempt_had_no_time_for_goes_up_at_the_next_start_and_nothing_t
     thread.finish(0.2)
     assert len(events(writer, "not_uploaded")) == 1
     assert f"It goes there by: python -m jobs.resume {writer.run.path}" in capsys.readouterr().err
+    thread._thread.join(SOON)  # it ends with its process
+    assert not thread._thread.is_alive()
     bucket[1].over()
     again = Uploads(Store(store.url), writer)
     again.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -174,6 +176,12 @@ class Commands:
     def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:
         """A peer that joins what `create` made."""
         return self.start("join", token, "--allow-code", *words, on=on)
+
+    def status(self, token: str, *, on: tuple[str, ...] = ()) -> dict[str, Any]:
+        """What ``swarm status --json`` says; before it stands that others see the token."""
+        asked = self.start("swarm", "status", token, "--json", on=on)
+        assert asked.ends() == 0, asked.output
+        return dict(json.loads(asked.output[asked.output.index("{") :]))
 
     def address(self) -> str:
         """Of the first swarm that was created."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -73,8 +72,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         assert bare.ends() == 2
         homes = [commands.join(trusted, here, "--public", "--name", f"home{i}", on=net.on(f"lan{i}")) for i in (1, 2)]
         creator.says(r"4 peers averaged.*\n(.*\n)*round .* 4 peers averaged")
-        status = commands.start("swarm", "status", token, "--json", on=net.on("pub3"))
-        assert status.ends() == 0, status.output
+        seen = commands.status(token, on=net.on("pub3"))
         address = re.escape(net.address("pub2"))
         through_anchor = anchor.says(rf"jobs\.join TOKEN (/ip4/{address}/tcp/\d+/p2p/\w+)")[1]
         creator.note_family()
@@ -100,7 +98,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         again.process.send_signal(signal.SIGINT)
         for command in (again, *homes, late):
             command.ends()
-        seen = json.loads(status.output[status.output.index("{") :])  # before it: that others see the token
         yield Story(commands, seen, doctor, hidden, bare, creator, anchor, homes, late, again, twin, killed_at)
 
 

@@ -68,9 +68,7 @@ def kernel_of(command: Command) -> psutil.Process:
 
 
 def ids_of_notebook(commands: Commands, address: str) -> set[str]:
-    status = commands.start("swarm", "status", address, "--json")
-    assert status.ends() == 0, status.output
-    return {row["peer"] for row in json.loads(status.output)["peers"] if row["name"] == "notebook"}
+    return {row["peer"] for row in commands.status(address)["peers"] if row["name"] == "notebook"}
 
 
 @pytest.mark.long
