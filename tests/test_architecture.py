@@ -97,14 +97,17 @@ ENVIRONMENT = {
 
 ERRORS = {"UserError", "RefusedError", "SchedulerError", "RunFailedError", "TrainkitError"}
 
-LONGEST = 300
+LONGEST = 500
 LONG = {
     "slurm/devcluster": "one file that can be copied to any machine",
     "configs/schema.json": "generated",
 }
 
 # `logbook` is where the recipes put what is handed in.
-TOP = {"configs", "jobs", "logbook", "slurm", "tests", "trainkit", "pyproject.toml", "README.md", "LICENSE"}
+TOP = {
+    "configs", "docs", "jobs", "logbook", "slurm", "tests", "trainkit", "pyproject.toml",
+    "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
