@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.following import full_name
+from trainkit import reading
 from trainkit.config import yaml
 from trainkit.config.precision import ON_CPUS, ON_GPUS, auto_precision
 from trainkit.config.schema import Config
@@ -15,7 +16,7 @@ from trainkit.data.order import steps_per_epoch
 from trainkit.errors import TrainkitError
 from trainkit.launch.explain import Row
 from trainkit.launch.plan import Plan
-from trainkit.records import index, reading
+from trainkit.records import index
 from trainkit.records.rundir import RunDir
 
 DERIVED = "derived"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jobs import cli, elsewhere
 from jobs.following import alive_asker, full_name, process_of
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.cluster.asking import Asker
 from trainkit.cluster.queue import job_state
 from trainkit.cluster.slurm_jobs import JobState
@@ -19,7 +19,7 @@ from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
 from trainkit.monitor.rank_logs import RankLog, logs_of, ranks_of
-from trainkit.records import reading, space
+from trainkit.records import space
 from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir, find_run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import cli
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.collaborative.entry import Entry
 from trainkit.collaborative.fitting import rate_of
 from trainkit.config.loading import to_yaml
@@ -19,7 +19,6 @@ from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
-from trainkit.records import reading
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir, next_path, runs_root
 

@@ -13,7 +13,7 @@ from jobs import cli, elsewhere
 from jobs.returning import is_by_hand, resume_by_hand
 from jobs.starting import by_names, dry_run, follow, start
 from jobs.sweeps import Further
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.bench.folder import refuse_bench
 from trainkit.cluster.queue import job_state, job_states, require_no_job
 from trainkit.cluster.site import discover, largest_array
@@ -27,7 +27,7 @@ from trainkit.launch import submission
 from trainkit.launch.plan import make_plan
 from trainkit.launch.restarts import excluded_nodes
 from trainkit.launch.validation import validate
-from trainkit.records import index, reading
+from trainkit.records import index
 from trainkit.records.history import Life, life_of
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.ownership import require_own_code

@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 from jobs import cli, elsewhere
 from jobs.forecasting import GOING_ON, forecast_of, words
 from jobs.watching import view
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.cluster import recent
 from trainkit.cluster.queue import job_states
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.running import course_of
 from trainkit.errors import TrainkitError, UserError
-from trainkit.records import index, reading, space
+from trainkit.records import index, space
 from trainkit.records.events import read_events
 from trainkit.records.forecast import Forecast
 from trainkit.records.history import Life, life_of

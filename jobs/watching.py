@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.monitor import lines
-from trainkit.records import reading
 from trainkit.records.history import Life
 from trainkit.records.metrics import typed
 from trainkit.records.rundir import RunDir

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.records import jsonl, reading, standing
+from trainkit import reading
+from trainkit.records import jsonl, standing
 from trainkit.records.rundir import RunDir
 from trainkit.records.standing import Standing, standing_of
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit import reading
 from trainkit.cluster.slurm_jobs import Answer, JobState, ask
-from trainkit.records import index, reading
+from trainkit.records import index
 from trainkit.records.history import Life
 
 KEPT_SECONDS = 20.0

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.collaborative.admission import Admission, Member
 from trainkit.collaborative.invitation import GUESTS, Pass
 from trainkit.collaborative.signing import UntrustedError
 from trainkit.errors import UserError
-from trainkit.records import jsonl, reading
+from trainkit.records import jsonl
 
 if TYPE_CHECKING:
     from trainkit.collaborative.screening import Verdict

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trainkit import reading
 from trainkit.collaborative import address
 from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.errors import UserError
-from trainkit.records import reading
 from trainkit.records.replacing import replacing, write_private
 from trainkit.records.rundir import RunDir
 from trainkit.terminal import LONGEST_NAME

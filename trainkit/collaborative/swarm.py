@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.collaborative import address, invitation, reader
 from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.collaborative.clock import RoundClock, UpdateClock
@@ -17,7 +17,6 @@ from trainkit.collaborative.entry import VARIABLE, Entry, by_address, entry_of, 
 from trainkit.collaborative.inviting import addresses_of, run_with
 from trainkit.collaborative.owner import KEY_FILE, own_pass, owner_of
 from trainkit.errors import TrainkitError, UserError
-from trainkit.records import reading
 from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit import reading
 from trainkit.diagnosis.stderr import crash_of, last_error, tail_of, text_of, traceback_of, words_of
-from trainkit.records import reading
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 

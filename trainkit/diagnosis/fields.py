@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit import reading
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.batch_sizes import smaller
 from trainkit.diagnosis.evidence import Failure, lagging_ranks
 from trainkit.errors import UserError
 from trainkit.ranks.hostlist import expand
-from trainkit.records import reading
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from trainkit.records import reading
+from trainkit import reading
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 

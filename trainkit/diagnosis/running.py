@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.diagnosis.texts import Quote
-from trainkit.records import reading
 from trainkit.records.events import read_events
 from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir

@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit import terminal
-from trainkit.records import reading
+from trainkit import reading, terminal
 
 _LONGEST = 1 << 20
 """Bytes at the end of a log that are looked at. A traceback is not followed by more."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainkit import reading
 from trainkit.config.layers import flatten
 from trainkit.config.schema import Config
 from trainkit.monitor.base import Start
-from trainkit.records import reading
 from trainkit.records.rundir import RunDir
 
 SETTINGS = frozenset({"seed", "model", "data", "train", "optim", "schedule", "strategy"})

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit import reading
 from trainkit.monitor.gpus import Gpus
-from trainkit.records import reading
 from trainkit.records.rundir import RunDir
 
 _JOULES_PER_KWH = 3.6e6

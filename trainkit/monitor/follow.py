@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.monitor import lines
-from trainkit.records import reading
 from trainkit.records.events import read_events
 from trainkit.records.events import typed as typed_event
 from trainkit.records.metrics import read_thinned

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainkit.records import reading
+from trainkit import reading
 
 PART_BYTES = 1 << 20
 

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit import terminal
-from trainkit.records import reading
+from trainkit import reading, terminal
 from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit import terminal
-from trainkit.records import jsonl, reading
+from trainkit import reading, terminal
+from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
 

@@ -8,8 +8,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from trainkit import reading
 from trainkit.config.schema import Config
-from trainkit.records import index, reading
+from trainkit.records import index
 from trainkit.records.rundir import RunDir
 
 _LOOKED_AT = 1000

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.records import reading
+from trainkit import reading
 
 
 def state_file(name: str = "runs") -> Path:

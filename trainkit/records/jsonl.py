@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from trainkit.records import reading
+from trainkit import reading
 
 LONGEST_LINE = 1 << 20
 _BLOCK = 1 << 24

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from trainkit.records import jsonl, reading
+from trainkit import reading
+from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
 SPLITS = ("train", "val", "test")

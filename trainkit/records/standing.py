@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.records import reading
+from trainkit import reading
 from trainkit.records.metrics import typed
 from trainkit.records.rundir import RunDir
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit import terminal
-from trainkit.records import reading
+from trainkit import reading, terminal
 from trainkit.report.facts import Facts
 from trainkit.report.tables import NONE, Row, number
 

@@ -8,11 +8,11 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from trainkit import plugins, terminal
+from trainkit import plugins, reading, terminal
 from trainkit.config import yaml
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
-from trainkit.records import jsonl, reading
+from trainkit.records import jsonl
 from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.events import read_events
 from trainkit.records.metrics import Thinned, read_thinned

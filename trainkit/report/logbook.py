@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import markdown, terminal
+from trainkit import markdown, reading, terminal
 from trainkit.errors import UserError
-from trainkit.records import reading
 from trainkit.report import comparing, contributors, plots, story, tables
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.sweep import by_accuracy, sweep_tables

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trainkit.records import reading
+from trainkit import reading
 from trainkit.report.page_markup import NOTHING, Html, tag
 from trainkit.report.page_scales import TINY, Point, Scale, is_wide, linear_ticks, shown, smoothed, thinned
 

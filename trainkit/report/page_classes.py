@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit import terminal
-from trainkit.records import reading
+from trainkit import reading, terminal
 from trainkit.report.facts import Facts
 from trainkit.report.page_markup import NOTHING, Html, join, section, table, tag
 from trainkit.report.tables import Row

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from trainkit.records import reading
+from trainkit import reading
 from trainkit.report.facts import Facts
 from trainkit.report.page_chart import COLOURS, Axes, Series, line_chart
 from trainkit.report.page_markup import NOTHING, Html, section, tag

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from trainkit.records import reading
+from trainkit import reading
 from trainkit.report.drawing import time_unit
 from trainkit.report.facts import Facts
 from trainkit.report.page_markup import Html, section, table, tag

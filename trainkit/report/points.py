@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit import terminal
-from trainkit.records import reading
+from trainkit import reading, terminal
 
 Point = dict[str, str]
 """Swept keys and their values, as they were written."""

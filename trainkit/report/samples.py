@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.records import reading
+from trainkit import reading
 
 
 @dataclass(frozen=True)

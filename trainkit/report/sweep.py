@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainkit import markdown
+from trainkit import markdown, reading
 from trainkit.errors import UserError
-from trainkit.records import reading
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.points import points_of
 from trainkit.report.tables import NONE, Row, duration, number

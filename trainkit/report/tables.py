@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trainkit import reading
 from trainkit.ranks.hostlist import fold
-from trainkit.records import reading
 from trainkit.report.facts import Facts
 from trainkit.report.samples import Usage
 from trainkit.report.spans import processor_hours
