@@ -96,12 +96,13 @@ class FSDP:
             if isinstance(module, _AUTOCAST_CASTS)
             for parameter in module.parameters(recurse=False)
         }
-        return MixedPrecisionPolicy(
-            param_dtype=self.gathered,
-            reduce_dtype=self.reduced,
-            cast_forward_inputs=False,
-            param_dtype_override_fn=lambda parameter: None if id(parameter) in cast else parameter.dtype,
-        )
+        settings: dict[str, Any] = {  # not by keyword: mypy reads the torch that is installed
+            "param_dtype": self.gathered,
+            "reduce_dtype": self.reduced,
+            "cast_forward_inputs": False,
+            "param_dtype_override_fn": lambda parameter: None if id(parameter) in cast else parameter.dtype,
+        }
+        return MixedPrecisionPolicy(**settings)
 
 
 def _placement(parameter: nn.Parameter, shards: int) -> Shard:
