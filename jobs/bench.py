@@ -62,6 +62,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             "NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}."
         )  # fmt: skip
     bench = bench_of(args.name)
+    if args.host is None:
+        args.preset = cli.preset_or_run(args.preset, env)
     request = _request(bench, args)
     if args.host is not None:
         return _submit_there(argv, args, parser, env)

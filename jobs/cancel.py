@@ -40,7 +40,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     for run, state in zip(runs, states, strict=True):
         if state.alive == "no":
             why = f" ({state.reason})" if state.reason else ""
-            print(f"{run.name}: nothing to cancel, it is {state.state}{why}.")
+            print(f"{_shown(run)}: nothing to cancel, it is {state.state}{why}.")
     nameless = [(run, job) for run, job in jobs if not job.job_id]
     on_slurm = [(run, job) for run, job in jobs if job.job_id and job.executor == "slurm"]
     local = [(run, job) for run, job in jobs if job.executor != "slurm"]
@@ -56,6 +56,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix=f"Give the command again in a minute: `{terminal.command('cancel', run.path)}`.",
         )
     return 0
+
+
+def _shown(run: RunDir) -> str:
+    """Its whole path: by a name alone nobody sees whether it was the one that was meant."""
+    return terminal.one_line(run.path, 5000)
 
 
 def _require_own(run: RunDir) -> None:
@@ -96,7 +101,7 @@ def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
         if state.job_id not in refused:
             cancelled(run, state.job_id)
             doubt = f"; whether it still ran, nobody could tell ({state.reason})" if state.alive == "unknown" else ""
-            print(f"{run.name}: cancelled job {state.job_id}{doubt}.", flush=True)
+            print(f"{_shown(run)}: cancelled job {state.job_id}{doubt}.", flush=True)
     if refused:
         text = " ".join(" ".join(words).split())
         if _DENIED.search(text):
@@ -132,7 +137,7 @@ def _end_locally(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
         if not in_sweep:
             # Its ranks die with it: each has asked the kernel for that.
             process.signal(signal.SIGKILL)
-        print(f"{run.name}: cancelled local job {state.job_id}.")
+        print(f"{_shown(run)}: cancelled local job {state.job_id}.")
 
 
 if __name__ == "__main__":

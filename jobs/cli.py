@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -62,15 +62,14 @@ def new_folder(text: str) -> Path:
 
 def preset_or_run(name: str, env: Mapping[str, str]) -> str:
     """``name`` of a preset or a file as it is; where there is none, but a run of that name, the run's folder."""
-    from trainkit.config.presets import find_preset
-    from trainkit.records.rundir import find_run
+    from trainkit.config.presets import find_preset, presets_named
+    from trainkit.records.rundir import find_run, folders_named
 
     try:
-        find_preset(name)
-    except UserError:
-        with suppress(UserError):  # who knows of no run complains of the preset
-            return str(find_run(name, env).path)
-    return name
+        is_run = find_preset(name).parent == Path(name).expanduser()
+    except UserError:  # the loader says it, where there is no run either
+        is_run = bool(name.strip()) and not presets_named(name) and bool(folders_named(name, env))
+    return str(find_run(name, env).path) if is_run else name
 
 
 @contextmanager

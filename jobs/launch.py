@@ -40,6 +40,7 @@ HIDDEN = "***"
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = _parse(argv)
+    args.preset = cli.preset_or_run(args.preset, env)
     path = Path(args.preset).expanduser()
     refuse_bench(path)
     existing = RunDir.open(path) if (path / "config.yaml").is_file() else None

@@ -133,13 +133,19 @@ def open(reference: str | Path) -> Run:
 
     Raises UserError when there is none, or several.
     """
-    return Run(find_run(str(reference), os.environ).path)
+    return Run(find_run(_word(reference), os.environ).path)
 
 
 def compare(*runs: Run | str | Path, out: str | Path = "report") -> Path:
     """Write one log book of several runs, with speed-ups over the first, into the folder ``out``; where it is."""
-    report.main([*(str(run.path if isinstance(run, Run) else run) for run in runs), "--out", str(out)], os.environ)
+    report.main([*(_word(run) for run in runs), "--out", str(out)], os.environ)
     return Path(out) / "logbook.md"
+
+
+def _word(reference: Run | str | Path) -> str:
+    """As a command takes it. A `Path` is one, though it has lost its ``./``."""
+    path = reference.path if isinstance(reference, Run) else reference
+    return path if isinstance(path, str) else str(path.expanduser().absolute())
 
 
 def _words(flags: Mapping[str, Flag]) -> list[str]:

@@ -90,7 +90,7 @@ def test_what_has_ended_needs_no_cancelling(command: Command, no_slurm: dict[str
     append_event(run, "submitted", executor="local", job_id="1")
     append_event(run, "ended", state="COMPLETED")
     done = command("cancel", run.name)
-    assert (done.code, done.out) == (0, f"{run.name}: nothing to cancel, it is COMPLETED.\n")
+    assert (done.code, done.out) == (0, f"{run.path}: nothing to cancel, it is COMPLETED.\n")
 
 
 def test_a_process_that_only_has_the_number_of_the_controller_is_left_alone(
@@ -110,6 +110,25 @@ def test_slurm_jobs_are_cancelled_by_scancel_in_one_call(command: Command, fake_
     assert done.code == 0
     assert (fake_slurm / "cancelled").read_text() == "4711\n"
     assert last_event(run, "cancelled") is not None
+
+
+@pytest.mark.parametrize("reference", ["ddp-0001", "ddp-0001/0"])
+def test_a_sweep_of_another_folder_is_left_alone(
+    command: Command, fake_slurm: Path, tmp_path: Path, reference: str
+) -> None:
+    """Where this folder has a run of that name; what was cancelled is told by its whole path."""
+    config = to_yaml(load("ddp").config)
+    theirs = [RunDir.create(tmp_path / f"other/runs/ddp-0001/{index}", config) for index in range(2)]
+    (tmp_path / "other/runs/ddp-0001/sweep.json").write_text("[]")
+    mine = RunDir.create(tmp_path / "runs/ddp-0001", config)
+    for run, job_id in zip([*theirs, mine], ("4712_0", "4712_1", "4711"), strict=True):
+        append_event(run, "submitted", executor="slurm", job_id=job_id)
+    done = command("cancel", reference)
+    if reference == "ddp-0001":
+        assert (fake_slurm / "cancelled").read_text() == "4711\n"
+        assert done.out == f"{mine.path}: cancelled job 4711.\n"
+    else:
+        assert (done.code, (fake_slurm / "cancelled").exists()) == (2, False), "of the run here there is no task 0"
 
 
 def test_what_scancel_refuses_is_said_in_its_words(command: Command, fake_slurm: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import pytest
 from jobs import cli
 from jobs.__main__ import verbs
 from trainkit.config.launch import LaunchConfig
+from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RefusedError, UserError
-from trainkit.records.rundir import find_run
+from trainkit.records.rundir import RunDir, find_run
 
 PROJECT = Path(__file__).parents[2]
+Command = Callable[..., Any]
 # What flags take, in words that say it: not the flag's own last word again (NODE, TASK, RUN_DIR).
 WORDS = {
     "A", "ADDRESS", "EVENTS", "FEATURES", "FILE", "FOLDER", "HOST", "IMAGE", "K", "KEY", "KIND", "N", "NAME", "NODES",
@@ -248,3 +250,21 @@ def test_a_python_without_what_trainkit_needs_is_told_where_the_environment_is(t
     (home / ".venv" / "bin").mkdir(parents=True)
     (home / ".venv" / "bin" / "activate").touch()
     assert said()[1].splitlines()[-1] == f"  fix: source '{home}/.venv/bin/activate'"
+
+
+def test_a_name_of_a_preset_and_of_a_run_in_this_folder_is_neither(command: Command, tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "ddp", to_yaml(load("ddp").config))
+    done = command("submit", "ddp", "--dry-run")
+    assert (done.code, done.err.splitlines()[0]) == (2, "'ddp' is a preset and a run.")
+    assert "run folder" in command("submit", "./ddp", "--dry-run", "--executor", "local").out
+
+
+@pytest.mark.parametrize("verb", ["submit", "bench", "launch", "train"])
+def test_a_folder_that_is_no_run_hides_no_run_from_a_verb(command: Command, tmp_path: Path, verb: str) -> None:
+    """Of those that take a preset or a run."""
+    RunDir.create(tmp_path / "runs" / "photos", to_yaml(load("ddp").config))
+    (tmp_path / "photos").mkdir()
+    words = {"submit": ["--dry-run"], "bench": ["--dry-run"], "launch": ["--dry-run"], "train": ["--show-lr"]}[verb]
+    done = command(verb, *(["amp"] if verb == "bench" else []), "photos", "no.such=1", *words)
+    assert done.code == 2
+    assert re.search("runs/photos is a run|Unknown (key|section) 'no", done.err), "it is found; it has no such setting"

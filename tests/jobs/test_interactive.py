@@ -14,6 +14,7 @@ import trainkit
 from tests.jobs.conftest import PROJECT
 from trainkit.errors import RunFailedError, UserError
 from trainkit.launch.plan import Plan
+from trainkit.records.rundir import RunDir
 
 QUICK = ("train.max_steps=20", "monitor.loggers=[jsonl]")
 
@@ -94,3 +95,11 @@ def test_the_package_itself_stays_light() -> None:
     assert done.stdout == "[]\n"
     with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
         trainkit.sumbit  # noqa: B018
+
+
+def test_a_path_object_is_a_path_though_it_has_lost_its_dot(here: Path) -> None:
+    """`Path("./x")` is written ``x``, which as a name means the run in the runs folder."""
+    RunDir.create(here / "runs" / "x", "seed: 0\n")
+    assert trainkit.open("x").path == here / "runs" / "x"
+    with pytest.raises(UserError, match="No run"):
+        trainkit.open(Path("./x"))

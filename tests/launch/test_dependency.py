@@ -34,6 +34,7 @@ def find(tmp_path: Path) -> Callable[[str], Sequence[RunDir]]:
         "never": [make("never")],
         "sweep": [make(f"s{index}", f"30_{index}") for index in range(3)],
         "partly": [make("p0", "40_0", "COMPLETED"), make("p1", "40_1"), make("p2", "50_0")],
+        "4711": [make("4711", "21")],
     }
 
     def find(name: str) -> Sequence[RunDir]:
@@ -77,6 +78,7 @@ def test_names_of_runs_become_what_is_left_to_wait_for(
         ("afternotok:done", RefusedError, "done is COMPLETED"),
         ("afterok:here", UserError, "executor local"),
         ("afterok:never", UserError, "never submitted"),
+        ("afterok:4711", UserError, "is a job and a run"),
     ],
 )
 def test_what_cannot_come_true_is_refused(

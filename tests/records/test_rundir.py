@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -251,3 +252,148 @@ def test_the_runs_of_a_sweep_are_found_by_its_folder_wherever_one_stands(
     monkeypatch.chdir(tmp_path)
     for reference in ("sweep-0001", str(tmp_path / "sweep-0001")):
         assert sorted(run.path for run in find_runs(reference, env)) == [run.path for run in runs]
+
+
+# What a name means: the run here, and one elsewhere only if there is none here
+
+
+def sweep(folder: Path, count: int = 2) -> Path:
+    for index in range(count):
+        RunDir.create(folder / str(index), YAML)
+    (folder / "sweep.json").write_text("[]")
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runs folder of another project of this user's; the current folder is ``here``, with its own ``runs``."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    env.pop("TRAINKIT_RUNS")
+    return tmp_path / "elsewhere" / "runs"
+
+
+def here(name: str) -> Path:
+    return RunDir.create(Path("runs") / name, YAML).path
+
+
+@pytest.mark.parametrize("other", ["run", "sweep"])
+def test_the_run_here_is_meant_whatever_there_is_elsewhere(elsewhere: Path, env: dict[str, str], other: str) -> None:
+    mine = here("ddp-0001")
+    RunDir.create(elsewhere / "ddp-0001", YAML) if other == "run" else sweep(elsewhere / "ddp-0001")
+    assert [run.path for run in find_runs("ddp-0001", env)] == [find_run("ddp-0001", env).path] == [mine]
+
+
+def test_the_sweep_here_is_meant_whatever_there_is_elsewhere(elsewhere: Path, env: dict[str, str]) -> None:
+    mine = sweep(Path("runs/ddp-0001").absolute())
+    RunDir.create(elsewhere / "ddp-0001", YAML)
+    assert sorted(run.path for run in find_runs("ddp-0001", env)) == [mine / "0", mine / "1"]
+    assert find_run("ddp-0001/1", env).path == mine / "1"
+
+
+def test_half_a_run_here_is_not_one_elsewhere(elsewhere: Path, env: dict[str, str]) -> None:
+    Path("runs/ddp-0001/logs").mkdir(parents=True)
+    RunDir.create(elsewhere / "ddp-0001", YAML)
+    with pytest.raises(UserError, match="only half of one"):
+        find_runs("ddp-0001", env)
+
+
+def test_a_sweep_elsewhere_is_found_where_there_is_none_here(elsewhere: Path, env: dict[str, str]) -> None:
+    theirs = sweep(elsewhere / "ddp-0001")
+    assert sorted(run.path for run in find_runs("ddp-0001", env)) == [theirs / "0", theirs / "1"]
+    assert find_run("ddp-0001/0", env).path == theirs / "0"
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+def test_of_several_elsewhere_none_is_taken_and_all_are_listed(
+    elsewhere: Path, env: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    one = sweep(elsewhere / "ddp-0001")
+    two = tmp_path / "third" / "ddp-0001"
+    RunDir.create(two, YAML) if kind == "run" else sweep(two)
+    with pytest.raises(UserError) as caught:
+        find_runs("ddp-0001", env)
+    assert caught.value.why == f"{one}, {two}"
+
+
+def test_the_number_of_a_run_in_a_sweep_is_no_name(elsewhere: Path, env: dict[str, str]) -> None:
+    sweep(elsewhere / "ddp-0001", count=1)
+    with pytest.raises(UserError, match="No run '0'"):
+        find_runs("0", env)
+
+
+@pytest.mark.parametrize("reference", ["./ddp-0001", "runs/ddp-0001", "../here/runs/ddp-0001", "~/ddp-0001"])
+def test_a_path_is_looked_for_where_it_points_and_nowhere_else(
+    elsewhere: Path, env: dict[str, str], reference: str
+) -> None:
+    RunDir.create(elsewhere / "ddp-0001", YAML)
+    with pytest.raises(UserError, match="No run"):
+        find_runs(reference, env)
+
+
+@pytest.mark.parametrize("reference", ["./ddp-0001", "../here/ddp-0001"])
+def test_a_path_does_not_mean_the_runs_folder(elsewhere: Path, env: dict[str, str], reference: str) -> None:
+    mine = RunDir.create(Path("ddp-0001"), YAML).path
+    here("ddp-0001")
+    assert find_run(reference, env).path.resolve() == mine
+
+
+def test_a_folder_of_that_name_that_is_no_run_hides_none(elsewhere: Path, env: dict[str, str]) -> None:
+    Path("photos").mkdir()
+    mine = here("photos")
+    assert find_run("photos", env).path == mine
+    (mine / "config.yaml").unlink()
+    with pytest.raises(UserError, match="runs/photos is not a run folder"):
+        find_run("photos", env)
+
+
+def test_a_run_in_the_current_folder_and_one_in_the_runs_folder_are_two(elsewhere: Path, env: dict[str, str]) -> None:
+    paths = [RunDir.create(Path("ddp-0001"), YAML).path, here("ddp-0001")]
+    with pytest.raises(UserError) as caught:
+        find_run("ddp-0001", env)
+    assert caught.value.why == ", ".join(map(str, paths))
+
+
+def test_a_run_that_is_reached_by_two_names_is_one(
+    elsewhere: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = here("ddp-0001")
+    Path("ddp-0001").symlink_to(mine)
+    assert find_run("ddp-0001", env).path.resolve() == mine
+    monkeypatch.chdir("runs")
+    assert find_run("ddp-0001", {"TRAINKIT_RUNS": "."}).path == mine
+
+
+@pytest.mark.parametrize("name", ["ddp-*", "[d]dp-0001", "?dp-0001", "DDP-0001"])
+def test_a_name_is_no_pattern(elsewhere: Path, env: dict[str, str], name: str) -> None:
+    here("ddp-0001")
+    RunDir.create(elsewhere / "ddp-0001", YAML)
+    with pytest.raises(UserError, match="No run"):
+        find_runs(name, env)
+
+
+def test_a_run_may_be_called_by_a_number(elsewhere: Path, env: dict[str, str]) -> None:
+    mine, theirs = here("4711"), RunDir.create(elsewhere / "4712", YAML).path
+    assert [find_run(name, env).path for name in ("4711", "4712")] == [mine, theirs]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+@pytest.mark.parametrize(("mode", "why"), [(0o755, "It belongs to root (mode 700)"), (0o700, "A folder on the way")])
+def test_a_run_of_somebody_else_is_no_run_of_that_name_elsewhere(
+    elsewhere: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch, mode: int, why: str
+) -> None:
+    """And not half of one: what is in it nobody can tell."""
+    RunDir.create(elsewhere / "ddp-0001", YAML)
+    with tempfile.TemporaryDirectory() as shared:
+        root = Path(shared, "runs")
+        RunDir.create(root / "ddp-0001", YAML)
+        Path(shared).chmod(0o755)
+        root.chmod(mode)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(UserError) as caught:
+                find_runs("ddp-0001", {"TRAINKIT_RUNS": str(root)})
+        finally:
+            os.seteuid(0)
+    assert caught.value.what == f"Permission denied: {root / 'ddp-0001'}."
+    assert caught.value.why.startswith(why)

@@ -28,16 +28,22 @@ def find_preset(preset: str) -> Path:
             fix="For example python -m jobs.submit ddp.",
         )
     given = Path(preset).expanduser()  # os.path takes names that are too long for a file, too: a token, by mistake
+    folders = [folder for folder in (OWN, PACKAGED) if folder.is_dir()]
+    named = presets_named(preset)
     if os.path.isfile(given / "config.yaml"):
+        if named and not given.is_absolute():
+            raise UserError(
+                f"'{preset}' is a preset and a run.",
+                why=f"There are {named[0]} and {given.absolute()}.",
+                fix=f"Give the path of one of them: ./{preset} is the run.",
+            )
         return given / "config.yaml"
     if given.suffix in (".yaml", ".yml"):
         if os.path.isfile(given):
             return given
         raise UserError(f"No file {preset}.", why=f"It is not in {Path.cwd()}.", fix="Check the path.")
-    folders = [folder for folder in (OWN, PACKAGED) if folder.is_dir()]
-    for folder in folders:
-        if os.path.isfile(folder / f"{preset}.yaml"):
-            return folder / f"{preset}.yaml"
+    if named:
+        return named[0]
     if os.path.isdir(given):
         raise UserError(
             f"{preset} is not a run folder, or only half of one.",
@@ -51,6 +57,11 @@ def find_preset(preset: str) -> Path:
         why=f"There are: {', '.join(known)}.",
         fix=did_you_mean(preset, known, otherwise="Use one of them, or the path of a YAML file."),
     )
+
+
+def presets_named(name: str) -> list[Path]:
+    """The files of the presets of that name; the first one counts."""
+    return [folder / f"{name}.yaml" for folder in (OWN, PACKAGED) if os.path.isfile(folder / f"{name}.yaml")]
 
 
 def file_layer(path: Path, seen: tuple[Path, ...] = ()) -> Layer:

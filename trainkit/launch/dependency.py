@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -67,12 +68,27 @@ def translated(text: str, find: Find) -> str:
 def _ids(kind: str, word: str, find: Find) -> list[str]:
     """Job ids of one word; none if what is awaited has come true."""
     if _JOB_ID.fullmatch(word):
+        _require_no_run(word, find)
         return [word]
     runs = find(word)
     waited = [run for run in runs if not _is_met(kind, run)]
     ids = [_job_id(run) for run in waited]
     arrays = {job_id.partition("_")[0] for job_id in ids}
     return list(arrays) if len(arrays) == 1 and len(ids) == len(runs) else ids
+
+
+def _require_no_run(job_id: str, find: Find) -> None:
+    """Raise UserError where a run is called like the job."""
+    try:
+        (run, *_) = find(job_id)
+    except UserError:
+        return
+    raise UserError(
+        f"--dependency {job_id} is a job and a run.",
+        why=f"sbatch takes the number for a job's, and there is {run.path}.",
+        fix=f"Give the job of the run by its path, ./{os.path.relpath(run.path)}, or rename the run.",
+        key="launch.dependency",
+    )
 
 
 def _is_met(kind: str, run: RunDir) -> bool:

@@ -50,12 +50,23 @@ def known(*, everywhere: bool = False) -> list[Path]:
 
 
 def named(reference: str) -> list[Path]:
-    """Runs of that name: those of this installation, or where it has none those of others."""
+    """Folders of the runs and sweeps of that name, ``SWEEP/NUMBER`` included: those of this installation, or where it
+    has none those of others."""
     for everywhere in (False, True):
-        paths = known(everywhere=everywhere)
-        if found := [path for path in paths if path.name == reference or str(path).endswith(f"/{reference}")]:
-            return found
+        found = [folder for path in known(everywhere=everywhere) for folder in _called(path, reference)]
+        if found:
+            return list(dict.fromkeys(found))
     return []
+
+
+def _called(run: Path, reference: str) -> list[Path]:
+    """The run's folder, or that of its sweep, if that is its name."""
+    in_sweep = run.name.isdecimal() and os.path.isfile(run.parent / "sweep.json")
+    if reference == (f"{run.parent.name}/{run.name}" if run.name.isdecimal() else run.name):
+        return [run]
+    if in_sweep:
+        return [run.parent] if reference == run.parent.name else []
+    return [run] if reference == run.name else []  # a run that is called by a number
 
 
 def has(path: Path) -> bool:

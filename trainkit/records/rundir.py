@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,13 +178,19 @@ class RunDir:
     def open(cls, path: Path) -> RunDir:
         """An existing run folder. Raises UserError: there is none, or it is half-written."""
         path = path.absolute()
-        if not os.path.isdir(path):  # which, unlike Path's own, is False for what cannot even be asked
-            raise UserError(f"No run folder {path}.", why="There is nothing there.", fix=LISTED)
         run_dir = cls(path)
-        if not os.path.isfile(run_dir.config):
+        try:
+            is_run = stat.S_ISREG(run_dir.config.stat().st_mode)
+        except PermissionError:
+            raise _closed(path) from None
+        except (OSError, ValueError):  # also a name that no file can have
+            is_run = False
+        if not is_run and not os.path.isdir(path):
+            raise UserError(f"No run folder {path}.", why="There is nothing there.", fix=LISTED)
+        if not is_run:
             half = any(os.path.exists(path / name) for name in ("logs", "code", "events.jsonl"))
             fix = f"{LISTED}{' Remove this folder if nothing in it is needed.' * half}"
-            if os.path.exists(path / "sweep.json"):
+            if is_sweep(path):
                 fix = f"It is a sweep: name one of its runs, such as {path.name}/0."
             raise UserError(f"{path} is not a run folder, or only half of one.", why="It has no config.yaml.", fix=fix)
         return run_dir
@@ -238,25 +246,66 @@ def is_url(reference: str) -> bool:
     return reference.startswith(("s3://", "gs://", "file://"))
 
 
+def is_sweep(folder: Path) -> bool:
+    """Whether it is the folder of a sweep, whose runs are its folders 0, 1, 2, ..."""
+    return os.path.isfile(folder / "sweep.json")
+
+
 def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
-    """The run of a path, of a name in the runs folder, or of a name that this user has submitted from any folder."""
+    """The run that a user names. Raises UserError: there is none, or there are several (`_folder_of`)."""
+    return RunDir.open(_folder_of(reference, env))
+
+
+def find_runs(reference: str, env: Mapping[str, str]) -> list[RunDir]:
+    """The run that a user names, or all runs of a sweep. Raises UserError as `find_run` does."""
+    folder = _folder_of(reference, env)
+    if is_sweep(folder) and (runs := [run for run in list_runs(folder) if run.path.parent == folder]):
+        return runs
+    return [RunDir.open(folder)]
+
+
+def folders_named(reference: str, env: Mapping[str, str]) -> list[Path]:
+    """The folders of the runs and sweeps that a reference may mean: those here; elsewhere only if there is none here.
+
+    Here is the runs folder, and the current folder for what is a run there. What begins with ``/``, ``~``, ``./`` or
+    ``../`` is a path and nothing else. Elsewhere only a name is looked for, or ``SWEEP/NUMBER``.
+    """
+    given, first = Path(reference).expanduser(), reference.split("/")[0]
+    if given.is_absolute() or first in (".", ".."):
+        return [given.absolute()] if os.path.lexists(given) else []
+    path, in_root = given.absolute(), runs_root(env) / reference
+    # Whatever has that name in the runs folder stands for it, be it half a run: another of that name is not meant.
+    here = [path] * (os.path.isfile(path / "config.yaml") or is_sweep(path)) + [in_root] * _may_be(in_root)
+    found = here or ([] if _may_be(runs_root(env) / first) else index.named(reference))
+    return list({os.path.realpath(folder): folder for folder in reversed(found)}.values())[::-1]
+
+
+def _may_be(folder: Path) -> bool:
+    """Whether there is such a folder, or this user may not even ask."""
+    try:
+        return stat.S_ISDIR(folder.stat().st_mode)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def _folder_of(reference: str, env: Mapping[str, str]) -> Path:
+    """The one folder that a reference means."""
     if not reference.strip():
         raise UserError("The name of the run is empty.", why="A variable of the shell may be unset.", fix=LISTED)
-    given = Path(reference).expanduser()
-    if os.path.isdir(given):
-        return RunDir.open(given)
-    root = runs_root(env)
-    if os.path.isdir(root / reference):
-        return RunDir.open(root / reference)
-    remembered = index.named(reference)
-    if len(remembered) == 1:
-        return RunDir.open(remembered[0])
-    if remembered:
+    found = folders_named(reference, env)
+    if len(found) == 1:
+        return found[0]
+    if found:
         raise UserError(
-            f"'{reference}' names {len(remembered)} runs.",
-            why=", ".join(str(path) for path in remembered),
+            f"'{reference}' names {len(found)} runs.",
+            why=", ".join(str(path) for path in found),
             fix="Give the path of one of them.",
         )
+    root, given = runs_root(env), Path(reference).expanduser().absolute()
+    if os.path.isdir(given):
+        return given  # which `RunDir.open` refuses
     names = [run.name for run in list_runs(root)] + [path.name for path in index.known(everywhere=True)]
     raise UserError(
         f"No run '{reference}'.",
@@ -265,25 +314,30 @@ def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
     )
 
 
+def _closed(path: Path) -> UserError:
+    """The error for a folder that this user may not enter."""
+    try:
+        found = path.stat()
+        mode = f"mode {stat.S_IMODE(found.st_mode):o}"
+        whose = f"It belongs to {_user(found.st_uid)} ({mode}), and you are {_user(os.geteuid())}."
+    except OSError:  # a folder on the way is closed
+        whose = f"A folder on the way there does not let you in, {_user(os.geteuid())}."
+    return UserError(
+        f"Permission denied: {path}.",
+        why=whose,
+        fix="Ask its owner: `chmod 750` opens it to their group; TRAINKIT_RUN_MODE=750 does so for new runs.",
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
 def _holds_only_logs(path: Path) -> bool:
     return path.is_dir() and [entry.name for entry in path.iterdir()] == ["logs"]
-
-
-def find_runs(reference: str, env: Mapping[str, str]) -> list[RunDir]:
-    """The run of that name, or all runs of a sweep."""
-    for folder in (Path(reference).expanduser(), runs_root(env) / reference):
-        if os.path.isfile(folder / "sweep.json"):
-            sweep = folder.absolute()
-            if runs := [run for run in list_runs(sweep) if run.path.parent == sweep]:
-                return runs
-    sweeps = {
-        path.parent
-        for path in index.known(everywhere=True)
-        if path.parent.name == reference and os.path.isfile(path.parent / "sweep.json")
-    }
-    if len(sweeps) == 1:
-        return list_runs(sweeps.pop())
-    return [find_run(reference, env)]
 
 
 def _remove(partial: Path) -> None:
