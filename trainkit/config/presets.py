@@ -31,7 +31,7 @@ def find_preset(preset: str) -> Path:
     folders = [folder for folder in (OWN, PACKAGED) if folder.is_dir()]
     named = presets_named(preset)
     if os.path.isfile(given / "config.yaml"):
-        if named and not given.is_absolute():
+        if named:
             raise UserError(
                 f"'{preset}' is a preset and a run.",
                 why=f"There are {named[0]} and {given.absolute()}.",
@@ -60,7 +60,9 @@ def find_preset(preset: str) -> Path:
 
 
 def presets_named(name: str) -> list[Path]:
-    """The files of the presets of that name; the first one counts."""
+    """The files of the presets of that name, the first of which counts; of a path none."""
+    if name.startswith(("/", "./", "../", "~")):
+        return []
     return [folder / f"{name}.yaml" for folder in (OWN, PACKAGED) if os.path.isfile(folder / f"{name}.yaml")]
 
 
