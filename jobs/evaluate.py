@@ -44,9 +44,11 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
     require_own_code(run_dir.path, loaded, allow_code=args.allow_code)
     plugins.search_first(run_dir.code)  # the model as it was when it was trained, from any folder
     from trainkit.evaluation import evaluate_checkpoint
+    from trainkit.training.confusion import names_of
 
     done = evaluate_checkpoint(loaded.config, run_dir, args.checkpoint, args.split, args.weights)
-    metrics, counts, names = done.found.metrics, done.found.counts, done.info.class_names
+    metrics, counts = done.found.metrics, done.found.counts
+    names = names_of(done.info, counts)
     result = {"step": done.step, **metrics}
     if args.split == "test" and not is_url(args.run):  # for the log book, which shows the newest
         try:
@@ -55,7 +57,7 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
             print(f"Not recorded in {run_dir.metrics}: {error.strerror}.", file=sys.stderr)
     if args.json:
         confusion = {kind: each.to_json() for kind, each in counts.items()}
-        classes = {"classes": list(names), "confusion": confusion}
+        classes = {"classes": names, "confusion": confusion}
         print(json.dumps(plain({"run": str(run_dir.path), "split": args.split, **result, **classes}), allow_nan=False))
         return 0
     for prefix, words in (("", ""), ("ema_", "averaged weights: ")):

@@ -83,7 +83,7 @@ def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) ->
         if broken:
             more = f", and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
             named = "; ".join(f"{one_line(str(each.file))}: {one_line(each.why)}" for each in broken[:_SHOWN])
-            print(f"{len(broken):,} without a class, for they cannot be read: {named}{more}", file=sys.stderr)
+            print(f"{len(broken):,} without a class: {named}{more}", file=sys.stderr)
         without = {each.file for each in broken}
         whole = next((image for image in images if image not in without), None)
         if whole is None:
@@ -112,7 +112,7 @@ def _written(file: str | None) -> Iterator[TextIO]:
 def _write(
     out: TextIO, told: Iterable[Predicted], folder: Path, top: int, class_names: Sequence[str]
 ) -> list[Predicted]:
-    """A row for each image; those that are broken, whose rows have no class."""
+    """A row for each image; those whose rows have no class."""
     top, broken = min(top, len(class_names)), []
     further = [name for place in range(2, top + 1) for name in (f"class_{place}", f"probability_{place}")]
     table = csv.writer(out, lineterminator="\n")

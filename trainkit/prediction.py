@@ -43,9 +43,9 @@ class Predicted:
 
     file: Path
     probabilities: Tensor | None
-    """float32 [num_classes] on the CPU; they add up to 1. None: the image is broken."""
+    """float32 [num_classes] on the CPU; they add up to 1. None: the image has no class."""
     why: str = ""
-    """What is wrong with it."""
+    """Why not: what is wrong with the image, or with the model's scores of it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,12 @@ class Predictor:
                 told = self._probabilities(pixels).cpu()
                 for probabilities, code in zip(told[mask.cpu()], whole[mask].tolist(), strict=True):
                     file, place = images[place], place + 1
-                    yield Predicted(file, probabilities) if code else Predicted(file, None, samples.why(file))
+                    if not code:
+                        yield Predicted(file, None, samples.why(file))
+                    elif not bool(probabilities.isfinite().all()):
+                        yield Predicted(file, None, "The model's scores of it are not finite (NaN).")
+                    else:
+                        yield Predicted(file, probabilities)
 
     def images_per_sec(self, image: Path, batch_size: int) -> float:
         """The model alone, of images that lie on its device: the median of three times half a second.

@@ -8,10 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tests.rank_functions import run_command, run_ranks, train_run
+from tests.training.parts import Linear, parts_of
 from trainkit.data.digits import build
+from trainkit.prediction import Predictor
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,24 @@ def test_the_most_probable_classes_come_first_whatever_the_batch_size_and_an_ima
     small, large = (next(row for row in tables[0] if row[0] == name) for name in ("small.png", "wide.png"))
     assert small[1] == large[1] == str(label)
     assert re.search(r"batch size +1: [\d,]+ images/s\nbatch size +2: [\d,]+ images/s", told[0].stderr)
+
+
+def test_an_image_whose_scores_are_not_finite_has_no_class(tmp_path: Path) -> None:
+    class Fragile(Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            scores = super().forward(images)
+            return scores.where(images.mean(dim=(1, 2, 3)).gt(0)[:, None], float("nan"))
+
+    parts = parts_of(model=Fragile())
+    parts.model.eval()
+    names = tuple(parts.splits.info.class_names)
+    predictor = Predictor(0, "raw", parts, parts.splits.eval_transform, names, "")
+    for name, shade in (("dark.png", 0), ("light.png", 255)):
+        Image.new("RGB", (4, 4), (shade,) * 3).save(tmp_path / name)
+    dark, light = predictor.predict([tmp_path / "dark.png", tmp_path / "light.png"], 2)
+    assert dark.probabilities is None
+    assert dark.why == "The model's scores of it are not finite (NaN)."
+    assert light.probabilities is not None
 
 
 @pytest.mark.parametrize(

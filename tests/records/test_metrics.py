@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.records import jsonl
-from trainkit.records.metrics import read_metrics, read_thinned
+from trainkit.records.metrics import best_of, read_metrics, read_thinned
 from trainkit.records.rundir import RunDir
 
 
@@ -101,3 +101,11 @@ def test_a_single_line_that_stands_out_of_an_enormous_file_is_among_the_outliers
     assert len(few) < 50
     assert not few & {record["step"] for record in found.records if record["split"] == "train"}
     assert len(found.records) < 120, "each of which stands for as many as before"
+
+
+def test_a_validation_whose_loss_was_not_finite_is_never_the_best_one() -> None:
+    lost = {"split": "val", "step": 1, "acc1": 90.0, "loss": None}
+    good = [{"split": "val", "step": step, "acc1": 10.0 * step, "loss": 2.0} for step in (2, 3)]
+    assert best_of([lost, *good], 2) is good[0]
+    assert best_of([lost, *good], None) is good[1]
+    assert best_of([lost], 1) is None

@@ -14,7 +14,7 @@ from trainkit.data.base import normalize
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
 from trainkit.training import confusion
-from trainkit.training.confusion import ClassCounts, Confusion
+from trainkit.training.confusion import NO_CLASS, ClassCounts, Confusion
 from trainkit.training.evaluate import evaluate
 
 
@@ -50,6 +50,21 @@ def test_each_sample_is_counted_once_on_any_number_of_ranks(world_size: int) -> 
 def test_samples_and_hits_of_each_class() -> None:
     counts = ClassCounts({(0, 0): 3, (0, 1): 1, (2, 0): 2})
     assert counts.per_class(3) == [(4, 3), (0, 0), (2, 0)]
+
+
+def test_images_whose_scores_are_not_finite_are_told_as_no_class() -> None:
+    parts = parts_of()
+    counts, logits = Confusion(7, parts.dist), torch.zeros(4, 7)
+    logits[0, 0], logits[1, 6], logits[2, 2], logits[3, 5] = float("nan"), float("inf"), 1.0, -float("inf")
+    counts.add(logits, torch.tensor([0, 6, 2, 1]), torch.tensor([True, True, True, False]))
+    found = counts.read()
+    assert found.pairs == {(0, 7): 1, (6, 7): 1, (2, 2): 1}
+    assert sum(right for _, right in found.per_class(7)) == 1
+    content = confusion.told(parts.splits.info, {"raw": found})
+    assert content["classes"] == [*parts.splits.info.class_names, NO_CLASS]
+    assert confusion.told(parts.splits.info, {"raw": ClassCounts({(0, 6): 1})})["classes"] == list(
+        parts.splits.info.class_names
+    )
 
 
 def test_a_matrix_that_nobody_could_look_at_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,3 +100,13 @@ def test_a_run_leaves_those_of_its_best_weights_and_evaluating_it_makes_them_ane
     assert [(item["label"], item["png"]) for item in again["images"]] == [
         (item["label"], item["png"]) for item in found["images"]
     ]
+
+
+def test_images_whose_scores_are_not_finite_have_no_surest_class() -> None:
+    mistakes, parts = Mistakes(), parts_of()
+    logits = torch.zeros(3, 7)
+    logits[0], logits[1, 4], logits[2, 1] = float("nan"), float("inf"), 5.0
+    mistakes.add(torch.zeros(3, 3, 4, 4, dtype=torch.uint8), logits, torch.tensor([1, 2, 3]), torch.ones(3).bool())
+    assert [(item["label"], item["told"]) for item in mistakes.read(parts.dist, parts.splits.info)] == [
+        ("class 3", "class 1")
+    ]

@@ -32,6 +32,16 @@ def test_accuracy_is_best_high_and_a_loss_is_best_low(by: str) -> None:
     assert (progress.val, progress.validated_step) == (BAD, 3)
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+@pytest.mark.parametrize("prefix", ["", "ema_"])
+def test_a_model_whose_loss_is_not_finite_is_never_the_best(prefix: str, lost: float) -> None:
+    progress, by = Progress(step=1), f"val/{prefix}acc1"
+    assert not progress.judge({f"{prefix}acc1": 90.0, f"{prefix}loss": lost}, by)
+    assert (progress.best, progress.best_step, progress.stalled) == (None, None, 1)
+    other = "loss" if prefix else "ema_loss"  # that of the other weights does not matter
+    assert progress.judge({f"{prefix}acc1": 10.0, f"{prefix}loss": 2.0, other: lost}, by)
+
+
 @pytest.mark.parametrize("by", ["val/acc1", "val/loss"])
 def test_of_two_equal_models_the_first_is_the_best(by: str) -> None:
     progress = Progress(step=1)

@@ -95,10 +95,14 @@ def test_all_rates_are_in_proportion_to_the_peak(name: str) -> None:
     assert half == pytest.approx([rate / 2 for rate in whole])
 
 
-@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant"])
-@pytest.mark.parametrize("warmup_epochs", [0, 1])
-def test_a_run_of_one_update_has_a_rate(name: str, warmup_epochs: int) -> None:
-    assert 0.0 < lrs(name=name, warmup_epochs=warmup_epochs, total=1)[0] <= 1.0
+@pytest.mark.parametrize("warmup_epochs", [0, 0.05, 0.1, 0.3, 1, 50])
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant", "step", "wsd"])
+def test_runs_of_few_updates_learn_whatever_their_warm_up(name: str, warmup_epochs: float) -> None:
+    assert lrs(name=name, warmup_epochs=warmup_epochs, total=1) == [1.0]
+    for total in range(2, 6):
+        rates = lrs(name=name, warmup_epochs=warmup_epochs, total=total)
+        assert all(0.0 < rate <= 1.0 for rate in rates)
+        assert max(rates) >= 0.5
 
 
 @pytest.mark.parametrize("name", ["onecycle", "cosine"])

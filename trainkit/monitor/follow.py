@@ -14,7 +14,7 @@ from trainkit import reading, terminal
 from trainkit.monitor import lines
 from trainkit.records.events import read_events
 from trainkit.records.events import typed as typed_event
-from trainkit.records.metrics import read_thinned
+from trainkit.records.metrics import best_of, read_thinned
 from trainkit.records.metrics import typed as typed_metrics
 from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
@@ -103,10 +103,10 @@ def _results(run_dir: RunDir) -> list[str]:
     setbacks = setbacks_of(read_events(run_dir, KINDS), train, done)
     words = [f"{'DIVERGED: ' if setbacks.diverged else ''}{told}"] if (told := setbacks.in_words()) else []
     scored = [record for record in records if record["split"] == "val" and record.get("acc1") is not None]
-    if scored:
-        chosen = [record for record in scored if record["step"] == summary.get("best_step")]
-        best = (chosen or [max(scored, key=lambda record: float(record["acc1"]))])[0]
+    if best := best_of(scored, summary.get("best_step")):
         words.append(f"val acc1 {best['acc1']:.2f} % (best, step {best['step']})")
+    elif scored:
+        words.append(f"val loss is not finite (step {scored[-1]['step']}): no model is the best")
     tested = [record for record in records if record["split"] == "test" and record.get("acc1") is not None]
     if tested:
         words.append(f"test acc1 {tested[-1]['acc1']:.2f} %")

@@ -72,6 +72,17 @@ def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: record["step"])
 
 
+def best_of(val: Iterable[dict[str, Any]], best_step: object) -> dict[str, Any] | None:
+    """The validation of the best model: that of ``best_step`` (summary.json), without one the most accurate.
+
+    One whose loss is null (it was NaN or infinite) is never the best, as in training.
+    """
+    finite = [record for record in val if reading.is_number(record.get("loss", 0.0))]
+    chosen = [record for record in finite if record["step"] == best_step]
+    scored = [record for record in finite if reading.is_number(record.get("acc1"))]
+    return chosen[0] if chosen else max(scored, key=lambda record: float(record["acc1"]), default=None)
+
+
 def typed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """A record as others may rely on it; None without a split and a step.
 

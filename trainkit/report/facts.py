@@ -15,7 +15,7 @@ from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.events import read_events
-from trainkit.records.metrics import Thinned, read_thinned
+from trainkit.records.metrics import Thinned, best_of, read_thinned
 from trainkit.records.rundir import RunDir
 from trainkit.records.setbacks import Setbacks, setbacks_of
 from trainkit.report.points import name_of, points_of
@@ -152,13 +152,8 @@ class Facts:
 
     @property
     def best_val(self) -> dict[str, Any] | None:
-        """The validation record of the best checkpoint; by accuracy where nothing else is recorded."""
-        best_step = self.summary.get("best_step")
-        chosen = [record for record in self.val if record["step"] == best_step]
-        scored = [record for record in self.val if reading.is_number(record.get("acc1"))]
-        if chosen:
-            return chosen[0]
-        return max(scored, key=lambda record: float(record["acc1"])) if scored else None
+        """The validation record of the best checkpoint."""
+        return best_of(self.val, self.summary.get("best_step"))
 
     @property
     def images_per_sec(self) -> float | None:

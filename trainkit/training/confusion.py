@@ -11,7 +11,10 @@ from torch import Tensor
 
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed
+from trainkit.training.meter import top_classes
 
+NO_CLASS = "no class: NaN"
+"""Of images whose scores are not finite; it comes after the classes of the data."""
 # 32 MB on the device. Of more classes nobody looks at a matrix, and ImageNet-21k's would have 3.8 GB.
 MOST_CLASSES = 2000
 
@@ -21,7 +24,8 @@ class ClassCounts:
     """How often each class was taken for which, over all ranks."""
 
     pairs: Mapping[tuple[int, int], int]
-    """(class, class that it was taken for) -> samples; those of none are left out."""
+    """(class, class that it was taken for) -> samples; those of none are left out. Images whose scores are not finite
+    are taken for the number after that of the last class."""
 
     def per_class(self, classes: int) -> list[tuple[int, int]]:
         """Samples of each class, and how many of them were told right."""
@@ -41,7 +45,7 @@ class Confusion:
 
     def __init__(self, classes: int, dist: Distributed) -> None:
         self._classes, self._dist = classes, dist
-        self._counts = torch.zeros(classes * classes, dtype=torch.int64, device=dist.device)
+        self._counts = torch.zeros(classes * (classes + 1), dtype=torch.int64, device=dist.device)
 
     @classmethod
     def of(cls, info: DataInfo, dist: Distributed) -> Confusion | None:
@@ -51,18 +55,26 @@ class Confusion:
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor, mask: Tensor) -> None:
         """Add a batch: logits [N, classes], labels int64 [N]; ``mask`` [N] is False on padding."""
-        told = logits.topk(min(5, self._classes), dim=1).indices[:, 0]  # the `Meter`'s top-1, of equal scores too
+        told = top_classes(logits)[:, 0]  # the `Meter`'s top-1, of equal scores too
+        told = told.where(told >= 0, self._classes)
         # Not `bincount`, which waits for the GPU to learn how long its result is.
-        self._counts.index_add_(0, labels * self._classes + told, mask.long())
+        self._counts.index_add_(0, labels * (self._classes + 1) + told, mask.long())
 
     def read(self) -> ClassCounts:
         """The counts of all ranks. Every rank must call it."""
         counts = self._dist.all_reduce_sum(self._counts.clone()).cpu()
         places = counts.nonzero().flatten().tolist()
         found = zip(places, counts[places].tolist(), strict=True)
-        return ClassCounts({divmod(place, self._classes): count for place, count in found})
+        return ClassCounts({divmod(place, self._classes + 1): count for place, count in found})
+
+
+def names_of(info: DataInfo, counts: Mapping[str, ClassCounts]) -> list[str]:
+    """Of the classes in the counts: those of the data, and `NO_CLASS` where an image has none."""
+    names = list(info.class_names)
+    no_class = any(told == len(names) for each in counts.values() for _, told in each.pairs)
+    return [*names, NO_CLASS] if no_class else names
 
 
 def told(info: DataInfo, counts: Mapping[str, ClassCounts], **where: Any) -> dict[str, Any]:
     """``confusion.json``: the names of the classes, and for each kind of weights `ClassCounts.to_json`."""
-    return {**where, "classes": list(info.class_names), **{kind: each.to_json() for kind, each in counts.items()}}
+    return {**where, "classes": names_of(info, counts), **{kind: each.to_json() for kind, each in counts.items()}}

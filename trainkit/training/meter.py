@@ -112,6 +112,16 @@ class Meter:
         }
 
 
+def top_classes(logits: Tensor) -> Tensor:
+    """The classes with the highest scores, the best first: int64 [N, 5], or as many as there are classes.
+
+    -1 where the scores do not tell a class: everywhere in a row with a NaN or +inf, for its probabilities are NaN, and
+    in the place of a score of -inf. (`topk` takes NaN for the highest score, which would be class 0 of a row of NaN.)
+    """
+    scores, classes = logits.topk(min(_TOP, logits.shape[1]), dim=1)
+    return classes.where(scores.isfinite() & scores[:, :1].isfinite(), -1)
+
+
 def _hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Whether the label is the highest score, the second highest, ...: bool [N, 5], or as many as there are classes."""
-    return logits.topk(min(_TOP, logits.shape[1]), dim=1).indices == labels[:, None]
+    return top_classes(logits) == labels[:, None]

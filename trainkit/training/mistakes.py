@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed
+from trainkit.training.meter import top_classes
 
 MOST, LONGEST_SIDE = 24, 96
 """Images, and pixels: half a megabyte of photos, a few kilobytes of digits."""
@@ -27,9 +28,10 @@ class Mistakes:
     def add(self, images: Tensor, logits: Tensor, labels: Tensor, mask: Tensor) -> None:
         """Look at a batch: images uint8 [N, C, H, W], logits [N, classes], labels int64 [N]; ``mask`` [N] is False on
         padding."""
-        told = logits.topk(min(5, logits.shape[1]), dim=1).indices[:, 0]  # the `Meter`'s top-1, of equal scores too
-        sure = logits.softmax(dim=1).gather(1, told[:, None])[:, 0].nan_to_num(nan=-1.0)
-        found = _surest(sure.where(mask & (told != labels), -1.0), labels, told, images)
+        told = top_classes(logits)[:, 0]  # the `Meter`'s top-1, of equal scores too
+        has_class = told >= 0
+        sure = logits.softmax(dim=1).gather(1, told.clamp(min=0)[:, None])[:, 0]
+        found = _surest(sure.where(mask & has_class & (told != labels), -1.0), labels, told, images)
         if self._kept is not None:
             found = _surest(*(torch.cat(pair) for pair in zip(self._kept, found, strict=True)))
         self._kept = found

@@ -63,7 +63,8 @@ class Progress:
     def judge(self, val: dict[str, float], by: str, min_delta: float = 0.0) -> bool:
         """Take note of a validation after the present step. Is this model the best so far?
 
-        What is not a finite number is never better.
+        What is not a finite number is never better, and neither is a model whose loss is none: a score of some images
+        is NaN then, whatever the accuracy on the others.
 
         Args:
             by: ``checkpoint.best``: what it is judged by. A loss should be small, everything else large.
@@ -72,12 +73,13 @@ class Progress:
         name = by.removeprefix("val/")
         value = val[name]
         self.val, self.validated_step = val, self.step
+        is_finite = all(math.isfinite(val.get(key, 0.0)) for key in (name, f"{'ema_' * name.startswith('ema_')}loss"))
         sign = -1.0 if name in ("loss", "ema_loss") else 1.0
         if self.best_by not in (None, by):  # two measures do not compare
             self.best = self.reference = None
 
         def beats(other: float | None, delta: float = 0.0) -> bool:
-            return math.isfinite(value) and (other is None or sign * (value - other) > delta)
+            return is_finite and (other is None or sign * (value - other) > delta)
 
         moved = beats(self.reference, min_delta)
         self.stalled = 0 if moved else self.stalled + 1

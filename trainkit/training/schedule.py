@@ -23,6 +23,8 @@ def lr_at(step: int, *, optim: OptimConfig, schedule: ScheduleConfig, steps_per_
     et al., arXiv 2404.06395; the shape is that of Haegele et al., arXiv 2405.18392).
     """
     peak = optim.lr
+    if total_steps == 1:
+        return peak  # the end of a curve would be its only point
     # At most half of the run, so that a preset made for many epochs can be tried for one.
     warmup = min(schedule.warmup_epochs * steps_per_epoch, total_steps / 2)
     floor = schedule.final_lr_ratio * peak
