@@ -1,0 +1,152 @@
+"""``python -m tests.diagnosis.score [--held-out]``: how many of the fresh failure texts `jobs.why` explains.
+
+Each text becomes the run folder that a failed job leaves; squeue and sacct are scripts that answer as SLURM does of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobs import why
+from trainkit.cluster.queue import job_state
+from trainkit.config.loading import load, to_yaml
+from trainkit.diagnosis.causes import cause_of
+from trainkit.records.events import append_event
+from trainkit.records.rundir import RunDir
+
+FRESH = Path(__file__).with_name("corpus") / "fresh"
+HELD_OUT = 30
+NO_CAUSE = {"", "failed", "no-words", "lost-connection"}
+"""Names of answers that say that nothing tells why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `jobs.why` said of a text."""
+
+    id: str
+    verdict: str
+    name: str
+    what: str
+    fix: str
+
+
+def texts() -> list[dict[str, Any]]:
+    return [item for path in sorted(FRESH.glob("*.yaml")) for item in yaml.safe_load(path.read_text("utf-8"))]
+
+
+def held_out(ids: list[str]) -> set[str]:
+    """The 30 whose hash is smallest: nobody has chosen them."""
+    return set(sorted(ids, key=lambda id: hashlib.sha256(id.encode()).hexdigest())[:HELD_OUT])
+
+
+def run_of(item: dict[str, Any], folder: Path, config: str) -> RunDir:
+    """The folder of a run of two ranks on n1 and n2 of which rank 1 printed the text; or the batch script did."""
+    run = RunDir.create(folder / item["id"], config)
+    run.attempt_logs(0).mkdir()
+    plan = {"time_limit_seconds": 3600, "world_size": 2, "nodes": 2, "ntasks_per_node": 1}
+    run.plan.write_text(json.dumps({**plan, "directives": [{"name": "mem", "value": "64G"}]}))
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    batch = [f"Attempt 0 on n[1-2]: the ranks' output is in {run.attempt_logs(0)}"]
+    if item.get("log") != "batch":
+        append_event(run, "started", attempt=0, hosts=["n1", "n2"], world_size=2)
+        for rank, text in ((0, ""), (1, item["text"])):
+            (run.attempt_logs(0) / f"rank-{rank}.out").write_text("")
+            (run.attempt_logs(0) / f"rank-{rank}.err").write_text(text, "utf-8")
+        code = item["exit"]
+        ended = f"Exited with exit code {code}" if code > 0 else _WORDS[-code]
+        batch.append(f"srun: error: n2: task 1: {ended}")
+    else:
+        batch.append(item["text"])
+    (run.logs / "batch.out").write_text("\n".join(batch) + "\n", "utf-8")
+    return run
+
+
+_WORDS = {
+    signal.SIGILL: "Illegal instruction (core dumped)",
+    signal.SIGABRT: "Aborted (core dumped)",
+    signal.SIGKILL: "Killed",
+    signal.SIGTERM: "Terminated",
+}
+"""How srun names the signals."""
+
+
+@contextlib.contextmanager
+def slurm_that_says(item: dict[str, Any]) -> Iterator[None]:
+    """A queue that has forgotten job 4711, and accounts that have its state."""
+    code = item["exit"]
+    told = f"4711|{item.get('state', 'FAILED')}|{max(code, 0)}:{max(-code, 0)}|n[1-2]"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, body in (("squeue", "exit 0"), ("sacct", f"echo '{told}'")):
+            script = Path(folder, name)
+            script.write_text(f"#!/bin/sh\n{body}\n")
+            script.chmod(0o755)
+        before = os.environ["PATH"]
+        os.environ["PATH"] = f"{folder}:{before}"
+        try:
+            yield
+        finally:
+            os.environ["PATH"] = before
+
+
+def answer_to(item: dict[str, Any], folder: Path, config: str) -> Answer:
+    run = run_of(item, folder, config)
+    printed = io.StringIO()
+    with slurm_that_says(item), contextlib.redirect_stdout(printed):
+        why.main([str(run.path)], os.environ)
+        cause = cause_of(run, job_state(run))
+    said = printed.getvalue().replace(str(run.path), "RUN").replace(str(folder), "RUNS")
+    what = re.split(r"\n  (?:why|fix): ", said)[0].partition(". ")[2]
+    fix = said.rpartition("\n  fix: ")[2] if "\n  fix: " in said else ""
+    return Answer(
+        item["id"], _verdict(item, cause.name if cause else "", what, fix), cause.name if cause else "", what, fix
+    )
+
+
+def _verdict(item: dict[str, Any], name: str, what: str, fix: str) -> str:
+    def has(pattern: str, text: str) -> bool:
+        return re.search(item.get(pattern, r"(?!)"), text, re.IGNORECASE) is not None
+
+    raised = name == "exception" and item["kind"] != "user code"
+    never = has("never_re", fix)
+    if has("cause_re", what) and not (raised or never or name in NO_CAUSE):
+        return "right" if has("fix_re", fix) else "half"
+    return "wrong" if name in NO_CAUSE else "confidently wrong"
+
+
+def answers() -> list[Answer]:
+    config = to_yaml(load("ddp").config)
+    with tempfile.TemporaryDirectory() as folder:
+        return [answer_to(item, Path(folder), config) for item in texts()]
+
+
+def main(argv: list[str]) -> None:
+    given = answers()
+    aside = held_out([answer.id for answer in given])
+    for title, part in (("open", False), ("held out", True)):
+        rows = [answer for answer in given if (answer.id in aside) == part]
+        counts = Counter(answer.verdict for answer in rows)
+        if not part or "--held-out" in argv:
+            for row in rows:
+                print(f"{row.verdict:17}  {row.id:24} {row.name:20} {row.what[:150]} | {row.fix.strip()[:150]}")
+        order = ("right", "half", "wrong", "confidently wrong")
+        print(f"{title}: of {len(rows)} " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in order))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
