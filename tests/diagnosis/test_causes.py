@@ -12,9 +12,8 @@ import yaml
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.loading import load, to_yaml
 from trainkit.data import build_data
+from trainkit.diagnosis.case import rows
 from trainkit.diagnosis.causes import Cause, cause_of
-from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
-from trainkit.diagnosis.rank_cases import RANKS
 from trainkit.errors import UserError
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
@@ -84,17 +83,17 @@ def test_what_an_error_says_already_is_not_said_twice(run: RunDir) -> None:
 
 
 def test_every_row_of_the_tables_has_a_recorded_text() -> None:
-    rows = {row.name for row in (*HARDWARE, *ENDINGS, *RANKS)}
+    known = {row.name for row in rows()}
     told = {item["cause"] for item in [*RECORDED, *IN_THE_WILD]}
     unrecorded = {"requeue-refused", "no-progress", "hang", "controller-gone"}  # our own words: below
     unrecorded |= {"signalled"}
-    assert told - rows == WITHOUT_TEXT
-    assert rows - told == unrecorded
+    assert told - known == WITHOUT_TEXT
+    assert known - told == unrecorded
     assert len(told) >= 25
 
 
 def test_every_row_has_one_command_and_no_placeholder_for_the_user_in_it() -> None:
-    assert [row.name for row in (*HARDWARE, *ENDINGS, *RANKS) if not row.command or "FOLDER" in row.command] == []
+    assert [row.name for row in rows() if not row.command or "FOLDER" in row.command] == []
 
 
 def test_a_killed_rank_goes_before_those_that_missed_it(run: RunDir) -> None:

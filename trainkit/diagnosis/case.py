@@ -1,39 +1,77 @@
-"""One row of the table of causes: how it is known, what it means, and what mends it."""
+"""The causes of `causes_of_jobs.yaml` and `causes_of_ranks.yaml`: how each is known, what it means and what mends it.
+
+A cause is one row. The first row that fits what a job and its ranks have said is the cause, so the order matters:
+
+- ``name``: what the row is called; several rows may share one.
+- ``seen``: where it can show: ``job`` (the state and the reason that the scheduler gives, and what whoever looks after
+  the ranks wrote down), ``batch`` (the words of the batch script and of srun), ``rank`` (the words of the rank that
+  failed first) and ``end`` (how that rank ended, in the words of whoever looked after it).
+- ``says``: a pattern, or a list of them. Named groups become fields of the sentences.
+- ``unless``: evidence against it: where anything of the job says this, the row does not fit.
+- ``vague``: it names a consequence; it counts where no other row fits.
+- ``what``, ``fix``, ``command``: the sentences and one command that mends it, or shows what to mend; ``fix`` is what to
+  do before the command. ``{fields}`` are those of `trainkit.diagnosis.fields`.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 Place = Literal["job", "batch", "rank", "end"]
-"""Where a cause can show: the job's state and reason as the scheduler gives them and what whoever looks after the ranks
-wrote down; the words of the batch script and of srun; the words of the rank that failed first; and how that rank ended,
-in the words of whoever looked after it, which is looked at with a rank's own words and, for some causes, alone."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A cause. ``what``, ``fix`` and ``command`` may use ``{fields}``: see `trainkit.diagnosis.fields`, and the
-    pattern's own named groups."""
-
-    name: str
-    places: tuple[Place, ...]
-    pattern: re.Pattern[str]
-    what: str
-    command: str
-    """One command that mends it, or, where nobody can mend it from here, that shows what to mend."""
-    fix: str = ""
-    """What to do before the command; empty if the command is enough."""
-
 
 RESUME = "python -m jobs.resume {run}"
 AGAIN = "python -m jobs.submit {run}"
 LOG = "python -m jobs.logs {run} --attempt {attempt} --rank {rank} --err"
-WITHOUT = RESUME + " --exclude {host}"
+_SHORT = {"RESUME": RESUME, "AGAIN": AGAIN, "LOG": LOG, "WITHOUT": RESUME + " --exclude {host}"}
+"""What the rows may write for these commands."""
 
 
-def case(places: str, name: str, pattern: str, what: str, command: str, fix: str = "") -> Case:
-    """A row as it is written in the tables; ``places`` with a space between them."""
-    where: tuple[Place, ...] = tuple(place for place in ("job", "batch", "rank", "end") if place in places.split())
-    return Case(name, where, re.compile(pattern, re.MULTILINE), what, command, fix)
+@dataclass(frozen=True)
+class Case:
+    """A cause: one row."""
+
+    name: str
+    seen: frozenset[str]
+    says: tuple[re.Pattern[str], ...]
+    what: str
+    command: str
+    fix: str = ""
+    unless: re.Pattern[str] | None = None
+    vague: bool = False
+
+    def find(self, text: str) -> re.Match[str] | None:
+        """Where a text shows it; of several places the one that says most: which node, which module."""
+        found = [match for pattern in self.says if (match := pattern.search(text))]
+        return max(found, key=lambda match: sum(map(bool, match.groupdict().values())), default=None)
+
+    def contradicted(self, texts: Iterable[str]) -> bool:
+        return self.unless is not None and any(map(self.unless.search, texts))
+
+
+@cache
+def rows() -> tuple[Case, ...]:
+    """All of them, in the order in which they are tried."""
+    items: list[dict[str, Any]] = []
+    for name in ("causes_of_jobs.yaml", "causes_of_ranks.yaml"):
+        text = Path(__file__).with_name(name).read_text("utf-8")
+        items += yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tuple(map(_row, items))
+
+
+def _row(item: dict[str, Any]) -> Case:
+    says = item.pop("says")
+    unless = item.pop("unless", None)
+    return Case(
+        seen=frozenset(item.pop("seen").split()),
+        says=tuple(re.compile(each, re.MULTILINE) for each in ([says] if isinstance(says, str) else says)),
+        unless=re.compile(unless, re.MULTILINE) if unless else None,
+        command=re.sub(r"\b[A-Z]{3,}\b", lambda word: _SHORT.get(word[0], word[0]), item.pop("command")),
+        **item,
+    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from trainkit import terminal
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.diagnosis.case import AGAIN, LOG, RESUME, Case
+from trainkit.diagnosis.case import AGAIN, LOG, RESUME, Case, rows
 from trainkit.diagnosis.evidence import (
     STEPD,
     Failure,
@@ -17,9 +19,7 @@ from trainkit.diagnosis.evidence import (
     until_ended,
 )
 from trainkit.diagnosis.fields import asked_for, fields, for_a_shell, host_of_task, hosts_of
-from trainkit.diagnosis.job_cases import ENDINGS, HARDWARE
 from trainkit.diagnosis.launched import EVERYWHERE, on_every_machine
-from trainkit.diagnosis.rank_cases import RANKS
 from trainkit.diagnosis.remedy import settings_of
 from trainkit.diagnosis.stderr import tail_of, traceback_of
 from trainkit.diagnosis.texts import (
@@ -95,17 +95,25 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     sources = [*of_the_job(run, state, number)] if newest else []
     if not waits:
         sources += [*of_the_batch(run, number), *of_logs_elsewhere(run, state, failure), *of_the_rank(run, failure)]
-    rows = (*HARDWARE, *ENDINGS, *RANKS)
+    tried = rows()
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started
-        rows, sources = tuple(row for row in rows if row.name == "launch-failure"), of_the_batch(run, number)
-    for aside in (False, True):
-        looked_at = [source for source in sources if source.aside == aside]
-        for row in rows:
-            fits = [(match, source) for source in looked_at if (match := source.match(row))]
-            if fits:  # the one that says most: which node, which module
-                match, source = max(fits, key=lambda fit: sum(map(bool, fit[0].groupdict().values())))
-                return _cause(row, match, source, run, state, number, failure, sources)
+        tried, sources = tuple(row for row in tried if row.name == "launch-failure"), of_the_batch(run, number)
+    if fit := _first_that_fits(tried, sources):
+        return _cause(*fit, run, state, number, failure, sources)
     return _otherwise(run, state, number, failure, sources)
+
+
+def _first_that_fits(tried: Sequence[Case], sources: list[Source]) -> tuple[Case, re.Match[str], Source] | None:
+    """Rows that name a cause go before those that name a consequence, and what was said last before what led to it."""
+    texts = [source.text for source in sources]
+    for vague, aside in product((False, True), (False, True)):
+        looked_at = [source for source in sources if source.aside == aside]
+        for row in tried:
+            if row.vague != vague or row.contradicted(texts):
+                continue
+            if fits := [(row, match, source) for source in looked_at if (match := source.match(row))]:
+                return max(fits, key=lambda fit: sum(map(bool, fit[1].groupdict().values())))
+    return None
 
 
 def _cause(
@@ -114,10 +122,6 @@ def _cause(
 ) -> Cause:  # fmt: skip
     found = fields(run, state, attempt, failure)
     groups = {name: value for name, value in match.groupdict().items() if value}
-    for other in ("other", "third", "more"):  # a name for the same thing in another branch of the pattern
-        if value := groups.pop(other, None):
-            first = next(iter(match.re.groupindex))
-            groups[first] = value
     found.update({name: value.strip().rstrip(".") for name, value in groups.items()})
     if row.name == "missing-module":
         found["module"] = found["module"].partition(".")[0]

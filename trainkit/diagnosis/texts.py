@@ -41,8 +41,8 @@ class Source:
 
     def match(self, row: Case) -> re.Match[str] | None:
         """Where the text shows the cause of a row."""
-        places = ("end", "rank") if self.place == "end" else (self.place,)
-        return row.pattern.search(self.text) if set(places) & set(row.places) else None
+        places = {"end", "rank"} if self.place == "end" else {self.place}
+        return row.find(self.text) if places & row.seen else None
 
     def quote(self, at: int) -> Quote:
         """The line at a position in the text."""
