@@ -120,13 +120,13 @@ def answer_to(item: dict[str, Any], folder: Path, config: str) -> Answer:
 
 def _verdict(item: dict[str, Any], name: str, what: str, fix: str) -> str:
     def has(pattern: str, text: str) -> bool:
-        return re.search(item.get(pattern, r"(?!)"), text, re.IGNORECASE) is not None
+        return re.search({**item, "mend": "mend "}.get(pattern, r"(?!)"), text, re.IGNORECASE) is not None
 
     raised = name == "exception" and item["kind"] != "user code"
     never = has("never_re", fix)
     if has("cause_re", what) and not (raised or never or name in NO_CAUSE):
         return "right" if has("fix_re", fix) else "half"
-    return "wrong" if name in NO_CAUSE else "confidently wrong"
+    return "wrong" if name in NO_CAUSE or (raised and not has("mend", fix)) else "confidently wrong"
 
 
 def answers() -> list[Answer]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.diagnosis.score import answers
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.loading import load, to_yaml
 from trainkit.data import build_data
@@ -84,7 +85,7 @@ def test_what_an_error_says_already_is_not_said_twice(run: RunDir) -> None:
 
 def test_every_row_of_the_tables_has_a_recorded_text() -> None:
     known = {row.name for row in rows()}
-    told = {item["cause"] for item in [*RECORDED, *IN_THE_WILD]}
+    told = {item["cause"] for item in [*RECORDED, *IN_THE_WILD]} | {answer.name for answer in answers()}
     unrecorded = {"requeue-refused", "no-progress", "hang", "controller-gone"}  # our own words: below
     unrecorded |= {"signalled"}
     assert told - known == WITHOUT_TEXT

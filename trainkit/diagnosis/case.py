@@ -1,4 +1,4 @@
-"""The causes of `causes_of_jobs.yaml` and `causes_of_ranks.yaml`: how each is known, what it means and what mends it.
+"""The causes of ``causes_of_*.yaml`` in this folder: how each is known, what it means and what mends it.
 
 A cause is one row. The first row that fits what a job and its ranks have said is the cause, so the order matters:
 
@@ -59,7 +59,7 @@ class Case:
 def rows() -> tuple[Case, ...]:
     """All of them, in the order in which they are tried."""
     items: list[dict[str, Any]] = []
-    for name in ("causes_of_jobs.yaml", "causes_of_ranks.yaml"):
+    for name in ("causes_of_jobs.yaml", "causes_of_gpus.yaml", "causes_of_ranks.yaml"):
         text = Path(__file__).with_name(name).read_text("utf-8")
         items += yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tuple(map(_row, items))

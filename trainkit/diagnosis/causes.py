@@ -21,7 +21,7 @@ from trainkit.diagnosis.evidence import (
 from trainkit.diagnosis.fields import asked_for, fields, for_a_shell, host_of_task, hosts_of
 from trainkit.diagnosis.launched import EVERYWHERE, on_every_machine
 from trainkit.diagnosis.remedy import settings_of
-from trainkit.diagnosis.stderr import tail_of, traceback_of
+from trainkit.diagnosis.stderr import last_error, tail_of, traceback_of
 from trainkit.diagnosis.texts import (
     Quote,
     Source,
@@ -37,6 +37,9 @@ _TOLD = re.compile(rf"^(srun: error|{STEPD}|srun: fatal|bash:|.*No such file|.*n
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
+EVERY_NODE = (
+    "Every node of the job says so, so it is none of them: look at the environment, the mask and the driver. Then:"
+)
 _SHOWN = 6
 """Lines of evidence."""
 
@@ -123,8 +126,13 @@ def _cause(
     found = fields(run, state, attempt, failure)
     groups = {name: value for name, value in match.groupdict().items() if value}
     found.update({name: value.strip().rstrip(".") for name, value in groups.items()})
+    if failure is not None and failure.error.endswith(f"(on {failure.host})") and source.place in ("rank", "batch"):
+        found["error"] = source.quote(match.start()).text.rstrip(".")  # srun only knows that it exited
     if row.name == "missing-module":
         found["module"] = found["module"].partition(".")[0]
+    if "{host}" in row.command and _on_every_node(row, run, attempt, failure, found["hosts"]):
+        found["host"] = ""
+        row = replace(row, fix=EVERY_NODE)
     if "task" in groups:
         found["unseeing"] = host_of_task(run, found["hosts"], int(groups["task"]))
     if "failed" in groups:
@@ -140,6 +148,20 @@ def _cause(
     return _for(run, Cause(
         row.name, row.what.format_map(found), _once(quotes), fix, command, failure
     ))  # fmt: skip
+
+
+def _on_every_node(row: Case, run: RunDir, attempt: int, failure: Failure | None, hosts: str) -> bool:
+    """Whether ranks of all nodes of the job, of several, ended with the same: then no single node is to blame."""
+    nodes = set(hosts.split(","))
+    if failure is None or len(nodes) < 2:
+        return False
+    seen = {host_of_task(run, hosts, failure.rank)}
+    for path in sorted(run.attempt_logs(attempt).glob("rank-*.err")):
+        rank = path.stem.removeprefix("rank-")
+        host = host_of_task(run, hosts, int(rank)) if rank.isascii() and rank.isdecimal() else ""
+        if host and host not in seen and row.find(last_error(path)):
+            seen.add(host)
+    return seen >= nodes
 
 
 def _for(run: RunDir, cause: Cause) -> Cause:
@@ -183,8 +205,7 @@ def _otherwise(
         first = traceback.first if traceback is not None else failure.error
         after = f" It began with {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
         what = f"{found['who']} raised {failure.error.rstrip('.')}{at}.{after}"
-        mend = f"Mend {found['at']}:" if found["at"] else ""
-        return _for(run, Cause("exception", what, quotes, mend, AGAIN.format_map(found), failure))
+        return _for(run, Cause("exception", what, quotes, found["mend"], AGAIN.format_map(found), failure))
     tail = [text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err") if text.strip()]
     words = [text for text in tail if _ERROR.search(text)][-1:] or tail[-1:]
     mute = failure.error.lower().startswith(("exited", "exit code"))

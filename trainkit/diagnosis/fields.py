@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from trainkit import reading
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.batch_sizes import smaller
+from trainkit.config.schema import SECTIONS
 from trainkit.diagnosis.evidence import Failure, lagging_ranks
 from trainkit.errors import UserError
 from trainkit.ranks.hostlist import expand
@@ -19,7 +21,20 @@ from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
 _AT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<frozen", "/lib/python")
+_OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<", "/lib/python", "/usr/lib/", ".pyx")
+"""Parts of the names of files that no user can mend."""
+_PATH = re.compile(r"""['"](?P<path>/[^'"\n]+)['"]""")
+_CACHES = (
+    ("huggingface", ".cache/huggingface", "HF_HOME"),
+    ("torch/hub", ".cache/torch", "TORCH_HOME"),
+    ("matplotlib", ".cache/matplotlib", "MPLCONFIGDIR"),
+    ("triton", ".triton", "TRITON_CACHE_DIR"),
+    ("wandb", ".cache/wandb", "WANDB_CACHE_DIR"),
+    ("/.cache/", ".cache", "XDG_CACHE_HOME"),
+    ("_inductor", "/tmp", "TMPDIR"),
+    ("/tempfile.py", "/tmp", "TMPDIR"),
+)
+"""What a path or a traceback holds, the folder that is written to then, and the variable that moves it."""
 
 
 _FOR_A_SHELL = frozenset({"run", "runs", "logs", "there", "more_memory"})
@@ -54,6 +69,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     micro = int(config.get("micro_batch_size") or life.started.get("micro_batch_size") or share)
     memory = _more_memory(plan) if state.executor == "slurm" else ""
     behind, at = lagging_ranks(run, attempt), _place(failure)
+    place, moved_by = place_of(failure)
     return Fields(
         {
             "run": shlex.quote(str(run.path)),
@@ -74,6 +90,11 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "error": failure.error.rstrip(".") if failure is not None else "",
             "attempt": str(attempt),
             "at": at,
+            "mend": _mend(failure),
+            "place": place or str(run.path),
+            "folder": _folder(place) if place else str(run.path.parent),
+            "moves": f" ({moved_by}=FOLDER puts it elsewhere)" if moved_by else "",
+            "full": _full(place or str(run.path)),
             "crashed_at": f", at {at}" if at else "",
             "there": f"srun -N1 -n1 -w {shlex.quote(host)} " if state.executor == "slurm" and host else "",
             "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
@@ -83,7 +104,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "all_of_it": " (0: all that it has)" if memory == " --mem 0" else "",
             "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
             "half_the_batch": str(smaller(micro, share)),
-            "half_the_lr": f"{float(config.get('lr') or 1e-3) / 2:g}",
+            "half_the_lr": _smaller_lr(config.get("lr")),
         }
     )
 
@@ -148,18 +169,69 @@ def hosts_of(nodelist: str) -> str:
     return ",".join(names) if len(names) <= 8 else nodelist
 
 
-def _place(failure: Failure | None) -> str:
-    """File and line of the failure that the user can mend: the last in code of their own, else the last of all."""
-    if failure is None:
-        return ""
-    lines = list(failure.traceback)
+def _places(failure: Failure | None) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """File and line of each frame of the failure, outermost first; and those of them in code of the user's own."""
+    lines = list(failure.traceback) if failure is not None else []
     places = [(match["file"], match["line"]) for text in lines if (match := _AT.match(text))]
-    own = [place for place in places if not any(part in place[0] for part in _OURS)]
-    if not places:
+    if any("most recent call first" in text for text in lines):  # as faulthandler has it
+        places.reverse()
+    return places, [place for place in places if not any(part in place[0] for part in _OURS)]
+
+
+def _place(failure: Failure | None) -> str:
+    """File and line of the failure: the last in code of the user's own, else the last of all."""
+    places, own = _places(failure)
+    return _named((own or places)[-1]) if places else ""
+
+
+def _mend(failure: Failure | None) -> str:
+    """What to do about an error of code: mend it where the user's own raised it, or look where that called another."""
+    places, own = _places(failure)
+    if not own:
         return ""
-    newest = 0 if any("most recent call first" in text for text in lines) else -1  # as faulthandler has it
-    file, line = (own or places)[newest]
-    return f"{Path(file).name}:{line}"
+    return f"Mend {_named(own[-1])}:" if own[-1] == places[-1] else f"Look at {_named(own[-1])}, which called this:"
+
+
+def _named(place: tuple[str, str]) -> str:
+    return f"{Path(place[0]).name}:{place[1]}"
+
+
+def place_of(failure: Failure | None) -> tuple[str, str]:
+    """The file or folder that an error is about, and the variable that puts it elsewhere; each empty if not known.
+
+    It is named by the error, or known by who was about to write: a cache of the home folder, or the node's /tmp.
+    """
+    if failure is None:
+        return "", ""
+    named = _PATH.findall(failure.error)
+    seen = named[-1] if named else "\n".join(failure.traceback)
+    for part, folder, variable in _CACHES:
+        if part in seen:
+            return (named[-1] if named else os.path.expanduser(os.path.join("~", folder))), variable
+    if named and named[-1].startswith("/tmp/"):
+        return named[-1], "TMPDIR"
+    return (named[-1], "") if named else ("", "")
+
+
+def _folder(place: str) -> str:
+    """The folder that a file lies in, which can be asked for its room."""
+    return place if os.path.isdir(place) or not os.path.splitext(place)[1] else os.path.dirname(place)
+
+
+def _full(place: str) -> str:
+    """Of what a full disk has none left, where it can be asked from here."""
+    try:
+        room = os.statvfs(_folder(place))
+    except OSError:
+        return "full, of bytes or of files (df -i)"
+    if room.f_files and room.f_favail == 0 and room.f_bavail:
+        return "out of inodes: it has room for bytes, and for no further file"
+    return "full" if room.f_bavail == 0 else "full, of bytes or of files (df -i), or was"
+
+
+def _smaller_lr(lr: float | None) -> str:
+    """Half of it; of one that no optimizer has trained with, the default."""
+    return f"{lr / 2 if lr and lr <= 10 else SECTIONS['optim'].model_fields['lr'].default:g}"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ _RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # of torch.distribute
 # A progress bar does not end its line, so what comes next is glued to it.
 _GLUED = re.compile(r"^(?! *\|).*(?:[|%\])…]|\.\.\.) *(?=Traceback \(most recent call last\))")
 _GROUP = re.compile(r"^[ |+]*\| ?")  # the frame that Python draws around the errors of an ExceptionGroup
-_START = re.compile(r"^(?:Original |  \+ Exception Group )?Traceback \(most recent call last\)")
+_START = re.compile(r"^(?: |Original |  \+ Exception Group )?Traceback \(most recent call last\)")
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _HANDLED = "During handling of the above exception, another exception occurred:"
 # What others say while the process ends: torch's C++ log, warnings, srun, wandb, threads.
@@ -97,7 +97,7 @@ def tail_of(stderr: Path) -> list[tuple[int, str]]:
 
 def _plain(line: str) -> str:
     """A line as a terminal would have left it standing, without what was put before it."""
-    line = line.rstrip("\r").rpartition("\r")[2][-_LONG:]
+    line = line.rstrip("\r").rpartition("\r")[2][-_LONG:].replace("\0", "")  # torch's workers end a message so
     if not (line.isascii() and line.isprintable()):
         line = terminal.lines(line)
     return _GLUED.sub("", _RANK_PREFIX.sub("", line))

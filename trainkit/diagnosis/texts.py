@@ -14,10 +14,17 @@ from trainkit.records.rundir import RunDir
 
 _LOUD = re.compile(
     r"error|exception|fail|fatal|warn|assert|abort|detected|cannot|could not|unable|not found|denied|exceeded"
-    r"|timeout|exhausted|no such|unavailable|invalid|\[[EW][ \d]|Xid|what\(\)|^slurmstepd|^  (why|fix): |oom",
+    r"|timeout|exhausted|no such|unavailable|invalid|\[[EW][ \d]|Xid|what\(\)|^slurmstepd|^  (why|fix): |oom|\bnan\b",
     re.IGNORECASE,
 )
 """Lines that speak of something bad; what a healthy run prints may hold the names of causes as well."""
+# Errors that only say that something else has gone wrong.
+_POINTS_ELSEWHERE = re.compile(
+    r"^KeyboardInterrupt|^SystemExit|CalledProcessError|BackendCompilerFailed|InductorError|returned non-zero exit"
+    r"|(unhandled|unknown|internal|invalid) (system |cuda )?(error|usage)|CUDA error|NCCL error"
+)
+# What other programs print into the same log, each by its own form: compilers, the kernel, NCCL, OpenBLAS, UCX.
+_OF_TOOLS = re.compile(r"fatal error: |NVRM: Xid|NCCL WARN |pthread_create|RLIMIT|UCX +(ERROR|WARN)|cannot find -l")
 
 
 @dataclass(frozen=True)
@@ -104,10 +111,16 @@ def of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
         found.append(Source("rank", where, traceback.causes, aside=True))
     elif failure.traceback:
         found.append(Source("rank", where, "\n".join(failure.traceback)))
+    if traceback is not None and _POINTS_ELSEWHERE.search(failure.error):
+        tools = [(number, text if _OF_TOOLS.search(text) else "") for number, text in tail]
+        found.append(Source("rank", where, "\n".join(text for _, text in tools), tail[0][0], aside=True))
     if traceback is not None and not is_lost_connection(failure.error):
         tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
     elif traceback is None:
-        tail = [(number, text if _LOUD.search(text) else "") for number, text in tail]
+        tail = [
+            (number, text if _LOUD.search(text) or before.rstrip().endswith("error:") else "")
+            for (number, text), (_, before) in zip(tail, [(0, ""), *tail], strict=False)
+        ]
     if any(text for _, text in tail):
         found.append(Source("rank", where, "\n".join(text for _, text in tail), tail[0][0]))
     return found
