@@ -50,11 +50,12 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
     metrics, counts = done.found.metrics, done.found.counts
     names = names_of(done.info, counts)
     result = {"step": done.step, **metrics}
-    if args.split == "test" and not is_url(args.run):  # for the log book, which shows the newest
+    if not is_url(args.run):
+        of = {"split": args.split, "checkpoint": args.checkpoint, "settings": args.overrides}
         try:
-            append(run_dir.metrics, {"time": round(time.time(), 3), "split": args.split, **result})
+            append(run_dir.evaluations, {"time": round(time.time(), 3), **of, **result})
         except OSError as error:  # somebody else's run, or an archive: the result is what was asked for
-            print(f"Not recorded in {run_dir.metrics}: {error.strerror}.", file=sys.stderr)
+            print(f"Not recorded in {run_dir.evaluations}: {error.strerror}.", file=sys.stderr)
     if args.json:
         confusion = {kind: each.to_json() for kind, each in counts.items()}
         classes = {"classes": names, "confusion": confusion}

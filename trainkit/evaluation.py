@@ -41,7 +41,8 @@ def evaluate_checkpoint(
 
     A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
 
-    Of ``best`` the images that were told wrong most surely are kept, for the report (``mistakes-<split>.json``).
+    Of ``best`` the images that were told wrong most surely are kept, for the report (``mistakes-<split>.json``), where
+    training has kept none.
 
     Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so.
 
@@ -73,7 +74,8 @@ def evaluate_checkpoint(
             batch_size=min(config.train.global_batch_size, 256),
             or_newest=which in ("best", "latest"),
         )
-        if which == "best" and split != "train" and "raw" in found.mistakes:
+        is_shown = which == "best" and split != "train" and "raw" in found.mistakes
+        if is_shown and not run_dir.mistakes(split).exists():
             images = found.mistakes["raw"].read(dist, parts.splits.info)
             with suppress(OSError), replacing(run_dir.mistakes(split)) as partial:  # it may be somebody else's run
                 partial.write_text(json.dumps(told(images, split, step)) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -7,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.rank_functions import run_command, run_ranks, train_run
+from trainkit.records.rundir import RunDir
+from trainkit.report.facts import Facts
 
 PROJECT = Path(__file__).parents[2]
 
@@ -79,6 +83,38 @@ def test_a_checkpoint_that_is_not_there_exits_with_2_and_names_those_that_are(ru
     assert "Traceback" not in done.stderr
 
 
+def test_no_verb_that_reads_weights_changes_what_training_has_recorded(run: Path, tmp_path: Path) -> None:
+    """On other data, other checkpoints and splits too; what `evaluate` measures has a file of its own."""
+
+    def contents() -> dict[str, str]:
+        files = [path for path in run.rglob("*") if path.is_file() and path.name != "evaluations.jsonl"]
+        return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+    def status() -> str:
+        shown = json.loads(run_command("status", str(run), "--json", cwd=tmp_path).stdout)[0]
+        return str({key: shown[key] for key in ("state", "step", "total_steps", "epoch", "val")})
+
+    Image.new("L", (8, 8), 128).save(tmp_path / "grey.png")
+    before, was, test = contents(), status(), Facts(RunDir(run), "run").test
+    for verb, *arguments in (
+        ("evaluate",),
+        ("evaluate", "--checkpoint", "latest", "data.augment=false"),
+        ("evaluate", "--split", "val", "--weights", "ema"),
+        ("evaluate", "--split", "train"),
+        ("predict", str(tmp_path / "grey.png")),
+        ("export", str(tmp_path / "weights.safetensors")),
+    ):
+        done = run_command(verb, str(run), *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert contents() == before
+    assert status() == was
+    assert Facts(RunDir(run), "run").test == test
+    kept = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [(item["split"], item["checkpoint"], item["settings"]) for item in kept[-4:]] == [
+        ("test", "best", []), ("test", "latest", ["data.augment=false"]), ("val", "best", []), ("train", "best", [])
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a model of its own, whose file is not where it was any more."""
@@ -98,11 +134,10 @@ def test_a_model_of_the_runs_own_comes_from_its_snapshot_and_what_cannot_be_reco
     own_run: Path, tmp_path: Path
 ) -> None:
     """From any folder; with --allow-code, as this user is another one than its maker's."""
-    (own_run / "metrics.jsonl").unlink()
-    (own_run / "metrics.jsonl").mkdir()  # root may write anywhere, but not into this
+    (own_run / "evaluations.jsonl").mkdir()  # root may write anywhere, but not into this
     command = [sys.executable, "-m", "jobs.evaluate", str(own_run), "--allow-code"]
     env = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "test of step 2 (best): acc1" in done.stdout
-    assert f"Not recorded in {own_run / 'metrics.jsonl'}: Is a directory." in done.stderr
+    assert f"Not recorded in {own_run / 'evaluations.jsonl'}: Is a directory." in done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.records import jsonl
-from trainkit.records.metrics import best_of, read_metrics, read_thinned
+from trainkit.records.metrics import best_evaluation, best_of, read_metrics, read_thinned
 from trainkit.records.rundir import RunDir
 
 
@@ -109,3 +109,13 @@ def test_a_validation_whose_loss_was_not_finite_is_never_the_best_one() -> None:
     assert best_of([lost, *good], 2) is good[0]
     assert best_of([lost, *good], None) is good[1]
     assert best_of([lost], 1) is None
+
+
+def test_the_newest_evaluation_of_the_best_weights_with_the_runs_own_settings_counts(run: RunDir) -> None:
+    assert best_evaluation(run) is None
+    own = {"split": "test", "step": 3, "checkpoint": "best", "settings": []}
+    for acc1, other in (
+        (1.0, {}), (2.0, {}), (3.0, {"split": "val"}), (4.0, {"checkpoint": "latest"}), (5.0, {"settings": ["a.b=1"]})
+    ):  # fmt: skip
+        jsonl.append(run.evaluations, {**own, "acc1": acc1, **other})
+    assert (best_evaluation(run) or {})["acc1"] == 2.0

@@ -32,6 +32,13 @@ def test_the_newest_records_count_and_a_torn_line_does_not(run: RunDir) -> None:
     assert (found.step, found.val["step"]) == (30, 20)
 
 
+def test_what_was_measured_after_training_does_not_tell_how_far_it_is(run: RunDir) -> None:
+    """Folders in which `evaluate` has written into the training's records."""
+    jsonl.append(run.metrics, {"split": "train", "step": 90, "epoch": 9.0, "loss": 1.0})
+    jsonl.append(run.metrics, {"split": "test", "step": 50, "acc1": 80.0})
+    assert standing_of(run).last["epoch"] == 9.0
+
+
 def test_a_validation_long_ago_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing, "TAIL_BYTES", 100)
     jsonl.append(run.metrics, {"split": "val", "step": 0, "acc1": 10.0})

@@ -28,6 +28,13 @@ def read_metrics(run_dir: RunDir, split: str | None = None) -> list[dict[str, An
     return sorted(newest.values(), key=lambda record: record["step"])
 
 
+def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
+    """The newest record in ``evaluations.jsonl`` of the best weights on the test split, with the run's own settings."""
+    own = {"split": "test", "checkpoint": "best", "settings": []}
+    found = [raw for raw in jsonl.read(run_dir.evaluations) if all(raw.get(key) == own[key] for key in own)]
+    return typed(found[-1]) if found else None
+
+
 MOST = 10_000
 """Train records from which on a reader may do with fewer: no curve has more places, and a median hardly moves."""
 

@@ -65,6 +65,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ class Standing:
     """The newest records of a run. After a restart these may be of earlier steps than those before them."""
 
     last: Mapping[str, Any] = field(default_factory=dict)
-    """Of whatever split; empty if there is none."""
+    """Of training or validation; empty if there is none. Tests tell of the best weights, not how far it is."""
     val: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     seconds_per_step: float | None = None
@@ -54,27 +54,25 @@ def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
             if not os.fstat(file.fileno()).st_size:
                 return Standing()
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                last = _newest(content, b"\n")
-                val = last if last.get("split") == "val" else _newest(content, b'"split": "val"')
-                train = last if last.get("split") == "train" else _newest(content, b'"split": "train"')
+                last = _newest(content, b"\n", ("train", "val"))
+                val = last if last.get("split") == "val" else _newest(content, b'"split": "val"', ("val",))
+                train = last if last.get("split") == "train" else _newest(content, b'"split": "train"', ("train",))
                 pace = _pace(content, pace_since) if pace_since is not None else None
     except FileNotFoundError:
         return Standing()
     except (OSError, ValueError) as error:
         raise reading.unreadable(run.metrics, error if isinstance(error, OSError) else OSError(str(error))) from None
-    return Standing(
-        last, val if val.get("split") == "val" else {}, train if train.get("split") == "train" else {}, pace
-    )
+    return Standing(last, val, train, pace)
 
 
-def _newest(content: mmap.mmap, holding: bytes) -> dict[str, Any]:
-    """The last whole record on a line that holds this; empty if there is none."""
+def _newest(content: mmap.mmap, holding: bytes, splits: Sequence[str]) -> dict[str, Any]:
+    """The last whole record of one of the splits, on a line that holds this; empty if there is none."""
     end = content.rfind(b"\n") + 1  # a line without its end is still being written
     while (found := content.rfind(holding, 0, end)) >= 0:
         begin = content.rfind(b"\n", 0, found) + 1
         stop = content.find(b"\n", found)
         record = _record(content[begin:stop])
-        if record is not None:
+        if record is not None and record["split"] in splits:
             return record
         end = begin
     return {}

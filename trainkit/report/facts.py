@@ -15,7 +15,7 @@ from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.events import read_events
-from trainkit.records.metrics import Thinned, best_of, read_thinned
+from trainkit.records.metrics import Thinned, best_evaluation, best_of, read_thinned
 from trainkit.records.rundir import RunDir
 from trainkit.records.setbacks import Setbacks, setbacks_of
 from trainkit.report.points import name_of, points_of
@@ -78,8 +78,9 @@ class Facts:
 
     @cached_property
     def test(self) -> dict[str, Any] | None:
-        """The newest test record."""
-        return next((record for record in reversed(self.metrics.records) if record["split"] == "test"), None)
+        """Of the training's end; of a run without one what `evaluate` has measured last of its best weights."""
+        own = next((record for record in reversed(self.metrics.records) if record["split"] == "test"), None)
+        return own or best_evaluation(self.run_dir)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
