@@ -48,13 +48,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         _scancel(on_slurm)
     if local:
         _end_locally(local)
-    if nameless:
-        run, job = nameless[0]
-        raise SchedulerError(
-            f"{run.name} may have a job that nobody knows.",
-            why=f"{job.reason}.",
-            fix=f"Give the command again in a minute: `{terminal.command('cancel', run.path)}`.",
-        )
+    for run, job in nameless:
+        cancelled(run, "")
+        print(f"{_shown(run)}: no job is known, and one that comes is cancelled ({job.reason}).", flush=True)
     return 0
 
 

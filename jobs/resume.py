@@ -124,6 +124,9 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
     alive = {"no"} | ({"unknown"} if args.force else set())
     lost = [run for run in runs if states[run].alive in alive and not lives[run].finished]
     if not lost:
+        for run in runs:
+            if states[run].alive == "unknown":
+                require_no_job(run, force=False)
         told = ", ".join(sorted({state.state for state in states.values()}))
         raise UserError(
             f"Nothing of this sweep is to be queued again: its {len(runs)} runs are {told}.",

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cluster import adoption
 from trainkit.cluster.queue import job_state, job_states, require_no_job
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import UserError
-from trainkit.records.attempts import refused, submitted, submitting
+from trainkit.records.attempts import cancelled, refused, submitted, submitting
 from trainkit.records.events import append_event, read_events
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
@@ -73,7 +74,7 @@ def test_a_run_may_be_linked_into_another_array_by_another_number(tmp_path: Path
 
 def test_a_job_that_the_run_knows_is_not_found_again(cut_short: RunDir, fake_command: FakeCommand) -> None:
     submitted(cut_short, "slurm", "42")
-    submitting(cut_short)
+    append_event(cut_short, "submitting", executor="slurm", attempts_before=0)
     fake_command("squeue", squeue(f"42|{cut_short.script}\\n43|{cut_short.script}\\n"))
     assert job_state(cut_short).job_id == "43"
     assert [event["job_id"] for event in read_events(cut_short, "submitted")] == ["42", "43"]
@@ -93,7 +94,7 @@ def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(
 
 def test_a_run_that_is_just_being_submitted_has_no_second_job(tmp_path: Path, fake_command: FakeCommand) -> None:
     run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
-    submitting(run)
+    submitting(run, "1f")
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 0")
     assert f"process {os.getpid()} is just submitting it" in job_state(run).reason
@@ -101,14 +102,44 @@ def test_a_run_that_is_just_being_submitted_has_no_second_job(tmp_path: Path, fa
 
 
 def test_a_submission_that_came_to_nothing_is_said_and_can_be_tried_again(
-    cut_short: RunDir,
-    fake_command: FakeCommand,
+    cut_short: RunDir, fake_command: FakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 0")
     state = job_state(cut_short)
+    assert (state.state, state.alive) == ("UNKNOWN", "unknown"), "what is on its way to the scheduler may arrive"
+    assert "may still have one within 1" in state.reason
+    monkeypatch.setattr(adoption, "LATE_SECONDS", 0.0)
+    state = job_state(cut_short)
     assert (state.state, state.alive) == ("NOT SUBMITTED", "no")
     assert "cut short" in state.reason
+
+
+def test_of_jobs_with_the_same_script_that_of_the_submission_is_found(
+    tmp_path: Path, fake_command: FakeCommand
+) -> None:
+    """One of a run that lay in this folder before, and was removed, is another's."""
+    run = RunDir.create(tmp_path / "my runs" / "ddp-0001", "seed: 0\n")
+    submitting(run, "1f2e")
+    scripts = f"42|{run.script}\\n42|{run.path}/.submitit/0000.sbatch\\n43|{run.path}/.submitit/1f2e.sbatch\\n"
+    fake_command("squeue", squeue(scripts))
+    assert job_state(run).job_id == "43"
+
+
+def test_a_job_that_was_cancelled_before_it_was_there_ends_when_it_is_found(
+    cut_short: RunDir, fake_command: FakeCommand
+) -> None:
+    fake_command("squeue", "exit 0")
+    fake_command("sacct", "exit 0")
+    cancelled(cut_short, "")
+    assert "would be cancelled" in job_state(cut_short).reason
+    fake_command("squeue", squeue(f"42|{cut_short.script}\\n"))
+    fake_command("scancel", "echo busy >&2; exit 1")
+    assert "scancel does not do it: busy" in job_state(cut_short).reason
+    calls = fake_command("scancel", "exit 0")
+    assert job_state(cut_short).job_id == "42"
+    assert calls.read_text().splitlines()[-1] == "42"
+    assert life_of(cut_short).submissions[0].cancelled
 
 
 def test_one_that_was_refused_is_not_looked_for(cut_short: RunDir, fake_command: FakeCommand) -> None:

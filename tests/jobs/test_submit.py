@@ -424,8 +424,9 @@ def test_a_run_that_may_have_a_job_is_kept_when_its_submission_is_interrupted(
     (fake_slurm / "sbatch").write_text("#!/bin/bash\necho 'welcome to our site'\n")
     done = command("submit", "ddp", "--run-dir", "runs/ddp-0001")
     assert done.code == 4
-    assert "no job id" in done.err
-    script = tmp_path / "runs" / "ddp-0001" / "submit.sbatch"
+    assert "Nobody can tell" in done.err
+    assert "welcome to our site" in done.err
+    (script,) = (tmp_path / "runs" / "ddp-0001" / ".submitit").glob("*.sbatch")
     (fake_slurm / "squeue").write_text(f"""#!/bin/bash
 case "$*" in *%o*) echo '4711|{script}' ;; *) echo '4711|PENDING|Resources|0:00|' ;; esac
 """)

@@ -483,6 +483,22 @@ def test_where_requeueing_is_forbidden_a_further_job_goes_on(
     assert (submission.job_id, submission.attempts_before) == ("11", 1)
 
 
+def test_a_further_job_that_is_there_although_sbatch_had_no_answer_is_not_queued_twice(
+    run: RunDir, fake_command: FakeCommand
+) -> None:
+    queue = "12|afterany:70(unfulfilled)\\n11|afterany:7(unfulfilled),singleton(unfulfilled)\\n"
+    fake_command("squeue", f"case \"$*\" in *%E*) printf '{queue}';; *) echo 'RUNNING|';; esac")
+    calls = fake_command("sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    (run.path / "submit.sbatch").write_text("#!/bin/bash\n")
+    (run.path / ".submitit").mkdir()
+    (run.path / ".submitit" / "7_submitted.pkl").write_text("the path of the run")
+    env = begun(run)
+    hand_back(env)
+    assert batch_job.end(0, env, how="chain") == 1
+    assert len(calls.read_text().splitlines()) == 1
+    assert (run.path / ".submitit" / "11_submitted.pkl").exists()
+
+
 @pytest.mark.parametrize(
     ("shown", "told"),  # SLURM before 23.11, since then, and a copy of the template from before it told its arguments
     [

@@ -1,6 +1,7 @@
-"""Jobs whose id nobody could write down: the command that had called sbatch was killed before it could.
+"""Jobs whose id nobody could write down: the command that had called sbatch was killed, or sbatch has had no answer.
 
-SLURM knows which script each job was submitted with, and a run's script lies in its folder.
+SLURM knows which script each job was submitted with. Each submission gives it a path of its own, a link in
+``.submitit`` to the script in the run's folder, so that its job is told from all others.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainkit.cluster.slurm_jobs import JobState, NoAnswer, run
-from trainkit.records.attempts import submitted
+from trainkit.cluster.slurm_jobs import JobState, NoAnswer
+from trainkit.cluster.slurm_jobs import run as slurm
+from trainkit.records.attempts import cancelled, submitted
 from trainkit.records.history import CutShort, Life
 from trainkit.records.rundir import RunDir
 
 SBATCH_SECONDS = 300.0
 """So long sbatch may take; who called it on another machine may live until then."""
+LATE_SECONDS = 120.0
+"""So long after sbatch was killed, or gave up waiting, its job may still appear: a busy controller takes it later."""
 _PATH = re.compile(r"(?<![^ ])/")
 
 
@@ -30,9 +34,11 @@ class Search:
     """Runs whose jobs have been found and written down."""
     lost: Mapping[Path, JobState] = field(default_factory=dict)
     """What is to be said of the others."""
+    complaint: str = ""
+    """Why the queue has not answered."""
 
 
-def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], None]) -> Search:
+def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], None] = lambda command: None) -> Search:
     """Look for the jobs of these runs, and write down those that are there, with one call or two."""
     if not cut_short:
         return Search()
@@ -40,7 +46,7 @@ def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], No
     me = str(os.geteuid())
     heard("squeue")
     try:
-        scripts = read_scripts(run("squeue", "-h", "-r", "-t", "all", "-u", me, "-o", "%i|%o"))
+        scripts = read_scripts(slurm("squeue", "-h", "-r", "-t", "all", "-u", me, "-o", "%i|%o"))
     except NoAnswer as error:
         complaint = str(error)
     found = {folder.path: _jobs_of(folder, life, scripts) for folder, life in cut_short}
@@ -49,7 +55,7 @@ def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], No
         since = min(life.cut_short.time for _, life in cut_short if life.cut_short is not None) - 60
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(max(since, 0)))
         try:
-            accounts = read_scripts(run("sacct", "-X", "-n", "-P", "-u", me, "-S", start, "-o", "JobID,SubmitLine"))
+            accounts = read_scripts(slurm("sacct", "-X", "-n", "-P", "-u", me, "-S", start, "-o", "JobID,SubmitLine"))
         except NoAnswer:  # no accounting, or older than 21.08
             accounts = {}
         found = {folder.path: found[folder.path] or _jobs_of(folder, life, accounts) for folder, life in cut_short}
@@ -57,14 +63,32 @@ def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], No
     for folder, life in cut_short:
         assert life.cut_short is not None
         if found[folder.path] and _is_mine(folder):
-            for job_id in found[folder.path]:
-                submitted(folder, "slurm", job_id, attempts_before=life.cut_short.attempts_before, adopted=True)
+            try:
+                write_down(folder, life.cut_short, found[folder.path], adopted=True)
+            except NoAnswer as error:
+                reason = f"it is to be cancelled, and scancel does not do it: {error}"
+                lost[folder.path] = JobState("UNKNOWN", found[folder.path][-1], "slurm", reason)
+                continue
             adopted.add(folder.path)
         elif found[folder.path]:
             lost[folder.path] = JobState("UNKNOWN", found[folder.path][-1], "slurm", "its record is not yours to mend")
         else:
             lost[folder.path] = _without(life.cut_short, complaint)
-    return Search(frozenset(adopted), lost)
+    return Search(frozenset(adopted), lost, complaint)
+
+
+def write_down(run: RunDir, cut: CutShort, job_ids: Sequence[str], *, adopted: bool = False) -> None:
+    """Write down the jobs that a submission has come to; those that were cancelled before anybody knew them, end now.
+
+    Raises:
+        NoAnswer: SLURM does not end them, and nothing is written down.
+    """
+    if cut.cancelled:
+        slurm("scancel", *job_ids)
+    for job_id in job_ids:
+        submitted(run, "slurm", job_id, attempts_before=cut.attempts_before, adopted=adopted)
+        if cut.cancelled:
+            cancelled(run, job_id)
 
 
 def read_scripts(text: str) -> dict[str, str]:
@@ -80,14 +104,15 @@ def _jobs_of(folder: RunDir, life: Life, scripts: Mapping[str, str]) -> list[str
     A task of an array is the run that lies, or is linked, beside the array's script under the task's number.
     """
     known = {item.job_id for item in life.submissions}
-    here = os.path.realpath(folder.path)
+    here, token = os.path.realpath(folder.path), life.cut_short.token if life.cut_short is not None else ""
+    script = f"/.submitit/{token}.sbatch" if token else "/submit.sbatch"
     found = []
     for job_id, line in scripts.items():
         number, _, task = job_id.partition("_")
-        if job_id in known or not number.isdecimal() or not line.endswith("/submit.sbatch"):
+        if job_id in known or not number.isdecimal() or not line.endswith(script):
             continue
         # Whatever stands before the script, and whether its own path has spaces in it.
-        places = [os.path.dirname(line[match.start() :]) for match in _PATH.finditer(line)]
+        places = [line[match.start() :].removesuffix(script) for match in _PATH.finditer(line)]
         if any(os.path.realpath(os.path.join(place, task) if task else place) == here for place in places):
             found.append(job_id)
     return sorted(found, key=lambda job_id: int(job_id.partition("_")[0]))
@@ -103,11 +128,15 @@ def _is_mine(folder: RunDir) -> bool:
 def _without(cut: CutShort, complaint: str) -> JobState:
     """No job was found."""
     process = cut.process
-    if process is not None and process.is_here() and process.is_alive():
+    if not cut.unanswered and process is not None and process.is_here() and process.is_alive():
         return JobState("UNKNOWN", "", "slurm", f"process {process.pid} is just submitting it")
+    what = f"sbatch had no answer ({cut.unanswered})" if cut.unanswered else "its submission was cut short"
     if complaint:
-        return JobState("UNKNOWN", "", "slurm", f"its submission was cut short, and SLURM cannot be asked: {complaint}")
-    if process is None or (not process.is_here() and time.time() - cut.time < SBATCH_SECONDS):
+        return JobState("UNKNOWN", "", "slurm", f"{what}, and SLURM cannot be asked: {complaint}")
+    if not cut.unanswered and (process is None or (not process.is_here() and time.time() - cut.time < SBATCH_SECONDS)):
         where = process.host if process is not None else "an unknown machine"
         return JobState("UNKNOWN", "", "slurm", f"it is being submitted on {where}, or that was cut short")
-    return JobState("NOT SUBMITTED", reason="its submission was cut short, and SLURM has no job of it")
+    if (left := cut.time + LATE_SECONDS - time.time()) > 0:
+        late = f"{what}; SLURM has no job of it, but may still have one within {left:.0f} s"
+        return JobState("UNKNOWN", "", "slurm", late + ", which would be cancelled" * cut.cancelled)
+    return JobState("NOT SUBMITTED", reason=f"{what}, and SLURM has no job of it")

@@ -81,8 +81,9 @@ def require_no_job(run: RunDir, *, force: bool) -> None:
         )
     if state.alive == "unknown" and not force:
         reason = next(job.reason for job in living)
+        known = f"{jobs} {which} of {run.name} still {'runs' if len(living) == 1 else 'run'}"
         raise UserError(
-            f"Nobody can tell whether {jobs} {which} of {run.name} still {'runs' if len(living) == 1 else 'run'}.",
+            f"Nobody can tell whether {known if living[0].job_id else f'{run.name} has a job'}.",
             why=f"{reason}. Two jobs on one run would write over each other.",
             fix="Ask again later or elsewhere; if you know that it has ended, add --force.",
         )

@@ -10,6 +10,7 @@ job instead of this one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit import terminal
+from trainkit.cluster.adoption import write_down
+from trainkit.cluster.slurm_jobs import NoAnswer
 from trainkit.diagnosis.stderr import words_of
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.launch import scheduler
@@ -57,6 +60,10 @@ def begin(env: Mapping[str, str]) -> str:
         RunFailedError: SLURM has started the job again and again, and nothing came of it.
     """
     run = RunDir(Path(env[RUN_DIR]))
+    if (cut := life_of(run).cut_short) is not None and cut.cancelled:
+        with contextlib.suppress(NoAnswer):
+            write_down(run, cut, [job_of(env)])
+        raise RunFailedError(f"{run.name} was cancelled.", why="That was before it had a job.", fix=_resume(run))
     if env.get("SLURM_RESTART_COUNT", "0") != "0" and (why := budget_spent(run)):
         attempt = Attempt(run, run.attempts()[-1])
         attempt.ended("FAILED", job_id=job_of(env), why=why)

@@ -35,8 +35,19 @@ CONTROLLERS: list[subprocess.Popen[bytes]] = []
 they are meant to."""
 
 
-class NoJobIdError(SchedulerError):
-    """sbatch may have queued the job, but has not said which it is."""
+# What a client of SLURM's says that has sent its request and got no answer, or half of one.
+_NO_ANSWER = re.compile(
+    r"socket timed out|unable to contact|zero bytes|communication|connection (refused|reset|timed out)|broken pipe"
+    r"|transport endpoint|i/o error|failure\)|resource temporarily unavailable|temporarily unable",
+    re.IGNORECASE,
+)
+
+
+class SbatchError(SchedulerError):
+    """sbatch has failed, or has not said which job it has queued."""
+
+    is_answer = False
+    """The scheduler, or sbatch before it has asked, has said no."""
 
 
 def submit_to_slurm(
@@ -52,7 +63,7 @@ def submit_to_slurm(
     """Queue ``script`` with sbatch: one job, or one array with a task for each run. Returns the job id of each run.
 
     Raises:
-        SchedulerError: sbatch refused; with its own words.
+        SbatchError: it failed; with its own words.
     """
     executor = _Batch(folder / ".submitit", script, leaked(env))
     executor.update_parameters(nodes=nodes, ntasks_per_node=ntasks_per_node)
@@ -62,11 +73,14 @@ def submit_to_slurm(
     except utils.FailedJobError as error:
         words = str(error).strip() or "It gave no reason."
         whose = "; `python -m jobs.cluster show` lists your accounts and QOS" if _ACCESS.search(words) else ""
-        raise SchedulerError(
+        failed = SbatchError(
             "sbatch refused the job.",
             why=" ".join(words.replace("sbatch: ", "").split()),
             fix=f"Change the flag that it names; `--dry-run` shows what is submitted{whose}.",
-        ) from None
+        )
+        code = getattr(error.__cause__, "returncode", -1)  # below zero, or above 128: killed by a signal
+        failed.is_answer = 0 < code < 128 and bool(str(error).strip()) and not _NO_ANSWER.search(words)
+        raise failed from None
 
 
 def submit_locally(
@@ -104,12 +118,8 @@ class _PickleEach:
             path = self.folder / unclaimed(index)
             utils.DelayedSubmission(function, str(run.path)).dump(path)
             pickles.append(path)
-        try:
-            first = self._submit_command(self._submitit_command_str)  # type: ignore[attr-defined]
-        except utils.FailedJobError:  # and if this process is interrupted, the job may be there: it claims its own
-            for path in pickles:
-                path.unlink()
-            raise
+        # Should this fail, the job may be there all the same: it claims its own.
+        first = self._submit_command(self._submitit_command_str)  # type: ignore[attr-defined]
         jobs = [first] if len(runs) == 1 else [self._member(first, index) for index in range(len(runs))]
         for job, path in zip(jobs, pickles, strict=True):
             job.paths.move_temporary_file(path, "submitted_pickle")
@@ -139,10 +149,8 @@ class _Batch(_PickleEach, SlurmExecutor):
         text = string if isinstance(string, str) else string.decode()
         match = re.search(r"^(\d+)(?:;.*)?$", text, flags=re.MULTILINE)
         if match is None:
-            raise NoJobIdError(
-                "sbatch gave no job id.",
-                why=f"It said: {text.strip()!r}.",
-                fix="`python -m jobs.status` looks for it.",
+            raise SbatchError(
+                "sbatch gave no job id.", why=repr(text.strip()), fix="`python -m jobs.status` looks for it."
             )
         return match[1]
 

@@ -11,11 +11,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from trainkit.cluster.slurm_jobs import NoAnswer
+from trainkit.cluster.slurm_jobs import run as slurm
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.sweeps import PART
 from trainkit.ranks.hostlist import expand
@@ -40,11 +42,16 @@ class NotDone(Exception):
     """The scheduler has not done it; with its words."""
 
 
-def ask(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, patiently: bool = False) -> str:
+def ask(
+    *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, patiently: bool = False,
+    done_already: Callable[[], str] = lambda: "",
+) -> str:  # fmt: skip
     """What it answers.
 
     Args:
         patiently: a run is lost without it: a controller that is gone is asked for minutes.
+        done_already: looked at before it is asked again, for what must not be done twice: the answer, if it has been
+            done and only that was lost.
 
     Raises:
         NotDone: not even when it was asked for the last time.
@@ -54,6 +61,8 @@ def ask(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = 
         if number >= len(PAUSES) and not _GONE.search(words):
             break
         time.sleep(pause)
+        if number and (answer := done_already()):
+            return answer
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False, env=env, cwd=cwd,
@@ -67,6 +76,8 @@ def ask(*command: str, env: Mapping[str, str] | None = None, cwd: Path | None = 
         if done.returncode == 0:
             return done.stdout.strip()
         words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    if answer := done_already():
+        return answer
     raise NotDone(words)
 
 
@@ -204,6 +215,7 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     answer = ask(
         "sbatch", "--parsable", "--no-requeue", f"--job-name={name}",
         f"--dependency=afterany:{old},singleton", *more, str(script), env=scrubbed(env), cwd=folder,
+        done_already=lambda: _link_after(old, name),
     )  # fmt: skip
     new = answer.splitlines()[-1].partition(";")[0] + ("" if index is None else f"_{index}")
     pickle = folder / ".submitit" / f"{old}_submitted.pkl"
@@ -240,10 +252,19 @@ def _queue_template(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
         "sbatch", "--parsable", "--no-requeue", "--export=ALL", f"--job-name={run.path.name}",
         f"--dependency=afterany:{old},singleton", *given, script, *arguments,
         env={**scrubbed(env), CONTINUE: str(run.path)}, cwd=Path(env.get("SLURM_SUBMIT_DIR", ".")),
+        done_already=lambda: _link_after(old, run.path.name),
     )  # fmt: skip
     new = answer.splitlines()[-1].partition(";")[0]
     submitted(run, "slurm", new, continues=old)
     return new
+
+
+def _link_after(old: str, name: str) -> str:
+    """The job of that name that waits for the end of an old one: sbatch may have queued it and had no answer."""
+    with contextlib.suppress(NoAnswer):
+        jobs = slurm("squeue", "-h", "-u", str(os.geteuid()), "-n", name, "-t", "PENDING", "-o", "%i|%E").splitlines()
+        return next((job.split("|")[0].split("_")[0] for job in jobs if re.search(rf"afterany:{old}\b", job)), "")
+    return ""
 
 
 def names(nodelist: str) -> tuple[str, ...]:

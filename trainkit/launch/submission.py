@@ -5,24 +5,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from trainkit import terminal
+from trainkit.cluster.adoption import adopt, write_down
 from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, SchedulerError, UserError
 from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import Plan
+from trainkit.launch.scheduler import unclaimed
 from trainkit.records import index
-from trainkit.records.attempts import Attempt, refused, submitted, submitting
+from trainkit.records.attempts import Attempt, refused, submitted, submitting, unanswered
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir, make_private
 
+if TYPE_CHECKING:
+    from trainkit.launch.executors import SbatchError
+
 Function = Callable[[str], str]
+
+PAUSES = (0.0, 2.0, 4.0)
+"""Before each look for a job that sbatch has not spoken of, in seconds."""
 
 
 def stored_config(loaded: Loaded, cwd: Path) -> Config:
@@ -148,32 +160,67 @@ def hand_over(
     # submitit is imported here: a dry run and `--help` do without.
     from trainkit.launch import executors
 
-    controller: ProcessId | None = None
-    before = [len(run.attempts()) for run in runs]  # the job may begin one before it is written down
     if plan.executor == "slurm":
-        for run in runs:
-            submitting(run)
-        try:
-            job_ids = executors.submit_to_slurm(
-                folder,
-                runs,
-                function,
-                folder / "submit.sbatch",
-                nodes=plan.nodes,
-                ntasks_per_node=plan.ntasks_per_node,
-                env=env,
-            )
-        except executors.NoJobIdError:
-            raise
-        except SchedulerError as error:
-            for run in runs:
-                refused(run, error.why)
-            raise
-    else:
-        job_ids, controller = executors.submit_locally(folder, runs, function, tasks=plan.world_size, cwd=cwd, env=env)
+        return _queue(folder, runs, plan, function, env)
+    before = [len(run.attempts()) for run in runs]  # the job may begin one before it is written down
+    job_ids, controller = executors.submit_locally(folder, runs, function, tasks=plan.world_size, cwd=cwd, env=env)
     for run, job_id, attempts in zip(runs, job_ids, before, strict=True):
         submitted(run, plan.executor, job_id, controller, attempts_before=attempts)
     return job_ids
+
+
+def _queue(folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, env: Mapping[str, str]) -> list[str]:
+    from trainkit.launch import executors
+
+    token = secrets.token_hex(4)
+    script = folder / ".submitit" / f"{token}.sbatch"
+    script.parent.mkdir(exist_ok=True)
+    script.symlink_to(Path("..", "submit.sbatch"))
+    for run in runs:
+        submitting(run, token)
+    try:
+        job_ids = executors.submit_to_slurm(
+            folder, runs, function, script, nodes=plan.nodes, ntasks_per_node=plan.ntasks_per_node, env=env
+        )
+    except executors.SbatchError as error:
+        return _despite(error, folder, runs)
+    for run, job_id in zip(runs, job_ids, strict=True):
+        cut = life_of(run).cut_short
+        if cut is not None:  # else it was found in the queue before this
+            write_down(run, cut, [job_id])
+    return job_ids
+
+
+def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir]) -> list[str]:
+    """The ids of the jobs that are there although sbatch has failed: a busy scheduler may take one and not answer.
+
+    Raises:
+        SchedulerError: there are none; where nobody can tell, the runs' records say so.
+    """
+    for pause in PAUSES[: 1 if error.is_answer else None]:
+        time.sleep(pause)
+        search = adopt([(run, life_of(run)) for run in runs if life_of(run).cut_short])
+        lives = [life_of(run) for run in runs]
+        if not any(life.cut_short for life in lives):
+            job_ids = [life.submission.job_id for life in lives if life.submission is not None]
+            print(f"sbatch has failed ({error.why}), and has queued the job: {job_ids[0]}.", file=sys.stderr)
+            return job_ids
+        if search.complaint:
+            break
+    if error.is_answer and (not search.complaint or "Batch job submission failed" in error.why):
+        for index, run in enumerate(runs):
+            refused(run, error.why)
+            (folder / ".submitit" / unclaimed(index)).unlink(missing_ok=True)
+        raise error
+    for run in runs:
+        unanswered(run, error.why)
+    raise SchedulerError(
+        f"Nobody can tell whether SLURM has taken the job of {folder}.",
+        why=f"sbatch said: {error.why}. "
+        + (f"SLURM cannot be asked: {search.complaint}." if search.complaint else "SLURM has no job of it yet."),
+        fix=f"Do not submit it anew: `{terminal.command('status', folder)}` looks for the job, "
+        f"`{terminal.command('cancel', folder)}` ends it if it comes.",
+    )
 
 
 def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]) -> None:

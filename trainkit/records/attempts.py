@@ -3,6 +3,7 @@
 Nothing else writes events. Kinds, in the order of a life:
 
     submitting    a job is about to be queued                    by the command that does so
+    unanswered    whether it was, sbatch has not said            by the command that asked for it
     submitted     a job was queued or started for the run       by the command that did so, or who has found the job
     refused       it was not queued                              by the command that asked for it
     started       all ranks have met and begin to train         by rank 0
@@ -47,10 +48,19 @@ RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
 """Environment variables by which whoever starts ranks tells them which attempt they are."""
 
 
-def submitting(run: RunDir) -> None:
-    """This process is about to queue a job for the run: should it be killed now, the job can be looked for."""
+def submitting(run: RunDir, token: str) -> None:
+    """This process is about to queue a job for the run: should nobody say which, it can be looked for.
+
+    ``token``: of this submission and no other; in the path of the script that sbatch is given.
+    """
     me = ProcessId.of(os.getpid())
-    append_event(run, "submitting", executor="slurm", attempts_before=len(run.attempts()), **me.fields())
+    before = len(run.attempts())
+    append_event(run, "submitting", executor="slurm", attempts_before=before, token=token, **me.fields())
+
+
+def unanswered(run: RunDir, why: str) -> None:
+    """Whether the job was queued nobody can tell: sbatch has failed, and it may all the same, or will be."""
+    append_event(run, "unanswered", error=why)
 
 
 def refused(run: RunDir, why: str) -> None:
@@ -91,7 +101,7 @@ def job_of(env: Mapping[str, str]) -> str:
 
 
 def cancelled(run: RunDir, job_id: str) -> None:
-    """Somebody asked for the end of a job."""
+    """Somebody asked for the end of a job; without an id, of the one that a submission may still come to."""
     append_event(run, "cancelled", job_id=job_id)
 
 

@@ -21,7 +21,7 @@ def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
 
 
 LIFE = (
-    *("submitting", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled"),
+    *("submitting", "unanswered", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled"),
     *("ended",),
 )
 """The kinds that say what became of jobs and attempts; a long run has few of them among many others."""

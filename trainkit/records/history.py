@@ -30,11 +30,19 @@ class Submission:
 
 @dataclass(frozen=True)
 class CutShort:
-    """A command that was about to queue a job, and has not come to say which: it still does so, or was killed."""
+    """A command that was about to queue a job, and has not come to say which: it still does so, was killed, or has had
+    no answer."""
 
     time: float
+    """When it began, or was left without an answer."""
     attempts_before: int
     process: ProcessId | None
+    token: str = ""
+    """In the path of the script that sbatch was given; empty: it was that of the run itself."""
+    unanswered: str = ""
+    """What sbatch said instead of an answer."""
+    cancelled: bool = False
+    """Should there be a job, it is to be ended."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,12 @@ def _life(events: list[dict[str, Any]]) -> Life:
         if kind in ("submitting", "refused"):
             submitting = event if kind == "submitting" else None
             continue
+        if submitting is not None and kind == "unanswered":
+            submitting = {**submitting, "time": event.get("time"), "unanswered": event.get("error")}
+            continue
+        if submitting is not None and kind == "cancelled" and not event.get("job_id"):
+            submitting = {**submitting, "cancelled": True}
+            continue
         if kind == "submitted":
             submitting = None
             same = opened is not None and all(event.get(key) == opened.get(key) for key in ("executor", "job_id"))
@@ -139,6 +153,9 @@ def _cut_short(event: Mapping[str, Any]) -> CutShort:
         time=_seconds(event.get("time")),
         attempts_before=_whole(event.get("attempts_before")) or 0,
         process=ProcessId.from_fields(event),
+        token=_text(event.get("token")),
+        unanswered=_text(event.get("unanswered")),
+        cancelled=event.get("cancelled") is True,
     )
 
 
