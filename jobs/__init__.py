@@ -1,8 +1,12 @@
 """The commands: ``python -m jobs.VERB``, one file a verb."""
 
+import sys
+
+if sys.version_info >= (3, 10):  # noqa: UP036  an older one is told so below
+    import trainkit  # noqa: F401  from here on libraries come before what lies in the current folder
+
 import importlib.util
 import shlex
-import sys
 from pathlib import Path
 
 # Who has forgotten to activate the environment runs the system's Python, which may be any Python 3: no word of ours

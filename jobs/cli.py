@@ -159,7 +159,9 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_allow_code_flag(parser: argparse.ArgumentParser) -> None:
     """``--allow-code``, of every verb that goes from a run to a process (`trainkit.records.ownership`)."""
-    parser.add_argument("--allow-code", action="store_true", help="run code that a run of somebody else's names")
+    parser.add_argument(
+        "--allow-code", action="store_true", help="run, and send to, what somebody else's run or settings name"
+    )
 
 
 def add_force_flag(parser: argparse.ArgumentParser) -> None:

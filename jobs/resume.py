@@ -30,7 +30,7 @@ from trainkit.launch.validation import validate
 from trainkit.records import index
 from trainkit.records.history import Life, life_of
 from trainkit.records.lease import Holder, lease_on
-from trainkit.records.ownership import require_own_code
+from trainkit.records.ownership import require_own_code, vouch
 from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir, find_runs, is_url, runs_root
 
@@ -53,7 +53,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if len(runs) > 1:
         return _resume_sweep(runs, args, env)
     run = runs[0]
-    if life_of(run).finished and not args.dry_run and (url := loading.load(str(run.config)).config.checkpoint.remote):
+    if life_of(run).finished and not args.dry_run and (url := (loaded := _load(run, args)).config.checkpoint.remote):
+        require_own_code(run.path, loaded, allow_code=args.allow_code)
         return _send(run, url)
     _require_unfinished(run)
     if is_by_hand(run):
@@ -69,7 +70,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if life_of(run).submission != before:
             require_no_job(run, force=args.force)
         loaded = _load(run, args)
-        require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
+        found = require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
         if left_out := excluded_nodes(run):
             nodes = ", ".join(f"{node} ({why})" for node, why in left_out.items())
             print(f"The run did without {terminal.one_line(nodes, 1000)}; now it may start there again, unless given")
@@ -83,7 +84,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             return dry_run(plan, loaded, run.path, script)
         submission.require_executor(plan, site)
         submission.write_launch(run.path, plan, script)
-        _store(run.config, loaded.config)
+        _store(run, loaded.config, own=found.own)
         if plan.executor != "debug":
             start(run.path, [run], plan, cwd, env)
     if plan.executor == "debug":  # this very process becomes the run's writer
@@ -134,8 +135,10 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
             fix=f"`{terminal.command('status', runs[0].path.parent)}` shows them.",
         )
     loadeds = [_load(run, args) for run in lost]
-    for run, loaded in zip(lost, loadeds, strict=True):
-        require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
+    own = [
+        require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True).own
+        for run, loaded in zip(lost, loadeds, strict=True)
+    ]
     site = discover(env)
     largest = largest_array() if site.slurm else len(lost)
     further = Further(runs[0].path.parent, loadeds[0], site, _first_folder(lost[0]), env)
@@ -146,12 +149,12 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
     if args.dry_run:
         return dry_run(plan, loadeds[0], folder, script)
     with ExitStack() as held:
-        for run, loaded in zip(lost, loadeds, strict=True):
+        for run, loaded, is_own in zip(lost, loadeds, own, strict=True):
             # One at a time: of two that come together, the second finds the job of the first.
             held.enter_context(lease_on(run, Holder.me(), is_dead=_of_ended_job(lives[run], states[run])))
             if life_of(run).submission != lives[run].submission:
                 require_no_job(run, force=args.force)
-            _store(run.config, loaded.config)
+            _store(run, loaded.config, own=is_own)
         for array, part in further.start_all(lost, largest):
             names = ", ".join(run.path.name for run in part[:20]) + (", ..." if len(part) > 20 else "")
             print(f"Submitted job {array} for {len(part)} of {len(runs)} runs: {names}", flush=True)
@@ -204,9 +207,12 @@ def _first_folder(run: RunDir) -> Path:
     return Path(folder) if isinstance(folder, str) and os.path.isdir(folder) else Path.cwd()
 
 
-def _store(path: Path, config: Config) -> None:
+def _store(run: RunDir, config: Config, *, own: bool) -> None:
     """Write down what a run is resumed with. The code that reads it is the run's own, and may be older than this: keys
     that it does not have are left out as long as they are as by default."""
+    if own:
+        vouch(run, config)
+    path = run.config
     stored, _ = yaml.read(path)
     default = {"launch": type(config.launch)().model_dump(mode="json")}
     dumped = config.model_dump(mode="json")

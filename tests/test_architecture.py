@@ -20,7 +20,14 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 # Floors, from the ground up. Imports go down only: not up, not sideways between the rooms of one floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("trainkit.errors", "trainkit.lifetime", "trainkit.markdown", "trainkit.packaged", "trainkit.terminal"),
+    (
+        "trainkit.errors",
+        "trainkit.importing",
+        "trainkit.lifetime",
+        "trainkit.markdown",
+        "trainkit.packaged",
+        "trainkit.terminal",
+    ),
     ("trainkit.reading",),
     ("trainkit.catalogue", "trainkit.options", "trainkit.sources"),
     ("trainkit.plugins",),

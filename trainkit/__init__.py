@@ -7,9 +7,15 @@ trainkit.open("ddp-0001").metrics("val")
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from trainkit import importing
 
+if importing.is_one_of_our_commands():  # before anything else is imported
+    importing.installed_first()
+
+TYPE_CHECKING = False  # a job imports this before it can tell libraries from files of the user's, `typing` included
 if TYPE_CHECKING:
+    from typing import Any
+
     from trainkit.interactive import Run, compare, open, submit
 
 __all__ = ["Run", "compare", "open", "submit"]

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainkit import sources
+from trainkit import importing, sources
 from trainkit.errors import UserError, did_you_mean
 from trainkit.options import convert
 
@@ -146,9 +146,11 @@ def check_importable(package: str, name: str, *, installed: bool) -> None:
     file, key = _file_of(package, name), _kind(package).key
     sources.check_importable(module, file, key=key, installed=installed)
     if not {function, "*"} & sources.names_of(file, key):
+        own = Path.cwd() / f"{module.replace('.', '/')}.py"
+        hidden = f" It comes before {own}: give yours another name." if own.is_file() and own != file else ""
         raise UserError(
             f"Module '{module}' has no '{function}'.",
-            why=f"{file} defines no such function.",
+            why=f"{file} defines no such function.{hidden}",
             fix=did_you_mean(function, sorted(sources.names_of(file, key)), otherwise="Correct the name."),
             key=key,
         )
@@ -167,15 +169,24 @@ def require(package: str, name: str) -> None:
         )
 
 
-def search_first(code: Path) -> None:
-    """Look for the user's own modules in a run's snapshot before the current folder and what is installed.
+def search_snapshot(run: Path, code: Path | None, *, own: bool) -> None:
+    """Look for modules that a run's configuration names in its snapshot, as `require_own_code` has let it pass.
 
-    Only after `require_own_code` has let the run pass.
+    Args:
+        run: its folder. Nothing in that of somebody else is on the module path, even if it is the current folder.
+        code: where its modules are; None: nothing of it is imported.
+        own: the user's own come before the current folder, and behind installed libraries. Those of somebody else,
+            whose code the user has allowed, come behind everything.
     """
-    for folder in (os.getcwd(), str(code)):
-        if folder in sys.path:
-            sys.path.remove(folder)
-        sys.path.insert(0, folder)
+    here = os.getcwd()
+    path = [folder for folder in sys.path if folder not in ("", here, str(code))]
+    if own:
+        sys.path[:] = [*([str(code)] if code else []), here, *path]
+    else:
+        theirs = os.path.realpath(run)
+        mine = [folder for folder in (here, *path) if not Path(os.path.realpath(folder)).is_relative_to(theirs)]
+        sys.path[:] = [*mine, *([str(code)] if code else [])]
+    importing.installed_first(*([str(code)] if code else []))
     importlib.invalidate_caches()
 
 

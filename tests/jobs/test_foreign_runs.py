@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ import pytest
 from trainkit import plugins
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RefusedError
+from trainkit.records.events import append_event
+from trainkit.records.history import life_of
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir
 
 Command = Callable[..., Any]
 MARK = "it-ran"
+STRAY = ("torch", "yaml", "typing", "numpy", "sitecustomize")
+PROJECT = Path(__file__).parents[2]
 
 
 def made(path: Path, *overrides: str) -> RunDir:
@@ -50,6 +56,83 @@ def test_no_verb_runs_code_that_a_strangers_run_names(
     assert not (tmp_path / MARK).exists()
 
 
+@pytest.fixture
+def shadowing(tmp_path: Path) -> RunDir:
+    """A run that names no code, with files in its snapshot that are called as libraries are."""
+    run = made(tmp_path / "ddp-0001")
+    for name in STRAY:
+        (run.code / f"{name}.py").write_text(f"open({str(tmp_path / MARK)!r}, 'w')\n")
+    return run
+
+
+def start(*words: str, cwd: Path, env: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, which has imported nothing yet."""
+    command = [sys.executable, "-m", *words]
+    own = {**env, "PYTHONPATH": str(PROJECT)}
+    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("whose", "flags"), [("mine", ()), ("theirs", ()), ("theirs", ("--allow-code",))], ids=["mine", "theirs", "allowed"]
+)
+def test_no_file_of_a_snapshot_is_imported_in_place_of_a_library(
+    shadowing: RunDir, forget: Callable[[], None], tmp_path: Path, whose: str, flags: tuple[str, ...]
+) -> None:
+    if whose == "theirs":
+        forget()
+    done = start("jobs.evaluate", str(shadowing.path), *flags, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "No checkpoint 'best'" in done.stderr
+    assert not (tmp_path / MARK).exists()
+
+
+def test_the_copy_of_a_run_in_a_bucket_shadows_no_library(
+    shadowing: RunDir, forget: Callable[[], None], tmp_path: Path
+) -> None:
+    forget()
+    (shadowing.path / "pictures").mkdir()
+    done = start("jobs.predict", f"file://{shadowing.path}", str(shadowing.path / "pictures"), cwd=tmp_path)
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / MARK).exists()
+
+
+def test_the_folder_of_a_stranger_shadows_no_library_from_within(
+    shadowing: RunDir, forget: Callable[[], None], tmp_path: Path
+) -> None:
+    """`python -m` puts the current folder first on the module path."""
+    forget()
+    for verb in ("evaluate", "status", "report"):
+        done = start(f"jobs.{verb}", str(shadowing.path), cwd=shadowing.code)
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / MARK).exists()
+
+
+def test_a_strangers_module_is_not_found_by_a_library_that_can_do_without(
+    forget: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries try to import what may not be installed. No place of a stranger's run answers, not even from within."""
+    run = made(tmp_path / "ddp-0001")
+    forget()
+    monkeypatch.chdir(run.code)
+    monkeypatch.setattr(sys, "path", [str(run.code), *sys.path])
+    found = require_own_code(run.path, load(str(run.path)), allow_code=False, only_loads=True)
+    plugins.search_snapshot(run.path, found.code, own=found.own)
+    with pytest.raises(ImportError):
+        importlib.import_module("strange")
+
+
+def test_code_that_was_allowed_comes_behind_everything(
+    forget: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(tmp_path / "ddp-0001", "data.name=strange:build")
+    forget()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = require_own_code(run.path, load(str(run.path)), allow_code=True, only_loads=True)
+    plugins.search_snapshot(run.path, found.code, own=found.own)
+    assert sys.path[-1] == str(run.code)
+
+
 @pytest.mark.parametrize("verb", ["resume", "launch"])
 def test_a_strangers_snapshot_is_not_started(
     command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path, verb: str
@@ -74,12 +157,13 @@ SETTINGS = [
     "data.name=strange:build", "model.name=strange:build", "strategy.name=strange:build", "model.name=local-dir:/x",
     "launch.setup=[touch it]", "launch.sbatch.prolog=x", "launch.srun.task-prolog=x", "launch.cluster=devcluster",
     "launch.environment=venv:/x", "launch.modules=[evil]", "launch.container_image=x.sif",
-    "launch.container_mounts=[/x:/usr]",
+    "launch.container_mounts=[/x:/usr]", "checkpoint.remote=s3://eve/all", "launch.mail_user=eve",
+    "monitor.wandb_project=eve", "collaborative.initial_peers=[/ip4/1.2.3.4/tcp/1]", "collaborative.open=true",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_everything_that_imports_or_starts_something_counts(
+def test_everything_that_imports_starts_or_sends_something_counts(
     forget: Callable[[], None], tmp_path: Path, setting: str
 ) -> None:
     run = made(tmp_path / "ddp-0001", setting)
@@ -88,6 +172,46 @@ def test_everything_that_imports_or_starts_something_counts(
     with pytest.raises(RefusedError, match=".".join(setting.split("=")[0].split(".")[:2])):
         require_own_code(run.path, load(str(run.path)), allow_code=False)
     require_own_code(run.path, load(str(run.path)), allow_code=True)
+
+
+def test_one_refusal_lists_all_that_is_asked_for(forget: Callable[[], None], tmp_path: Path) -> None:
+    settings = ("data.name=strange:build", "launch.setup=[touch it]", "checkpoint.remote=s3://eve/all")
+    run = made(tmp_path / "ddp-0001", *settings)
+    forget()
+    with pytest.raises(RefusedError) as caught:
+        require_own_code(run.path, load(str(run.path)), allow_code=False)
+    assert "run code that is not yours: data.name=strange:build, launch.setup=['touch it']" in caught.value.what
+    assert "send to places, or let in others, that you have not named: checkpoint.remote=s3://eve/all" in str(
+        caught.value.what
+    )
+
+
+@pytest.mark.parametrize("verb", ["submit", "submit --dry-run", "resume", "launch", "train", "bench amp"])
+def test_no_verb_sends_anything_where_a_strangers_run_says(
+    command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path, verb: str
+) -> None:
+    bucket = tmp_path / "bucket"
+    run = made(tmp_path / "ddp-0001", f"checkpoint.remote=file://{bucket}")
+    forget()
+    name, *flags = verb.split()
+    done = command(name, *flags, str(run.path))
+    assert done.code == 3, done.err
+    assert f"checkpoint.remote=file://{bucket}" in done.err
+    assert not bucket.exists()
+
+
+def test_a_strangers_run_that_has_finished_is_not_sent_by_resume(
+    command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """`resume` sends what is left of a finished run: its folder may hold what the user has put there by now."""
+    bucket = tmp_path / "bucket"
+    run = made(tmp_path / "ddp-0001", f"checkpoint.remote=file://{bucket}")
+    append_event(run, "started", attempt=0)
+    append_event(run, "ended", attempt=0, state="COMPLETED")
+    forget()
+    assert life_of(run).finished
+    done = command("resume", str(run.path))
+    assert (done.code, bucket.exists()) == (3, False), done.err
 
 
 def test_weights_that_were_started_from_count_unless_nothing_unpickles_them(
@@ -116,29 +240,6 @@ def test_what_the_user_puts_in_its_place_is_theirs(forget: Callable[[], None], t
     require_own_code(run.path, load(str(run.path), ["data.name=mine:build"]), allow_code=False)
 
 
-def test_a_folder_in_its_place_that_belongs_to_another_is_not_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = made(tmp_path / "ddp-0001", "data.name=strange:build")
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    with pytest.raises(RefusedError, match="would run code"):
-        require_own_code(run.path, load(str(run.path)), allow_code=False)
-
-
-def test_a_snapshot_that_anybody_may_write_to_is_not_ones_own(tmp_path: Path) -> None:
-    run = made(tmp_path / "ddp-0001", "data.name=strange:build")
-    (run.code / "strange.py").chmod(0o666)
-    with pytest.raises(RefusedError) as caught:
-        require_own_code(run.path, load(str(run.path)), allow_code=False)
-    assert "Anybody may write to" in caught.value.why
-
-
-def test_ones_own_run_is_ones_own_through_a_link(tmp_path: Path) -> None:
-    run = made(tmp_path / "real" / "ddp-0001", "data.name=strange:build")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    require_own_code(tmp_path / "link" / run.name, load(str(run.path)), allow_code=False)
-
-
 def test_a_runs_own_module_is_found_in_its_snapshot_before_the_folder_one_is_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,5 +249,5 @@ def test_a_runs_own_module_is_found_in_its_snapshot_before_the_folder_one_is_in(
         (folder / "model_in_two_places.py").write_text(f"def build(): return {value}\n")
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    plugins.search_first(tmp_path / "code")
+    plugins.search_snapshot(tmp_path, tmp_path / "code", own=True)
     assert plugins.load("trainkit.models", "model_in_two_places:build")() == 2

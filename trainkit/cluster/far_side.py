@@ -26,6 +26,7 @@ NEEDED = {"pydantic": "2.7", "yaml": "6.0", "submitit": "1.5.2", "rich": "13.7",
 _START = f"""
 import sys
 code, host, module = sys.argv[1:4]
+here = sys.path.pop(0)
 def refuse(what):
     sys.stderr.write(what + "\\n  why: Python and its packages are installed there once, and used by every job.\\n"
         "  fix: Log in, and install trainkit into .venv in that folder, as its README begins.\\n")
@@ -34,7 +35,7 @@ if sys.version_info < (3, 10):
     refuse("%s there is Python %d.%d, and trainkit needs 3.10." % ((sys.executable,) + sys.version_info[:2]))
 import os, re, runpy, signal, threading
 from importlib import metadata, util
-sys.path[0] = code or sys.path[0]
+sys.path.insert(0, code or here)
 for name, lowest in {NEEDED!r}.items():
     if util.find_spec(name) is None:
         refuse("%s there has no %s." % (sys.executable, name))
@@ -54,6 +55,8 @@ if not os.isatty(0):
             pass
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=watch, daemon=True).start()
+from trainkit import importing
+importing.installed_first()
 from trainkit import terminal
 terminal.HOST = host
 sys.argv[1:4] = []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt, field_validator
 
-from trainkit.config.section import ImpossibleError, Section
+from trainkit.config.section import SENDS, ImpossibleError, Section
 
 
 class CheckpointConfig(Section):
@@ -23,7 +23,7 @@ class CheckpointConfig(Section):
     """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
     best: Literal["val/acc1", "val/acc5", "val/loss", "val/ema_acc1", "val/ema_acc5", "val/ema_loss"] = "val/acc1"
     """What `best` is judged by; ema_: of the averaged weights (train.ema_decay)."""
-    remote: str | None = None
+    remote: Annotated[str | None, SENDS] = None
     """Send `best` and `latest` there behind the training, below the run's name: s3://bucket/prefix, gs://bucket/prefix
     or file:///folder. Credentials come from the environment only."""
 

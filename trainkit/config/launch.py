@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from trainkit.config.section import ImpossibleError, Section
+from trainkit.config.section import PLAIN, SENDS, STARTS, ImpossibleError, Section
 from trainkit.config.times import time_minutes
 
 ALWAYS_WRITTEN = (
@@ -26,41 +26,41 @@ class LaunchConfig(Section):
 
     executor: Literal["auto", "slurm", "local", "debug"] = "auto"
     """auto: slurm where sbatch is found, else local. debug: in the calling process."""
-    cluster: str | None = None
+    cluster: Annotated[str | None, STARTS] = None
     """A site profile: a name in configs/clusters or the path of a YAML file."""
     nodes: PositiveInt = 1
     gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
     """auto: what this machine or the partition has; 0: train on CPU."""
     gpu_dialect: Literal["gpus-per-node", "gres", "constraint"] = "gpus-per-node"
     """How the site wants GPUs asked for: --gpus-per-node, --gres=gpu:N, or by its --constraint alone."""
-    gpu_type: str | None = None
+    gpu_type: Annotated[str | None, PLAIN] = None
     """Type of the GPUs, as the site calls it: a100. null: any."""
     ntasks_per_node: PositiveInt | None = None
     """Ranks per node; null: one per GPU, or one on CPU."""
     cpus_per_task: PositiveInt | None = None
-    mem: str | None = None
+    mem: Annotated[str | None, PLAIN] = None
     """Memory per node, as sbatch writes it: 32G, 500M; 0 for all."""
-    time: str = "1:00:00"
+    time: Annotated[str, PLAIN] = "1:00:00"
     """Time limit, as sbatch writes it: minutes, H:MM:SS, D-HH:MM:SS."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    reservation: str | None = None
-    gres: str | None = None
+    partition: Annotated[str | None, PLAIN] = None
+    account: Annotated[str | None, PLAIN] = None
+    qos: Annotated[str | None, PLAIN] = None
+    constraint: Annotated[str | None, PLAIN] = None
+    nodelist: Annotated[str | None, PLAIN] = None
+    exclude: Annotated[str | None, PLAIN] = None
+    reservation: Annotated[str | None, PLAIN] = None
+    gres: Annotated[str | None, PLAIN] = None
     """Generic resources, for sites that do not know --gpus-per-node: gpu:4, gpu:a100:4."""
-    job_name: str | None = None
+    job_name: Annotated[str | None, PLAIN] = None
     """null: the preset's name."""
-    dependency: str | None = None
-    interface: str | None = None
+    dependency: Annotated[str | None, PLAIN] = None
+    interface: Annotated[str | None, PLAIN] = None
     """Network interface for what the ranks of several nodes exchange, as in ib0; null: that of the route to the head
     node. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME outrank it."""
     max_parallel: PositiveInt | None = None
     """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
-    mail_user: str | None = None
-    mail_type: str | None = None
+    mail_user: Annotated[str | None, SENDS] = None
+    mail_type: Annotated[str | None, PLAIN] = None
     requeue: bool | Literal["chain"] = True
     """Requeue after a time limit, a preemption or a failure that another start may mend, and go on from the newest
     checkpoint. chain: by a further job each time, for sites that forbid requeueing."""
@@ -73,23 +73,23 @@ class LaunchConfig(Section):
     """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
     internet: bool = True
     """Whether compute nodes reach the internet; false keeps W&B and model hubs offline there."""
-    setup: tuple[str, ...] = ()
+    setup: Annotated[tuple[str, ...], STARTS] = ()
     """Shell lines before the job starts: module load, source ..."""
-    modules: tuple[str, ...] = ()
+    modules: Annotated[tuple[str, ...], STARTS] = ()
     """Environment modules that a batch job loads first: [cuda/12.4]."""
-    environment: str | None = None
+    environment: Annotated[str | None, STARTS] = None
     """The Python of a batch job. null: the one that submits; venv:FOLDER, conda:NAME, uv:PROJECT."""
-    container_image: str | None = None
+    container_image: Annotated[str | None, STARTS] = None
     """Run the ranks in a container: image.sif, image.sqsh, nvcr.io#nvidia/pytorch:25.01-py3, docker://..."""
     container_runtime: Literal["auto", "pyxis", "apptainer", "docker"] = "auto"
     """auto: apptainer for .sif files and URLs; of the rest pyxis on SLURM, docker without (jobs.launch)."""
-    container_mounts: tuple[str, ...] = ()
+    container_mounts: Annotated[tuple[str, ...], STARTS] = ()
     """Further folders that it sees, SOURCE:TARGET[:ro]; those of run, submission and data it sees anyway."""
-    container_python: str = "python3"
+    container_python: Annotated[str, STARTS] = "python3"
     """The interpreter inside, which has torch and the other packages that trainkit needs."""
-    sbatch: dict[str, str] = {}  # noqa: RUF012  pydantic copies defaults
+    sbatch: Annotated[dict[str, str], STARTS] = {}  # noqa: RUF012  pydantic copies defaults
     """Further sbatch options without their dashes: {comment: thesis}."""
-    srun: dict[str, str] = {}  # noqa: RUF012
+    srun: Annotated[dict[str, str], STARTS] = {}  # noqa: RUF012
     """Further srun options without their dashes."""
 
     def lead_seconds(self) -> int:

@@ -6,7 +6,7 @@ Frozen means that a value printed at submission is the value used at step 10,000
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -24,7 +24,7 @@ from trainkit.config.augment import AugmentConfig
 from trainkit.config.checkpoint import CheckpointConfig
 from trainkit.config.combinations import check_combinations
 from trainkit.config.launch import LaunchConfig
-from trainkit.config.section import Fraction, ImpossibleError, PluginSection, Section
+from trainkit.config.section import IMPORTS, PLAIN, SENDS, Fraction, ImpossibleError, PluginSection, Reach, Section
 from trainkit.config.train import TrainConfig
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what torch, numpy and scikit-learn all take
@@ -32,19 +32,22 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ModelConfig(PluginSection):
-    name: str = "fashion_cnn"
+    # Options of timm's that name weights which it may unpickle.
+    UNPICKLED: ClassVar[tuple[str, ...]] = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
+
+    name: Annotated[str, IMPORTS] = "fashion_cnn"
     """fashion_cnn, any timm or torchvision name, or package.module:function of your own."""
-    checkpoint: str | None = None
+    checkpoint: Annotated[str | None, PLAIN] = None
     """A file of weights to start from (.safetensors, .pth, .pt): fine-tuning. A head for other classes starts anew."""
-    freeze: tuple[str, ...] = ()
+    freeze: Annotated[tuple[str, ...], PLAIN] = ()
     """Parameters that are not trained, by name: ["patch_embed.*", "blocks.[0-5].*"]; norms in them keep their
     statistics."""
 
 
 class DataConfig(PluginSection):
-    name: str = "digits"
+    name: Annotated[str, IMPORTS] = "digits"
     """A data set: a file in trainkit/data (`python -m jobs.prepare --help` lists them), or package.module:function."""
-    root: str = "data"
+    root: Annotated[str, PLAIN] = "data"
     """Folder of the data sets; relative to where the command is given."""
     workers: NonNegativeInt | Literal["auto"] = "auto"
     """DataLoader processes per rank. auto: the CPUs of the rank, none for data that fits in memory."""
@@ -104,16 +107,16 @@ class ScheduleConfig(Section):
 
 
 class StrategyConfig(PluginSection):
-    name: str = "ddp"
+    name: Annotated[str, IMPORTS] = "ddp"
     """A file in trainkit/strategies (single, ddp, fsdp, ...), or package.module:function of your own."""
 
 
 class MonitorConfig(Section):
-    loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard", "wandb")
+    loggers: Annotated[tuple[str, ...], IMPORTS] = ("console", "jsonl", "tensorboard", "wandb")
     """Where records go, each once: files in trainkit/monitor, or package.module:function of your own."""
     log_every: PositiveInt = 10
     """Updates between two training records."""
-    wandb_project: str = "trainkit"
+    wandb_project: Annotated[str, SENDS] = "trainkit"
     hardware_every_seconds: PositiveFloat = 5.0
     """Seconds between two samples of GPU and CPU use."""
 
@@ -154,11 +157,11 @@ class CollaborativeConfig(Section):
     outer_momentum: Fraction = 0.9
     compression: Literal["none", "fp16", "8bit"] = "fp16"
     """What peers send: fp16 halves the traffic, 8bit halves it again. Who has a slow link takes 8bit by itself."""
-    initial_peers: tuple[str, ...] = ()
+    initial_peers: Annotated[tuple[str, ...], SENDS] = ()
     """Addresses of a swarm to join, by those who submit peers to it; whom it has invited set TRAINKIT_TOKEN."""
     port: Port = 0
     """Port of the first peer; 0: any free one."""
-    open: bool = False
+    open: Annotated[bool, SENDS] = False
     """Whoever has an address may join, as a volunteer. Else those whom `swarm invite` has given a token."""
 
     @model_validator(mode="after")
@@ -209,3 +212,21 @@ def field_of(key: str) -> FieldInfo | None:
     if not section:
         return Config.model_fields.get(name)
     return SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
+
+
+def reach(key: str, value: Any) -> Reach:
+    """What a setting with that value can do; `PLAIN` for the default value, and for options of plugins of ours."""
+    field = field_of(key)
+    if field is None:
+        section, _, option = key.partition(".")
+        timm_unpickles = section == "model" and option.partition(".")[0] in ModelConfig.UNPICKLED
+        # By this ending timm chooses a reader that unpickles nothing.
+        safe = key == "model.pretrained_cfg_overlay.file" and str(value).endswith(".safetensors")
+        return IMPORTS if timm_unpickles and value and not safe else PLAIN
+    found = next((item for item in field.metadata if isinstance(item, Reach)), PLAIN)
+    if found is IMPORTS:
+        # A name with a colon: package.module:function, or a model of timm's from elsewhere (hf-hub:, local-dir:).
+        names = value if isinstance(value, list | tuple) else [value]
+        return IMPORTS if any(":" in str(name) for name in names) else PLAIN
+    default = field.get_default()
+    return PLAIN if value in (default, None, "") or (not value and not default) else found

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the text of a setting can do beyond training, noted where the setting is defined: ``Annotated[str, SENDS]``.
+
+    A setting that starts or sends something counts only from a file that is the user's own
+    (`trainkit.records.ownership`).
+    """
+
+    does: Literal["imports", "starts", "sends", "nothing"]
+
+
+IMPORTS = Reach("imports")
+"""It may name a function, ``package.module:function``."""
+STARTS = Reach("starts")
+"""It becomes a command, a flag of one, or the place that programs come from."""
+SENDS = Reach("sends")
+"""It says where weights, code, records or messages go, or lets somebody in."""
+PLAIN = Reach("nothing")
+"""A name, a size, a folder to read."""
 
 
 class ImpossibleError(ValueError):

@@ -16,12 +16,13 @@ from trainkit.launch.sweeps import is_part, whole
 
 # `python -c` puts the current folder ("") first on the path, before PYTHONPATH, so a job submitted from a checkout
 # would run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
-_SNAPSHOT = "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
-TASK = _SNAPSHOT + (
+BEGIN = "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
+BEGIN += "from trainkit import importing; importing.installed_first(); "
+TASK = BEGIN + (
     "from trainkit import lifetime; lifetime.begin(); "
     "from submitit.core.submission import submitit_main; submitit_main(); lifetime.leave(0)"
 )
-CHECK = _SNAPSHOT + "import runpy; runpy.run_module('trainkit.distributed.health', run_name='__main__')"
+CHECK = BEGIN + "import runpy; runpy.run_module('trainkit.distributed.health', run_name='__main__')"
 
 _END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue', "chain": 'job end "$rc" --chain'}
 

@@ -25,6 +25,7 @@ from trainkit.launch.scheduler import unclaimed
 from trainkit.records import index
 from trainkit.records.attempts import Attempt, refused, submitted, submitting, unanswered
 from trainkit.records.history import life_of
+from trainkit.records.ownership import vouch
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir, make_private
 
@@ -66,6 +67,7 @@ def write_run(
         withheld = write_code(run_dir, own=(config.model.name, config.data.name, config.strategy.name))
         write_manifest(run_dir, command, withheld, fingerprint=fingerprint)
         write_launch(run_dir.path, plan, script)
+    vouch(run_dir, config)
     if fingerprint:
         index.mark(run_dir.path, fingerprint)
     return run_dir

@@ -45,7 +45,9 @@ _MOST_CLASSES = 100
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 
 _CLIENT = (
-    "import sys; sys.path = [path for path in sys.path if path]; from trainkit.monitor.wandb_client import main; main()"
+    "import sys; sys.path = [path for path in sys.path if path]; "
+    "from trainkit import importing; importing.installed_first(); "
+    "from trainkit.monitor.wandb_client import main; main()"
 )
 
 PEERS = "judge"

@@ -43,6 +43,24 @@ def marked() -> list[tuple[str, Path]]:
     return [(mark, Path(path)) for mark, _, path in pairs if path.startswith("/")]
 
 
+def vouch(seals: Sequence[str]) -> None:
+    """Note digests of code and settings that this user has submitted (`trainkit.records.ownership`)."""
+    known = vouched()
+    for seal in seals:
+        if seal not in known:
+            _append(state_file("vouched"), seal)
+
+
+def vouched() -> frozenset[str]:
+    """Those digests; none if anybody else could have written the file."""
+    file = state_file("vouched")
+    try:
+        mode, owner = file.stat().st_mode, file.stat().st_uid
+    except OSError:
+        return frozenset()
+    return frozenset(_lines(file)) if owner == os.geteuid() and not mode & 0o022 else frozenset()
+
+
 def known(*, everywhere: bool = False) -> list[Path]:
     """Run folders that were remembered and still exist, oldest first; ``everywhere``: by other installations too."""
     files = _everywhere() if everywhere else [own_file("runs")]
@@ -92,8 +110,11 @@ def _append(file: Path, line: str) -> None:
     if "\n" in line:  # one a line
         return
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8", errors="surrogateescape") as out:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(file, flags, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8", errors="surrogateescape") as out:
+            os.fchmod(descriptor, 0o600)  # whatever the umask, and of lists that are there already
             out.write(f"{line}\n")
     except OSError:
         return

@@ -39,7 +39,11 @@ PACKAGES = (
     "safetensors",
 )
 _OWN = ("jobs", "trainkit", "configs")
-
+# Names of Python's own modules: it starts with some of them, before anything could say that those of the library are
+# meant, and never imports the user's.
+_PYTHONS = {
+    f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
+}
 
 LONGEST_DIFF = 2_000_000
 SENT = "sent.json"
@@ -206,7 +210,7 @@ def _user_modules(here: Path) -> list[Path]:
             and not (inside == Path() and name in skip)
             and len(inside.parts) < 4
         ]
-        found += [inside / name for name in files if name.endswith(".py")]
+        found += [inside / name for name in files if name.endswith(".py") and (inside / name).parts[0] not in _PYTHONS]
         if len(found) > 2000:  # someone submits from a home directory: that is no project
             return []
     return found
