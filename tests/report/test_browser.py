@@ -116,6 +116,22 @@ def test_the_mouse_reads_the_numbers_of_metrics_jsonl(browser: Browser, page: Pa
     assert browser.tell("document.querySelector('.readout').hidden") is True
 
 
+def test_the_mouse_reads_a_logarithmic_axis(browser: Browser, tmp_path: Path) -> None:
+    rates = ("1e-4", "1e-3", "1e-2", "1e-1")
+    runs = [write_run(tmp_path / "s" / str(n), f"optim.lr={rate}", steps=40) for n, rate in enumerate(rates)]
+    points = [{"run": str(n), "overrides": [f"optim.lr={rate}"]} for n, rate in enumerate(rates)]
+    (tmp_path / "s" / "sweep.json").write_text(json.dumps(points))
+    browser.open(write_page(runs, tmp_path))
+    third = "Number(document.querySelectorAll('figure.chart svg circle')[2].getAttribute('cx'))"
+    low, high, left, right = (
+        browser.tell(f"Number({LOSS}.dataset.{data}.split(' ')[{at}])")
+        for data, at in (("range", 0), ("range", 1), ("plot", 0), ("plot", 1))
+    )
+    at = (browser.tell(third) - left) / (right - left)
+    point_at(browser, LOSS, low + at * (high - low))  # the place on the screen where the third run's dot is
+    assert reading(browser)["optim.lr"] == "0.01"
+
+
 def test_the_read_outs_of_all_curves_move_together(browser: Browser, page: Path) -> None:
     browser.open(page)
     point_at(browser, LOSS, 2.0)

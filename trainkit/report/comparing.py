@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainkit.config.layers import flatten
@@ -18,6 +18,17 @@ _WORK = ("model.", "data.name", "data.image_size", "data.pack")
 """Settings by which an image is as much work in one run as in another."""
 _OF_NO_WEIGHT = ("model.pretrained", "model.checkpoint")
 """Which weights a model begins with is no matter of speed."""
+_FOR_SPEED = (
+    *("strategy.", "launch.", "model.", "data.", "augment.", "optim.name", "train.precision", "train.compile"),
+    *("train.global_batch_size", "train.micro_batch_size", "train.channels_last", "train.activation_checkpointing"),
+    *("train.ema_decay", "train.deterministic", "checkpoint.asynchronous"),
+)
+"""Settings that change how fast a run is, or how much memory it takes."""
+
+
+def is_about_speed(keys: Iterable[str]) -> bool:
+    """Whether settings that differ are a reason to compare speeds: a learning rate or a seed is none."""
+    return any(key.startswith(_FOR_SPEED) for key in keys)
 
 
 def comparison_rows(runs: Sequence[Facts]) -> list[Row]:
@@ -27,8 +38,10 @@ def comparison_rows(runs: Sequence[Facts]) -> list[Row]:
 
 def not_comparable(runs: Sequence[Facts]) -> list[str]:
     """In sentences, what of which run was not set against the first, and what differs."""
-    found = []
+    found = [f"{facts.label} has not begun." for facts in runs if not facts.begun]
     for facts in runs[1:]:
+        if not (facts.begun and runs[0].begun):
+            continue
         if work := other_work(facts, runs[0]):
             found.append(f"{facts.label} is not compared in speed, time and memory: {', '.join(work)}.")
             continue
@@ -68,7 +81,7 @@ def _compared(facts: Facts, first: Facts) -> Row:
         facts.label,
         _text(facts.setting("strategy.name")),
         _text(facts.processors),
-        str(facts.steps),
+        str(facts.steps) if facts.begun else NONE,
         number(best.get("acc1"), ".2f", " %"),
         number(test.get("acc1"), ".2f", " %"),
         duration(seconds) if seconds is not None else NONE,
@@ -98,8 +111,10 @@ def _other_length(facts: Facts, first: Facts) -> list[str]:
 def _other_pass(facts: Facts, first: Facts) -> list[str]:
     """Memory goes by the images of one pass of a rank."""
     own, theirs = (item.started("micro_batch_size") for item in (facts, first))
-    different = [] if own == theirs else [f"a rank takes {_text(own)} images in one pass and not {_text(theirs)}"]
-    kinds = [str(item.started("device")) for item in (facts, first)]
+    kinds = [item.started("device") for item in (facts, first)]
+    if None in kinds or (own is None) != (theirs is None):
+        return ["one of the two has not told its device or the images of a pass"]
+    different = [] if own == theirs else [f"a rank takes {own} images in one pass and not {theirs}"]
     if kinds[0] != kinds[1]:
         different.append(f"it ran on {kinds[0]} and not {kinds[1]}")
     # On a CPU the memory is that of a whole process, which has tried larger batches before it began.

@@ -148,6 +148,11 @@ class Facts:
         return max([record["step"] for record in self.train + self.val] + saved, default=0)
 
     @property
+    def begun(self) -> bool:
+        """Whether its ranks have met: before that nothing of it has been measured."""
+        return self.started("world_size") is not None or bool(self.train or self.val)
+
+    @property
     def finished(self) -> bool:
         return self.summary.get("outcome") == "finished"
 

@@ -38,12 +38,26 @@
     }
 
     toX(x) {
-      const [left, right] = this.plot, [low, high] = this.range;
-      return left + (x - low) / (high - low) * (right - left);
+      const [left, right] = this.plot, scale = this.scale("x");
+      const low = scale(this.range[0]), high = scale(this.range[1]);
+      return left + (scale(x) - low) / (high - low) * (right - left);
+    }
+
+    fromX(at) {
+      const [left, right] = this.plot, [low, high] = this.range, share = (at - left) / (right - left);
+      return this.isLog("x") ? low * (high / low) ** share : low + share * (high - low);
+    }
+
+    isLog(axis) {
+      return (this.svg.dataset.log || "").includes(axis);
+    }
+
+    scale(axis) {
+      return this.isLog(axis) ? Math.log10 : Number;
     }
 
     toY(y) {
-      const [, , top, bottom] = this.plot, scale = this.svg.dataset.log ? Math.log10 : Number;
+      const [, , top, bottom] = this.plot, scale = this.scale("y");
       const low = scale(this.range[2]), high = scale(this.range[3]);
       return bottom - (scale(y) - low) / (high - low) * (bottom - top);
     }
@@ -51,7 +65,7 @@
     // Be at the stop that is nearest to x; shown or only told to who listens.
     tell(x, show = true) {
       const at = this.stops[nearest(this.stops, x)], words = [], rows = [];
-      const near = (this.range[1] - this.range[0]) / 100;
+      const near = this.isLog("x") ? at / 100 : (this.range[1] - this.range[0]) / 100;
       this.at = at;
       this.cursor.replaceChildren();
       const add = (name, attributes) => {
@@ -122,9 +136,8 @@
     const tell = (x) => group.forEach((other) => other.tell(x));
     const hide = () => group.forEach((other) => other.hide());
     chart.svg.addEventListener("pointermove", (event) => {
-      const box = chart.svg.getBoundingClientRect(), [left, right] = chart.plot, [low, high] = chart.range;
-      const at = (event.clientX - box.left) / box.width * chart.svg.viewBox.baseVal.width;
-      tell(low + (at - left) / (right - left) * (high - low));
+      const box = chart.svg.getBoundingClientRect();
+      tell(chart.fromX((event.clientX - box.left) / box.width * chart.svg.viewBox.baseVal.width));
     });
     chart.svg.addEventListener("pointerleave", () => { if (document.activeElement !== chart.svg) hide(); });
     chart.svg.addEventListener("focus", () => tell(chart.at));

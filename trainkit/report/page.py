@@ -19,9 +19,11 @@ from trainkit.report import comparing, contributors, tables
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.page_classes import classes
 from trainkit.report.page_costs import hardware, scaling, spent
-from trainkit.report.page_curves import curves
+from trainkit.report.page_curves import MOST, curves
 from trainkit.report.page_markup import Html, cell, section, table, tag
+from trainkit.report.page_sweep import outcome, swept
 from trainkit.report.page_timeline import timeline
+from trainkit.report.sweep import by_accuracy
 from trainkit.report.tables import NONE, duration, memory, number, speed_spec
 
 FILE = "report.html"
@@ -59,20 +61,28 @@ def write_page(runs: Runs, out: Path) -> Path:
 
 def page(runs: Sequence[Facts]) -> str:
     """The whole document."""
+    is_sweep = len(runs) > 1 and all(facts.point for facts in runs)
+    about_speed = not is_sweep or comparing.is_about_speed(key for facts in runs for key in facts.point)
+    in_order = sorted(runs, key=by_accuracy) if is_sweep else runs
+    detailed = in_order[:MOST] if is_sweep else runs
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    if is_sweep:
+        title = f"Sweep {terminal.one_line(runs[0].run_dir.path.parent.name)}: {title}"
     parts = [
-        _comparison(runs),
-        curves(runs),
-        timeline(runs),
-        scaling(runs),
-        spent(runs),
-        hardware(runs),
-        classes(runs),
-        _rounds(runs),
-        _settings(runs),
-        _missing(runs),
+        swept(in_order) if is_sweep else None,
+        _comparison(runs) if about_speed else None,
+        curves(in_order),
+        timeline(detailed),
+        scaling(runs) if about_speed else None,
+        spent(detailed),
+        hardware(detailed),
+        classes(detailed),
+        _rounds(detailed),
+        _settings(detailed),
+        _missing(detailed),
     ]
+    there = [part for part in parts if part]
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
     head = tag(
         "head",
@@ -85,10 +95,10 @@ def page(runs: Sequence[Facts]) -> str:
     )
     body = tag(
         "body",
-        tag("header", tag("h1", title), *_lead(runs), _figures(runs[0]) if len(runs) == 1 else None),
-        tag("nav", tag("ul", *_links(parts)), aria_label="parts of this report"),
-        tag("main", *parts),
-        _foot(runs),
+        tag("header", tag("h1", title), *_lead(in_order, is_sweep), _figures(runs[0]) if len(runs) == 1 else None),
+        tag("nav", tag("ul", *_links(there)), aria_label="parts of this report"),
+        tag("main", *there),
+        _foot(in_order),
         Html(f"<script>{script}</script>"),
     )
     return f"<!doctype html>\n{MARK}\n{tag('html', head, body, lang='en')}\n"
@@ -100,8 +110,8 @@ def _hash(text: str) -> str:
 
 def _links(parts: Sequence[Html]) -> list[Html]:
     names = {
-        "comparison": "Comparison", "curves": "Curves", "timeline": "Time line", "scaling": "Scaling",
-        "time": "Where the time went", "hardware": "Hardware", "classes": "Classes",
+        "results": "Results", "comparison": "Comparison", "curves": "Curves", "timeline": "Time line",
+        "scaling": "Scaling", "time": "Where the time went", "hardware": "Hardware", "classes": "Classes",
         "mistakes": "Most confidently wrong", "rounds": "Rounds", "settings": "Settings", "missing": "Not recorded",
     }  # fmt: skip
     whole = "".join(parts)
@@ -109,7 +119,10 @@ def _links(parts: Sequence[Html]) -> list[Html]:
     return [tag("li", tag("a", title, href=f"#{name}")) for name, title in there]
 
 
-def _lead(runs: Sequence[Facts]) -> list[Html]:
+def _lead(runs: Sequence[Facts], is_sweep: bool) -> list[Html]:
+    if is_sweep:
+        more = [f"Below the results are the best {MOST} of them."] * (len(runs) > MOST)
+        return [tag("p", sentence, class_="lead") for sentence in [*outcome(runs), *more]]
     lines = []
     for facts in runs[:12]:
         name = f"{facts.label}: " if len(runs) > 1 else ""
@@ -126,6 +139,8 @@ def _outcome(facts: Facts) -> tuple[str, str]:
     alarm = f"It has diverged: {facts.setbacks.in_words()}." if facts.setbacks.diverged else ""
     if facts.finished:
         return f"Finished after {facts.steps:,} steps.", alarm
+    if not facts.begun:
+        return "It has not begun.", alarm
     total = facts.started("total_steps")
     of = f" of {total:,}" if isinstance(total, int) else ""
     # A failure after which a further attempt has started is on the time line.

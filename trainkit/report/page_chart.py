@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from trainkit import reading
 from trainkit.report.page_markup import NOTHING, Html, tag
-from trainkit.report.page_scales import TINY, Point, Scale, is_wide, linear_ticks, shown, smoothed, thinned
+from trainkit.report.page_scales import TINY, Point, Scale, is_wide, shown, smoothed, thinned
 
 WIDTH, HEIGHT = 400, 230
 LEFT, TOP, BOTTOM = 44, 12, 30
@@ -53,6 +53,7 @@ class Axes:
     high: float | None = None
     """Ends of the vertical axis; None: as the values have it."""
     may_be_log: bool = False
+    x_may_be_log: bool = False
     lost: str = ""
     """What it means that a value is missing."""
 
@@ -71,7 +72,11 @@ def line_chart(
     y = _vertical(axes, [value for item in series for _, value in item.points])
     labels = [item for item in series if item.label]
     margin = 10 + _LETTER * max((len(item.label) for item in labels), default=0) + 8 * bool(labels)
-    x = Scale(x_from, x_to if x_to - x_from > TINY else x_from + 1, LEFT, WIDTH - min(margin, WIDTH / 3))
+    right = WIDTH - min(margin, WIDTH / 3)
+    if axes.x_may_be_log and is_wide([x_from, x_to], above=5):
+        x = Scale(x_from / 1.2, x_to * 1.2, LEFT, right, log=True)
+    else:
+        x = Scale(x_from, x_to if x_to - x_from > TINY else x_from + 1, LEFT, right)
     body = [*_grid(axes, x, y), *(_mark(x, place, int(colour)) for place, colour in marks)]
     body += [_curve(item, x, y) for item in series]
     body += _end_labels(labels, x, y)
@@ -86,7 +91,7 @@ def line_chart(
     picture = tag(
         "svg", *body, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=_in_words(axes, series),
         data_group=axes.group, data_x=axes.x, data_plot=f"{x.start:g} {x.end:g} {y.end:g} {y.start:g}",
-        data_range=f"{x.low:.10g} {x.high:.10g} {y.low:.10g} {y.high:.10g}", data_log="y" if y.log else None,
+        data_range=f"{x.low:.10g} {x.high:.10g} {y.low:.10g} {y.high:.10g}", data_log="x" * x.log + "y" * y.log or None,
     )  # fmt: skip
     unit = tag("span", axes.unit + (", log scale" if y.log else ""), class_="unit") if axes.unit or y.log else None
     return tag("figure", tag("figcaption", axes.title, " ", unit), tag("div", picture, class_="plot"), class_="chart")
@@ -119,7 +124,7 @@ def _grid(axes: Axes, x: Scale, y: Scale) -> list[Html]:
         found.append(tag("text", shown(value), x=LEFT - 6, y=at, dy="0.35em", class_="tick end"))
     found.append(tag("path", d=f"M{LEFT} {HEIGHT - BOTTOM}H{x.end:.1f}", class_="axis"))
     last_end = -1e9
-    for value in linear_ticks(x.low, x.high, 6):
+    for value in x.ticks(6):
         text = shown(value)
         if x(value) - len(text) * _LETTER / 2 > last_end + 4:
             found.append(tag("text", text, x=f"{x(value):.1f}", y=HEIGHT - BOTTOM + 14, class_="tick middle"))

@@ -64,9 +64,9 @@ def shown(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}" if size >= 1e-3 else f"{value:.3g}"
 
 
-def is_wide(values: Sequence[float]) -> bool:
-    """Whether they need a logarithmic scale: all above 0, and over a factor of 20."""
-    return bool(values) and min(values) > TINY and max(values) / min(values) > 20
+def is_wide(values: Sequence[float], above: float = 20) -> bool:
+    """Whether they need a logarithmic scale: all above 0, and over a factor of ``above``."""
+    return bool(values) and min(values) > TINY and max(values) / min(values) > above
 
 
 def thinned(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:

@@ -29,9 +29,15 @@ def sweep_tables(sweep: Path, runs: Runs) -> list[tuple[Row, list[Row]]]:
         for facts in found:
             point = points.get(facts.run_dir.path.name, {})
             groups.setdefault(tuple(point.get(key, NONE) for key in others), []).append(facts)
+        ordered = sorted(groups.items(), key=lambda item: -(mean_accuracy(item[1]) or 0.0))
         means = [
-            (*values, str(len(group)), _spread([_val(facts) for facts in group]), _spread([_test(f) for f in group]))
-            for values, group in groups.items()
+            (
+                *values,
+                str(len(group)),
+                _spread([best_accuracy(facts) for facts in group]),
+                _spread([_test(f) for f in group]),
+            )
+            for values, group in ordered
         ]
         tables.append(((*others, "seeds", "val acc1, mean ± sd", "test acc1, mean ± sd"), means))
     return tables
@@ -60,7 +66,7 @@ def _row(facts: Facts, values: Sequence[str]) -> Row:
     return (
         facts.run_dir.path.name,
         *values,
-        number(_val(facts), ".2f"),
+        number(best_accuracy(facts), ".2f"),
         number(best.get("epoch") if best else None, ".1f"),
         number(_test(facts), ".2f"),
         duration(seconds) if seconds is not None else NONE,
@@ -74,16 +80,23 @@ def _unfinished(facts: Facts) -> str:
     )
     if last.get("event") == "failed" or last.get("state") not in (None, "COMPLETED"):
         return str(last.get("state", "FAILED"))
-    return f"{facts.steps} steps so far" if facts.steps else "not begun"
+    return f"{facts.steps} steps so far" if facts.begun else "not begun"
 
 
 def by_accuracy(facts: Facts) -> tuple[bool, float, int]:
     """For sorting: the best by validation first, those without any last."""
-    value, name = _val(facts), facts.run_dir.path.name
+    value, name = best_accuracy(facts), facts.run_dir.path.name
     return value is None, -(value or 0.0), int(name) if name.isdecimal() else 0
 
 
-def _val(facts: Facts) -> float | None:
+def mean_accuracy(runs: Sequence[Facts]) -> float | None:
+    """The mean of the best validation accuracies, in percent; None where there is none."""
+    known = [value for facts in runs if (value := best_accuracy(facts)) is not None]
+    return statistics.fmean(known) if known else None
+
+
+def best_accuracy(facts: Facts) -> float | None:
+    """Validation accuracy of the best checkpoint in percent; None where there is none."""
     return _accuracy(facts.best_val)
 
 
