@@ -89,7 +89,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             start(run.path, [run], plan, cwd, env)
     if plan.executor == "debug":  # this very process becomes the run's writer
         start(run.path, [run], plan, cwd, env)
-    return follow([run], plan, args)
+    return follow([run], plan.executor, args)
 
 
 def _fetched(args: argparse.Namespace, env: Mapping[str, str]) -> RunDir:
@@ -158,7 +158,7 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
         for array, part in further.start_all(lost, largest):
             names = ", ".join(run.path.name for run in part[:20]) + (", ..." if len(part) > 20 else "")
             print(f"Submitted job {array} for {len(part)} of {len(runs)} runs: {names}", flush=True)
-    return follow(lost, plan, args)
+    return follow(lost, plan.executor, args)
 
 
 def _load(run: RunDir, args: argparse.Namespace) -> Loaded:

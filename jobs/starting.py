@@ -47,11 +47,11 @@ def start(
     return job_ids
 
 
-def follow(runs: Sequence[RunDir], plan: Plan, args: argparse.Namespace) -> int:
-    """Follow what `start` has started, if asked; local runs unless asked not to. The exit code."""
-    if plan.executor == "debug":
+def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> int:
+    """Follow runs that were started, if asked; local ones unless asked not to. The exit code."""
+    if executor == "debug":
         return end_of(runs[0], job_state(runs[0]))
-    wanted = args.follow if args.follow is not None else plan.executor == "local"
+    wanted = args.follow if args.follow is not None else executor == "local"
     if not args.wait and not wanted:
         return 0
     codes = []
@@ -63,7 +63,7 @@ def follow(runs: Sequence[RunDir], plan: Plan, args: argparse.Namespace) -> int:
                 raise
             print(error, file=sys.stderr)  # the others of a sweep go on
             codes.append(error.exit_code)
-    return max(codes)
+    return max(codes, default=0)
 
 
 def dry_run(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> int:
@@ -100,7 +100,11 @@ def _announce(folder: Path, plan: Plan, job_ids: Sequence[str]) -> None:
         why = _reason(plan, "executor")
         how = f"simulating {ranks}" if plan.nodes > 1 else ranks
         print(f"Running locally ({why or 'as asked'}): {how} on this machine through submitit's local execution.")
-    run = folder if len(job_ids) == 1 else folder / "0"
+    say_commands(folder, folder if len(job_ids) == 1 else folder / "0")
+
+
+def say_commands(folder: Path, run: Path) -> None:
+    """Where a run, or a sweep, and one run of it, is, and what to type to look after it."""
     print(f"  run folder  {folder}")
     print(f"  watch       {terminal.command('logs', run, '-f')}")
     print(f"  state       {terminal.command('status', folder)}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli, elsewhere
+from jobs.following import full_name
 from jobs.sweeps import Further, sweep_points
 from trainkit import terminal
 from trainkit.bench.folder import refuse_bench
@@ -19,12 +21,15 @@ from trainkit.records.rundir import next_path, runs_root
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainkit.cluster.slurm_jobs import JobState
     from trainkit.config.loading import Loaded
-    from trainkit.launch.plan import Plan
     from trainkit.records.history import Life
     from trainkit.records.rundir import RunDir
 
-    Then = Callable[[Sequence[RunDir], Plan, argparse.Namespace], int]
+    Then = Callable[[Sequence[RunDir], Sequence[RunDir], str, argparse.Namespace], int]
+
+_MOST_SAID = 3
+"""Runs that have failed before, of a sweep."""
 
 DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
 
@@ -36,7 +41,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
-    """What the command does, in this process; its exit code. ``then`` gets the runs that were started."""
+    """What the command does, in this process; its exit code.
+
+    ``then`` gets all runs that were asked for, those of them that were started or run already, and their executor.
+    """
     parser = cli.Parser("submit", DESCRIPTION)
     parser.add_argument("preset", metavar="PRESET|RUN", help="a preset in configs/, a YAML file, or a run to repeat")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
@@ -53,7 +61,7 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
         help="join that swarm, as a peer with all GPUs of the job (default: that in TRAINKIT_TOKEN, or a file with it)",
     )  # fmt: skip
     parser.add_argument("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
-    parser.add_argument("--again", action="store_true", help="also if the same run is there already")
+    parser.add_argument("--again", action="store_true", help="train it once more where the same run is there already")
     parser.add_argument(
         "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)"
     )
@@ -90,10 +98,10 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
     return _submit(loadeds, variants, folder, args, command, env, then)
 
 
-def _followed(runs: Sequence[RunDir], plan: Plan, args: argparse.Namespace) -> int:
+def _followed(runs: Sequence[RunDir], going_on: Sequence[RunDir], executor: str, args: argparse.Namespace) -> int:
     from jobs.starting import follow
 
-    return follow(runs, plan, args)
+    return follow(going_on, executor, args)
 
 
 def _join(
@@ -153,12 +161,23 @@ def _submit(
     from trainkit.records.fingerprint import code_digest, fingerprint
     from trainkit.records.snapshot import code_files
 
+    asked = loadeds, variants
     cwd, points = Path.cwd(), len(loadeds)
     configs = [submission.stored_config(loaded, cwd) for loaded in loadeds]
     digest = code_digest(code_files())
     marks = [fingerprint(config, digest) for config in configs]
-    if not (args.again or args.dry_run or configs[0].launch.executor == "debug"):
-        _require_new(marks)
+    wants_new = args.again or args.dry_run or args.run_dir is not None or configs[0].launch.executor == "debug"
+    there = {} if wants_new or _is_named(args) else _there(marks)
+    known = [there.get(mark) for mark in marks]
+    if all(known):
+        runs = [item.run for item in known if item]
+        going_on = _say_there([item for item in known if item])
+        return then(runs, [item.run for item in going_on], going_on[0].state.executor if going_on else "", args)
+    if any(known):  # of a sweep: what is missing is trained
+        missing = [index for index, found in enumerate(known) if not found]
+        loadeds, variants = [loadeds[index] for index in missing], [variants[index] for index in missing]
+        configs, marks = [configs[index] for index in missing], [marks[index] for index in missing]
+        points = len(loadeds)
     site = discover(env)
     largest = largest_array() if points > 1 and site.slurm else points
     plans = [make_plan(loaded, site, folder, points=min(points, largest)) for loaded in loadeds]
@@ -193,7 +212,7 @@ def _submit(
             runs = submission.write_sweep(folder, configs, plan, script, command, variants, marks)
     except UserError:
         if args.run_dir is None and folder.exists():  # another submission was given the same number: take the next
-            return _submit(loadeds, variants, next_path(folder.parent, loadeds[0].name), args, command, env, then)
+            return _submit(*asked, next_path(folder.parent, loadeds[0].name), args, command, env, then)
         raise
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
         job_ids = start(folder, runs[:first], plan, cwd, env)
@@ -201,7 +220,12 @@ def _submit(
     for array, part in Further(folder, loadeds[0], site, cwd, env).start_all(runs[first:], largest, after=after):
         print(f"  and job     {array}: {len(part)} more, for an array has {largest} tasks at most here")
     _say(notes)
-    return then(runs, plan, args)
+    going_on = _say_there([item for item in known if item])
+    new = iter(runs)
+    return then(
+        [item.run if item else next(new) for item in known], [*runs, *(item.run for item in going_on)], plan.executor,
+        args,
+    )  # fmt: skip
 
 
 def _say(notes: Sequence[str]) -> None:
@@ -209,32 +233,99 @@ def _say(notes: Sequence[str]) -> None:
         print(note, file=sys.stderr)
 
 
-def _require_new(fingerprints: Sequence[str]) -> None:
-    """Refuse what trains, or has trained, already: the same settings, code and data."""
+@dataclass(frozen=True)
+class _Known:
+    """A run that is there already, of the same settings, code and data."""
+
+    run: RunDir
+    state: JobState
+    is_finished: bool
+
+
+def _is_named(args: argparse.Namespace) -> bool:
+    """Who gives a run a name of its own wants one more."""
+    return args.job_name is not None or any(word.startswith("launch.job_name=") for word in args.overrides)
+
+
+def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
+    """What trains, or has trained, already, by fingerprint; what was tried before and has failed is only said."""
     from trainkit.cluster.queue import job_states
     from trainkit.records.fingerprint import same_runs
     from trainkit.records.history import life_of
 
-    found = {run.path: run for runs in same_runs(fingerprints).values() for run in runs}
-    lives = {path: life_of(run) for path, run in found.items()}
-    done = {path: "COMPLETED" for path, life in lives.items() if life.finished}
-    # What has ended otherwise may be tried again. Whether the rest lives only its scheduler knows.
-    open_ends = [run for path, run in found.items() if path not in done and _may_live(lives[path])]
-    states = zip(open_ends, job_states(open_ends), strict=True) if open_ends else ()
-    done |= {run.path: f"{state.state} (job {state.job_id})" for run, state in states if state.alive != "no"}
-    if not done:
-        return
-    path, state = next(reversed(done.items()))
-    name = str(path.relative_to(path.parents[1])) if path.name.isdecimal() else path.name  # of a sweep's run
-    others = f" The sweep has {len(done) - 1} more that are there." if len(done) > 1 else ""
-    raise RefusedError(
-        f"{terminal.one_line(name)} is the same run, and it is {state}.{others}",
-        why=f"Configuration, code and data are those of {path}.",
-        fix=f"`{terminal.command('status', path)}` shows it; add --again to train it once more.",
-    )
+    found: dict[str, _Known] = {}
+    same = same_runs(fingerprints)
+    lives = {run.path: life_of(run) for runs in same.values() for run in runs}
+    # Whether what has no end lives only its scheduler knows.
+    open_ends = [run for runs in same.values() for run in runs if _may_live(lives[run.path])]
+    states = dict(zip((run.path for run in open_ends), job_states(open_ends) if open_ends else (), strict=True))
+    failed: list[_Known] = []
+    for mark, runs in same.items():
+        known = [_known(run, lives[run.path], states.get(run.path)) for run in runs]
+        living = [item for item in known if item.is_finished or item.state.alive == "yes"]
+        unknown = [item for item in known if item.state.alive == "unknown"]
+        if living:
+            found[mark] = living[-1]
+        elif unknown:
+            run, reason = unknown[-1].run, unknown[-1].state.reason
+            raise RefusedError(
+                f"{full_name(run)} is the same run, and nobody can tell whether it still runs.",
+                why=reason or "Its scheduler does not answer.",
+                fix=f"`{terminal.command('status', run.path)}` asks again; add --again to train it once more.",
+            )
+        elif known:
+            failed.append(known[-1])
+    _say_failed(failed)
+    return found
+
+
+def _known(run: RunDir, life: Life, state: JobState | None) -> _Known:
+    from trainkit.cluster.slurm_jobs import JobState
+
+    return _Known(run, state or JobState("COMPLETED" if life.finished else life.outcome or "FAILED"), life.finished)
+
+
+def _say_failed(runs: Sequence[_Known]) -> None:
+    """The same command after a failure begins anew, with the new flags perhaps; what was saved is not lost."""
+    from trainkit.checkpoint import files
+
+    for item in runs[:_MOST_SAID]:
+        step = files.pointed(item.run.checkpoints, "latest")
+        resume, why = terminal.command("resume", item.run.path), terminal.command("why", item.run.path)
+        told = f"`{resume}` goes on with it from step {step}" if step is not None else f"`{why}` says why"
+        ended = "was cancelled" if item.state.state == "CANCELLED" else f"has ended ({item.state.state})"
+        print(f"{full_name(item.run)} is the same run, and it {ended}: {told}. This one begins anew.", file=sys.stderr)
+    if len(runs) > _MOST_SAID:
+        print(f"So do {len(runs) - _MOST_SAID} more.", file=sys.stderr)
+
+
+def _say_there(known: Sequence[_Known]) -> list[_Known]:
+    """Say what there is of runs that need not be started, and where; those that go on are returned."""
+    from jobs.starting import say_commands
+    from trainkit.monitor.follow import summary_lines
+
+    going_on = [item for item in known if not item.is_finished]
+    for item in known:
+        name, path = full_name(item.run), item.run.path
+        if not item.is_finished:
+            print(f"{name} is the same run, and it is {item.state.state} (job {item.state.job_id}).")
+            if len(known) == 1:
+                say_commands(path, path)
+            continue
+        print(f"{name} is up to date: it has finished with this configuration, code and data.")
+        results, *places = summary_lines(item.run)
+        print("\n".join([results, *places]) if len(known) == 1 else f"  {results}  {path}")
+    if len(known) > 1:
+        sweeps = dict.fromkeys(item.run.path.parent if item.run.name.isdecimal() else item.run.path for item in known)
+        print(f"  results     {terminal.command('report', *sweeps)}")
+    if known:
+        print("Add --again, or give --run-dir or --job-name, to train it once more.", flush=True)
+    return going_on
 
 
 def _may_live(life: Life) -> bool:
+    if life.finished:
+        return False
     return life.cut_short is not None or (life.submission is not None and life.submission.ended is None)
 
 

@@ -17,7 +17,6 @@ from jobs import cancel, following, report, resume
 from jobs import submit as submitting
 from trainkit.cluster.queue import job_state
 from trainkit.errors import UserError
-from trainkit.launch.plan import Plan
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir, find_run
 from trainkit.records.standing import standing_of
@@ -103,6 +102,8 @@ def submit(
 ) -> Run | list[Run]:
     """What ``python -m jobs.submit`` does; it returns as soon as the job is queued, or started on this machine.
 
+    Where the same run is there already, queued, running or finished, it is returned (``again=True``: one more is made).
+
     Args:
         preset: in configs/, a YAML file, or the folder of a run to repeat.
         overrides: ``section.key=value``.
@@ -118,7 +119,7 @@ def submit(
             raise UserError(f"submit() has no {name}=.", why="It returns at once.", fix=f"{_NOT_HERE[name]}.")
     started: list[Run] = []
 
-    def note(runs: Sequence[RunDir], plan: Plan, args: Namespace) -> int:
+    def note(runs: Sequence[RunDir], going_on: Sequence[RunDir], executor: str, args: Namespace) -> int:
         started.extend(Run(run.path) for run in runs)
         return 0
 

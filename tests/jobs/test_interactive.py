@@ -31,6 +31,7 @@ def test_a_run_is_submitted_waited_for_and_read(here: Path, capsys: pytest.Captu
     assert run.path == here / "runs" / "single-0001"
     assert run.wait() == "COMPLETED"
     assert repr(run) == "<single-0001: COMPLETED at step 20>"
+    assert trainkit.submit("single", ["optim.lr=1e-3", *QUICK], executor="local") == run, "it is there already"
     again = trainkit.open("single-0001")
     assert again == run
     assert [record["step"] for record in again.metrics("train")] == [10, 20]

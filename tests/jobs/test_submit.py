@@ -18,6 +18,7 @@ from jobs.sweeps import sweep_points
 from tests.runs import last_event
 from trainkit.errors import UserError
 from trainkit.records.events import append_event
+from trainkit.records.jsonl import append
 from trainkit.records.rundir import RunDir, next_path
 
 PROJECT = Path(__file__).parents[2]
@@ -175,13 +176,16 @@ def test_the_same_run_is_not_queued_twice_unless_asked(
     assert len(calls()) <= 4
     before = files()
     done = command("submit", "ddp", "--nodes", "2", "--time", "10:00")
-    assert (done.code, done.out) == (3, "")
-    assert "ddp-0001 is the same run, and it is PENDING (job 4711)" in done.err
-    assert "--again" in done.err
+    assert (done.code, done.err) == (0, "")
+    assert "ddp-0001 is the same run, and it is PENDING (job 4711)" in done.out
+    assert f"cancel      python -m jobs.cancel {tmp_path}/runs/ddp-0001" in done.out
+    assert "--again" in done.out
     assert files() == before
     assert calls() == ["squeue"], "nothing was queued, and one question was enough"
-    assert command("submit", "ddp", "--again").code == 0
-    assert len(calls()) <= 4
+    for name_of_its_own in (["--again"], ["--job-name", "x"], ["launch.job_name=x"], ["--run-dir", "runs/mine"]):
+        done = command("submit", "ddp", *name_of_its_own)
+        assert (done.code, "Submitted job" in done.out) == (0, True)
+        assert len(calls()) <= 4
     assert command("submit", "ddp", "seed=1").code == 0
 
 
@@ -192,37 +196,81 @@ def test_a_run_that_has_finished_is_the_same_and_one_that_has_failed_may_be_trie
     run = RunDir(tmp_path / "runs" / "ddp-0001")
     append_event(run, "ended", attempt=0, state="FAILED", job_id="4711")
     calls()
-    assert command("submit", "ddp").code == 0
+    done = command("submit", "ddp")
+    assert done.code == 0
+    assert "ddp-0001 is the same run, and it has ended (FAILED): `python -m jobs.why " in done.err
     assert len(calls()) <= 4
-    append_event(RunDir(tmp_path / "runs" / "ddp-0002"), "ended", attempt=0, state="COMPLETED")
+    run = RunDir(tmp_path / "runs" / "ddp-0002")
+    append_event(run, "ended", attempt=0, state="CANCELLED", job_id="4711")
+    (run.checkpoints / "step-00000007").mkdir(parents=True)
+    (run.checkpoints / "latest").symlink_to("step-00000007")
+    done = command("submit", "ddp")
+    assert "ddp-0002 is the same run, and it was cancelled" in done.err
+    assert f"`python -m jobs.resume {run.path}` goes on with it from step 7. This one begins anew." in done.err
+    run = RunDir(tmp_path / "runs" / "ddp-0003")
+    append_event(run, "ended", attempt=0, state="COMPLETED")
+    append(run.metrics, {"split": "val", "step": 7, "acc1": 90.0, "loss": 0.5})
+    calls()
+    for follow in ([], ["--follow"], ["--wait"]):
+        done = command("submit", "ddp", *follow)
+        assert (done.code, done.err) == (0, "")
+        assert done.out.splitlines()[:3] == [
+            "ddp-0003 is up to date: it has finished with this configuration, code and data.",
+            "val acc1 90.00 % (best, step 7)",
+            f"run folder       {run.path}",
+        ]
+        assert "--again" in done.out.splitlines()[-1]
+
+
+def test_a_run_of_which_nobody_can_tell_whether_it_lives_is_not_started_twice(
+    command: Command, fake_slurm: Path
+) -> None:
+    assert command("submit", "ddp").code == 0
+    (fake_slurm / "squeue").write_text("#!/bin/bash\necho 'slurm_load_jobs error: Unable to contact' >&2\nexit 1\n")
     done = command("submit", "ddp")
     assert done.code == 3
-    assert "ddp-0002 is the same run, and it is COMPLETED" in done.err
-    assert calls() == []
+    assert "ddp-0001 is the same run, and nobody can tell whether it still runs." in done.err
+
+
+def test_the_same_command_follows_a_run_that_goes_on_as_if_it_had_started_it(
+    no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    submit = [sys.executable, "-m", "jobs.submit", "single", *FAST, "train.epochs=15", "--executor", "local"]
+    first, again = (
+        subprocess.run([*submit, *flags], env=no_slurm, cwd=tmp_path, capture_output=True, text=True, check=False)
+        for flags in (["--no-follow"], [])
+    )
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    assert "single-0001 is the same run, and it is " in again.stdout
+    assert "test acc1" in again.stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name.startswith("single")] == ["single-0001"]
 
 
 def test_other_code_of_ones_own_makes_another_run(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     model = tmp_path / "my_model.py"
     model.write_text("def build(info):\n    return 1\n")
-    assert command("submit", "ddp", "model.name=my_model:build").code == 0
-    assert command("submit", "ddp", "model.name=my_model:build").code == 3
-    model.write_text("def build(info):\n    return 2\n")
-    assert command("submit", "ddp", "model.name=my_model:build").code == 0
+    for code, says in ((1, "Submitted job"), (1, "is the same run"), (2, "Submitted job")):
+        model.write_text(f"def build(info):\n    return {code}\n")
+        assert says in command("submit", "ddp", "model.name=my_model:build").out
 
 
-def test_a_sweep_says_which_of_its_runs_are_there(command: Command, fake_slurm: Path) -> None:
+def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     assert command("submit", "ddp", "seed=3").code == 0
     done = command("submit", "ddp", "--sweep", "seed=2..4")
-    assert done.code == 3
-    assert "ddp-0001 is the same run" in done.err
-    assert command("submit", "ddp", "--sweep", "seed=4..6").code == 0
-    told = 'for i in 0 1 2; do echo "4711_$i|RUNNING|None|0:10|n1"; done'
+    assert done.code == 0, done.err
+    assert "Submitted job 4711 (array of 2)" in done.out
+    assert "ddp-0001 is the same run, and it is PENDING" in done.out
+    points = json.loads((tmp_path / "runs" / "ddp-0002" / "sweep.json").read_text())
+    assert [point["overrides"] for point in points] == [["seed=2"], ["seed=4"]]
+    told = 'for i in "" _0 _1; do echo "4711$i|RUNNING|None|0:10|n1"; done'
     (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{told}\n")
-    done = command("submit", "ddp", "--sweep", "seed=5..7")
-    assert done.code == 3
-    assert (
-        "ddp-0002/2 is the same run, and it is RUNNING (job 4711_2). The sweep has 1 more that are there." in done.err
-    )
+    done = command("submit", "ddp", "--sweep", "seed=2..4")
+    assert done.code == 0, done.err
+    assert "Submitted" not in done.out
+    assert "ddp-0002/1 is the same run, and it is RUNNING (job 4711_1)." in done.out
+    both = f"{tmp_path}/runs/ddp-0002 {tmp_path}/runs/ddp-0001"
+    assert f"results     python -m jobs.report {both}" in done.out
+    assert "Submitted job" in command("submit", "ddp", "--sweep", "seed=2..4", "--again").out
 
 
 def test_a_run_is_repeated_by_its_name_from_anywhere(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
