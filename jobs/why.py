@@ -58,10 +58,10 @@ def _print_sweep(runs: Sequence[RunDir]) -> None:
     states = job_states(runs)
     counts = Counter(state.state for state in states)
     print(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts.most_common())}.")
-    same: dict[str, list[tuple[RunDir, JobState, Cause]]] = {}
+    same: dict[tuple[str, str], list[tuple[RunDir, JobState, Cause]]] = {}
     for run, state in zip(runs, states, strict=True):
         if cause := cause_of(run, state):
-            same.setdefault(cause.name, []).append((run, state, cause))
+            same.setdefault(cause.gist(run), []).append((run, state, cause))
     for (run, state, cause), *others in same.values():
         print(_of_run(run, state, cause))
         if others:

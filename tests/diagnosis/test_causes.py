@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,7 @@ def test_every_row_of_the_tables_has_a_recorded_text() -> None:
     known = {row.name for row in rows()}
     told = {item["cause"] for item in [*RECORDED, *IN_THE_WILD]} | {answer.name for answer in answers()}
     unrecorded = {"requeue-refused", "no-progress", "hang", "controller-gone"}  # our own words: below
-    unrecorded |= {"signalled"}
+    unrecorded |= {"signalled", "batch-script-killed", "run-read-only"}
     assert told - known == WITHOUT_TEXT
     assert known - told == unrecorded
     assert len(told) >= 25
@@ -335,3 +337,123 @@ def test_a_bench_is_not_said_to_go_on(run: RunDir) -> None:
     assert cause is not None
     assert "jobs.resume" not in cause.advice
     assert f"jobs.bench --show {run.path}" in cause.advice
+
+
+@pytest.mark.parametrize("reason", ["JobLaunchFailure", "exit code 0:9"])
+def test_a_batch_script_that_was_killed_after_a_save_did_see_its_folder(run: RunDir, reason: str) -> None:
+    """As a devcluster's squeue and sacct have it after `kill -9` of the batch script."""
+    append_event(run, "started", attempt=0, hosts=["n1", "n2"], world_size=2)
+    append_event(run, "handed_back", attempt=0, node_rank=0, step=1051, signals=["SIGTERM"])
+    batch = "srun: Job step aborted: Waiting up to 7 seconds for job step to finish."
+    cause = diagnose(run, f"FAILED|{reason}", batch=batch)
+    assert cause is not None
+    assert (cause.name, cause.command) == ("batch-script-killed", f"python -m jobs.resume {run.path}")
+
+
+def test_what_the_ranks_of_all_nodes_say_blames_no_node(run: RunDir) -> None:
+    words = TRACEBACK.format("RuntimeError: No CUDA GPUs are available")
+    cause = diagnose(run, rank=words)
+    assert cause is not None
+    assert cause.command.endswith(" --exclude n2"), "of one node it is told"
+    (run.attempt_logs(0) / "rank-0.err").write_text(words)
+    cause = diagnose(run, rank=words)
+    assert cause is not None
+    assert (cause.name, cause.command) == ("cuda-sees-none", f"python -m jobs.resume {run.path}")
+    assert cause.fix.startswith("Every node of the job says so")
+
+
+@pytest.mark.parametrize(("lr", "advised"), [("4.0e-3", "0.002"), ("1.0e+9", "0.002"), ("0.4", "0.2")])
+def test_a_learning_rate_that_nothing_trains_with_is_not_halved(run: RunDir, lr: str, advised: str) -> None:
+    run.config.write_text(f"optim:\n  lr: {lr}\n")
+    cause = diagnose(run, rank=TRACEBACK.format("FloatingPointError: the loss is nan"))
+    assert cause is not None
+    assert f" optim.lr={advised} " in cause.command
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        ("OSError: [Errno 122] Disk quota exceeded: '{home}/.cache/matplotlib/f.json'", "{home}/.cache/matplotlib"),
+        ("OSError: [Errno 28] No space left on device: '/tmp/torchinductor_me/x.cpp'", "/tmp/torchinductor_me"),
+        ("PermissionError: [Errno 13] Permission denied: '/data/imagenet'", "/data/imagenet"),
+        ("OSError: [Errno 28] No space left on device", "{run}"),
+    ],
+    ids=["a cache", "the node's disk", "the data", "nothing"],
+)
+def test_the_fix_looks_where_the_message_points(run: RunDir, error: str, place: str) -> None:
+    known = {"home": str(Path.home()), "run": str(run.path.parent)}
+    cause = diagnose(run, rank=TRACEBACK.format(error.format(**known)))
+    assert cause is not None
+    assert re.search(rf"{re.escape(place.format(**known))}(/f\.json)?($|;| )", cause.command), cause.command
+
+
+def test_a_disk_without_inodes_is_not_said_to_be_out_of_bytes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = os.statvfs(run.path)
+    full = os.statvfs_result((*room[:5], room.f_files, 0, 0, *room[8:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    cause = diagnose(run, rank=TRACEBACK.format("OSError: [Errno 28] No space left on device: '/scratch/x/y.pt'"))
+    assert cause is not None
+    assert cause.what.startswith("The disk is out of inodes: it has room for bytes")
+    assert "df -i /scratch/x" in cause.command
+
+
+def test_an_error_inside_a_library_is_not_the_users_to_mend(run: RunDir) -> None:
+    inside = '  File "/env/lib/python3.11/site-packages/lib/x.py", line 3, in f\n    g()\nValueError: odd'
+    cause = diagnose(run, rank=TRACEBACK.format("g()").replace("\ng()\n", f"\n{inside}\n"))
+    assert cause is not None
+    assert cause.fix == "Look at train.py:9, which called this:"
+    cause = diagnose(run, rank=f"Traceback (most recent call last):\n{inside}")
+    assert cause is not None
+    assert cause.fix == ""
+
+
+def test_the_second_error_of_other_ranks_is_not_the_cause(run: RunDir) -> None:
+    """Rank 1 runs out of memory; rank 0 only learns of it, says so first, and louder."""
+    lost = (
+        "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited or there was a network error"
+    )
+    (run.attempt_logs(0) / "rank-0.err").write_text(TRACEBACK.format(lost) + "ncclRemoteError: NCCL WARN NET/IB\n" * 30)
+    batch = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Exited with exit code 1"
+    cause = diagnose(run, batch=batch, rank=TRACEBACK.format("torch.OutOfMemoryError: CUDA out of memory."))
+    assert cause is not None
+    assert (cause.name, cause.what) == ("gpu-out-of-memory", "Rank 1 on n2 ran out of GPU memory.")
+
+
+def test_a_log_of_200_mb_in_colour_is_read_from_its_end(run: RunDir) -> None:
+    log = run.attempt_logs(0) / "rank-1.err"
+    with log.open("w") as file:
+        file.write("\x1b[31mCUDA out of memory\x1b[0m, going on with less\n")
+        file.truncate(200 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write("\n\x1b[1;31m" + TRACEBACK.format("\x1b[1;31msqlite3.OperationalError\x1b[0m: database is locked"))
+    began = time.monotonic()
+    cause = diagnose(run, batch="srun: error: n2: task 1: Exited with exit code 1")
+    assert cause is not None
+    assert cause.name == "locked-database"
+    assert time.monotonic() - began < 5
+
+
+def test_kernels_that_a_compiler_refuses_are_told_by_the_compilers_words(run: RunDir) -> None:
+    raised = TRACEBACK.format(
+        "subprocess.CalledProcessError: Command '['gcc', 'main.c']' returned non-zero exit status 1."
+    )
+    told = "/tmp/x/main.c:4:10: fatal error: cuda.h: No such file or directory\ncompilation terminated.\n"
+    cause = diagnose(run, rank=told + raised)
+    assert cause is not None
+    assert (cause.name, "n2 lacks cuda.h" in cause.what) == ("headers-missing", True)
+    dealt_with = diagnose(run, rank=told + TRACEBACK.format("ValueError: mine"))
+    assert dealt_with is not None
+    assert dealt_with.name == "exception"
+
+
+def test_a_run_whose_folder_went_read_only_is_told_so(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = os.statvfs(run.path)
+    mounted = os.statvfs_result((*room[:8], room.f_flag | os.ST_RDONLY, room.f_namemax))
+    (run.logs / "batch.out").write_text("")
+    monkeypatch.setattr(os, "statvfs", lambda path: mounted)
+    cause = cause_of(run, JobState("FAILED", "4711", "slurm", "exit code 1:0", "n[1-2]"))
+    assert cause is not None
+    assert (cause.name, cause.command) == ("run-read-only", f"findmnt -T {run.path}")
+    told = diagnose(run, rank=TRACEBACK.format("ValueError: mine"))
+    assert told is not None
+    assert told.name == "exception", "what a rank has said goes first"

@@ -138,6 +138,31 @@ def test_of_a_sweep_each_cause_is_said_once(command: Command, failed: RunDir) ->
     assert sum("was killed" in line for line in said) == 1
 
 
+def test_different_errors_of_a_sweep_are_not_the_same(command: Command, failed: RunDir) -> None:
+    sweep = failed.path.parent / "odd"
+    sweep.mkdir()
+    (sweep / "sweep.json").write_text("{}")
+    raised = [
+        ("n1", 0, 7, "ValueError: bad"),
+        ("n2", 1, 7, "ValueError: bad"),  # the same on another rank and node
+        ("n1", 0, 9, "ValueError: bad"),
+        ("n1", 0, 7, "ValueError: worse"),
+        ("n1", 0, 7, "ModuleNotFoundError: No module named 'one'"),
+        ("n1", 0, 7, "ModuleNotFoundError: No module named 'two'"),
+    ]
+    for index, (host, rank, line, error) in enumerate(raised):
+        run = RunDir.create(sweep / str(index), to_yaml(load("ddp").config))
+        append_event(run, "submitted", executor="local", job_id=str(index))
+        run.attempt_logs(0).mkdir()
+        words = TRACEBACK.replace("line 7", f"line {line}").replace("ValueError: bad", error)
+        (run.attempt_logs(0) / f"rank-{rank}.err").write_text(words)
+        append_event(run, "failed", attempt=0, rank=rank, host=host, error=error)
+        append_event(run, "ended", attempt=0, state="FAILED")
+    said = command("why", "odd").out.splitlines()
+    assert [line[0] for line in said if ": FAILED (job " in line] == ["0", "2", "3", "4", "5"]
+    assert [line for line in said if "The same" in line] == ["The same: 1."]
+
+
 def test_a_run_that_was_never_queued_says_so_and_how_to(command: Command, failed: RunDir) -> None:
     run = RunDir.create(failed.path.parent / "ddp-0002", to_yaml(load("ddp").config))
     said = command("why", "ddp-0002").out

@@ -25,8 +25,10 @@ from trainkit.diagnosis.stderr import last_error, tail_of, traceback_of
 from trainkit.diagnosis.texts import (
     Quote,
     Source,
+    facts_of,
     of_logs_elsewhere,
     of_the_batch,
+    of_the_folder,
     of_the_job,
     of_the_rank,
     words_of_state,
@@ -40,6 +42,8 @@ _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 EVERY_NODE = (
     "Every node of the job says so, so it is none of them: look at the environment, the mask and the driver. Then:"
 )
+_IN_OWN_WORDS = {"exception", "failed", "said-by-the-kit", "no-words"}
+"""Answers that tell what was said, where no row is known."""
 _SHOWN = 6
 """Lines of evidence."""
 
@@ -68,6 +72,16 @@ class Cause:
         width = max((len(quote.where) for quote in self.evidence), default=0)
         texts = [f"{quote.where:{width}}  {terminal.one_line(quote.text, 300)}" for quote in self.evidence]
         return "\n       ".join(texts)
+
+    def gist(self, run: RunDir) -> tuple[str, str]:
+        """Equal for runs that ended for the same reason, wherever that was and whichever rank met it.
+
+        Of an error that no row knows its own words and its line count; of a known cause no number in its sentence does.
+        """
+        host = self.failure.host if self.failure is not None else ""
+        words = re.sub(r"\b[Rr]ank \d+( on \S+)?|\b0x[0-9a-f]+", "", self.what.replace(str(run.path), ""))
+        words = words.replace(host, "") if host else words
+        return self.name, words if self.name in _IN_OWN_WORDS else re.sub(r"\d+", "", words)
 
     @property
     def advice(self) -> str:
@@ -98,17 +112,21 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     sources = [*of_the_job(run, state, number)] if newest else []
     if not waits:
         sources += [*of_the_batch(run, number), *of_logs_elsewhere(run, state, failure), *of_the_rank(run, failure)]
+        sources += of_the_folder(run) if newest and (failure is None or not failure.traceback) else []
     tried = rows()
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started
         tried, sources = tuple(row for row in tried if row.name == "launch-failure"), of_the_batch(run, number)
-    if fit := _first_that_fits(tried, sources):
+    facts = "" if waits else facts_of(run, number)
+    if fit := _first_that_fits(tried, sources, facts):
         return _cause(*fit, run, state, number, failure, sources)
     return _otherwise(run, state, number, failure, sources)
 
 
-def _first_that_fits(tried: Sequence[Case], sources: list[Source]) -> tuple[Case, re.Match[str], Source] | None:
+def _first_that_fits(
+    tried: Sequence[Case], sources: list[Source], facts: str
+) -> tuple[Case, re.Match[str], Source] | None:
     """Rows that name a cause go before those that name a consequence, and what was said last before what led to it."""
-    texts = [source.text for source in sources]
+    texts = [facts, *(source.text for source in sources)]
     for vague, aside in product((False, True), (False, True)):
         looked_at = [source for source in sources if source.aside == aside]
         for row in tried:

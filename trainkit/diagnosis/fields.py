@@ -102,6 +102,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "lagging": str(behind[0]) if behind else "0",
             "more_memory": memory,
             "all_of_it": " (0: all that it has)" if memory == " --mem 0" else "",
+            "unless_memory": _unless_memory(state),
             "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
             "half_the_batch": str(smaller(micro, share)),
             "half_the_lr": _smaller_lr(config.get("lr")),
@@ -127,6 +128,15 @@ def _more_memory(plan: Mapping[str, Any]) -> str:
     if size is None:
         return " --mem 0"
     return f" --mem {2 * int(size[1])}{size[2]}" if int(size[1]) else ""
+
+
+def _unless_memory(state: JobState) -> str:
+    """Where to see whether memory ran out, and what to do then."""
+    if state.executor == "slurm":
+        return (
+            f"If `sacct -j {state.job_id} -o NodeList,MaxRSS,ReqMem` shows that memory ran out, with more --mem; else:"
+        )
+    return "If `dmesg` shows that memory ran out, with a smaller batch or fewer data.workers in a new run; else:"
 
 
 def _settings(run: RunDir) -> dict[str, float]:

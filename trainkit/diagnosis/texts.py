@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -69,8 +70,30 @@ def of_the_job(run: RunDir, state: JobState, attempt: int) -> list[Source]:
     return [*said, Source("job", "squeue, sacct" if state.executor == "slurm" else "status", words_of_state(state))]
 
 
+def facts_of(run: RunDir, attempt: int) -> str:
+    """What the run's events say of an attempt, for the rows that it contradicts: ``event started``, one in a line."""
+    life = life_of(run)
+    facts = {
+        "started": life.started.get("attempt") == attempt,
+        "handed_back": attempt in life.handed_back,
+        "requeued": attempt in life.requeued,
+    }
+    return "\n".join(f"event {name}" for name, true in facts.items() if true)
+
+
 def words_of_state(state: JobState) -> str:
     return f"{state.state} {state.reason}".strip()
+
+
+def of_the_folder(run: RunDir) -> list[Source]:
+    """A run whose folder cannot be written any more cannot say so."""
+    try:
+        room, status = os.statvfs(run.path), os.stat(run.path)
+    except OSError as error:
+        return [Source("job", "the run's folder", f"it cannot be looked at: {error.strerror}", aside=True)]
+    if room.f_flag & os.ST_RDONLY or (status.st_uid == os.getuid() and not os.access(run.path, os.W_OK)):
+        return [Source("job", "the run's folder", "it can only be read", aside=True)]
+    return []
 
 
 def of_the_batch(run: RunDir, attempt: int) -> list[Source]:
