@@ -387,16 +387,6 @@ def test_the_fix_looks_where_the_message_points(run: RunDir, error: str, place: 
     assert re.search(rf"{re.escape(place.format(**known))}(/f\.json)?($|;| )", cause.command), cause.command
 
 
-def test_a_disk_without_inodes_is_not_said_to_be_out_of_bytes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = os.statvfs(run.path)
-    full = os.statvfs_result((*room[:5], room.f_files, 0, 0, *room[8:]))
-    monkeypatch.setattr(os, "statvfs", lambda path: full)
-    cause = diagnose(run, rank=TRACEBACK.format("OSError: [Errno 28] No space left on device: '/scratch/x/y.pt'"))
-    assert cause is not None
-    assert cause.what.startswith("The disk is out of inodes: it has room for bytes")
-    assert "df -i /scratch/x" in cause.command
-
-
 def test_an_error_inside_a_library_is_not_the_users_to_mend(run: RunDir) -> None:
     inside = '  File "/env/lib/python3.11/site-packages/lib/x.py", line 3, in f\n    g()\nValueError: odd'
     cause = diagnose(run, rank=TRACEBACK.format("g()").replace("\ng()\n", f"\n{inside}\n"))
@@ -444,16 +434,3 @@ def test_kernels_that_a_compiler_refuses_are_told_by_the_compilers_words(run: Ru
     dealt_with = diagnose(run, rank=told + TRACEBACK.format("ValueError: mine"))
     assert dealt_with is not None
     assert dealt_with.name == "exception"
-
-
-def test_a_run_whose_folder_went_read_only_is_told_so(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = os.statvfs(run.path)
-    mounted = os.statvfs_result((*room[:8], room.f_flag | os.ST_RDONLY, room.f_namemax))
-    (run.logs / "batch.out").write_text("")
-    monkeypatch.setattr(os, "statvfs", lambda path: mounted)
-    cause = cause_of(run, JobState("FAILED", "4711", "slurm", "exit code 1:0", "n[1-2]"))
-    assert cause is not None
-    assert (cause.name, cause.command) == ("run-read-only", f"findmnt -T {run.path}")
-    told = diagnose(run, rank=TRACEBACK.format("ValueError: mine"))
-    assert told is not None
-    assert told.name == "exception", "what a rank has said goes first"

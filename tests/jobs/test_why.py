@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +163,41 @@ def test_different_errors_of_a_sweep_are_not_the_same(command: Command, failed: 
     said = command("why", "odd").out.splitlines()
     assert [line[0] for line in said if ": FAILED (job " in line] == ["0", "2", "3", "4", "5"]
     assert [line for line in said if "The same" in line] == ["The same: 1."]
+
+
+def why_with_mounts(run: RunDir, env: dict[str, str], mounts: str) -> str:
+    """What `why` says where some folder is mounted otherwise; the mounts are of that process alone."""
+    script = f'{mounts}exec "$1" -m jobs.why "$0"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, str(run.path), sys.executable],
+        env={**env, "PATH": f"{env.get('PATH', '')}:/usr/bin:/bin:/usr/sbin:/sbin"},
+        text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip("no mounts of one's own here")
+    return done.stdout
+
+
+@pytest.mark.parametrize("mounts", ['mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && ', ""])
+def test_a_run_whose_folder_went_read_only_is_told_so(failed: RunDir, no_slurm: dict[str, str], mounts: str) -> None:
+    (failed.attempt_logs(0) / "rank-1.err").write_text("")
+    events = [line for line in failed.events.read_text().splitlines() if '"failed"' not in line]
+    failed.events.write_text("\n".join(events) + "\n")
+    said = why_with_mounts(failed, no_slurm, mounts)
+    assert ("The run's folder cannot be written any more" in said) == bool(mounts), said
+
+
+def test_a_disk_without_inodes_is_not_said_to_be_out_of_bytes(
+    failed: RunDir, no_slurm: dict[str, str], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    full = f"OSError: [Errno 28] No space left on device: '{disk}/x.pt'"
+    (failed.attempt_logs(0) / "rank-1.err").write_text(TRACEBACK.replace("ValueError: bad", full))
+    failed.events.write_text(failed.events.read_text().replace("ValueError: bad", full))
+    said = why_with_mounts(failed, no_slurm, f"mount -t tmpfs -o size=1m,nr_inodes=1 tmpfs {disk} && ")
+    assert "The disk is out of inodes: it has room for bytes, and for no further file" in said
+    assert f"df -i {disk}" in said
 
 
 def test_a_run_that_was_never_queued_says_so_and_how_to(command: Command, failed: RunDir) -> None:
