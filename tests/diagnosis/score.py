@@ -6,6 +6,7 @@ Each text becomes the run folder that a failed job leaves; squeue and sacct are 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -129,6 +130,7 @@ def _verdict(item: dict[str, Any], name: str, what: str, fix: str) -> str:
     return "wrong" if name in NO_CAUSE or (raised and not has("mend", fix)) else "confidently wrong"
 
 
+@functools.cache
 def answers() -> list[Answer]:
     config = to_yaml(load("ddp").config)
     with tempfile.TemporaryDirectory() as folder:
