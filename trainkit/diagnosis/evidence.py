@@ -26,7 +26,8 @@ _HARD = re.compile(r"Killed|Out Of Memory")
 _CRASHED = re.compile(r"Segmentation fault|Bus error|Illegal instruction|Floating point exception")
 # What a rank says when another has gone: of gloo, NCCL, TCPStore and the kernel.
 _LOST_CONNECTION = re.compile(
-    r"connection (closed|reset|refused|lost|was likely closed)|ConnectionResetError|broken pipe|remote process exited|NCCL.*(timeout|aborted)"
+    r"connection (closed|reset|refused|lost|was likely closed)|ConnectionResetError"
+    r"|broken pipe|remote process exited|NCCL.*(timeout|aborted)"
     r"|socket (timeout|closed)|failed to (recv|send)|recvValue failed|sendBytes failed|DistNetworkError"
     r"|DistBackendError|RendezvousClosedError|went away while rank|timed out waiting \d+ms for (recv|send)",
     re.IGNORECASE,
