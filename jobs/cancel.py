@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
 from trainkit import terminal
-from trainkit.cluster.queue import job_state, job_states
+from trainkit.cluster.queue import job_state, job_states, not_known_as_its_own, process_of
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.errors import RefusedError, SchedulerError
 from trainkit.records.attempts import cancelled
-from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir, find_runs
 
 PATIENCE_SECONDS = 20.0
@@ -41,6 +40,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if state.alive == "no":
             why = f" ({state.reason})" if state.reason else ""
             print(f"{_shown(run)}: nothing to cancel, it is {state.state}{why}.")
+    strange = not_known_as_its_own([(run, job) for run, job in jobs if job.job_id])
+    jobs = [(run, job) for run, job in jobs if (run, job) not in strange]
     nameless = [(run, job) for run, job in jobs if not job.job_id]
     on_slurm = [(run, job) for run, job in jobs if job.job_id and job.executor == "slurm"]
     local = [(run, job) for run, job in jobs if job.executor != "slurm"]
@@ -51,7 +52,22 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     for run, job in nameless:
         cancelled(run, "")
         print(f"{_shown(run)}: no job is known, and one that comes is cancelled ({job.reason}).", flush=True)
+    if strange:
+        raise _not_its_own(strange)
     return 0
+
+
+def _not_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> RefusedError:
+    run, job = jobs[0]
+    named = ", ".join(f"{state.job_id} of {folder.name}" for folder, state in jobs)
+    process = process_of(run, job) if job.executor != "slurm" else None
+    by_hand = f"scancel {job.job_id}" if job.executor == "slurm" else f"kill {process.pid if process else 'NUMBER'}"
+    return RefusedError(
+        f"Not ended: {named}.",
+        why="Only the record in the run's folder names it, and whoever wrote that could name any of yours: neither "
+        "your own list of jobs nor the scheduler knows it as that run's.",
+        fix=f"If it is that run's and yours: {by_hand}",
+    )
 
 
 def _shown(run: RunDir) -> str:
@@ -116,7 +132,7 @@ def _unanswered(command: Sequence[str], words: str) -> SchedulerError:
 def _end_locally(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
     # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
     for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
-        process = next((item.process for item in life_of(run).submissions if item.job_id == state.job_id), None)
+        process = process_of(run, state)
         if process is None or not process.is_here():
             where = process.host if process else "another machine"
             raise RefusedError(

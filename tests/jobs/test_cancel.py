@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from trainkit.cluster.queue import job_state, job_states
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
+from trainkit.records.attempts import submitted
 from trainkit.records.events import append_event, read_events
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
@@ -105,7 +108,7 @@ def test_a_process_that_only_has_the_number_of_the_controller_is_left_alone(
 def test_slurm_jobs_are_cancelled_by_scancel_in_one_call(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     for index in (1, 2):
         run = RunDir.create(tmp_path / "runs" / f"ddp-{index:04}", to_yaml(load("ddp").config))
-        append_event(run, "submitted", executor="slurm", job_id="4711")
+        submitted(run, "slurm", "4711")
     done = command("cancel", "ddp-0001", "ddp-0002")
     assert done.code == 0
     assert (fake_slurm / "cancelled").read_text() == "4711\n"
@@ -122,7 +125,7 @@ def test_a_sweep_of_another_folder_is_left_alone(
     (tmp_path / "other/runs/ddp-0001/sweep.json").write_text("[]")
     mine = RunDir.create(tmp_path / "runs/ddp-0001", config)
     for run, job_id in zip([*theirs, mine], ("4712_0", "4712_1", "4711"), strict=True):
-        append_event(run, "submitted", executor="slurm", job_id=job_id)
+        submitted(run, "slurm", job_id)
     done = command("cancel", reference)
     if reference == "ddp-0001":
         assert (fake_slurm / "cancelled").read_text() == "4711\n"
@@ -134,7 +137,7 @@ def test_a_sweep_of_another_folder_is_left_alone(
 def test_what_scancel_refuses_is_said_in_its_words(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     (fake_slurm / "scancel").write_text("#!/bin/bash\necho 'scancel: error: Access/permission denied' >&2\nexit 1\n")
     run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
-    append_event(run, "submitted", executor="slurm", job_id="4711")
+    submitted(run, "slurm", "4711")
     done = command("cancel", "ddp-0001")
     assert done.code == 4
     assert "permission denied" in done.err
@@ -145,7 +148,7 @@ def resumed(fake_slurm: Path, tmp_path: Path) -> RunDir:
     """A run with two jobs, of which nobody can tell whether they live."""
     run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
     for job_id in ("17", "18"):
-        append_event(run, "submitted", executor="slurm", job_id=job_id)
+        submitted(run, "slurm", job_id)
     for name in ("squeue", "sacct"):
         (fake_slurm / name).write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
     return run
@@ -180,3 +183,103 @@ def test_a_job_that_ended_before_it_could_be_cancelled_is_no_error(
     words = "scancel: error: Kill job error on job id 17: Invalid job id specified"
     (fake_slurm / "scancel").write_text(f"#!/bin/bash\necho '{words}' >&2\nexit 1\n")
     assert command("cancel", "ddp-0001").code == 0
+
+
+# A record that somebody else has written
+
+
+@pytest.fixture
+def bystander() -> Iterator[ProcessId]:
+    """A process of the user's that no run has started."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        yield ProcessId.of(process.pid)
+        process.kill()
+
+
+@pytest.mark.parametrize("executor", ["local", "debug", "launch", "swarm", ""])
+def test_a_process_that_only_the_record_names_is_not_ended(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, bystander: ProcessId, executor: str
+) -> None:
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    append_event(run, "submitted", executor=executor, job_id="1", **bystander.fields())
+    done = command("cancel", str(run.path))
+    assert done.code == 3, done.err
+    assert f"kill {bystander.pid}" in done.err
+    assert bystander.is_alive()
+    assert last_event(run, "cancelled") is None
+
+
+@pytest.mark.parametrize("pid", [1, 0, -1, "self", "parent"])
+def test_no_number_of_a_process_in_a_record_is_signalled(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int | str
+) -> None:
+    """Its own shell, init, all processes: with the very time at which each was started."""
+    number = {"self": os.getpid(), "parent": os.getppid()}.get(str(pid), pid)
+    assert isinstance(number, int)
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    monkeypatch.setattr(os, "kill", lambda *given: pytest.fail(f"kill{given}"))
+    append_event(run, "submitted", executor="local", job_id="1", **ProcessId.of(number).fields())
+    assert command("cancel", str(run.path)).code in (0, 3)
+
+
+def test_the_process_of_another_run_is_not_ended_by_a_record_that_names_it(
+    command: Command,
+    no_slurm: dict[str, str],
+    local_run: MakeRun,
+    rank_function: MakeFunction,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even where no list has either: that one was started with another folder as its argument."""
+    mine, plan = local_run()
+    pids = started(mine, plan, rank_function(STUBBORN))
+    submission = life_of(mine).submission
+    assert submission is not None
+    assert submission.process is not None
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-list"))
+    theirs = RunDir.create(tmp_path / "runs" / "ddp-0002", to_yaml(load("ddp").config))
+    append_event(theirs, "submitted", executor="local", job_id=submission.job_id, **submission.process.fields())
+    assert command("cancel", str(theirs.path)).code == 3
+    assert all(ProcessId.of(pid).started for pid in pids)
+    assert command("cancel", str(mine.path)).code == 0
+    assert not any(ProcessId.of(pid).started for pid in pids)
+
+
+@pytest.mark.parametrize("job_id", ["4711", "4711_1", "4711+0"])
+def test_a_slurm_job_that_only_the_record_names_is_not_cancelled(
+    command: Command, fake_slurm: Path, tmp_path: Path, job_id: str
+) -> None:
+    """That of another run, a whole array by its number, and one that the scheduler does not tell of."""
+    mine = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    theirs = RunDir.create(tmp_path / "runs" / "ddp-0002", to_yaml(load("ddp").config))
+    (fake_slurm / "squeue").write_text(
+        f"#!/bin/bash\ncase $* in *%o*) echo '{job_id}|{mine.path}/submit.sbatch';; "
+        f"*) echo '{job_id}|RUNNING|None|0:00|n1';; esac\n"
+    )
+    append_event(theirs, "submitted", executor="slurm", job_id=job_id)
+    done = command("cancel", "ddp-0002")
+    assert done.code == 3, done.err
+    assert f"scancel {job_id}" in done.err
+    assert not (fake_slurm / "cancelled").exists()
+
+
+def test_a_job_whose_script_is_the_runs_is_cancelled_without_any_list(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    run = RunDir.create(tmp_path / "runs" / "ddp-0001", to_yaml(load("ddp").config))
+    (fake_slurm / "squeue").write_text(
+        f"#!/bin/bash\ncase $* in *%o*) echo '4711|{run.path}/submit.sbatch';; "
+        "*) echo '4711|RUNNING|None|0:00|n1';; esac\n"
+    )
+    append_event(run, "submitted", executor="slurm", job_id="4711")
+    assert command("cancel", "ddp-0001").code == 0
+    assert (fake_slurm / "cancelled").read_text() == "4711\n"
+
+
+def test_what_is_known_is_ended_beside_what_is_not(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    runs = [RunDir.create(tmp_path / "runs" / f"ddp-{n:04}", to_yaml(load("ddp").config)) for n in (1, 2)]
+    submitted(runs[0], "slurm", "4711")
+    append_event(runs[1], "submitted", executor="slurm", job_id="4712")
+    (fake_slurm / "squeue").write_text('#!/bin/bash\nfor job in 4711 4712; do echo "$job|RUNNING|None|0:00|n1"; done\n')
+    assert command("cancel", "ddp-0001", "ddp-0002").code == 3
+    assert (fake_slurm / "cancelled").read_text() == "4711\n"

@@ -24,6 +24,7 @@ SBATCH_SECONDS = 300.0
 LATE_SECONDS = 120.0
 """So long after sbatch was killed, or gave up waiting, its job may still appear: a busy controller takes it later."""
 _PATH = re.compile(r"(?<![^ ])/")
+_SCRIPT = re.compile(r"/(submit|\.submitit/[^/]+)\.sbatch$")
 
 
 @dataclass(frozen=True)
@@ -99,23 +100,31 @@ def read_scripts(text: str) -> dict[str, str]:
 
 
 def _jobs_of(folder: RunDir, life: Life, scripts: Mapping[str, str]) -> list[str]:
-    """The run's jobs that its record does not know, oldest first.
+    """The run's jobs that its record does not know, oldest first."""
+    known = {item.job_id for item in life.submissions}
+    token = life.cut_short.token if life.cut_short is not None else ""
+    script = f"/.submitit/{token}.sbatch" if token else "/submit.sbatch"
+    found = [
+        job_id
+        for job_id, line in scripts.items()
+        if job_id not in known and line.endswith(script) and is_job_of(folder, job_id, line)
+    ]
+    return sorted(found, key=lambda job_id: int(job_id.partition("_")[0]))
+
+
+def is_job_of(folder: RunDir, job_id: str, line: str) -> bool:
+    """Whether the script that SLURM was given, in a line of `read_scripts`, is the run's.
 
     A task of an array is the run that lies, or is linked, beside the array's script under the task's number.
     """
-    known = {item.job_id for item in life.submissions}
-    here, token = os.path.realpath(folder.path), life.cut_short.token if life.cut_short is not None else ""
-    script = f"/.submitit/{token}.sbatch" if token else "/submit.sbatch"
-    found = []
-    for job_id, line in scripts.items():
-        number, _, task = job_id.partition("_")
-        if job_id in known or not number.isdecimal() or not line.endswith(script):
-            continue
-        # Whatever stands before the script, and whether its own path has spaces in it.
-        places = [line[match.start() :].removesuffix(script) for match in _PATH.finditer(line)]
-        if any(os.path.realpath(os.path.join(place, task) if task else place) == here for place in places):
-            found.append(job_id)
-    return sorted(found, key=lambda job_id: int(job_id.partition("_")[0]))
+    number, _, task = job_id.partition("_")
+    script = _SCRIPT.search(line)
+    if script is None or not number.isdecimal():
+        return False
+    # Whatever stands before the script, and whether its own path has spaces in it.
+    places = [line[match.start() : script.start()] for match in _PATH.finditer(line) if match.start() < script.start()]
+    here = os.path.realpath(folder.path)
+    return any(os.path.realpath(os.path.join(place, task) if task else place) == here for place in places)
 
 
 def _is_mine(folder: RunDir) -> bool:

@@ -5,16 +5,21 @@ A run may have had many jobs. Its state is that of the newest, and it is alive a
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from trainkit import terminal
-from trainkit.cluster.adoption import Search, adopt
+from trainkit.cluster.adoption import Search, adopt, is_job_of, read_scripts
 from trainkit.cluster.recent import ask_seldom, mark
-from trainkit.cluster.slurm_jobs import Answer, JobState, ask
+from trainkit.cluster.slurm_jobs import Answer, JobState, NoAnswer, ask
+from trainkit.cluster.slurm_jobs import run as slurm
 from trainkit.errors import UserError
+from trainkit.records import index
 from trainkit.records.history import Life, Submission, life_of
+from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
 ENDING_SECONDS = 60.0
@@ -56,6 +61,52 @@ def job_states(
 def job_state(run: RunDir, *, heard: Callable[[str], None] = lambda command: None) -> JobState:
     """What one run does."""
     return job_states([run], heard=heard)[0]
+
+
+def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
+    """Those of the jobs that only the record in the run's folder names: who has written that, may have named any.
+
+    Known are those that this user's own list has, those of which SLURM says that their script is the run's, and
+    processes that were started with the run's folder as an argument.
+    """
+    unknown = [(run, job) for run, job in jobs if not _is_noted(run, job)]
+    scripts: Mapping[str, str] = {}
+    if any(job.executor == "slurm" for _, job in unknown):
+        with suppress(NoAnswer):
+            scripts = read_scripts(slurm("squeue", "-h", "-r", "-t", "all", "-u", str(os.geteuid()), "-o", "%i|%o"))
+    return [
+        (run, job)
+        for run, job in unknown
+        if not (
+            is_job_of(run, job.job_id, scripts.get(job.job_id, ""))
+            if job.executor == "slurm"
+            else _has_folder_as_argument(process_of(run, job), run)
+        )
+    ]
+
+
+def process_of(run: RunDir, job: JobState) -> ProcessId | None:
+    """What looks after the ranks of a job that no scheduler knows, by the run's record."""
+    return next((item.process for item in life_of(run).submissions if item.job_id == job.job_id), None)
+
+
+def _is_noted(run: RunDir, job: JobState) -> bool:
+    process = process_of(run, job) if job.executor != "slurm" else None
+    return index.has_started(run.path, job.executor, job.job_id, process.word() if process is not None else "")
+
+
+def _has_folder_as_argument(process: ProcessId | None, run: RunDir) -> bool:
+    import psutil
+
+    if process is None or not process.is_here() or not process.is_alive():
+        return False
+    try:
+        words = psutil.Process(process.pid).cmdline()
+    except psutil.Error:
+        return False
+    folder = os.path.realpath(run.path)
+    folders = {folder, os.path.dirname(folder)} if os.path.isfile(run.path.parent / "sweep.json") else {folder}
+    return "trainkit.launch.controller" in words and any(os.path.realpath(word) in folders for word in words)
 
 
 def require_no_job(run: RunDir, *, force: bool) -> None:

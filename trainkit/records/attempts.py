@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.errors import UserError
+from trainkit.records import index
 from trainkit.records.events import append_event, read_events
 from trainkit.records.lease import writing_attempt
 from trainkit.records.process_id import ProcessId
@@ -91,6 +92,7 @@ def submitted(
     how = {"adopted": True} if adopted else {}
     before = len(run.attempts()) if attempts_before is None else attempts_before
     append_event(run, "submitted", executor=executor, job_id=job_id, attempts_before=before, **who, **how)
+    index.note_job(run.path, executor, job_id, process.word() if process is not None else "")
 
 
 def job_of(env: Mapping[str, str]) -> str:

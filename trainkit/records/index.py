@@ -43,6 +43,16 @@ def marked() -> list[tuple[str, Path]]:
     return [(mark, Path(path)) for mark, _, path in pairs if path.startswith("/")]
 
 
+def note_job(path: Path, executor: str, job_id: str, process: str) -> None:
+    """Note that this user has started a job or a process for a run: what its folder says of that, others may write."""
+    _append(state_file("jobs"), f"{executor} {job_id} {process or '-'} {os.path.realpath(path)}")
+
+
+def has_started(path: Path, executor: str, job_id: str, process: str) -> bool:
+    """Whether that was noted."""
+    return f"{executor} {job_id} {process or '-'} {os.path.realpath(path)}" in _private_lines(state_file("jobs"))
+
+
 def vouch(seals: Sequence[str]) -> None:
     """Note digests of code and settings that this user has submitted (`trainkit.records.ownership`)."""
     known = vouched()
@@ -52,13 +62,8 @@ def vouch(seals: Sequence[str]) -> None:
 
 
 def vouched() -> frozenset[str]:
-    """Those digests; none if anybody else could have written the file."""
-    file = state_file("vouched")
-    try:
-        mode, owner = file.stat().st_mode, file.stat().st_uid
-    except OSError:
-        return frozenset()
-    return frozenset(_lines(file)) if owner == os.geteuid() and not mode & 0o022 else frozenset()
+    """Those digests."""
+    return _private_lines(state_file("vouched"))
 
 
 def known(*, everywhere: bool = False) -> list[Path]:
@@ -125,3 +130,12 @@ def _lines(file: Path) -> list[str]:
         return list(dict.fromkeys(reading.read_text(file).splitlines()))
     except OSError:
         return []
+
+
+def _private_lines(file: Path) -> frozenset[str]:
+    """Of a file that nobody else can write; else none."""
+    try:
+        found = file.stat()
+    except OSError:
+        return frozenset()
+    return frozenset(_lines(file)) if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else frozenset()
