@@ -21,7 +21,7 @@ MakeRun = Callable[..., RunDir]
 
 def sweep(make_run: MakeRun, points: dict[tuple[str, ...], float | None]) -> list[RunDir]:
     """Runs 0, 1, ... of a sweep with these overrides and validation accuracies; None: it has not begun."""
-    runs = []
+    runs: list[RunDir] = []
     for index, (overrides, accuracy) in enumerate(points.items()):
         if accuracy is None:
             folder = runs[0].path.parent / str(index)
@@ -63,13 +63,13 @@ def test_accuracy_is_drawn_against_the_swept_setting(make_run: MakeRun) -> None:
 
 
 def test_every_choice_of_a_second_setting_has_its_line(make_run: MakeRun) -> None:
-    two = {
+    two: dict[tuple[str, ...], float | None] = {
         ("optim.lr=1e-3", "optim.weight_decay=0.1"): 90.0,
         ("optim.lr=2e-3", "optim.weight_decay=0.1"): 91.0,
         ("optim.lr=1e-3", "optim.weight_decay=0.5"): 80.0,
         ("optim.lr=2e-3", "optim.weight_decay=0.5"): 81.0,
     }
-    series = page_of(*sweep(make_run, dict(two))).series()
+    series = page_of(*sweep(make_run, two)).series()
     assert series["Validation accuracy, weight_decay=0.5"] == {0.001: 80.0, 0.002: 81.0}
     assert series["Validation accuracy, lr=1e-3"] == {0.1: 90.0, 0.5: 80.0}
 
