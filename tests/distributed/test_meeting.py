@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,18 +96,21 @@ def test_torch_reaches_a_sealed_store_through_its_own_wrappers() -> None:
 
 def _answers(address: str, port: int) -> bool:
     try:
-        socket.create_connection((address, port), timeout=5).close()
+        socket.create_connection((address, port), timeout=1).close()
     except OSError:
         return False
     return True
 
 
 def _look_around(env: RankEnv) -> dict[str, object]:
-    with distributed(env, use_gpu=False) as dist:
-        # On Linux every 127.x.y.z is this machine. What listens on all interfaces answers there as well.
-        seen: dict[str, object] = {
-            address: _answers(address, env.master_port) for address in ("127.0.0.1", "127.0.0.2")
-        }
+    # On Linux every 127.x.y.z is this machine. What listens on all interfaces answers there as well.
+    addresses = ("127.0.0.1", "127.0.0.2")
+    store = meeting.meet(env, OURS, timedelta(seconds=60), wait_for_all=False)
+    store.wait(["joined/0", "joined/1"])
+    seen: dict[str, object] = {address: _answers(address, env.master_port) for address in addresses}
+    store.set(f"looked/{env.rank}", "1")
+    store.wait(["looked/0", "looked/1"])
+    with distributed(replace(env, master_port=env.master_port + 1), use_gpu=False) as dist:
         seen["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
         dist.barrier()
     return {**seen, "interface afterwards": os.environ.get("GLOO_SOCKET_IFNAME")}
@@ -116,6 +120,19 @@ def test_ranks_of_one_machine_are_reached_and_exchange_tensors_on_loopback_only(
     lo = "lo" if "lo" in {name for _, name in socket.if_nameindex()} else None
     seen = {"127.0.0.1": True, "127.0.0.2": False, "interface": lo, "interface afterwards": None}
     assert run_ranks(2, _look_around) == [seen] * 2
+
+
+def _come_late(env: RankEnv) -> list[bool]:
+    with distributed(env, use_gpu=False) as dist:
+        answers = _answers("127.0.0.1", env.master_port)
+        dist.barrier()
+        c10d.new_group([0, 1])  # which the ranks arrange over the store
+        return [answers, dist.gather_json(env.rank) == [0, 1]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's packet filter is Linux's")
+def test_nobody_reaches_the_store_once_all_ranks_have_met() -> None:
+    assert run_ranks(2, _come_late) == [[False, True]] * 2
 
 
 def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:

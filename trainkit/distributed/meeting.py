@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import ipaddress
 import re
 import socket
+import struct
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 
 import torch.distributed as c10d
@@ -23,6 +26,7 @@ from trainkit.ranks.secret import VARIABLE, ForgedError, Secret
 _ERRORS = (c10d.DistNetworkError, c10d.DistStoreError)
 # After so long a rank that is there with another secret is named, while the others still wait.
 _PATIENCE = timedelta(seconds=20)
+_SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>; Python's socket module does not have it
 
 
 class SealedStore(Store):
@@ -86,7 +90,8 @@ class SealedStore(Store):
 def meet(env: RankEnv, secret: Secret, timeout: timedelta, *, wait_for_all: bool = True) -> SealedStore:
     """A store that the ranks have reached: rank 0 serves it, on loopback if they are all on its machine.
 
-    Nothing in it is looked at that was not written by one who knows ``secret``.
+    Nothing in it is looked at that was not written by one who knows ``secret``. Once every rank is there, the port
+    takes no further connection.
 
     Args:
         timeout: longest wait for the others.
@@ -104,30 +109,47 @@ def meet(env: RankEnv, secret: Secret, timeout: timedelta, *, wait_for_all: bool
             flush=True,
         )
     host = "127.0.0.1" if env.on_one_machine else env.master_addr
-    open_to_all = _open(env, host, timeout)
+    open_to_all, listening = _open(env, host, timeout)
     open_to_all.set_timeout(timeout)
     store = SealedStore(open_to_all, secret)
-    if env.node_rank > 0 and env.local_rank == 0 and (address := head_address(env.master_addr)):
-        store.set(HEAD, address)
-    store.set(f"joined/{env.rank}", socket.gethostname())
-    # Not sealed, and after the word that is: whoever is here and has not joined has another secret.
-    open_to_all.set(_here(env.rank), socket.gethostname())
-    if wait_for_all:
-        _wait_for_all(store, open_to_all, env, host, timeout)
+    with listening or nullcontext():
+        if env.node_rank > 0 and env.local_rank == 0 and (address := head_address(env.master_addr)):
+            store.set(HEAD, address)
+        store.set(f"joined/{env.rank}", socket.gethostname())
+        # Not sealed, and after the word that is: whoever is here and has not joined has another secret.
+        open_to_all.set(_here(env.rank), socket.gethostname())
+        if wait_for_all:
+            _wait_for_all(store, open_to_all, env, host, timeout)
+            if listening is not None:
+                _take_no_more(listening)
     return store
 
 
-def _open(env: RankEnv, host: str, timeout: timedelta) -> Store:
+def _take_no_more(listening: socket.socket) -> None:
+    """Every rank has its connection: whoever comes now is a stranger, who could fill rank 0's memory with values.
+
+    A filter that drops all packets to the listening socket alone. ``shutdown`` would end it as well, but libuv, by
+    which torch serves the store, then turns in circles. Other systems than Linux go on listening.
+    """
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of the packet
+    program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+    with suppress(OSError):
+        if sys.platform == "linux":
+            listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _open(env: RankEnv, host: str, timeout: timedelta) -> tuple[Store, socket.socket | None]:
+    """The store, and on rank 0 another handle on the socket by which it is served."""
     try:
         if env.launcher == "torchrun":
             # torchrun's agent already serves the store at MASTER_PORT; torch knows whether and under which prefix.
             store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
-            return store  # type: ignore[no-any-return]
+            return store, None
         if not env.is_main:
-            return TCPStore(host, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+            return TCPStore(host, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False), None
         with _listen(host, env.master_port, only_here=env.on_one_machine) as listening:
-            own = listening.getsockname()[0]
-            return TCPStore(
+            own, second = listening.getsockname()[0], listening.dup()
+            store = TCPStore(
                 {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(own, own),
                 env.master_port,
                 is_master=True,
@@ -135,6 +157,7 @@ def _open(env: RankEnv, host: str, timeout: timedelta) -> Store:
                 wait_for_workers=False,
                 master_listen_fd=listening.detach(),
             )
+            return store, second
     except (*_ERRORS, OSError) as error:
         why = str(error).splitlines()[0]
         if env.is_main:
