@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from trainkit import packaged
+from trainkit import packaged, reading
 from trainkit.errors import UserError, did_you_mean
 
 
@@ -37,7 +37,7 @@ def verbs(folder: Path) -> dict[str, str]:
     """
     found = {}
     for file in sorted(folder.glob("[a-z]*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse(reading.read_text(file))
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
             first = (ast.get_docstring(tree) or "").partition("\n")[0]
             found[file.stem] = re.sub(r"^`+[^`]*`+: ", "", first)

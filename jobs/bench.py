@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli, elsewhere
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.bench.arms import FEWEST_ROUNDS, Bench, Request, check_asked
 from trainkit.bench.benches import BENCHES, bench_of
 from trainkit.bench.folder import BenchDir
@@ -202,7 +202,7 @@ def _show(run: BenchDir, *, as_json: bool) -> int:
 
     if as_json:
         write_results(run)
-        print(run.results.read_text(encoding="utf-8"), end="")
+        print(reading.read_text(run.results), end="")
     else:
         print("\n".join(page(run)))
     return 0

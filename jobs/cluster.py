@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli
+from trainkit import reading
 from trainkit.errors import RefusedError, SchedulerError, UserError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix="Try again when `scontrol ping` and `sacctmgr -n show cluster` answer.",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = renewed(path.read_text(encoding="utf-8"), facts) if path.exists() else to_profile(facts)
+    text = renewed(reading.read_text(path), facts) if path.exists() else to_profile(facts)
     path.write_text(text, encoding="utf-8")
     print("\n".join(lines(facts)))
     print(f"\nWritten to {path}; use it with --cluster {path.stem}, or export TRAINKIT_CLUSTER={path.stem}.")

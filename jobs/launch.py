@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs import cli
+from trainkit import reading
 from trainkit.bench.folder import refuse_bench
 from trainkit.checking import check
 from trainkit.config import loading
@@ -216,7 +217,7 @@ def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     given = args.secret or env.get("TRAINKIT_SECRET", "")
     if args.secret_file is not None:
         try:
-            given = args.secret_file.read_text(encoding="utf-8").strip()
+            given = reading.read_text(args.secret_file).strip()
         except (OSError, UnicodeDecodeError) as error:
             fix = "Give a file with one word in it."
             raise UserError(f"Cannot read --secret-file {args.secret_file}.", why=f"{error}.", fix=fix) from None

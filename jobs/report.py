@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, elsewhere
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.bench.folder import BenchDir
 from trainkit.bench.written import page
 from trainkit.cluster.queue import job_state
@@ -38,7 +38,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         asked = [*args.runs, *["--compare"] * args.compare]
         for path in elsewhere.report(asked, args.host, args.out or Path("report"), env):
             if path.name == FILE:
-                print(path.read_text(encoding="utf-8"))
+                print(reading.read_text(path))
             print(path.absolute())
         return 0
     found = [find_runs(reference, env) for reference in args.runs]

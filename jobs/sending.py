@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.elsewhere import show, without_host
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.cluster.far_side import Host, Sent, Word, script
 from trainkit.cluster.remote import run_there
 from trainkit.config import yaml
@@ -58,7 +58,7 @@ def submit(
         words.replace("preset", Word(args.preset))
     if args.cluster is not None and Path(args.cluster).suffix in (".yaml", ".yml") and Path(args.cluster).is_file():
         name = f"configs/clusters/{Path(args.cluster).name}"
-        presets[name] = Path(args.cluster).read_text(encoding="utf-8")
+        presets[name] = reading.read_text(Path(args.cluster))
         words.replace("cluster", name)
     sent = Sent(_snapshot(presets, own if loadeds else ()))
     line = script(there, f"jobs.{verb}", words.words, sent=sent)
@@ -145,7 +145,7 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
         for item in withheld:
             print(f"Not sent: {item}.", file=sys.stderr)
         write_manifest(run, [])
-        git = json.loads(run.manifest.read_text(encoding="utf-8"))["git"]
+        git = reading.read_object(run.manifest)["git"]
         (run.code / SENT).write_text(json.dumps({"git": git}), encoding="utf-8")
         packed = io.BytesIO()
         with (

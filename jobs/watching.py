@@ -94,7 +94,7 @@ def _going_on(item: Watched) -> list[RenderableType]:
 def losses_of_late(run: RunDir) -> list[float | None]:
     """Of the newest train records; None where it was no number."""
     try:
-        text = reading.read_text(run.metrics, _TAIL_BYTES)
+        text = reading.read_end(run.metrics, _TAIL_BYTES)
     except OSError:
         return []
     records = [typed(raw) for line in text.splitlines() if (raw := reading.parse_object(line)) is not None]

@@ -103,6 +103,38 @@ ENVIRONMENT = {
     "trainkit.collaborative.light": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
 }
 
+# Files are read by trainkit/reading.py, which bounds them. What else opens or parses one, and why:
+READERS = {
+    "trainkit.reading": "is the reader",
+    "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
+    "trainkit.diagnosis.case": "reads the tables of causes, which are part of the package",
+    "trainkit.ranks.heartbeat": "maps the page that this rank's own launcher has made",
+    "trainkit.data.pack": "maps a pack into memory, of the size that its verified index says",
+    "trainkit.data.packing": "goes on writing a pack: appends, and looks at what it has appended",
+    "trainkit.data.fashion_mnist": "unpacks an archive whose hash it has verified",
+    "trainkit.data.archives": "hashes archives part by part, and bounds what it fetches and unpacks",
+    "trainkit.checkpoint.files": "hashes weights part by part, after their size has been compared",
+    "trainkit.checkpoint.store": "asks whether a file that it sends is there",
+    "trainkit.checkpoint.fetching": "unpacks the code of a run in a bucket, its members bounded",
+    "trainkit.checkpoint.uploading": "packs the code of the user's own run",
+    "trainkit.checkpoint.starting": "loads the file of weights that the user names, as weights only",
+    "trainkit.checkpoint.stored": "maps safetensors, whose header its library bounds",
+    "trainkit.checkpoint.record": "parses what the reader of a checkpoint has bounded, and refuses NaN",
+    "trainkit.checkpoint.sending": "takes what ranks of the same run say to one another",
+    "trainkit.distributed.process_group": "takes what ranks of the same run say to one another",
+    "trainkit.distributed.health": "takes what ranks of the same check say to one another",
+    "trainkit.bench.team": "takes what ranks of the same bench say to one another",
+    "trainkit.bench.job": "takes what ranks of the same bench say to one another",
+    "trainkit.monitor.wandb_client": "takes what the process that has started it says",
+    "jobs.elsewhere": "unpacks the report that the user's own account has sent, its members bounded",
+    "jobs.sending": "packs the user's own files",
+}
+READING_CALLS = re.compile(
+    r"(json|yaml|numpy|np|torch|pickle|tomllib|csv|ast)\.(load|loads|load_all|safe_load|fromfile|memmap|genfromtxt|reader)"
+    r"|gzip\.(decompress|open)|tarfile\.open|zipfile\.ZipFile|mmap\.mmap|urllib\.request\.urlopen|load_file|safe_open"
+    r"|(?!reading\.).*\.(read_text|read_bytes)"
+)
+
 ERRORS = {"UserError", "RefusedError", "SchedulerError", "RunFailedError", "TrainkitError"}
 
 LONGEST = 500
@@ -297,6 +329,52 @@ def test_the_environment_is_read_by_the_commands_and_a_named_few() -> None:
     }
     assert listed(name for name in readers if room(name) != "jobs" and name not in ENVIRONMENT) == []
     assert listed(set(ENVIRONMENT) - readers) == [], "reads it no longer: take it off the list"
+
+
+def reads_a_file(node: ast.AST) -> bool:
+    """Whether a call reads a file, or parses what may be one, by other means than `trainkit.reading`."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func)
+    if READING_CALLS.fullmatch(name):
+        return True
+    if name == "os.open":
+        return not re.search("O_WRONLY|O_APPEND", ast.unparse(node))
+    if name != "open" and not name.endswith(".open"):
+        return False
+    given = [item.value for item in (*node.args, *(k.value for k in node.keywords)) if isinstance(item, ast.Constant)]
+    modes = [mode for mode in given if isinstance(mode, str) and re.fullmatch("[rwabtx+]{1,3}", mode)]
+    return any("r" in mode or "+" in mode for mode in modes) or (name == "open" and not modes)
+
+
+def test_files_are_read_by_the_one_reader_that_bounds_them() -> None:
+    """A sparse file of 300 GB takes no space, and one reader without a bound hangs or kills all who list runs."""
+    found = {
+        name: [node.lineno for node in ast.walk(ast.parse(file.read_text("utf-8"))) if reads_a_file(node)]  # type: ignore[attr-defined]
+        for name, file in modules().items()
+    }
+    readers = {name for name, lines in found.items() if lines}
+    assert {name: found[name] for name in readers - READERS.keys()} == {}
+    assert listed(READERS.keys() - readers) == [], "reads nothing itself any longer: take it off the list"
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("path.read_text()", True),
+        ("(a / b).read_bytes()", True),
+        ("json.loads(text)", True),
+        ("path.open('rb')", True),
+        ("open(name)", True),
+        ("os.open(name, os.O_RDONLY)", True),
+        ("reading.read_text(path)", False),
+        ("path.open('w')", False),
+        ("os.open(name, os.O_CREAT | os.O_WRONLY)", False),
+        ("RunDir.open(path)", False),
+    ],
+)
+def test_a_call_that_reads_a_file_is_told_from_others(source: str, reads: bool) -> None:
+    assert reads_a_file(ast.parse(source, mode="eval").body) == reads
 
 
 def test_the_commands_never_load_torch_before_they_train() -> None:

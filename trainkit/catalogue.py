@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from trainkit import reading
+
 _TIMM_MODEL = re.compile(r"^@register_model\b[^\n]*\n(?:@[^\n]*\n)*def (\w+)\(", re.MULTILINE)
 _TIMM_RENAMED = re.compile(r"^register_model_deprecations\(__name__, \{(.*?)^\}\)", re.MULTILINE | re.DOTALL)
 _TIMM_TAG = re.compile(r"""['"](\w+)\.(\w+)['"]\s*:""")
@@ -45,4 +47,4 @@ def _sources(package: str) -> Iterator[str]:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         # Files of subfolders are detection, segmentation and video models, or helpers.
         for file in sorted(Path(folder, "models").glob("*.py")):
-            yield file.read_text(encoding="utf-8", errors="replace")
+            yield reading.read_text(file)

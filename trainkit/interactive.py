@@ -5,7 +5,6 @@ Errors for users are raised (`trainkit.errors`) instead of printed; everything e
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from jobs import cancel, following, report, resume
 from jobs import submit as submitting
+from trainkit import reading
 from trainkit.cluster.queue import job_state
 from trainkit.errors import UserError
 from trainkit.records.metrics import read_metrics
@@ -51,7 +51,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """What ``summary.json`` says of a run that has ended: best and test metrics, time, memory; empty before."""
         try:
-            found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            found: dict[str, Any] = reading.parse(reading.read_text(self.path / "summary.json"))
         except FileNotFoundError:
             return {}
         return found

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainkit import importing, sources
+from trainkit import importing, reading, sources
 from trainkit.errors import UserError, did_you_mean
 from trainkit.options import convert
 
@@ -238,7 +238,7 @@ def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
     if file.suffix != ".py" or not file.exists():
         return None
     ours = file.is_relative_to(Path(__file__).parent)
-    if ours and f"def {name}(" not in file.read_text(encoding="utf-8"):  # parsing a whole package would be slow
+    if ours and f"def {name}(" not in reading.read_text(file):  # parsing a whole package would be slow
         return None
     for node in sources.parse(file, None).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:

@@ -1,11 +1,13 @@
-"""Reading what others may have written, or what broke: whatever is odd is left out, and nothing waits or fails over it.
+"""The one reader of files: bounded in bytes, values, depth and digits, whoever has written them and whatever broke.
 
-Records hold what JSON has and a person can read: numbers are finite and of a size that can be printed. A FIFO in the
-place of a file would be waited for without end, so files are opened without waiting, and only regular ones are read.
+A FIFO in the place of a file would be waited for without end, so files are opened without waiting, and only regular
+ones are read. A sparse file of many gigabytes takes no space on a disk, so every reader says how much it takes.
+Records hold what JSON has and a person can read: numbers are finite and of a size that can be printed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -19,29 +21,89 @@ LARGEST = 1e18
 """Beyond it a number is a mistake, or a run that has diverged: like infinity it counts as none."""
 LATEST = 1e11
 """Seconds since 1970, in the year 5138."""
+LONGEST = 1 << 24
+"""Bytes of a file that is read whole, unless its reader says another number."""
+_AT_ONCE = 1 << 16
+_MOST_VALUES = 2_000_000
+"""In one JSON text: each takes up to 64 bytes of memory."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     """A regular file, for reading bytes. Raises OSError for everything else, at once."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(None, "It is no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+    return os.fdopen(descriptor, "rb", buffering)
 
 
-def read_text(path: Path, last_bytes: int = 1 << 24) -> str:
+def read_bytes(path: Path, most: int = LONGEST) -> bytes:
+    """All of a file. Raises OSError, also for one of more than ``most`` bytes: half of it may mean something else."""
+    with open_regular(path) as file:
+        size = require_size(file, most)
+        content = file.read(max(size, _AT_ONCE) + 1)
+        while len(content) > size and (more := file.read(_AT_ONCE)):  # it grows; files in /proc do not know their size
+            content += more
+            if len(content) > most:
+                break
+    if len(content) > most:
+        raise _too_large(len(content), most)
+    return content
+
+
+def read_text(path: Path, most: int = LONGEST) -> str:
+    """As `read_bytes`; what is no UTF-8 is replaced."""
+    return read_bytes(path, most).decode(errors="replace")
+
+
+def read_start(path: Path, first_bytes: int) -> str:
+    """The text at the beginning of a file; what is no UTF-8 is replaced. Raises OSError."""
+    with open_regular(path) as file:
+        return file.read(first_bytes).decode(errors="replace")
+
+
+def read_end(path: Path, last_bytes: int = LONGEST) -> str:
     """The text of a file, of a long one its end; what is no UTF-8 is replaced. Raises OSError."""
     with open_regular(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
-        return file.read(last_bytes).decode(errors="replace")
+        return end_of(file, last_bytes).decode(errors="replace")
+
+
+def end_of(file: BinaryIO, last_bytes: int) -> bytes:
+    """The last bytes of an open file."""
+    file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+    return file.read(last_bytes)
+
+
+def require_size(file: BinaryIO, most: int) -> int:
+    """The bytes of an open file. Raises OSError if these are more than ``most``."""
+    if (size := os.fstat(file.fileno()).st_size) > most:
+        raise _too_large(size, most)
+    return size
+
+
+def _too_large(size: int, most: int) -> OSError:
+    return OSError(errno.EFBIG, f"It has {size:,} bytes, and a file of its kind at most {most:,}")
+
+
+def parse(text: str | bytes) -> Any:
+    """What a JSON text says. NaN and infinity, which are no JSON, and enormous numbers are null.
+
+    Raises ValueError for what is no JSON, is nested too deeply or holds too many values.
+    """
+    text = text if isinstance(text, str) else text.decode(errors="replace")
+    if len(text) > _MOST_VALUES and text.count(",") + text.count("[") + text.count("{") > _MOST_VALUES:
+        raise ValueError(f"It holds more than {_MOST_VALUES:,} values")
+    try:
+        return _JSON.decode(text)
+    except RecursionError:
+        raise ValueError("It is nested too deeply") from None
 
 
 def parse_object(text: str | bytes) -> dict[str, Any] | None:
     """A JSON object; None for anything else. NaN and infinity, which are no JSON, and enormous numbers are null."""
     try:
-        value = _JSON.decode(text if isinstance(text, str) else text.decode(errors="replace"))
-    except (ValueError, RecursionError):
+        value = parse(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

@@ -40,6 +40,9 @@ from trainkit.errors import UserError
         ("[1", "[1"),
         ("*x", "*x"),
         ("!!python/name:os.system", "!!python/name:os.system"),
+        ("!!str 3", "3"),
+        ("9" * 5000, "9" * 5000),
+        ("[" * 50, "[" * 50),
     ],
 )
 def test_a_value_is_what_people_mean_by_it(text: str, value: Any) -> None:
@@ -121,3 +124,51 @@ def test_a_value_stays_the_same_value_through_a_file(tmp_path: Path, value: Any)
     file = tmp_path / "a.yaml"
     file.write_text(yaml.dump({"value": value}))
     assert yaml.read(file)[0] == {"value": value}
+
+
+def doubled(first: str, again: str) -> str:
+    """Thirty lines that stand for a billion values."""
+    return f"a0: &a0 {first}\n" + "".join(f"a{n}: &a{n} {again.replace('*', f'*a{n - 1}')}\n" for n in range(1, 31))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        pytest.param(doubled("[x, y]", "[*, *]"), "50,000 values", id="lists of aliases"),
+        pytest.param(doubled("{x: 1, y: 2}", "{x: *, y: *}"), "50,000 values", id="mappings of aliases"),
+        pytest.param("model:\n" + "".join(f"  k{n}: 1\n" for n in range(80_000)), "50,000 values", id="keys"),
+        pytest.param(f"seed: {'9' * 5000}\n", "5,000 digits", id="digits"),
+        pytest.param("a: " + "[" * 1000, "nested", id="depth"),
+        pytest.param("a: " + "{b: " * 1000, "nested", id="depth of mappings"),
+        pytest.param("a: &a [*a]\n", "holds itself", id="a circle"),
+        pytest.param("a: &a {b: *a}\n", "holds itself", id="a circle of mappings"),
+        pytest.param("a: !!timestamp x\n", "no kind of setting", id="a tag that PyYAML fails over"),
+        pytest.param("a: !!float '1:2'\n", "no kind of setting", id="a number of YAML 1.1"),
+        pytest.param("a: !!python/name:os.system\n", "no kind of setting", id="a tag of Python"),
+    ],
+)
+def test_what_would_fill_the_memory_is_refused_by_its_line(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=rf"(?s)a.yaml:\d+ is nothing that settings hold\..*{why}"):
+        yaml.read(file)
+
+
+def test_a_file_of_many_gigabytes_is_refused_by_its_size(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    with file.open("wb") as out:
+        out.truncate(300 << 30)
+    with pytest.raises(UserError, match=r"(?s)a.yaml.*322,122,547,200 bytes.*1,048,576"):
+        yaml.read(file)
+
+
+def test_a_list_with_a_weight_for_each_class_of_a_large_data_set_is_fine(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"train: {{class_weights: [{', '.join(['1.5'] * 21_841)}]}}\n")
+    assert len(yaml.read(file)[0]["train"]["class_weights"]) == 21_841
+
+
+def test_aliases_of_few_values_are_fine(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("optim: &o {lr: 1}\nschedule: *o\n")
+    assert yaml.read(file)[0] == {"optim": {"lr": 1}, "schedule": {"lr": 1}}

@@ -21,6 +21,17 @@ HUGE = "9" * 5000
 DEEP = "[" * 100_000
 
 
+LAUGHS = "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9 * (n > 0)}]\n" for n in range(30))
+
+
+def sparse(size: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        with path.open("wb") as out:
+            out.truncate(size)
+
+    return make
+
+
 def good(path: Path) -> RunDir:
     run = RunDir.create(path, to_yaml(load("ddp").config))
     jsonl.append(run.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39, "loss": 1.0})
@@ -85,6 +96,14 @@ DAMAGES: dict[str, Callable[[RunDir], object]] = {
         f"{name} loop": replaced(name, lambda path: path.symlink_to(path))
         for name in ("events.jsonl", "metrics.jsonl", "config.yaml")
     },
+    **{
+        f"{name} sparse": replaced(name, sparse(300 << 30))
+        for name in ("events.jsonl", "metrics.jsonl", "summary.json", "plan.json", "config.yaml", "lease.json")
+    },
+    "metrics.jsonl one line": replaced("metrics.jsonl", sparse(2 << 30)),
+    "events.jsonl without end": replaced("events.jsonl", lambda path: path.symlink_to("/dev/zero")),
+    "config.yaml laughs": written("config.yaml", LAUGHS),
+    "config.yaml digits": written("config.yaml", f"seed: {HUGE}\n"),
     "config.yaml garbage": written("config.yaml", bytes(range(256))),
     "config.yaml deep": written("config.yaml", DEEP),
     "everything gone": lambda run: shutil.rmtree(run.path),

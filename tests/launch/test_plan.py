@@ -258,7 +258,7 @@ def test_a_plan_read_back_is_the_plan_that_was_written(loaded: Load, gpu_site: S
     [
         (lambda text: text[: len(text) // 2], "line"),
         (lambda text: "[]", "list"),
-        (lambda text: "[" * 10**5, "recursion"),
+        (lambda text: "[" * 10**5, "nested"),
         (lambda text: text.replace('"nodes": 2', '"nodes": "two"'), "nodes"),
         (lambda text: text.replace('"nodes": 2', '"nodes": 0'), "nodes"),
         (lambda text: text.replace('"executor": "slurm"', '"executor": "os.system"'), "executor"),

@@ -25,7 +25,6 @@ from trainkit.records.rundir import RunDir, make_private
 T = TypeVar("T")
 
 _TRIES = 6
-_LONGEST_TEXT = 1 << 30
 _LONGEST_CODE = 256 << 20
 _MOST_FILES = 20_000
 _STAGE = ".fetching"
@@ -104,7 +103,7 @@ def _made(store: Store, path: Path, wanted: Callable[[str], bool]) -> RunDir:
     try:
         for name in (*remote.RUN_FILES, *remote.RECORDS, remote.PLACE):
             try:
-                content = _patiently(lambda name=name: store.read(name, limit=_LONGEST_TEXT))  # type: ignore[misc]
+                content = _patiently(lambda name=name: store.read(name, limit=remote.LONGEST_TEXT))  # type: ignore[misc]
             except AbsentError:
                 if name == "config.yaml":
                     raise

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.checkpoint import files
 from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, parse
 from trainkit.checkpoint.store import AbsentError, Store, StoreError
@@ -36,6 +36,8 @@ RECORDS = (
     *("mistakes-val.json", "mistakes-test.json"),
 )
 _SMALL = 1 << 16
+LONGEST_TEXT = 1 << 30
+"""Bytes of a record that goes there and comes back."""
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -138,7 +140,7 @@ def _label(run: RunDir) -> str:
 
 def own_place(run: RunDir) -> dict[str, str] | None:
     try:
-        told = json.loads((run.path / PLACE).read_bytes()[:_SMALL])
+        told = reading.parse(reading.read_bytes(run.path / PLACE, _SMALL))
     except (OSError, ValueError):
         return None
     fits = isinstance(told, dict) and isinstance(told.get("url"), str) and _ID.fullmatch(str(told.get("id")))
@@ -148,7 +150,7 @@ def own_place(run: RunDir) -> dict[str, str] | None:
 def small_object(store: Store, name: str) -> Mapping[str, Any]:
     """A small JSON object; empty where there is none."""
     try:
-        told = json.loads(store.read(name, limit=_SMALL))
+        told = reading.parse(store.read(name, limit=_SMALL))
     except AbsentError:
         return {}
     except (ValueError, RecursionError):

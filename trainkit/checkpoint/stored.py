@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainkit import reading
 from trainkit.checkpoint.files import path_of
 from trainkit.checkpoint.record import BrokenCheckpointError, Record
 from trainkit.checkpoint.tensorfile import DTYPES, SHARDS, Entry
@@ -75,7 +75,7 @@ def read_tensors(folder: Path, record: Record, stem: str) -> dict[str, Tensor]:
 
 def _entries(file: Any) -> Iterator[Entry]:
     """What a file says that it holds: names, dtypes, and where parts belong."""
-    shards = json.loads((file.metadata() or {}).get(SHARDS, "{}"))
+    shards = reading.parse((file.metadata() or {}).get(SHARDS, "{}"))
     for name in file.keys():  # noqa: SIM118 - it is no mapping
         held = file.get_slice(name)
         shape = tuple(held.get_shape())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.checkpoint import files, remote
 from trainkit.checkpoint.fetching import bring_back
 from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, parse
@@ -142,7 +142,7 @@ class Uploads:
         if step is None:
             return there
         try:
-            state = (files.path_of(self._folder, step) / "state.json").read_bytes()[: LONGEST + 1]
+            state = reading.read_bytes(files.path_of(self._folder, step) / "state.json", LONGEST)
             record = parse(state, step)
         except (OSError, BrokenCheckpointError):  # deleted meanwhile: there is a newer one
             return there
@@ -209,7 +209,7 @@ class Uploads:
     def _send_copy(self, file: Path, name: str) -> None:
         """As it is now: it may grow while it is sent."""
         with suppress(FileNotFoundError):
-            self._store.write(file.read_bytes(), name)
+            self._store.write(reading.read_bytes(file, remote.LONGEST_TEXT), name)
 
     def _prune(self, up: Pointers) -> None:
         """What cannot be removed now stays for the next time; it harms nobody."""

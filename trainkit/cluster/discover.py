@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainkit import reading
 from trainkit.cluster import discover_read as read
 from trainkit.cluster.site import Partition, read_nodes, read_partitions
 from trainkit.cluster.site_facts import Dialect, SiteFacts, facts_of
@@ -170,6 +171,6 @@ def _modules(ask: _Ask) -> tuple[str, ...]:
 
 def _mounts() -> str:
     try:
-        return Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+        return reading.read_text(Path("/proc/self/mounts"))
     except OSError:
         return ""

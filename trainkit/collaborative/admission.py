@@ -21,6 +21,7 @@ from typing import Any
 
 import base58
 
+from trainkit import reading
 from trainkit.collaborative.invitation import NOBODY, Pass, Role, Statement, read_statement
 from trainkit.collaborative.signing import UntrustedError
 
@@ -80,7 +81,7 @@ class Board:
         """What was written last; cheap when nothing has changed."""
         if self._version.value != self._seen and self._lock.acquire(timeout=_LOCK_SECONDS):
             try:
-                self._value, self._seen = json.loads(self._data.value), self._version.value
+                self._value, self._seen = reading.parse(self._data.value), self._version.value
             finally:
                 self._lock.release()
         return self._value
@@ -250,7 +251,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 def _read_revoked(content: bytes) -> tuple[int, list[str]]:
     try:
-        serial, revoked = json.loads(content)
+        serial, revoked = reading.parse(content)
     except (ValueError, TypeError, RecursionError) as error:
         raise UntrustedError("it is no list of revoked invitations") from error
     if not (

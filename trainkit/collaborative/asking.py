@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit import reading
 from trainkit.collaborative.entry import Entry, entry_of
 from trainkit.config import yaml
 from trainkit.config.loading import Loaded, load
@@ -53,7 +54,7 @@ def run_at(entry: Entry) -> Run:
             fix="Try again; `python -m jobs.swarm doctor` with the same token says what is in the way.",
         ) from None
     try:
-        told: dict[str, Any] = json.loads(done.stdout)
+        told: dict[str, Any] = reading.parse(done.stdout)
     except ValueError:
         raise RunFailedError(
             what,

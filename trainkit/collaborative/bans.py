@@ -144,7 +144,7 @@ def read_bans(admission: Admission, statement: bytes, *, now: float | None = Non
         raise UntrustedError("a volunteer bans nobody")
     latest = (time.time() if now is None else now) + _AHEAD_SECONDS
     try:
-        bans = [Ban(*row) for row in json.loads(found.content)]
+        bans = [Ban(*row) for row in reading.parse(found.content)]
     except (ValueError, TypeError, RecursionError) as error:
         raise UntrustedError("it is no list of bans") from error
     for ban in bans:

@@ -19,6 +19,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 
+from trainkit import reading
 from trainkit.collaborative import address, upload, wall_clock
 from trainkit.collaborative.home import known_of
 from trainkit.collaborative.reachability import worth_dialling
@@ -82,7 +83,7 @@ async def ask(dht: Any, node: Any, *, of: Sequence[str]) -> Seen:
             answer = await asyncio.wait_for(
                 node.p2p.call_protobuf_handler(peer, _HANDLER, request, StringValue), _ASK_SECONDS
             )
-            said = json.loads(answer.value[:_LONGEST])
+            said = reading.parse(answer.value[:_LONGEST])
             return Seen(
                 by=str(peer),
                 ip=str(said["ip"])[:64],
@@ -113,7 +114,7 @@ async def become_member(dht: Any, node: Any) -> None:
 
 def _asked(text: str) -> list[str]:
     try:
-        found = json.loads(text[:_LONGEST])
+        found = reading.parse(text[:_LONGEST])
     except ValueError:
         return []
     return [str(item)[:200] for item in found[:8]] if isinstance(found, list) else []

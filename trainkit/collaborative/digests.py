@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit import reading
 from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.invitation import Pass
 from trainkit.collaborative.signing import UntrustedError
@@ -57,7 +58,7 @@ def read_digest(admission: Admission, statement: bytes, *, run_id: str, now: flo
     if found.grant.role == "volunteer":
         raise UntrustedError("a volunteer does not say which state is the run's")
     try:
-        digest = Digest(*json.loads(found.content))
+        digest = Digest(*reading.parse(found.content))
     except (ValueError, TypeError, RecursionError) as error:
         raise UntrustedError("it is no digest") from error
     if type(digest.round) is not int or digest.round < 0 or not isinstance(digest.sha256, str):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.collaborative import address, invitation
 from trainkit.collaborative.admission import Admission
 from trainkit.collaborative.invitation import NOBODY, Pass
@@ -85,8 +85,7 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
     if word == "-":
         found = _entry_in(sys.stdin.read(_LONGEST_FILE), "Standard input", name)
     elif not seen and os.path.isfile(word):
-        with Path(word).open(encoding="utf-8", errors="replace") as file:
-            found = _entry_in(file.read(_LONGEST_FILE), word, name)
+        found = _entry_in(reading.read_start(Path(word), _LONGEST_FILE), word, name)
     else:
         found = _entry_in(word, "", name)
     # The run has moved since it was invited to, or an anchor is nearer.

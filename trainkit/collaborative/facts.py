@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
+from trainkit import reading
 from trainkit.config.schema import Config
 from trainkit.data.base import Samples, Splits
 from trainkit.errors import RefusedError
@@ -145,7 +146,7 @@ def code_facts(package: Path, plugins: Iterable[str]) -> dict[str, str]:
     for module in sorted(name.partition(":")[0] for name in plugins if ":" in name):
         if (file := find_module(module)) is not None:
             found[_CODE + module] = [file]
-    return {key: _hash([meaning_of(file.read_bytes()) for file in files]) for key, files in found.items()}
+    return {key: _hash([meaning_of(reading.read_bytes(file)) for file in files]) for key, files in found.items()}
 
 
 def meaning_of(source: bytes) -> bytes:

@@ -123,13 +123,13 @@ def keep_identity(run: RunDir, key: Path) -> None:
     file = identity_in(run)
     if file.exists() or file == key:
         return
-    write_private(file, key.read_bytes())
+    write_private(file, reading.read_bytes(key))
 
 
 def addresses_in(run: RunDir) -> tuple[str, ...]:
     """Where others have joined, by what `write_addresses` has kept; empty if nothing."""
     file = run.path / ADDRESS_FILE
-    return known_of(file.read_text(encoding="utf-8").split()) if file.exists() else ()
+    return known_of(reading.read_text(file).split()) if file.exists() else ()
 
 
 def write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from trainkit import reading
 from trainkit.collaborative import address
 from trainkit.collaborative.signing import KEY_SIZE, SIGNATURE_SIZE, Key, UntrustedError, is_signed, pack, unpack
 from trainkit.errors import UserError
@@ -74,7 +75,7 @@ class Grant:
     def from_bytes(cls, data: bytes) -> Grant:
         """Raises UntrustedError unless every field has its type and size."""
         try:
-            run, owner, key, name, role, expires = json.loads(data)
+            run, owner, key, name, role, expires = reading.parse(data)
             grant = cls(run, _bytes(owner), _bytes(key), name, role, expires)
         except (ValueError, TypeError, RecursionError) as error:  # also JSON's and base64's own
             raise UntrustedError("it is no invitation") from error
@@ -201,7 +202,7 @@ def read_token(text: str, *, now: float | None = None) -> Invitation:
             raise UntrustedError("it has been changed")
         if not is_signed(own.grant.owner, owners, "grant", granted):
             raise UntrustedError("the owner of the run has not signed it")
-        addresses = json.loads(where)
+        addresses = reading.parse(where)
         if not (isinstance(addresses, list) and 0 < len(addresses) <= _MOST_ADDRESSES):
             raise UntrustedError("it does not say where the run is")
         found = tuple(address.check(str(item)) for item in addresses)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.collaborative import address, processes
 from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.collaborative.entry import VARIABLE
@@ -67,7 +67,7 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
     Raises UserError when it has not been anywhere yet.
     """
     try:
-        found = (run.path / ADDRESS_FILE).read_text(encoding="utf-8").split()
+        found = reading.read_text(run.path / ADDRESS_FILE).split()
         home = home_of(run)  # which knows its anchors
         return tuple(dict.fromkeys(address.check(item) for item in (*found, *(home.others if home else ()))))
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.collaborative.admission import revoked_list
 from trainkit.collaborative.invitation import Pass, Role, as_name, grant
 from trainkit.collaborative.signing import Key
@@ -78,7 +78,7 @@ class Owner:
     def revoked(self) -> bytes | None:
         """The list that `revoke` has made last; None if nobody was revoked yet."""
         try:
-            return base64.b64decode((self._folder / REVOKED_FILE).read_bytes())
+            return base64.b64decode(reading.read_bytes(self._folder / REVOKED_FILE))
         except (OSError, ValueError):
             return None
 
@@ -114,7 +114,7 @@ def owner_of(folder: Path) -> Owner:
                 why="Whoever has that key decides who takes part in the run.",
                 fix=f"chmod 600 {file}",
             )
-        private = serialization.load_pem_private_key(file.read_bytes(), password=None)
+        private = serialization.load_pem_private_key(reading.read_bytes(file), password=None)
         if not isinstance(private, Ed25519PrivateKey):
             raise ValueError("it is a key of another kind")
         return Owner(folder, Key(private.private_bytes_raw()))

@@ -21,6 +21,7 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 from pydantic import v1
 
+from trainkit import reading
 from trainkit.collaborative.admission import Admission, credential, peer_id_of
 from trainkit.collaborative.authorizer import Authorizer
 from trainkit.collaborative.invitation import Pass
@@ -132,7 +133,7 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
                 os.close(descriptor)
                 P2P.generate_identity(str(file))
             key = RSAPrivateKey.__new__(RSAPrivateKey)
-            key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(file.read_bytes()).data})
+            key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(reading.read_bytes(file)).data})
         except OSError as error:
             raise UserError(
                 f"Cannot use the identity {file}.",

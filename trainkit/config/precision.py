@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainkit import reading
+
 ON_GPUS = "bf16 on GPUs from Ampere on, fp16 on Volta and Turing, else fp32"
 ON_CPUS = "bf16 on CPUs with AVX512-BF16 or AMX, else fp32"
 
@@ -22,7 +24,7 @@ def auto_precision(capability: tuple[int, int] | None) -> str:
 def cpu_flags() -> set[str]:
     """What this machine's processor can do, in Linux's words; empty elsewhere."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        for line in reading.read_text(Path("/proc/cpuinfo")).splitlines():
             if line.startswith("flags"):
                 return set(line.split())
     except OSError:

@@ -13,11 +13,60 @@ from typing import Any
 
 import yaml
 
+from trainkit import reading
 from trainkit.errors import UserError
+
+LONGEST = 1 << 20
+"""Bytes of a file. A weight for each of ImageNet's 21,841 classes takes a fifth of it."""
+MOST_VALUES = 50_000
+"""Keys and values of a file, those counted again that an alias repeats."""
+DEEPEST = 32
+MOST_DIGITS = 100
+_PLAIN_TAGS = {None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))}
+
+
+class _Odd(yaml.MarkedYAMLError):
+    """YAML, but no settings."""
+
+    def __init__(self, why: str, at: yaml.Event | yaml.Node) -> None:
+        super().__init__()
+        self.why, self.line = why, at.start_mark.line + 1 if at.start_mark else 1
 
 
 class _Loader(yaml.SafeLoader):
+    """Counts what it composes: ten lines of aliases can stand for more values than any memory holds."""
+
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  PyYAML's own class attribute, emptied
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = self._depth = 0
+        self._values_of: dict[yaml.Node | None, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event, before = self.peek_event(), self._values  # type: ignore[no-untyped-call]
+        self._values += 1
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise _Odd(f"It is nested more than {DEEPEST} deep.", event)
+        if getattr(event, "tag", None) not in _PLAIN_TAGS:
+            raise _Odd(f"{event.tag:.80} is no kind of setting.", event)
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._values_of:
+                raise _Odd(f"*{event.anchor:.80} holds itself.", event)
+            self._values += self._values_of[node]
+        if self._values > MOST_VALUES:
+            raise _Odd(f"It holds more than {MOST_VALUES:,} values; an alias counts as all that it repeats.", event)
+        self._values_of[node] = self._values - before
+        self._depth -= 1
+        return node
+
+
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > MOST_DIGITS:
+        raise _Odd(f"It is a number of {len(node.value):,} digits.", node)
+    return int(node.value)
 
 
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -32,7 +81,7 @@ for _tag, _pattern, _first in (
 ):
     _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern.pattern})$"), _first)
 # YAML 1.1 reads 010 as octal; here it is ten.
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value)))
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
 def parse_value(text: str) -> Any:
@@ -46,24 +95,26 @@ def parse_value(text: str) -> Any:
 def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in a YAML file, and the line (from 1) of every dotted key in it."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = reading.read_bytes(path, LONGEST).decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         why = f"It is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}."
         raise UserError(f"Cannot read {path}.", why=why, fix="Give a YAML file, or save this one as UTF-8.") from None
     except OSError as error:
-        raise UserError(f"Cannot read {path}.", why=str(error), fix="Check the path and its permissions.") from None
+        why, fix = f"{error.strerror or error}.", "Check the path and its permissions."
+        raise UserError(f"Cannot read {path}.", why=why, fix=fix) from None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         lines: dict[str, int] = {}
         value = None if node is None else _construct(loader, node, "", lines, path)
+    except _Odd as odd:
+        what = f"{path}:{odd.line} is nothing that settings hold."
+        raise UserError(what, why=odd.why, fix="Correct that line, or give another file.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error)
         raise UserError(f"{where} is not valid YAML.", why=problem, fix="Correct that line.") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply.", why="No setting is.", fix="Use another file.") from None
     if value is None:  # empty, or nothing but comments
         return {}, {}
     if not isinstance(value, dict):

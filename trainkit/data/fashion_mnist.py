@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit import reading
 from trainkit.data.archives import Say, require_names, verified
 from trainkit.data.base import DataInfo, Splits, missing, require
 from trainkit.data.splitting import size_left, stratified_split
@@ -77,7 +78,7 @@ def build(
 
 def train_size(root: Path, *, val_fraction: float, **others: object) -> int:
     """How many images the training split has, by the labels' file."""
-    labels = (root / FOLDER / "train-labels-idx1-ubyte").read_bytes()[8:]
+    labels = reading.read_bytes(root / FOLDER / "train-labels-idx1-ubyte", 1 << 30)[8:]
     return size_left(Counter(labels).values(), (val_fraction,))
 
 
@@ -105,7 +106,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         packed = verified(f"{MIRROR}{name}", folder / name, md5, archives, say)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            content = gzip.decompress(packed.read_bytes())
+            content = gzip.decompress(reading.read_bytes(packed, 1 << 30))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{packed} cannot be unpacked.", why=f"{error}.", fix="Fetch it again.") from None
         with replacing(final) as partial:
@@ -133,7 +134,7 @@ def read_idx(path: Path) -> Tensor:
     import torch
 
     try:
-        data = path.read_bytes()
+        data = reading.read_bytes(path, 1 << 30)
         zeros, kind, dims = struct.unpack(">HBB", data[:4])
         shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
         if zeros == 0 and kind == 8 and dims > 0:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit import reading
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 
+_LONGEST = 1 << 30
 MOST_PIXELS = 2 * 89_478_485
 """Beyond that Pillow takes an image for an attack."""
 
@@ -68,14 +69,12 @@ def read_content(path: Path) -> numpy.ndarray[Any, Any]:
     import numpy
 
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                raise OSError("It is no regular file.")
-            data = numpy.empty(about.st_size, numpy.uint8)
+        with reading.open_regular(path, buffering=0) as file:
+            reading.require_size(file, _LONGEST)
+            data = numpy.empty(os.fstat(file.fileno()).st_size, numpy.uint8)
             done = 0
             while done < data.size and (
-                count := file.readinto(data.data[done:])
+                count := file.readinto(data.data[done:])  # type: ignore[attr-defined]
             ):  # network file systems give less at a time
                 done += count
             return data[:done]

@@ -7,14 +7,13 @@ ROOT/NAME-SIDE.pack/ holds ``images.bin``, the records one after the other; ``in
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import zlib
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.data.images import BrokenImageError, decode_image
 from trainkit.data.tree import Listing
 from trainkit.errors import TrainkitError, UserError
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     import numpy
     from torch import Tensor
 
+LONGEST = 1 << 32
+"""Bytes of the index or the listing: a hundred million images."""
 IMAGES, INDEX, FILES, ABOUT = "images.bin", "index.bin", "files.bin", "pack.json"
 FORMAT = 1
 
@@ -49,13 +50,13 @@ class Pack:
 
         self.folder = folder
         try:
-            about: dict[str, Any] = json.loads((folder / ABOUT).read_bytes())
+            about: dict[str, Any] = reading.parse(reading.read_bytes(folder / ABOUT))
             if about["format"] != FORMAT:
                 raise ValueError(f"its format is {about['format']}, not {FORMAT}")
             for file in (INDEX, FILES):
-                if hashlib.sha256((folder / file).read_bytes()).hexdigest() != about["sha256"][file]:
+                if hashlib.sha256(reading.read_bytes(folder / file, LONGEST)).hexdigest() != about["sha256"][file]:
                     raise ValueError(f"{file} has another hash")
-            self._listing = Listing.from_bytes((folder / FILES).read_bytes())
+            self._listing = Listing.from_bytes(reading.read_bytes(folder / FILES, LONGEST))
             self._index = numpy.memmap(folder / INDEX, RECORD, mode="r")
             self.size = int(self._index["start"][-1]) + int(self._index["size"][-1])
             if len(self._index) != len(self._listing) or (folder / IMAGES).stat().st_size != self.size:

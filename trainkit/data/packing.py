@@ -20,9 +20,22 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from trainkit import lifetime
+from trainkit import lifetime, reading
 from trainkit.data.images import BrokenImageError, decode_pixels, read_content
-from trainkit.data.pack import ABOUT, BROKEN, ENCODED, FILES, FORMAT, IMAGES, INDEX, PIXELS, RECORD, Pack, smaller
+from trainkit.data.pack import (
+    ABOUT,
+    BROKEN,
+    ENCODED,
+    FILES,
+    FORMAT,
+    IMAGES,
+    INDEX,
+    LONGEST,
+    PIXELS,
+    RECORD,
+    Pack,
+    smaller,
+)  # fmt: skip
 from trainkit.data.tree import Listing, Place
 from trainkit.errors import RunFailedError, UserError
 from trainkit.records.replacing import replacing
@@ -81,7 +94,7 @@ def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int
         for file in (images, index):
             file.flush()
             os.fsync(file.fileno())
-    about["sha256"] |= {INDEX: hashlib.sha256((going / INDEX).read_bytes()).hexdigest()}  # type: ignore[operator]
+    about["sha256"] |= {INDEX: hashlib.sha256(reading.read_bytes(going / INDEX, LONGEST)).hexdigest()}  # type: ignore[operator]
     with replacing(going / ABOUT) as whole:
         whole.write_text(json.dumps(about, indent=2) + "\n")
     os.replace(going, final)
@@ -90,7 +103,7 @@ def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int
 
 def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
     there = Pack(final)
-    was = json.loads((final / ABOUT).read_bytes())
+    was = reading.parse(reading.read_bytes(final / ABOUT))
     if was["kind"] != about["kind"]:
         raise UserError(
             f"{final} is there already, with --pack-format {was['kind']}.",
@@ -110,7 +123,7 @@ def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
 def _belongs(going: Path, about: dict[str, Any]) -> bool:
     """Whether what a killed call has left is a part of this pack."""
     try:
-        was = json.loads((going / ABOUT).read_bytes())
+        was = reading.parse(reading.read_bytes(going / ABOUT))
         was["sha256"].pop(INDEX, None)  # killed when only the name was missing
         return bool(was == about and (going / FILES).is_file())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainkit import reading
 from trainkit.data.pack import ABOUT, FILES, IMAGES, INDEX, Pack, broken_pack
 from trainkit.errors import TrainkitError, UserError
 
@@ -26,7 +27,7 @@ def scratch(env: Mapping[str, str] | None = None) -> Path | None:
 def staged_folder(pack: Path, disk: Path) -> Path:
     """Where the copy of a pack is on a node's disk. A pack that was made anew is another one."""
     try:
-        digest = hashlib.sha256((pack / ABOUT).read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256(reading.read_bytes(pack / ABOUT)).hexdigest()[:16]
     except OSError as error:
         raise broken_pack(pack, str(error)) from None
     return disk / f"{pack.stem}-{digest}.pack"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainkit import reading
 from trainkit.data.images import SUFFIXES, read_image
 from trainkit.errors import RunFailedError
 
@@ -106,7 +107,7 @@ class Listing:
         """What `to_bytes` gave. Raises RunFailedError for anything else."""
         head, _, names = content.partition(b"\n")
         try:
-            counts: Any = json.loads(head)
+            counts: Any = reading.parse(head)
             return cls(counts, names)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RunFailedError(

@@ -131,7 +131,7 @@ def _batch_log(run: RunDir) -> str:
     for path in (batch_log(run), beside):
         if path is not None:
             with contextlib.suppress(OSError):
-                return reading.read_text(path, _LONGEST)
+                return reading.read_end(path, _LONGEST)
     return ""
 
 

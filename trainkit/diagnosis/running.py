@@ -132,7 +132,7 @@ def _hardware(run: RunDir, life: Life, since: float, now: float) -> Iterator[Quo
 
 def _samples(run: RunDir, name: str) -> list[dict[str, Any]]:
     try:
-        text = reading.read_text(run.path / name, _TAIL_BYTES)
+        text = reading.read_end(run.path / name, _TAIL_BYTES)
     except OSError:
         return []
     found = [reading.parse_object(line) for line in text.splitlines()]

@@ -53,7 +53,7 @@ class Traceback:
 def text_of(path: Path) -> str:
     """The end of a rank's stderr as it wrote it; empty if it cannot be read."""
     try:
-        return reading.read_text(path, _LONGEST)
+        return reading.read_end(path, _LONGEST)
     except OSError:
         return ""
 

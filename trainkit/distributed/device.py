@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from trainkit import reading
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
 
@@ -61,7 +62,7 @@ class Drivers:
 def drivers(root: Path = Path("/")) -> Drivers:
     """Of the node whose /sys and /proc lie under ``root``."""
     try:
-        version = (root / "sys/module/nvidia/version").read_text(encoding="ascii").strip()
+        version = reading.read_text(root / "sys/module/nvidia/version").strip()
     except (OSError, UnicodeDecodeError):
         version = ""
     return Drivers(

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from trainkit import reading
 from trainkit.distributed.allocator import give_freed_back
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
@@ -74,7 +75,7 @@ class MemoryGauge:
 
 
 def _status(name: str) -> int:
-    text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    text = reading.read_text(Path("/proc/self/status"))
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))
 
 
@@ -89,7 +90,7 @@ def cgroup_free(root: Path = Path("/")) -> int:
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and use of every group that this process is in."""
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = reading.read_text(root / "proc/self/cgroup").splitlines()
     except OSError:
         return
     for line in lines:
@@ -109,10 +110,10 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _limit(folder: Path, limit: str, used: str, cached: str) -> tuple[int, int] | None:
     try:
-        allowed = (folder / limit).read_text(encoding="ascii").strip()
+        allowed = reading.read_text(folder / limit).strip()
         if not allowed.isdigit():  # max
             return None
-        stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text("ascii").splitlines())
-        return int(allowed), int((folder / used).read_text(encoding="ascii")) - int(stat.get(cached, 0))
+        stat = dict(line.split(maxsplit=1) for line in reading.read_text(folder / "memory.stat").splitlines())
+        return int(allowed), int(reading.read_text(folder / used)) - int(stat.get(cached, 0))
     except (OSError, ValueError):
         return None

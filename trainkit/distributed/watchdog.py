@@ -28,6 +28,7 @@ from types import FrameType
 
 import torch
 
+from trainkit import reading
 from trainkit.ranks.heartbeat import STARTING_SECONDS, hang
 from trainkit.records.attempts import Attempt
 from trainkit.records.replacing import replacing
@@ -220,6 +221,6 @@ def _file(place: Place, rank: int) -> Path:
 
 def _read(file: Path) -> Stand | None:
     try:
-        return Stand(**json.loads(file.read_text(encoding="utf-8")))
+        return Stand(**reading.parse(reading.read_text(file)))
     except (OSError, ValueError, TypeError):
         return None

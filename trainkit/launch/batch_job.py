@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.cluster.adoption import write_down
 from trainkit.cluster.slurm_jobs import NoAnswer
 from trainkit.diagnosis.stderr import words_of
@@ -92,7 +92,7 @@ def _lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> dict[str, str]:
         return {}
     file = attempt.logs / NODES
     try:
-        nodes, began = scheduler.names(file.read_text(encoding="utf-8").strip()), file.stat().st_mtime
+        nodes, began = scheduler.names(reading.read_text(file).strip()), file.stat().st_mtime
     except OSError:
         return {}
     states = {name: node.state for name, node in scheduler.nodes_in(env.get("SLURM_JOB_PARTITION", "")).items()}

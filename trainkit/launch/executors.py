@@ -19,6 +19,7 @@ from submitit.core import utils
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
+from trainkit import reading
 from trainkit.errors import SchedulerError
 from trainkit.launch.environment import leaked, scrubbed
 from trainkit.launch.scheduler import unclaimed
@@ -137,7 +138,7 @@ class _Batch(_PickleEach, SlurmExecutor):
         self._script, self._unset = script, unset
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._script.read_text(encoding="utf-8")
+        return reading.read_text(self._script)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         unset = [word for name in self._unset for word in ("-u", name)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit import reading
 from trainkit.cluster.site import local_cpus
 from trainkit.launch.containers import CLIENT
 from trainkit.launch.environment import python_path, scrubbed
@@ -99,10 +100,13 @@ class _Shown:
     def update(self) -> None:
         for index, (path, stream) in enumerate(self._files):
             if path is not None and path.is_file():
-                with path.open("rb") as file:
-                    file.seek(self._offsets[index])
-                    new = file.read()
-                if new:
+                while new := self._new(path, self._offsets[index]):
                     self._offsets[index] += len(new)
                     stream.write(new.decode(errors="replace"))
                     stream.flush()
+
+    @staticmethod
+    def _new(path: Path, offset: int) -> bytes:
+        with reading.open_regular(path) as file:
+            file.seek(offset)
+            return file.read(1 << 20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit import reading
 from trainkit.cluster.check import FOLDER
 from trainkit.cluster.site import Site
 from trainkit.config.launch import LaunchConfig
@@ -70,7 +70,7 @@ def check_nodes(
         assert first is not None
         for line in first:
             if line.startswith('{"ranks"'):
-                report: dict[str, Any] = json.loads(line)
+                report: dict[str, Any] = reading.parse(line)
                 return report, time.time() - report["time"]
             print(line, end="", file=sys.stderr)
         code = processes[0].wait()

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
+from trainkit import reading
 from trainkit.cluster.site import Site
 from trainkit.config.batch_sizes import check_accumulation
 from trainkit.config.layers import Source
@@ -79,7 +80,7 @@ class Plan:
     def from_json(cls, text: str, *, where: str = "plan.json") -> Plan:
         """The plan that `to_json` wrote. Raises UserError, which names ``where``, for any other text."""
         try:
-            plain = json.loads(text)
+            plain = reading.parse(text)
             for item in [*plain["decisions"], *plain["directives"]]:
                 item["source"] = Source.parse(item["source"])
             return TypeAdapter(cls).validate_python(plain)
@@ -98,7 +99,7 @@ class Plan:
     def read(cls, file: Path) -> Plan:
         """The plan in a run folder's plan.json. Raises UserError as `from_json` does."""
         try:
-            text = file.read_text(encoding="utf-8")
+            text = reading.read_text(file)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"Cannot read {file}.", why=f"{error}.", fix="Submit the run anew: python -m jobs.submit RUN."

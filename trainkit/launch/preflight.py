@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from trainkit import reading
 from trainkit.cluster.check import findings, table
 from trainkit.records.attempts import Attempt
 
@@ -46,9 +46,9 @@ def bad_nodes(attempt: Attempt) -> dict[str, str]:
 
 def _report(attempt: Attempt) -> Mapping[str, Any] | None:
     try:
-        lines = (attempt.logs / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = reading.read_text(attempt.logs / FILE).splitlines()
         report: Mapping[str, Any] | None = next(
-            (json.loads(line) for line in lines if line.startswith('{"ranks"')), None
+            (reading.parse(line) for line in lines if line.startswith('{"ranks"')), None
         )
     except (OSError, ValueError):
         return None

@@ -65,9 +65,9 @@ class Energy:
         found = {}
         for folder in sorted(self._rapl.glob("intel-rapl:[0-9]*")):  # AMD's processors have it under this name too
             try:
-                if (folder / "name").read_text().startswith("package"):
-                    whole = int((folder / "max_energy_range_uj").read_text()) / 1e6
-                    found[folder.name] = (int((folder / "energy_uj").read_text()) / 1e6, whole)
+                if reading.read_text(folder / "name").startswith("package"):
+                    whole = int(reading.read_text(folder / "max_energy_range_uj")) / 1e6
+                    found[folder.name] = (int(reading.read_text(folder / "energy_uj")) / 1e6, whole)
             except (OSError, ValueError):
                 continue
         return found
@@ -76,7 +76,7 @@ class Energy:
 def last_sample(file: Path) -> dict[str, Any]:
     """The newest line of a host's samples; empty if there is none."""
     try:
-        text = reading.read_text(file, _TAIL_BYTES)
+        text = reading.read_end(file, _TAIL_BYTES)
     except OSError:
         return {}
     parsed = (reading.parse_object(line) for line in reversed(text.splitlines()))

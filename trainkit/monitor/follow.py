@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 from trainkit import reading, terminal
 from trainkit.monitor import lines
+from trainkit.records import jsonl
 from trainkit.records.events import read_events
 from trainkit.records.events import typed as typed_event
 from trainkit.records.metrics import best_of, read_thinned
@@ -126,12 +128,16 @@ class _Tail:
     def read(self) -> list[dict[str, Any]]:
         try:
             with reading.open_regular(self._path) as file:
+                size = os.fstat(file.fileno()).st_size
+                self._offset = max(self._offset, size - jsonl.LONGEST)  # what is older nobody waits for
                 file.seek(self._offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
+                content = file.read(size - self._offset) if size > self._offset else b""
         except OSError:  # not there yet
             return []
-        self._offset += len(whole) + len(newline)
-        parsed = (reading.parse_object(line) for line in whole.split(b"\n"))
+        whole, _, rest = content.rpartition(b"\n")
+        self._offset += len(content) - (len(rest) if len(rest) < jsonl.LONGEST_LINE else 0)
+        lines_of = (line for line in whole.split(b"\n") if len(line) < jsonl.LONGEST_LINE)
+        parsed = (reading.parse_object(line) for line in lines_of)
         return [record for raw in parsed if raw is not None and (record := self._typed(raw)) is not None]
 
 

@@ -45,6 +45,8 @@ class RankLog:
         if not self.label and self.pattern is None:  # whatever stands there, lines or half of them: progress bars
             return part.decode(errors="replace")
         *whole, self._rest = (self._rest + part).split(b"\n")
+        if len(self._rest) > 16 * PART_BYTES:  # a line that nobody reads, and that would fill the memory
+            whole, self._rest = [*whole, self._rest], b""
         lines = (line.decode(errors="replace") for line in whole)
         return "".join(f"{self.label}{line}\n" for line in lines if self.pattern is None or self.pattern.search(line))
 

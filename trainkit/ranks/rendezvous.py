@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from trainkit import reading
 from trainkit.errors import UserError
 
 PORTS = range(20000, 30000)
@@ -45,7 +46,7 @@ def candidates(start: int, ephemeral: range) -> Iterable[int]:
 def free_port(start: int | None = None) -> int:
     """A port that nothing listens on here now, outside the ephemeral range; near ``start``, else anywhere."""
     try:
-        ephemeral = ephemeral_range(_EPHEMERAL.read_text())
+        ephemeral = ephemeral_range(reading.read_text(_EPHEMERAL))
     except OSError:  # not Linux: the range that IANA suggests, which macOS uses
         ephemeral = range(49152, 65536)
     for port in candidates(random.choice(PORTS) if start is None else start, ephemeral):

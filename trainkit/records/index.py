@@ -127,7 +127,7 @@ def _append(file: Path, line: str) -> None:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return list(dict.fromkeys(reading.read_text(file).splitlines()))
+        return list(dict.fromkeys(reading.read_end(file).splitlines()))
     except OSError:
         return []
 

@@ -14,6 +14,10 @@ from typing import Any, BinaryIO, NamedTuple
 from trainkit import reading
 
 LONGEST_LINE = 1 << 20
+LONGEST = 1 << 26
+"""Bytes of a file that is read whole: a hundred thousand saves, say. Measurements may be more, each reader says it."""
+LONGEST_THINNED = 1 << 32
+"""Ten million records: the updates of a year."""
 _BLOCK = 1 << 24
 _HEAD = 1 << 16
 
@@ -50,18 +54,20 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read(path: Path, holding: Sequence[bytes] = ()) -> Iterator[dict[str, Any]]:
+def read(path: Path, holding: Sequence[bytes] = (), *, most: int = LONGEST) -> Iterator[dict[str, Any]]:
     """Every whole record; nothing if there is no file. Torn lines are passed over.
 
     Args:
         holding: only lines that hold one of these, if there are any: most of a long file need not be parsed.
+        most: bytes of the file.
 
     Raises UserError where there is something that cannot be read.
     """
     try:
         with reading.open_regular(path) as file:
+            reading.require_size(file, most)
             whole = True  # a line without end is neither a record nor worth its memory
-            while line := file.readline(LONGEST_LINE):
+            while (line := file.readline(LONGEST_LINE)) and (most := most - len(line)) >= 0:  # it may grow
                 is_wanted = whole and (not holding or any(part in line for part in holding))
                 if is_wanted and (record := reading.parse_object(line)) is not None:
                     yield record
@@ -86,6 +92,7 @@ def read_thinned(
     """
     try:
         with reading.open_regular(path) as file:
+            reading.require_size(file, LONGEST_THINNED)
             every = _every(file, most)
             found: list[bytes] = []
             rest, number, last = b"", 0, b""
@@ -107,7 +114,8 @@ def read_thinned(
         return Thinned([], 1)
     except OSError as error:
         raise reading.unreadable(path, error) from None
-    parsed = ((place, reading.parse_object(line)) for place, line in enumerate([*found, last, rest]) if line)
+    lines_of = ((place, line) for place, line in enumerate([*found, last, rest]) if 0 < len(line) < LONGEST_LINE)
+    parsed = ((place, reading.parse_object(line)) for place, line in lines_of)
     whole = [(place, record) for place, record in parsed if record is not None]
     outliers = frozenset(at for at, (place, _) in enumerate(whole) if place in places)
     return Thinned([record for _, record in whole], every, outliers)

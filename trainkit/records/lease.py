@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.errors import RunFailedError, UserError
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
@@ -210,7 +210,7 @@ def _put(mine: Path, lease: Path) -> bool:
         except FileExistsError:
             return False
         with os.fdopen(descriptor, "wb") as out:
-            out.write(mine.read_bytes())
+            out.write(reading.read_bytes(mine))
     return True
 
 
@@ -245,14 +245,17 @@ def _write(file: Path, token: str, holder: Holder) -> None:
 def _read(file: Path) -> _Found | None:
     """What the lease says; None if there is none. One that cannot be read is nobody's, and expires like any other."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # opened, so that NFS asks its server anew
+        with reading.open_regular(file) as content:  # opened, so that NFS asks its server anew
+            renewed = os.fstat(content.fileno()).st_mtime
+            text = content.read(10_000)
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as content:
-        renewed = os.fstat(descriptor).st_mtime
-        text = content.read(10_000)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        renewed, text = file.stat().st_mtime, b""  # a FIFO in its place
     try:
-        fields: Any = json.loads(text)
+        fields: Any = reading.parse(text)
         process = ProcessId.from_fields(fields)
         attempt = fields.get("attempt")
     except (ValueError, AttributeError):

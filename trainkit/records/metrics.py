@@ -21,7 +21,7 @@ def read_metrics(run_dir: RunDir, split: str | None = None) -> list[dict[str, An
     Raises UserError where the file is there and cannot be read.
     """
     newest: dict[tuple[str, int], dict[str, Any]] = {}
-    for raw in jsonl.read(run_dir.metrics):
+    for raw in jsonl.read(run_dir.metrics, most=jsonl.LONGEST_THINNED):
         record = typed(raw)
         if record is not None and split in (None, record["split"]):
             newest[record["split"], record["step"]] = record

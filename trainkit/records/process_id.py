@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit import reading
+
 
 @dataclass(frozen=True)
 class ProcessId:
@@ -77,7 +79,7 @@ def is_stopped(pid: int) -> bool:
 
 def _space() -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+        boot = reading.read_text(Path("/proc/sys/kernel/random/boot_id"))[:8]
         return f"{boot}-{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
@@ -93,7 +95,7 @@ def _start_time(pid: int) -> str | None:
 
 def _stat(pid: int) -> list[str] | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = reading.read_text(Path(f"/proc/{pid}/stat"))
     except OSError:
         return None
     return stat.rpartition(")")[2].split()  # the name before it may hold anything

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainkit import packaged
+from trainkit import packaged, reading
 from trainkit.errors import RefusedError
 from trainkit.records import secrets
 from trainkit.records.rundir import RunDir
@@ -160,7 +160,7 @@ def write_manifest(
 
 def _git_of_sender() -> dict[str, Any] | None:
     try:
-        told = json.loads((INSTALLED / SENT).read_text(encoding="utf-8"))["git"]
+        told = reading.parse(reading.read_text(INSTALLED / SENT))["git"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return told if isinstance(told, dict) else None
@@ -176,7 +176,7 @@ def _say_once(line: str) -> None:
 def withheld_in(file: Path, name: str) -> Withheld | None:
     """The first line of a file that looks like a credential."""
     try:
-        found = secrets.find(file.read_text(encoding="utf-8", errors="replace"), python=file.suffix == ".py")
+        found = secrets.find(reading.read_text(file), python=file.suffix == ".py")
     except OSError:
         return None
     return Withheld(name, found[0].line, found[0].kind) if found else None

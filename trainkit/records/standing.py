@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit import reading
+from trainkit.records import jsonl
 from trainkit.records.metrics import typed
 from trainkit.records.rundir import RunDir
 
 TAIL_BYTES = 8192
+_LOOKED_AT = 1 << 16
+"""Bytes of the end that are read at first; more where no validation is among them."""
+LONGEST = 1 << 26
+_MOST_TRIES = 10_000
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Standing:
     train: Mapping[str, Any] = field(default_factory=dict)
     seconds_per_step: float | None = None
     """Of late, validation and saving included; None where too little is known."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether there may be more to know before the records that were looked at."""
+        return not (self.last and self.val and self.train)
 
     @property
     def step(self) -> int | None:
@@ -51,27 +60,37 @@ def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
     """
     try:
         with reading.open_regular(run.metrics) as file:
-            if not os.fstat(file.fileno()).st_size:
-                return Standing()
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                last = _newest(content, b"\n", ("train", "val"))
-                val = last if last.get("split") == "val" else _newest(content, b'"split": "val"', ("val",))
-                train = last if last.get("split") == "train" else _newest(content, b'"split": "train"', ("train",))
-                pace = _pace(content, pace_since) if pace_since is not None else None
+            reading.require_size(file, jsonl.LONGEST_THINNED)
+            size, looked_at = os.fstat(file.fileno()).st_size, _LOOKED_AT
+            found = _standing(reading.end_of(file, looked_at), pace_since)
+            while found.is_partial and looked_at < min(size, LONGEST):
+                looked_at = min(16 * looked_at, LONGEST)
+                found = _standing(reading.end_of(file, looked_at), pace_since)
+            if not found.last and size > LONGEST:
+                raise OSError(None, f"There is no record in its last {LONGEST:,} bytes")
     except FileNotFoundError:
         return Standing()
-    except (OSError, ValueError) as error:
-        raise reading.unreadable(run.metrics, error if isinstance(error, OSError) else OSError(str(error))) from None
+    except OSError as error:
+        raise reading.unreadable(run.metrics, error) from None
+    return found
+
+
+def _standing(content: bytes, pace_since: float | None) -> Standing:
+    last = _newest(content, b"\n", ("train", "val"))
+    val = last if last.get("split") == "val" else _newest(content, b'"split": "val"', ("val",))
+    train = last if last.get("split") == "train" else _newest(content, b'"split": "train"', ("train",))
+    pace = _pace(content, pace_since) if pace_since is not None else None
     return Standing(last, val, train, pace)
 
 
-def _newest(content: mmap.mmap, holding: bytes, splits: Sequence[str]) -> dict[str, Any]:
+def _newest(content: bytes, holding: bytes, splits: Sequence[str]) -> dict[str, Any]:
     """The last whole record of one of the splits, on a line that holds this; empty if there is none."""
     end = content.rfind(b"\n") + 1  # a line without its end is still being written
-    while (found := content.rfind(holding, 0, end)) >= 0:
+    for _ in range(_MOST_TRIES):
+        if (found := content.rfind(holding, 0, end)) < 0:
+            break
         begin = content.rfind(b"\n", 0, found) + 1
-        stop = content.find(b"\n", found)
-        record = _record(content[begin:stop])
+        record = _record(content[begin : content.find(b"\n", found)])
         if record is not None and record["split"] in splits:
             return record
         end = begin
@@ -79,14 +98,14 @@ def _newest(content: mmap.mmap, holding: bytes, splits: Sequence[str]) -> dict[s
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    raw = reading.parse_object(line)
+    raw = reading.parse_object(line) if len(line) < jsonl.LONGEST_LINE else None
     return typed(raw) if raw is not None else None
 
 
 def longest_pause(run: RunDir, since: float) -> float | None:
     """Seconds between two records of late, of those that were written since; None where too little is known."""
     try:
-        text = reading.read_text(run.metrics, TAIL_BYTES)
+        text = reading.read_end(run.metrics, TAIL_BYTES)
     except OSError:
         return None
     found = [item[0] for line in text.encode().split(b"\n") if (item := _timed(line)) is not None]
@@ -94,7 +113,7 @@ def longest_pause(run: RunDir, since: float) -> float | None:
     return max((later - earlier for earlier, later in itertools.pairwise(timed)), default=None)
 
 
-def _pace(content: mmap.mmap, since: float) -> float | None:
+def _pace(content: bytes, since: float) -> float | None:
     """From the first and the last record near the end: of a thousand runs few of those between are looked at."""
     lines = content[max(len(content) - TAIL_BYTES, 0) :].split(b"\n")
     newest = next((found for line in reversed(lines) if (found := _timed(line)) is not None), None)

@@ -114,7 +114,7 @@ class Facts:
         found = []
         for file in sorted(self.run_dir.path.glob("nvidia-smi-*.txt")):
             with suppress(OSError):
-                lines = reading.read_text(file, _SHOWN_BYTES).replace("`", "'").splitlines()
+                lines = reading.read_end(file, _SHOWN_BYTES).replace("`", "'").splitlines()
                 host = terminal.one_line(file.stem.removeprefix("nvidia-smi-"))
                 found.append((host, "\n".join(terminal.one_line(line, 200) for line in lines)))
         return found

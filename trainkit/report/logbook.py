@@ -117,7 +117,7 @@ def written_to(path: Path) -> Iterator[Path]:
     """Its folder is made. Raises UserError where it cannot be written, or would replace what somebody else wrote."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+        if path.exists() and not reading.read_start(path, 400).startswith(MARK):
             raise UserError(
                 f"{path} was not written by this command.",
                 why="It would be replaced.",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.errors import UserError
 from trainkit.records.replacing import replacing
 from trainkit.report import comparing, contributors, tables
@@ -43,7 +43,7 @@ def write_page(runs: Runs, out: Path) -> Path:
     path = out / FILE
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:400]:
+        if path.exists() and MARK not in reading.read_start(path, 400):
             raise UserError(
                 f"{path} was not written by this command.",
                 why="It would be replaced.",
@@ -65,7 +65,7 @@ def page(runs: Sequence[Facts]) -> str:
     about_speed = not is_sweep or comparing.is_about_speed(key for facts in runs for key in facts.point)
     in_order = sorted(runs, key=by_accuracy) if is_sweep else runs
     detailed = in_order[:MOST] if is_sweep else runs
-    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (reading.read_text(_HERE / name) for name in ("page.css", "page.js"))
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     if is_sweep:
         title = f"Sweep {terminal.one_line(runs[0].run_dir.path.parent.name)}: {title}"

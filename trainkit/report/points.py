@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ Point = dict[str, str]
 def points_of(sweep: Path) -> dict[str, Point]:
     """By run; empty if the folder is no sweep. Overrides that all runs share are left out."""
     try:
-        told = json.loads(reading.read_text(sweep / "sweep.json"))
+        told = reading.parse(reading.read_text(sweep / "sweep.json"))
         found = {str(item["run"]): dict(_pair(str(word)) for word in item["overrides"]) for item in told}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
