@@ -84,6 +84,7 @@ ENVIRONMENT = {
     "trainkit.interactive": "is what notebooks and scripts call, in their own process",
     "trainkit.records.rundir": "TRAINKIT_RUN_MODE: who may enter a new run folder; the user's, like their umask",
     "trainkit.records.index": "XDG_STATE_HOME: where this user's state is, whatever the run",
+    "trainkit.lifetime": "OMP_WAIT_POLICY, GOMP_SPINCOUNT, KMP_BLOCKTIME: OpenMP reads them alone",
     "trainkit.launch.batch_job": "is the main program that batch scripts call before and after the ranks",
     "trainkit.launch.controller": "is the main program of a local job, and gives its ranks their environment",
     "trainkit.ranks.rendezvous": "is the main program that batch scripts ask for a port",

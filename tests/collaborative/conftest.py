@@ -228,7 +228,7 @@ def hivemind_here() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HIVEMIND_LOGLEVEL", "CRITICAL")
-        patch.setenv("OMP_WAIT_POLICY", "passive")
+        patch.setenv("GOMP_SPINCOUNT", "0")
         processes.require_hivemind()
         yield
     multiprocessing.set_start_method(None, force=True)
