@@ -17,7 +17,7 @@ from trainkit.checkpoint.uploading import Uploads, kept_elsewhere
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.distributed.device import device_name, software
+from trainkit.distributed.device import device_name, share_of_cpus, software
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.errors import TrainkitError, UserError
@@ -186,6 +186,7 @@ def _started(parts: Parts, writer: Writer, checkpoints: Checkpoints) -> tuple[Pr
             world_size=dist.world_size,
             hosts=list(dict.fromkeys(hosts)),
             device=device_name(dist.device),
+            **share_of_cpus(dist.device),
             precision=parts.precision.name,
             params=parts.num_parameters,
             micro_batch_size=parts.micro_batch_size,

@@ -219,3 +219,21 @@ def test_a_line_is_drawn_through_the_arms_of_a_series_in_their_order_and_the_cei
     assert (np.asarray(ceiling.get_ydata()).tolist(), ceiling.get_linestyle()) == ([640.0, 640.0], "--")
     assert np.asarray(line.get_xydata()).tolist() == [[0.0, 320.0], [2.0, pytest.approx(640 / 1.1)]]
     assert axes.get_legend_handles_labels()[1] == ["model alone", "as configured"]
+
+
+def test_nothing_is_compared_where_the_cpus_were_taken() -> None:
+    told = [
+        {**one, "cpu_pressure": 93.4} if one["kind"] == "sample" else one
+        for one in records({"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY})
+    ]
+    row = results(told).rows[1]
+    assert row.ratio is None
+    assert row.why_none == "the CPUs were taken: for 93 % of the time some process waited for one"
+
+
+def test_more_ranks_are_not_faster_than_they_are_more() -> None:
+    told = records({"1 rank": [20.0] * 5, "2 ranks": [1.0] * 5, "4 ranks": [0.99] * 5, CONTROL: [20.0] * 5})
+    for arm, count in zip(told[0]["arms"], (1, 2, 4), strict=True):
+        arm |= {"x": count, "series": "same batch for all"}
+    row = results(told, "scaling").rows[1]
+    assert (row.ratio, row.why_none) == (None, "2 ranks came to 20.00 x with 2 x the ranks: 1 rank was held up")

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.busy_cores``: what waiting threads cost, where the cores are free and where they are not.
+"""``python -m tests.benchmarks.busy_cores``: what waiting threads cost where cores are free, and where they are not.
 
 The same updates with OpenMP's own way of waiting, and with ours (`trainkit.lifetime`), in one process on all cores: at
 first alone, then beside four programs a core that never stop. Arms are processes that stay and take turns; what waits

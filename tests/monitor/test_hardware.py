@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from itertools import chain, repeat
@@ -47,6 +49,22 @@ def test_a_sample_has_cpu_and_memory_of_the_machine_and_of_this_process(tmp_path
     assert 0 < sample["process_memory_mb"] < sample["memory_total_mb"]
     assert 0 < sample["memory_used_mb"] <= sample["memory_total_mb"]
     assert abs(sample["time"] - time.time()) < 60
+
+
+@pytest.mark.skipif(not Path("/proc/pressure/cpu").exists(), reason="the kernel of Linux tells the pressure")
+def test_a_sample_has_the_load_of_the_machine_and_the_pressure_on_its_cpus(tmp_path: Path) -> None:
+    cpus = len(os.sched_getaffinity(0))
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * cpus)]
+    try:
+        with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
+            time.sleep(1.0)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    (sample,) = samples(RunDir(tmp_path))
+    assert 50 < sample["cpu_pressure"] <= 100
+    assert sample["load"] > 0
 
 
 def test_without_gpus_there_are_no_gpu_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,13 @@ def write_run(
     gpus: int = 0,
     finished: bool = True,
     restarts: tuple[int, ...] = (),
+    told: dict[str, Any] | None = None,
+    pressure: float = 4.0,
 ) -> RunDir:
     run_dir = RunDir.create(path, to_yaml(load(preset, overrides).config))
     started = {
         "world_size": ranks, "total_steps": 400, "steps_per_epoch": 20, "hosts": ["node1"], "device": "cpu",
-        "precision": "fp32", "params": 65834,
+        "precision": "fp32", "params": 65834, "threads": 1, "cpus": 8, **(told or {}),
     }  # fmt: skip
     clock = 1.7e9
     for attempt, step in enumerate((0, *restarts)):
@@ -58,7 +60,7 @@ def write_run(
             val = {"loss": 2.2 * fit + 0.05, "acc1": 99.3 - 88 * fit, "acc5": 100.0}
             jsonl.append(run_dir.metrics, {**where, "split": "val", **val})
         sample: dict[str, Any] = {"time": clock, "cpu_percent": 80.0 + step % 20, "memory_used_mb": 4096.0}
-        sample["memory_total_mb"] = 16384.0
+        sample |= {"memory_total_mb": 16384.0, "load": pressure / 10, "cpu_pressure": pressure}
         if gpus:
             sample["gpus"] = [
                 {"index": index, "util_percent": 90 + index + step % 5, "memory_used_mb": 9000.0 + 500 * index,

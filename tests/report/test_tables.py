@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,45 @@ def test_twice_the_ranks_at_nearly_twice_the_speed(make_run: MakeRun) -> None:
     assert (first["speed-up"], first["efficiency"], first["time ratio"]) == ("1.00×", "100 %", "1.00×")  # noqa: RUF001
     assert (second["images/s"], second["speed-up"], second["efficiency"]) == ("1,860", "1.86×", "93 %")  # noqa: RUF001
     assert second["time ratio"] == "1.87×"  # noqa: RUF001
+
+
+HELD_UP = [
+    ({"pressure": 93.0}, {}, "of a-1 the CPUs were taken: for 93 % of the time some process waited for one (load 9.3)"),
+    ({}, {"pressure": 51.0}, "of b-2 the CPUs were taken: for 51 % of the time some process waited for one (load 5.1)"),
+    ({}, {"told": {"threads": 2, "cpus": 3}}, "of b-2 2 ranks of 2 threads shared 3 CPUs"),
+    ({}, {"told": {"threads": 1, "cpus": 1}}, "of b-2 2 ranks of 1 thread shared 1 CPU"),
+    (
+        {"speed": 95.0, "told": {"threads": None}}, {"speed": 1990.0},
+        "it came to 19.05× the speed with 2× the processors, so something held a-1 up",  # noqa: RUF001
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "two", "why"), HELD_UP)
+def test_speeds_of_runs_that_were_held_up_are_not_compared(
+    make_run: MakeRun, one: dict[str, Any], two: dict[str, Any], why: str
+) -> None:
+    runs = [make_run("a-1", preset="single", ranks=1, **one), make_run("b-2", **two)]
+    _, second = compared(*runs)
+    assert {second[key] for key in ("speed-up", "efficiency", "time ratio")} == {"–"}  # noqa: RUF001
+    assert f"b-2 has no speed-up: {why}." in comparing.not_comparable(collect(runs))
+
+
+def test_on_gpus_the_load_of_the_cpus_withholds_nothing(make_run: MakeRun) -> None:
+    gpu = {"told": {"device": "NVIDIA A100", "threads": 64, "cpus": 8}, "pressure": 99.0}
+    _, second = compared(make_run("a-1", ranks=1, speed=1000.0, **gpu), make_run("b-2", speed=1900.0, **gpu))
+    assert second["efficiency"] == "95 %"
+
+
+def test_other_settings_that_make_a_speed_up_are_named(make_run: MakeRun) -> None:
+    first = make_run("a-1", "train.precision=fp32", ranks=1, speed=1000.0)
+    other = ["train.precision=bf16", "train.global_batch_size=128"]
+    second = make_run("b-2", *other, speed=1900.0, told={"device": "NVIDIA A100"})
+    (said,) = [line for line in comparing.not_comparable(collect([first, second])) if "speed-up" in line]
+    assert said == (
+        "The speed-up of b-2 is also that of other settings: train.global_batch_size 128 and not 64, train.precision"
+        " bf16 and not fp32, device NVIDIA A100 and not cpu."
+    )
 
 
 def test_times_of_runs_of_unequal_length_are_not_compared(make_run: MakeRun) -> None:

@@ -26,6 +26,7 @@ from trainkit.distributed.device import device_name, visible_cpus
 from trainkit.distributed.meeting import meet
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError
+from trainkit.monitor.hardware import CpuPressure
 from trainkit.ranks.env import RankEnv, device_index
 from trainkit.ranks.secret import Secret
 from trainkit.records import jsonl
@@ -182,6 +183,7 @@ class _Driver:
                     return number
                 if arm.name in self.failures:
                     continue
+                pressure = CpuPressure()
                 try:
                     sample = self._measured(arm, updates[arm.name])
                 except ArmFailedError as error:
@@ -189,7 +191,8 @@ class _Driver:
                     if arm is arms[0]:  # the others go on without a control, and get no ratio
                         self.failures[CONTROL] = str(error)
                     continue
-                self._write("sample", arm=name, round=number, **sample)
+                waited = {} if self.where.gpu else pressure.since()
+                self._write("sample", arm=name, round=number, **waited, **sample)
         return self.request.rounds
 
     def _updates(self, arms: Sequence[Arm]) -> dict[str, int]:

@@ -15,6 +15,8 @@ from trainkit.bench.words import meaning_of
 
 TOLERANCE = 0.05
 """So much the first arm may differ from itself before nothing else may be believed either."""
+_BUSY = 50.0
+"""Percent of the time in which somebody waits for a CPU, from which on a machine is in use."""
 _MANY = 7
 """From so many rounds on the lowest and the highest ratio do not count: a neighbour's moment is no noise."""
 
@@ -107,11 +109,13 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
         _fill(row, list(by_arm.get(name, {}).values()))
     alive = [name for name, row in rows.items() if row.rates and not row.failed]
     complete = min((len(costs[name]) for name in alive), default=0)
-    problem = _problem(control, first)
+    problem = _problem(control, first) or _busy(samples)
     for name, row in rows.items():
         base = row.arm.base or first
         if name != base and row.rates and costs.get(base):
             _compare(row, costs[name], _of_base(base, first, costs), control, problem)
+    if bench.ideal:
+        _refuse_miracles(list(rows.values()))
     _compare_memory(rows, by_arm, first)
     ended = kinds.get("ended", [])
     notes = [str(note) for note in began.get("notes", [])]
@@ -172,6 +176,24 @@ def _problem(control: Sequence[float], first: str) -> str:
     if abs(median - 1) > TOLERANCE:
         return f"the control is off, {first} against itself came to {median:.2f} x: this machine does something else"
     return ""
+
+
+def _busy(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Why arms on the CPU are not compared: who waits for one is slowed down, which costs one arm more than another."""
+    told = [one["cpu_pressure"] for one in samples if isinstance(one.get("cpu_pressure"), int | float)]
+    if not told or statistics.median(told) <= _BUSY:
+        return ""
+    return f"the CPUs were taken: for {statistics.median(told):.0f} % of the time some process waited for one"
+
+
+def _refuse_miracles(rows: Sequence[Row]) -> None:
+    """More ranks are not faster than they are more: then the arm with fewer was held up."""
+    for row in rows:
+        base = next((other for other in rows if other.arm.series == row.arm.series), row)
+        more = row.arm.x / base.arm.x if base.arm.x else 1
+        if row.ratio is not None and more > 1 and row.ratio > more * (1 + TOLERANCE):
+            row.why_none = f"{row.name} came to {row.ratio:.2f} x with {more:g} x the ranks: {base.name} was held up"
+            row.ratio = None
 
 
 def _kept(values: Sequence[float]) -> list[float]:

@@ -172,6 +172,11 @@ def reserved_memory_mb(device: torch.device) -> float | None:
     return round(torch.cuda.max_memory_reserved(device) / 2**20, 1) if device.type == "cuda" else None
 
 
+def share_of_cpus(device: torch.device) -> dict[str, int]:
+    """Threads that a rank computes with on the CPU, and the CPUs that it may use; nothing on a GPU."""
+    return {"threads": torch.get_num_threads(), "cpus": visible_cpus()} if device.type == "cpu" else {}
+
+
 def visible_cpus() -> int:
     """CPUs that this process may use."""
     # Not on macOS: it has no affinity.

@@ -7,6 +7,9 @@ Keys of a sample::
     process_cpu_percent   of this process and its children (data loader workers); 100 is one core
     process_memory_mb     resident memory of the same
     memory_used_mb, memory_total_mb    of the machine
+    load                  processes that run or are ready to, mean of the last minute (Unix's load average)
+    cpu_pressure          percent of the time since the last sample in which some process was ready and had no CPU;
+                          absent where the kernel does not tell (Linux's /proc/pressure)
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not tell
     gpu_kwh, cpu_kwh      energy of the run on this host until now (`trainkit.monitor.energy`); absent if nobody tells
@@ -35,6 +38,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
+_PRESSURE = Path("/proc/pressure/cpu")
 _NOTEWORTHY = 1.01
 """So much more memory than ever, and the GPUs are shown anew."""
 
@@ -87,6 +91,7 @@ def _sample_until(
     processes: dict[int, psutil.Process],
     stop: threading.Event,
 ) -> None:
+    pressure = CpuPressure()
     try:
         most = 0.0
         psutil.cpu_percent()  # the beginning of this, which psutil keeps for each thread
@@ -102,6 +107,8 @@ def _sample_until(
                 "process_memory_mb": round(resident / MB, 1),
                 "memory_used_mb": round((machine.total - machine.available) / MB, 1),
                 "memory_total_mb": round(machine.total / MB, 1),
+                "load": round(os.getloadavg()[0], 2),
+                **pressure.since(),
             }
             used = gpus.samples() if gpus is not None else []
             if gpus is not None and used:
@@ -114,6 +121,29 @@ def _sample_until(
             jsonl.append(path, sample)
     except Exception as error:
         print(f"No more hardware samples in {path.name}: {error}", file=sys.stderr, flush=True)
+
+
+class CpuPressure:
+    """How much of the time some process of the machine was ready and had no CPU."""
+
+    def __init__(self) -> None:
+        self._then = time.monotonic(), _waited()
+
+    def since(self) -> dict[str, float]:
+        """``cpu_pressure`` since this was asked last; empty where the kernel does not tell."""
+        (then, before), self._then = self._then, (time.monotonic(), _waited())
+        now, waited = self._then
+        if before is None or waited is None or now <= then:
+            return {}
+        return {"cpu_pressure": round(min(100 * (waited - before) / (now - then), 100.0), 1)}
+
+
+def _waited() -> float | None:
+    """Seconds since the machine was booted."""
+    try:
+        return int(_PRESSURE.read_text(encoding="ascii").splitlines()[0].rpartition("total=")[2]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:

@@ -26,6 +26,10 @@ _FOR_SPEED = (
 """Settings that change how fast a run is, or how much memory it takes."""
 
 
+_MOST_EFFICIENT = 1.05
+"""More than so much of what its processors can bring no run reaches: then the other one was held up."""
+
+
 def is_about_speed(keys: Iterable[str]) -> bool:
     """Whether settings that differ are a reason to compare speeds: a learning rate or a seed is none."""
     return any(key.startswith(_FOR_SPEED) for key in keys)
@@ -45,10 +49,43 @@ def not_comparable(runs: Sequence[Facts]) -> list[str]:
         if work := other_work(facts, runs[0]):
             found.append(f"{facts.label} is not compared in speed, time and memory: {', '.join(work)}.")
             continue
+        if why := no_speed_up(facts, runs[0]):
+            found.append(f"{facts.label} has no speed-up: {why}.")
+        elif also := _also_differs(facts, runs[0]):
+            found.append(f"The speed-up of {facts.label} is also that of other settings: {', '.join(also)}.")
         if time := _other_length(facts, runs[0]):
             found.append(f"{facts.label} has no time ratio: {', '.join(time)}.")
         if passes := _other_pass(facts, runs[0]):
             found.append(f"{facts.label} has no memory saved: {', '.join(passes)}.")
+    return found
+
+
+def no_speed_up(facts: Facts, first: Facts) -> str:
+    """Why the speeds of two runs are not compared, or empty: for every ratio of speeds or times that is shown."""
+    if work := other_work(facts, first):
+        return ", ".join(work)
+    for item in (first, facts):
+        if hindered := item.hindered_by:
+            return f"of {item.label} {hindered}"
+    speed, reference = facts.images_per_sec, first.images_per_sec
+    more = facts.processors / first.processors if facts.processors and first.processors else None
+    if speed and reference and more and more > 1 and speed / reference > more * _MOST_EFFICIENT:
+        return (
+            f"it came to {speed / reference:.2f}{TIMES} the speed with {more:g}{TIMES} the processors, so something"
+            f" held {first.label} up"
+        )
+    return ""
+
+
+def _also_differs(facts: Facts, first: Facts) -> list[str]:
+    """What makes a run faster or slower beside its strategy and the number of its ranks."""
+    own, theirs = dict(flatten(facts.config)), dict(flatten(first.config))
+    keys = [key for key in _keys(own, theirs) if is_about_speed([key]) and not key.startswith(("strategy.", "launch."))]
+    found = [f"{key} {_text(own.get(key))} and not {_text(theirs.get(key))}" for key in keys if key != "data.root"]
+    for key in ("precision", "device"):
+        mine, other = facts.started(key), first.started(key)
+        if mine and other and mine != other and not any(name.endswith(f".{key}") for name in keys):
+            found.append(f"{key} {mine} and not {other}")
     return found
 
 
@@ -66,13 +103,13 @@ def difference_rows(runs: Sequence[Facts]) -> list[Row]:
 
 
 def _compared(facts: Facts, first: Facts) -> Row:
-    same_work = not other_work(facts, first)
+    same_work, same_speed = not other_work(facts, first), not no_speed_up(facts, first)
     speed, reference = facts.images_per_sec, first.images_per_sec
-    speed_up = speed / reference if same_work and speed and reference else None
+    speed_up = speed / reference if same_speed and speed and reference else None
     more = facts.processors / first.processors if facts.processors and first.processors else None
     seconds, first_seconds = facts.train_seconds, first.train_seconds
     same_length = same_work and not _other_length(facts, first)
-    ratio = first_seconds / seconds if same_length and seconds and first_seconds else None
+    ratio = first_seconds / seconds if same_speed and same_length and seconds and first_seconds else None
     used, first_used = (max(item.memory_of_ranks, default=None) for item in (facts, first))
     same_pass = same_work and not _other_pass(facts, first) and facts is not first
     saved = 100 * (1 - used / first_used) if same_pass and used and first_used else None

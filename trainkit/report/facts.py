@@ -21,6 +21,8 @@ from trainkit.records.setbacks import Setbacks, setbacks_of
 from trainkit.report.points import name_of, points_of
 from trainkit.report.samples import HostSamples
 
+BUSY = 50.0
+"""Percent of the time in which somebody waited for a CPU, from which on a speed is that of a machine in use."""
 _SHOWN_BYTES = 16384
 _MOST_SAMPLES = 50_000
 """Of all hosts together: of a run of weeks on many nodes nobody looks at more."""
@@ -232,6 +234,24 @@ class Facts:
             return sum(len(host.gpu_indices()) for host in self.hosts) or 1
         world_size = self.started("world_size")
         return world_size if isinstance(world_size, int) else None
+
+    @property
+    def hindered_by(self) -> str:
+        """Why the speed of a run on the CPU says nothing of its ranks: they had not the CPUs that they were to have."""
+        if self.started("device") != "cpu":
+            return ""
+        ranks, threads, cpus, hosts = (self.started(key) for key in ("world_size", "threads", "cpus", "hosts"))
+        known = all(reading.is_whole(item) for item in (ranks, threads, cpus)) and isinstance(hosts, list) and hosts
+        each = -(-ranks // len(hosts)) if known else 0
+        if each * (threads or 0) > (cpus or 0):
+            return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
+        told = [pressure.mean for host in self.hosts if (pressure := host.machine("cpu_pressure"))]
+        if max(told, default=0.0) > BUSY:
+            load = max((load.mean for host in self.hosts if (load := host.machine("load"))), default=0.0)
+            return (
+                f"the CPUs were taken: for {max(told):.0f} % of the time some process waited for one (load {load:.1f})"
+            )
+        return ""
 
     @property
     def missing(self) -> list[str]:

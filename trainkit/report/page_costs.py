@@ -154,11 +154,12 @@ def _pauses(points: Sequence[Point]) -> list[float]:
 def scaling(runs: Sequence[Facts]) -> Html:
     """Speed-up and efficiency against the run with the fewest processors; nothing where all have as many.
 
-    Of several runs with as many processors the median counts; those whose images are other work are left out.
+    Of several runs with as many processors the median counts; those that do not compare are left out.
     """
     known = [(facts, many, speed) for facts in runs if (many := facts.processors) and (speed := facts.images_per_sec)]
     known.sort(key=lambda item: item[1])
-    told = [item for item in known if not comparing.other_work(item[0], known[0][0])]
+    reasons = {facts.label: comparing.no_speed_up(facts, known[0][0]) for facts, _, _ in known}
+    told = [item for item in known if not reasons[item[0].label]]
     speeds = {many: median(speed for _, other, speed in told if other == many) for _, many, _ in told}
     if len(speeds) < 2:
         return NOTHING
@@ -186,8 +187,7 @@ def scaling(runs: Sequence[Facts]) -> Html:
     ]  # fmt: skip
     header = ("run", "processors", "images/s", "speed-up", "efficiency")
     note = f"Median images/s against {told[0][0].label}, the smallest. Processors: ranks, or GPUs under DataParallel."
-    if others := [facts.label for facts, _, _ in known if facts not in [item[0] for item in told]]:
-        note += f" Without {', '.join(others)}, whose images are other work."
+    note += "".join(f" Without {label}: {reason}." for label, reason in reasons.items() if reason)
     parts = tag("div", *charts, class_="charts"), table(header, rows, numbers_from=1)
     return section("scaling", "Scaling", join(parts), note=note)
 
