@@ -131,6 +131,63 @@ def test_a_flag_outranks_the_environment_the_file_the_profile_and_the_default(wr
     ]
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "key", "value"),
+    [
+        ("SBATCH_TIMELIMIT", "2:00:00", "time", "2:00:00"),
+        ("SBATCH_TIMELIMIT", "90", "time", "90"),
+        ("SBATCH_JOB_NAME", "mine", "job_name", "mine"),
+        ("SBATCH_MEM_PER_NODE", "8G", "mem", "8G"),
+        ("SBATCH_GRES", "tape:1", "gres", "tape:1"),
+        ("SBATCH_GPUS_PER_NODE", "4", "gpus_per_node", 4),
+        ("SBATCH_GPUS_PER_NODE", "a100:4", "gpu_type", "a100"),
+        ("SBATCH_WCKEY", "thesis", "sbatch", {"wckey": "thesis"}),
+        ("SBATCH_HINT", "nomultithread", "sbatch", {"hint": "nomultithread"}),
+        ("SBATCH_EXCLUSIVE", "1", "sbatch", {"exclusive": ""}),
+        ("SBATCH_EXCLUSIVE", "user", "sbatch", {"exclusive": "user"}),
+        ("SBATCH_REQ_SWITCH", "1", "sbatch", {"switches": "1"}),
+        ("SBATCH_OVERCOMMIT", "1", "sbatch", {"overcommit": ""}),
+        ("SBATCH_EXPORT", "NONE", "sbatch", {"export": "NONE"}),
+    ],
+)
+def test_sbatchs_own_variables_count_as_they_do_for_sbatch(variable: str, text: str, key: str, value: Any) -> None:
+    loaded = load("ddp", env={variable: text})
+    assert getattr(loaded.config.launch, key) == value
+    entry = f"launch.{key}.{next(iter(value))}" if isinstance(value, dict) else f"launch.{key}"
+    assert str(loaded.source(entry)) == f"environment {variable}"
+    assert loaded.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("SBATCH_OUTPUT", "logs of ranks"),
+        ("SBATCH_SIGNAL", "launch.signal_seconds"),
+        ("SBATCH_NO_REQUEUE", "launch.requeue"),
+        ("SBATCH_ARRAY_INX", "--sweep"),
+        ("SBATCH_CLUSTERS", "cluster of this machine"),
+        ("SBATCH_WAIT", "--wait"),
+        ("SBATCH_GPUS_PER_TASK", "--gpus-per-node"),
+    ],
+)
+def test_a_variable_of_sbatchs_that_is_not_passed_on_is_said(variable: str, words: str) -> None:
+    loaded = load("ddp", env={variable: "1", "SBATCH_NO_SUCH": "1"})
+    assert loaded.config.launch == load("ddp").config.launch
+    (note,) = loaded.notes
+    assert note.startswith(f"Note: {variable}=1 is not passed on.")
+    assert words in note
+
+
+def test_each_entry_of_the_options_for_sbatch_has_its_own_source(write: Write) -> None:
+    file = write("a.yaml", "launch: {sbatch: {comment: file, hold: true}}\n")
+    flags: dict[str, tuple[Any, str]] = {"launch.sbatch": ({"nice": "3", "com": "flag"}, "--sbatch")}
+    loaded = load(str(file), flags=flags, env={"SBATCH_WCKEY": "mine"})
+    assert loaded.config.launch.sbatch == {"comment": "flag", "hold": "", "wckey": "mine", "nice": "3"}
+    assert [str(loaded.source(f"launch.sbatch.{key}")) for key in ("comment", "hold", "wckey", "nice")] == [
+        "flag --sbatch", f"file {file}:1", "environment SBATCH_WCKEY", "flag --sbatch",
+    ]  # fmt: skip
+
+
 def test_an_override_outranks_the_environment() -> None:
     assert load("ddp", ["launch.account=mine"], env={"SBATCH_ACCOUNT": "env"}).config.launch.account == "mine"
 

@@ -39,7 +39,7 @@ def test_the_script_is_this_one(script: Callable[..., str]) -> None:
         (1, {"gpus_per_node": 0, "ntasks_per_node": 2}),
         (4, {"nodes": 2}),
         (1, {"nodes": 2, "preflight": True}),
-        (1, {"requeue": False, "srun": {"label": "", "mpi": "none"}}),
+        (1, {"requeue": False, "srun": {"exact": "", "mpi": "none"}}),
     ],
 )
 def test_bash_and_shellcheck_find_no_fault(script: Callable[..., str], points: int, flags: dict[str, Any]) -> None:

@@ -215,11 +215,77 @@ def test_a_sweep_is_an_array_whose_runs_log_into_their_own_folders(loaded: Load,
     assert directives(plan)["output"] == "/runs/100%%-0001/%a/logs/batch.out"
 
 
-def test_further_sbatch_options_replace_ours(loaded: Load, gpu_site: Site) -> None:
-    plan = make_plan(loaded(sbatch={"comment": "thesis", "open-mode": "truncate", "exclusive": ""}), gpu_site, RUN)
+def test_further_sbatch_options_stand_beside_ours(loaded: Load, gpu_site: Site) -> None:
+    plan = make_plan(loaded(sbatch={"comment": "thesis", "open-mode": "append", "exclusive": ""}), gpu_site, RUN)
     names = [item.name for item in plan.directives]
     assert names.count("open-mode") == 1
-    assert (directives(plan)["open-mode"], directives(plan)["exclusive"]) == ("truncate", None)
+    assert (directives(plan)["open-mode"], directives(plan)["exclusive"]) == ("append", None)
+
+
+@pytest.mark.parametrize(
+    ("program", "option", "words"),
+    [
+        ("sbatch", "array=0-3", "--sweep"),
+        ("sbatch", "a=0-3", "--sweep"),
+        ("sbatch", "signal=USR1@9", "launch.signal_seconds"),
+        ("sbatch", "no-requeue", "launch.requeue"),
+        ("sbatch", "no_requeue", "launch.requeue"),
+        ("sbatch", "req", "launch.requeue"),
+        ("sbatch", "output=x", "logs of ranks"),
+        ("sbatch", "o=x", "logs of ranks"),
+        ("sbatch", "outp=x", "logs of ranks"),
+        ("sbatch", "error=x", "logs of ranks"),
+        ("sbatch", "open-mode=truncate", "logs of ranks"),
+        ("sbatch", "chdir=/", "folder of its submission"),
+        ("sbatch", "D=/", "folder of its submission"),
+        ("sbatch", "job-name=x", "--job-name"),
+        ("sbatch", "wrap=true", "calls it by itself"),
+        ("sbatch", "parsable", "calls it by itself"),
+        ("sbatch", "test-only", "--dry-run"),
+        ("sbatch", "W", "--wait"),
+        ("sbatch", "ntasks=7", "--ntasks-per-node"),
+        ("sbatch", "n=7", "--ntasks-per-node"),
+        ("sbatch", "t=9", "--time"),
+        ("sbatch", "clusters=other", "cluster of this machine"),
+        ("sbatch", "uid=somebody", "submitter's"),
+        ("sbatch", "no-kill", "node that is gone"),
+        ("srun", "output=x", "logs of ranks"),
+        ("srun", "l", "logs of ranks"),
+        ("srun", "kill-on-bad-exit=0", "ends the others"),
+        ("srun", "K=0", "ends the others"),
+        ("srun", "ntasks=1", "--ntasks-per-node"),
+        ("srun", "export=NONE", "where they meet"),
+        ("srun", "r=1", "started together"),
+        ("srun", "wait=5", "end by themselves"),
+        ("srun", "time=1", "--time"),
+    ],
+)
+def test_an_option_that_breaks_what_a_run_relies_on_is_refused(
+    loaded: Load, gpu_site: Site, program: str, option: str, words: str
+) -> None:
+    """In each spelling that sbatch and srun take; the error says which promise it breaks, or our flag for it."""
+    key, _, value = option.partition("=")
+    with pytest.raises(UserError) as caught:
+        make_plan(loaded(**{program: {key: value}}), gpu_site, RUN)
+    assert words in f"{caught.value.why} {caught.value.fix}"
+    assert f"(flag --{program})" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("program", "option"),
+    [
+        *(("sbatch", name) for name in ("kill-on-invalid-dep=yes", "hold", "nice=5", "licenses=x", "exclusive=user")),
+        *(
+            ("sbatch", name)
+            for name in ("begin=now+1hour", "a-site's-own=1", "export=NONE", "mem-per-cpu=1G", "tmp=9G")
+        ),
+        *(("srun", name) for name in ("mpi=pmix", "cpu-bind=cores", "mem=0", "export=ALL,A=1", "exact", "overlap")),
+    ],
+)
+def test_every_other_option_is_passed_on(loaded: Load, gpu_site: Site, program: str, option: str) -> None:
+    key, _, value = option.replace("'s", "s").partition("=")
+    plan = make_plan(loaded(**{program: {key: value}}), gpu_site, RUN)
+    assert directives(plan)[key] == (value or None) if program == "sbatch" else dict(plan.srun)[key] == value
 
 
 def test_precedence_is_flag_environment_file_profile_site_default(tmp_path: Path, gpu_site: Site) -> None:

@@ -275,3 +275,14 @@ def test_a_profile_that_the_user_names_is_their_word(run: RunDir, tmp_path: Path
     file.write_text(f"launch: {{cluster: {site}}}")
     with pytest.raises(RefusedError, match=r"launch\.setup"):
         require_own_code(file, load(str(file)), allow_code=False)
+
+
+def test_an_option_of_ones_own_beside_those_of_a_stranger_makes_them_no_less_theirs(tmp_path: Path) -> None:
+    """The mapping has a source of its own, which was that of the flag, or of a variable for sbatch."""
+    config = to_yaml(load("ddp", ["launch.sbatch.prolog=/tmp/theirs"]).config)
+    theirs = tmp_path / "ddp-0001"
+    theirs.mkdir()
+    (theirs / "config.yaml").write_text(config)
+    for flags, env in (({"launch.sbatch": ({"nice": "3"}, "--sbatch")}, {}), ({}, {"SBATCH_WCKEY": "mine"})):
+        with pytest.raises(RefusedError, match="prolog"):
+            require_own_code(theirs, load(str(theirs), flags=flags, env=env), allow_code=False)

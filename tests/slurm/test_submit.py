@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.light_experiment import STATE, trained
+from trainkit.config.slurm_options import long_name
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
@@ -158,3 +159,21 @@ def test_a_run_at_its_time_limit_ends_with_the_weights_of_an_uninterrupted_one(
     first, second, *_ = devcluster.events(time_limited.run, "started")
     assert 0 < second["step"] < first["total_steps"]
     assert devcluster.final_weights(time_limited.run) == devcluster.final_weights(uninterrupted.run)
+
+
+@pytest.mark.parametrize("program", ["sbatch", "srun"])
+def test_every_option_that_slurm_lists_is_known_by_its_long_name(devcluster: Cluster, program: str) -> None:
+    """An option taken for the beginning of another one would be judged as that."""
+    names = set(re.findall(r"--([a-z][a-z-]+)", devcluster.run(program, "--help").stdout))
+    assert "ntasks-per-node" in names
+    assert {name for name in names if long_name(program, name) != name} == set()
+
+
+def test_what_sbatch_refuses_names_the_flag_and_who_has_said_it(devcluster: Cluster) -> None:
+    done = devcluster.job(
+        "submit", "ddp", "--again", "--nodes", "1", "--gpus-per-node", "0", "--run-dir", "runs/nowhere", check=False,
+        env={"SBATCH_RESERVATION": "nosuch"},
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert "fix: Change --reservation nosuch (environment SBATCH_RESERVATION)." in done.stderr
+    assert not (devcluster.home / "runs" / "nowhere").exists()

@@ -7,9 +7,10 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from trainkit.config.section import PLAIN, SENDS, STARTS, ImpossibleError, Section
+from trainkit.config.slurm_options import long_name
 from trainkit.config.times import time_minutes
 
 ALWAYS_WRITTEN = (
@@ -141,10 +142,10 @@ class LaunchConfig(Section):
 
     @field_validator("sbatch", "srun")
     @classmethod
-    def _are_option_names(cls, value: dict[str, str]) -> dict[str, str]:
+    def _are_option_names(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         if not all(re.fullmatch(r"[A-Za-z][\w-]*", key) for key in value):
             raise ValueError("options without their dashes, as in {comment: thesis}")
-        return value
+        return {long_name(str(info.field_name), key): text for key, text in value.items()}
 
     @field_validator("environment")
     @classmethod

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from pydantic import ValidationError
 
 from trainkit.config import yaml
 from trainkit.config.launch import ALWAYS_WRITTEN, is_one_line
-from trainkit.config.layers import DEFAULT, Layer, Source, merge, moved, override_layer
+from trainkit.config.layers import DEFAULT, OPEN_MAPPINGS, Layer, Source, merge, moved, override_layer
 from trainkit.config.presets import file_layer, find_preset, profile_layer
 from trainkit.config.schema import SECTIONS, Config
+from trainkit.config.slurm_options import long_name, settings_of
 from trainkit.errors import TrainkitError, UserError
 
-# sbatch's own environment variables that users set in their shell profile; sbatch ranks them above the script's header.
-ENVIRONMENT = {
-    "SBATCH_ACCOUNT": "launch.account",
-    "SBATCH_PARTITION": "launch.partition",
-    "SBATCH_QOS": "launch.qos",
-    "SBATCH_CONSTRAINT": "launch.constraint",
-    "SBATCH_RESERVATION": "launch.reservation",
-    "TRAINKIT_CLUSTER": "launch.cluster",
-}
+CLUSTER = "TRAINKIT_CLUSTER"
+"""Names the site's profile."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,9 @@ class Loaded:
     config: Config
     name: str
     sources: Mapping[str, Source]
+    """Of ``launch.sbatch`` and ``launch.srun`` also that of each entry."""
+    notes: tuple[str, ...] = ()
+    """On what of the environment is not passed on."""
 
     def source(self, key: str) -> Source:
         """Source of a dotted key, ``DEFAULT`` when nobody set it."""
@@ -68,7 +66,7 @@ def load(
         preset: a name in ``configs/``, or the path of a YAML file or of a run folder.
         overrides: ``section.key=value``.
         flags: dotted key -> (value, the flag as it was written).
-        env: the environment; only the variables in `ENVIRONMENT` count.
+        env: the environment; only sbatch's own variables and `CLUSTER` count.
         moved_to: the profile of another site than that for which a run's configuration was made.
 
     Raises:
@@ -79,18 +77,20 @@ def load(
     if moved_to is not None:
         from_file = _moved(from_file, moved_to)
     given = env or {}
-    from_env: Layer = {
-        key: (given[name], Source("environment", name)) for name, key in ENVIRONMENT.items() if given.get(name)
-    }
-    from_flags: Layer = {key: (value, Source("flag", flag)) for key, (value, flag) in (flags or {}).items()}
-    above = merge(merge(from_env, override_layer(overrides)), from_flags)
-    merged = merge(from_file, above)
+    variables, notes = settings_of(given)
+    variables += [(CLUSTER, "launch.cluster", given[CLUSTER])] if given.get(CLUSTER) else []
+    layers: list[Layer] = [{key: (value, Source("environment", name))} for name, key, value in variables]
+    layers += [override_layer(overrides)]
+    layers += [{key: (value, Source("flag", flag)) for key, (value, flag) in (flags or {}).items()}]
+    layers.insert(0, from_file)
+    merged = reduce(merge, layers)
     cluster, written = merged.get("launch.cluster", (None, DEFAULT))
     # The configuration that a run keeps is complete: what its site's profile says by now, or whether it is still there,
     # must not matter.
     complete = all(f"launch.{name}" in from_file for name in ALWAYS_WRITTEN) and written.kind == "file"
     if cluster is not None and not complete:
-        merged = merge(profile_layer(str(cluster)), merged)
+        layers.insert(0, profile_layer(str(cluster)))
+        merged = merge(layers[0], merged)
     name = path.parent.name.rsplit("-", 1)[0] if path.name == "config.yaml" else path.stem
     if not is_one_line(name):
         raise UserError(
@@ -98,7 +98,21 @@ def load(
             why="It holds a line break or another control character.",
             fix="Rename the file or the folder.",
         )
-    return Loaded(_validate(merged), name, {key: source for key, (_, source) in merged.items()})
+    sources = {key: source for key, (_, source) in merged.items()} | _entries(layers)
+    return Loaded(_validate(merged), name, sources, tuple(notes))
+
+
+def _entries(layers: Iterable[Layer]) -> dict[str, Source]:
+    """The source of each entry of the mappings that are merged; ``layers``: from the lowest to the highest."""
+    return {
+        f"{mapping}.{long_name(mapping.removeprefix('launch.'), str(name))}": source
+        for layer in layers
+        for mapping in OPEN_MAPPINGS
+        if mapping in layer
+        for value, source in [layer[mapping]]
+        if isinstance(value, dict)
+        for name in value
+    }
 
 
 def _moved(layer: Layer, cluster: str) -> Layer:

@@ -26,11 +26,6 @@ from trainkit.launch.scheduler import unclaimed
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
-# sbatch's words for an account or a QOS that this user or the partition does not have, or whose limit it is.
-_ACCESS = re.compile(
-    r"invalid (account|qos)|account/partition|association|qos .*not permitted|accounting/qos policy", re.IGNORECASE
-)
-
 CONTROLLERS: list[subprocess.Popen[bytes]] = []
 """Of the local runs that this process has started. Kept, or Python would warn that they still run when it forgets them;
 they are meant to."""
@@ -73,11 +68,10 @@ def submit_to_slurm(
             return [job.job_id for job in executor.submit_each(function, runs)]
     except utils.FailedJobError as error:
         words = str(error).strip() or "It gave no reason."
-        whose = "; `python -m jobs.cluster show` lists your accounts and QOS" if _ACCESS.search(words) else ""
         failed = SbatchError(
             "sbatch refused the job.",
             why=" ".join(words.replace("sbatch: ", "").split()),
-            fix=f"Change the flag that it names; `--dry-run` shows what is submitted{whose}.",
+            fix="`--dry-run` shows what is submitted.",
         )
         code = getattr(error.__cause__, "returncode", -1)  # below zero, or above 128: killed by a signal
         failed.is_answer = 0 < code < 128 and bool(str(error).strip()) and not _NO_ANSWER.search(words)

@@ -19,6 +19,7 @@ from trainkit.cluster.site import Site
 from trainkit.config.batch_sizes import check_accumulation
 from trainkit.config.layers import Source
 from trainkit.config.loading import Loaded
+from trainkit.config.slurm_options import objection
 from trainkit.config.times import time_minutes
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
@@ -260,10 +261,27 @@ def _directives(
     if points > 1:
         at_once = f"%{launch.max_parallel}" if launch.max_parallel else ""
         found.append(Decision("array", f"0-{points - 1}{at_once}", Source("flag", "--sweep")))
-    extra = [Decision(key, value or None, loaded.source("launch.sbatch")) for key, value in launch.sbatch.items()]
+    for program, options in (("sbatch", launch.sbatch), ("srun", launch.srun)):
+        for name, text in options.items():
+            _require_passable(program, name, text, loaded)
+    extra = [
+        Decision(key, value or None, loaded.source(f"launch.sbatch.{key}")) for key, value in launch.sbatch.items()
+    ]
     replaced = {_flag(item.name) for item in extra}
     kept = [item for item in found if _flag(item.name) not in replaced]
     return tuple(dataclasses.replace(item, name=_flag(item.name)) for item in [*kept, *extra])
+
+
+def _require_passable(program: str, name: str, value: str, loaded: Loaded) -> None:
+    """Raise UserError for an option that contradicts the plan, or breaks what a run relies on."""
+    if refused := objection(program, name, value):
+        key = f"launch.{program}.{name}"
+        raise UserError(
+            f"--{program} {name}{f'={value}' if value else ''} is not passed on ({loaded.source(key)}).",
+            why=refused[0],
+            fix=refused[1],
+            key=key,
+        )
 
 
 def _offline(loaded: Loaded, executor: str) -> tuple[str, ...]:

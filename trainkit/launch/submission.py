@@ -20,6 +20,7 @@ from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, SchedulerError, UserError
 from trainkit.launch.batch_script import batch_script
+from trainkit.launch.explain import way_out
 from trainkit.launch.plan import Plan
 from trainkit.launch.scheduler import unclaimed
 from trainkit.records import index
@@ -185,7 +186,7 @@ def _queue(folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function,
             folder, runs, function, script, nodes=plan.nodes, ntasks_per_node=plan.ntasks_per_node, env=env
         )
     except executors.SbatchError as error:
-        return _despite(error, folder, runs)
+        return _despite(error, folder, runs, plan)
     for run, job_id in zip(runs, job_ids, strict=True):
         cut = life_of(run).cut_short
         if cut is not None:  # else it was found in the queue before this
@@ -193,7 +194,7 @@ def _queue(folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function,
     return job_ids
 
 
-def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir]) -> list[str]:
+def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Plan) -> list[str]:
     """The ids of the jobs that are there although sbatch has failed: a busy scheduler may take one and not answer.
 
     Raises:
@@ -213,7 +214,7 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir]) -> list[s
         for index, run in enumerate(runs):
             refused(run, error.why)
             (folder / ".submitit" / unclaimed(index)).unlink(missing_ok=True)
-        raise error
+        raise SchedulerError(error.what, why=error.why, fix=way_out(error.why, plan))
     for run in runs:
         unanswered(run, error.why)
     raise SchedulerError(

@@ -47,7 +47,9 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) ->
     for what, place in places.items():
         require_shared(place, what, site, facts.shared_folders)
     notes = [note for place in dict.fromkeys(places.values()) if (note := doubtful(place, site, facts.shared_folders))]
-    return notes + _idle_gpus(loaded, plan, site)
+    if not launch.sbatch.get("export", "ALL").startswith("ALL") or "export-file" in launch.sbatch:
+        notes.append("Note: with such an --export the job does not get the variables of this shell, keys among them.")
+    return [*notes, *_idle_gpus(loaded, plan, site), *loaded.notes]
 
 
 def _idle_gpus(loaded: Loaded, plan: Plan, site: Site) -> list[str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import reading
-from trainkit.config.layers import flatten
+from trainkit.config.layers import OPEN_MAPPINGS, flatten
 from trainkit.config.loading import Loaded
 from trainkit.config.presets import PACKAGED, files_of
 from trainkit.config.schema import Config, reach
@@ -148,7 +148,9 @@ def _reaching(loaded: Loaded, *, only_loads: bool, files: frozenset[str] | None 
     found: dict[str, str] = {}
     for key, value in _settings(loaded.config):
         does = reach(key, value).does
-        if does != "nothing" and (does == "imports" or not only_loads) and is_strange(key):
+        # Of a mapping each entry has a source of its own: with one of the user's the others are still the file's.
+        keys = [f"{key}.{name}" for name in value] if key in OPEN_MAPPINGS else [key]
+        if does != "nothing" and (does == "imports" or not only_loads) and any(map(is_strange, keys)):
             found[_text(key, value)] = does
     return found
 

@@ -1,0 +1,183 @@
+"""sbatch's and srun's own options, by their manuals: which stand for a flag of ours, and which break what we promise.
+
+Whatever is in neither list is passed on, options of plugins and of later versions included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.config import yaml
+
+# Long options of 22.05, with their short forms. getopt takes every beginning of a name that no other name has.
+_SHORT = {
+    "A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "C": "constraint", "c": "cpus-per-task",
+    "d": "dependency", "D": "chdir", "e": "error", "F": "nodefile", "G": "gpus", "H": "hold", "h": "help",
+    "i": "input", "J": "job-name", "k": "no-kill", "L": "licenses", "m": "distribution", "M": "clusters", "N": "nodes",
+    "n": "ntasks", "o": "output", "O": "overcommit", "p": "partition", "Q": "quiet", "q": "qos", "s": "oversubscribe",
+    "S": "core-spec", "t": "time", "V": "version", "v": "verbose", "w": "nodelist", "W": "wait", "x": "exclude",
+}  # fmt: skip
+_SHORT_OF_SRUN = {
+    "E": "preserve-env", "I": "immediate", "K": "kill-on-bad-exit", "l": "label", "r": "relative", "T": "threads",
+    "u": "unbuffered", "X": "disable-status", "Z": "no-allocate",
+}  # fmt: skip
+_BOTH = re.findall(
+    r"\S+",
+    """
+    account acctg-freq batch bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous
+    core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error
+    exclude exclusive export extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task
+    gres gres-flags help hint hold input job-name licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
+    mem-per-gpu mincpus network nice no-kill nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu
+    ntasks-per-node ntasks-per-socket open-mode output overcommit oversubscribe partition power prefer priority
+    profile propagate qos quiet reboot reservation signal sockets-per-node spread-job switches test-only thread-spec
+    threads-per-core time time-min tmp uid usage use-min-nodes verbose version wait wckey
+""",
+)
+_NAMES = {
+    "sbatch": {
+        *_BOTH, "array", "export-file", "get-user-env", "ignore-pbs", "kill-on-invalid-dep", "no-requeue", "parsable",
+        "requeue", "wait-all-nodes", "wrap",
+    },
+    "srun": {
+        *_BOTH, "accel-bind", "bcast", "bcast-exclude", "compress", "cpu-bind", "disable-status", "epilog", "exact",
+        "het-group", "immediate", "interactive", "jobid", "kill-on-bad-exit", "label", "mpi", "msg-timeout",
+        "multi-prog",
+        "no-allocate", "overlap", "preserve-env", "prolog", "pty", "quit-on-interrupt", "relative", "resv-ports",
+        "send-libs", "slurmd-debug", "task-epilog", "task-prolog", "threads", "unbuffered",
+    },
+}  # fmt: skip
+
+# Option -> the flag or setting that stands for it. The plan is made of these: elsewhere they would contradict it.
+_JOBS = {
+    **{name: f"--{name}" for name in (
+        "account", "constraint", "cpus-per-task", "dependency", "exclude", "gpus-per-node", "job-name", "mail-type",
+        "mail-user", "nodelist", "nodes", "ntasks-per-node", "partition", "qos", "reservation", "time",
+    )},
+    "container": "--container-image",
+    "container-image": "--container-image",
+    "container-mounts": "launch.container_mounts",
+    "nodefile": "--nodelist",
+    "ntasks": "--nodes and --ntasks-per-node",
+    "ntasks-per-core": "--ntasks-per-node",
+    "ntasks-per-gpu": "--ntasks-per-node",
+    "ntasks-per-socket": "--ntasks-per-node",
+    "signal": "launch.signal_seconds",
+}  # fmt: skip
+_FLAGS = {
+    "sbatch": {
+        **_JOBS,
+        "array": "--sweep (peers of a swarm: --array)",
+        **dict.fromkeys(("gpus", "gpus-per-socket", "gpus-per-task"), "--gpus-per-node"),
+        "cpus-per-gpu": "--cpus-per-task",
+        "mem": "--mem",
+        "no-requeue": "launch.requeue=false",
+        "requeue": "launch.requeue",
+        "test-only": "--dry-run or --estimate",
+        "wait": "--wait",
+    },
+    "srun": _JOBS,
+}
+
+# Option -> the promise that it breaks.
+_LOGS = "The logs of ranks and of the batch script are in the run's folder, where `logs`, `why` and restarts read them."
+_FOLDER = "A run goes on in the folder of its submission, where paths of its own keep their meaning."
+_CLUSTER = "`status`, `cancel` and restarts ask the cluster of this machine."
+_OWNER = "A run is its submitter's: nobody else writes its folder."
+_CALL = "trainkit calls it by itself, and reads what it says."
+_NODES = "A node that is gone ends the job, which starts again without it."
+_ALL = "All ranks of the job are started together, one by one for its tasks."
+_BREAKS = {
+    "sbatch": {
+        **dict.fromkeys(("output", "error", "open-mode"), _LOGS),
+        **dict.fromkeys(("clusters", "cluster-constraint"), _CLUSTER),
+        **dict.fromkeys(("uid", "gid"), _OWNER),
+        **dict.fromkeys(("help", "parsable", "quiet", "usage", "verbose", "version", "wrap"), _CALL),
+        "chdir": _FOLDER,
+        "no-kill": _NODES,
+    },
+    "srun": {
+        **dict.fromkeys(("output", "error", "open-mode", "label"), _LOGS),
+        **dict.fromkeys(("clusters", "cluster-constraint"), _CLUSTER),
+        **dict.fromkeys(("uid", "gid"), _OWNER),
+        **dict.fromkeys(("help", "test-only", "usage", "version"), _CALL),
+        **dict.fromkeys(("het-group", "jobid", "multi-prog", "no-allocate", "pty", "relative"), _ALL),
+        "chdir": _FOLDER,
+        "export": "The ranks get the variables of the batch script, and in them where they meet.",
+        "kill-on-bad-exit": "A rank that dies ends the others at once, and the run starts again.",
+        "no-kill": _NODES,
+        "wait": "Ranks end by themselves, each when it has written its part.",
+    },
+}
+_HARMLESS = {("srun", "export"): ("ALL", "ALL,"), ("sbatch", "open-mode"): ("append",)}
+
+
+def long_name(program: str, key: str) -> str:
+    """The long name of an option as it may be written: a short form, a beginning of the name, with underscores."""
+    name = key.replace("_", "-")
+    known = _NAMES[program]
+    if name in known:
+        return name
+    if len(name) == 1:
+        return (_SHORT | (_SHORT_OF_SRUN if program == "srun" else {})).get(name, name)
+    begun = [item for item in known if item.startswith(name)]
+    return begun[0] if len(begun) == 1 else name
+
+
+def objection(program: str, name: str, value: str) -> tuple[str, str] | None:
+    """Why an option (by its long name) is not passed on, and what to do instead; None if it is."""
+    if value and value.startswith(_HARMLESS.get((program, name), ("\0",))):
+        return None
+    if name in _FLAGS[program]:
+        flag = _FLAGS[program][name]
+        return f"The plan is made of {flag}, which it would contradict.", f"Use {flag}."
+    if name in _BREAKS[program]:
+        return _BREAKS[program][name], "Leave it out."
+    return None
+
+
+# sbatch's own variables, which users set in their shell's profile. sbatch ranks them above the script's header, and
+# below its flags.
+_SETTINGS = {
+    "SBATCH_ACCOUNT": "launch.account",
+    "SBATCH_CONSTRAINT": "launch.constraint",
+    "SBATCH_GPUS_PER_NODE": "launch.gpus_per_node",
+    "SBATCH_GRES": "launch.gres",
+    "SBATCH_JOB_NAME": "launch.job_name",
+    "SBATCH_MEM_PER_NODE": "launch.mem",
+    "SBATCH_PARTITION": "launch.partition",
+    "SBATCH_QOS": "launch.qos",
+    "SBATCH_RESERVATION": "launch.reservation",
+    "SBATCH_TIMELIMIT": "launch.time",
+}
+_OTHER_NAMES = {
+    "SBATCH_ARRAY_INX": "array", "SBATCH_DEBUG": "verbose", "SBATCH_REQ_SWITCH": "switches", "SBATCH_TIMELIMIT": "time",
+}  # fmt: skip
+_WITHOUT_VALUE = ("ignore-pbs", "overcommit", "spread-job", "use-min-nodes")
+
+
+def settings_of(env: Mapping[str, str]) -> tuple[list[tuple[str, str, Any]], list[str]]:
+    """What sbatch's own variables say: each variable with the setting that it is and its value; and of those that are
+    not passed on, why."""
+    found: list[tuple[str, str, Any]] = []
+    notes = []
+    for name, text in sorted(env.items()):
+        option = _OTHER_NAMES.get(name, name.removeprefix("SBATCH_").lower().replace("_", "-"))
+        if not name.startswith("SBATCH_") or not text or (name not in _SETTINGS and option not in _NAMES["sbatch"]):
+            continue
+        if name == "SBATCH_GPUS_PER_NODE":
+            kind, colon, count = text.rpartition(":")
+            found.append((name, _SETTINGS[name], yaml.parse_value(count)))
+            found += [(name, "launch.gpu_type", kind)] if colon else []
+        elif name in _SETTINGS:
+            found.append((name, _SETTINGS[name], text))
+        elif (refused := objection("sbatch", option, text)) is not None:
+            notes.append(f"Note: {name}={text} is not passed on. {' '.join(refused)}")
+        else:
+            if option == "switches" and (longest := env.get("SBATCH_WAIT4SWITCH")):
+                text = f"{text}@{longest}"
+            is_bare = option in _WITHOUT_VALUE or (option == "exclusive" and text not in ("user", "mcs"))
+            found.append((name, "launch.sbatch", {option: "" if is_bare else text}))
+    return found, notes
