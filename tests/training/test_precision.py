@@ -16,6 +16,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 from trainkit.strategies import fsdp
+from trainkit.training.layout import make_deterministic
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, choose_precision
 
@@ -124,6 +125,21 @@ def test_an_fp16_overflow_skips_the_update_and_is_counted() -> None:
     assert precision.skipped_steps == 1
     assert update(float("nan")).skip == Skip(32768.0, 16384.0, 0)
     assert precision.skipped_steps == 2
+
+
+def test_momentum_begins_with_the_first_update_that_does_not_overflow() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    precision = Precision("fp16", alone())
+    make_deterministic(True)  # fresh memory holds nan
+    try:
+        for factor in (float("inf"), 1.0, 1.0):
+            precision.backward(model(torch.ones(2, 4)).sum() * factor)
+            precision.step(optimizer, model.parameters(), None)
+    finally:
+        make_deterministic(False)
+    assert torch.isfinite(model.weight).all()
+    assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [pytest.approx([3.8] * 4)]
 
 
 def _overflow_on_rank_1(env: RankEnv) -> tuple[bool, int]:

@@ -118,7 +118,8 @@ class Precision:
         skip = None
         if scaled:
             before = self._scaler.get_scale() if skipped else 0.0
-            self._scaler.step(optimizer)
+            if not skipped:  # torch's fused SGD keeps the memory that its first update got for momentum as it was
+                stepper.step()
             self._scaler.update()
             if skipped:
                 self.skipped_steps += 1
