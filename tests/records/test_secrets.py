@@ -38,6 +38,12 @@ SECRETS = [
     f'wandb.login(key="{HEX40}")',
     f'os.environ["WANDB_API_KEY"] = "{HEX40}"',
     f'os.environ.setdefault("WANDB_API_KEY", "{HEX40}")',
+    f'WANDB = "{HEX40}"',
+    f"wandb login {HEX40}",
+    f"wandb_key: '{HEX40}'",
+    'os.environ[\\"DB_PASSWORD\\"] = \\"hunter2hunter2\\"',  # as a notebook has it
+    f'os.environ[\\"WANDB\\"] = \\"{HEX40}\\"',
+    f"machine api.wandb.ai login user password {HEX40[:20]}",
     'password = "hunter2"',
     "password = 'correct horse battery staple'",
     'db = dict(user="me", passwd="tr0ub4dor&3")',
@@ -49,6 +55,7 @@ SECRETS = [
     'account_key = "Zm9vYmFyYmF6cXV4"',
 ]
 IN_SHELL_AND_YAML = [
+    "machine example.org\n  login me\n  password correct-horse",
     "export AWS_SECRET_ACCESS_KEY=s3cret",
     "password: hunter2",
     "hf_token: s3cret1",
@@ -57,6 +64,10 @@ IN_SHELL_AND_YAML = [
     "remote.secret_key=s3cret",
 ]
 INNOCENT = [
+    f"wandb @ git+https://github.com/wandb/wandb@{HEX40}",
+    f"# https://github.com/wandb/wandb/commit/{HEX40}",
+    f"# as of wandb commit {HEX40}",
+    f'WEIGHTS = {{"model.safetensors": "{HEX40}"}}',
     f'revision = "{HEX40}"',
     'MD5 = {"train": "1d675b47d978889d74fa0da5fadfb00e"}',
     'url = "https://download.pytorch.org/models/resnet50-0676ba61.pth"',
@@ -192,3 +203,36 @@ def test_one_enormous_line_does_not_hold_it_up() -> None:
     began = time.process_time()
     secrets.find("token=" + "a1-_.:/=" * 100_000, python=False)
     assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".netrc", "_netrc", ".env", ".env.local", "server.pem", "server.key", "credentials", "credentials.json",
+        "id_rsa", "id_ed25519", ".npmrc", ".pypirc", ".git-credentials", "kaggle.json", "service-account-1.json",
+        "service_account.json", ".htpasswd", ".aws/config", "home/.ssh/known_hosts", "token", "hf_token", "token.txt",
+        "wandb-token.txt", "secrets.yaml", "client_secret_12.json", ".NETRC", "credentials.py", "x/.docker/config.json",
+    ],
+)  # fmt: skip
+def test_a_file_is_one_of_credentials_by_its_name(name: str) -> None:
+    assert secrets.is_credentials(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.py", "secrets.py", "tokenizer.json", "tokens.py", "id_map.py", "keys.yaml", "environment.yaml", "env.py",
+        "key.py", "configs/ddp.yaml", "data/credential_cards/x.jpg", ".github/workflows/test.yml", "notes.token.md",
+    ],
+)  # fmt: skip
+def test_a_file_of_another_name_is_judged_by_what_it_holds(name: str) -> None:
+    assert not secrets.is_credentials(name)
+
+
+def test_no_tracked_file_of_ours_has_such_a_name() -> None:
+    names = [
+        str(file.relative_to(PROJECT))
+        for room in ("jobs", "trainkit", "configs", "slurm")
+        for file in (PROJECT / room).rglob("*")
+    ]
+    assert [name for name in names if secrets.is_credentials(name)] == []

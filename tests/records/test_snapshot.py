@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,98 @@ def test_a_plugin_in_the_checkout_that_holds_a_secret_is_refused(
         snapshot.write_code(run)
 
 
+def test_files_of_credentials_are_not_copied_whatever_they_hold(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("credentials.py").write_text("USER = 'me'\n")
+    Path(".netrc").write_text("machine x\n")
+    Path("innocent.py").symlink_to(".netrc")
+    Path("model.py").touch()
+    withheld = snapshot.write_code(run)
+    snapshot.write_manifest(run, [], withheld)
+    assert files(run) & {"credentials.py", "innocent.py", ".netrc", "model.py"} == {"model.py"}
+    assert "credentials.py (a file of credentials, by its name)" in capsys.readouterr().err
+
+
+def test_a_run_whose_own_module_has_the_name_of_such_a_file_is_refused(run: RunDir) -> None:
+    Path("credentials.py").write_text("def build(): pass\n")
+    with pytest.raises(RefusedError, match=r"(?s)credentials\.py.*Give the module another name"):
+        snapshot.write_code(run, own=("credentials:build",))
+
+
+def test_credentials_beside_our_own_code_are_not_copied_with_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    for room in ("jobs", "trainkit"):
+        (checkout / room).mkdir(parents=True)
+        (checkout / room / "kept.py").touch()
+    (checkout / "trainkit" / ".env").write_text("HF_TOKEN=x\n")
+    monkeypatch.setattr(snapshot, "INSTALLED", checkout)
+    assert [str(item) for item in snapshot.write_code(run)] == ["trainkit/.env (a file of credentials, by its name)"]
+    assert {"trainkit/kept.py"} == {name for name in files(run) if name.startswith("trainkit/")}
+
+
 # Manifest
+
+
+def repository() -> Callable[..., None]:
+    """A repository in the current folder, with a commit."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@example.org", *words], check=True)
+
+    git("init", "-q")
+    Path("kept.txt").write_text("one\n")
+    Path("old.pem").write_text("".join(f"line {n} of a key\n" for n in range(20)))
+    git("add", ".")
+    git("commit", "-qm", "x")
+    return git
+
+
+def test_a_diff_leaves_out_files_of_credentials_renamed_ones_by_both_names(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git = repository()
+    Path("sub").mkdir()
+    Path("sub/.netrc").write_text("machine x s3cret\n")
+    Path("\u00e4 b.key").write_text("s3cret\n")
+    git("mv", "old.pem", "notes.txt")
+    Path("kept.txt").write_text("two\n")
+    git("add", ".")
+    os.chdir("sub")  # names are those from the top
+    written = manifest(run)
+    assert "+two" in written["git"]["diff"]
+    assert not [word for word in ("s3cret", "of a key", "netrc", "pem") if word in written["git"]["diff"]]
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("sub/.netrc", "old.pem", "notes.txt", "b.key"))
+
+
+@pytest.mark.parametrize("name", ["notes.ipynb", "train.py", "run.sh", "noted"])
+def test_a_key_in_a_change_is_not_written_whatever_the_file(run: RunDir, name: str) -> None:
+    git = repository()
+    key = "0123456789abcdef0123456789abcdef01234567"
+    quote = '\\"' if name.endswith(".ipynb") else '"'
+    Path(name).write_text(f"WANDB = {quote}{key}{quote}\nsize = 3\n")
+    git("add", ".")
+    written = manifest(run)
+    assert key not in json.dumps(written)
+    assert "size = 3" in written["git"]["diff"]
+    assert written["withheld"]
+
+
+def test_a_change_in_another_encoding_is_no_error(run: RunDir) -> None:
+    repository()
+    Path("kept.txt").write_bytes(b"gr\xfc\xdfe\n")
+    assert "+gr" in manifest(run)["git"]["diff"]
+
+
+def test_the_users_own_diff_program_is_not_asked(run: RunDir) -> None:
+    git = repository()
+    git("config", "diff.external", "false")
+    git("config", "diff.noprefix", "true")
+    Path("kept.txt").write_text("two\n")
+    assert "diff --git a/kept.txt b/kept.txt" in manifest(run)["git"]["diff"]
 
 
 def test_the_manifest_says_what_the_run_was_made_of(run: RunDir) -> None:

@@ -40,7 +40,21 @@ _TOKENS = {  # in one pass: each of its own would cost as much as all
     "token of a swarm": r"trainkit\d\.[\w-]{20,}",
     "Telegram token": r"\d{8,10}:AA[\w-]{30,36}(?![\w-])",
 }
+_FILES = re.compile(
+    r"(?i)[._]netrc|\.env(?:rc|\..*)?|credentials?(?:[._-].*)?|.*[._-]credentials?|\.git-credentials|id_[a-z0-9]+(?:_sk)?"
+    r"|.*\.(?:pem|key|p12|pfx|jks|keystore|kdbx|ppk|ovpn|token)|\.(?:npmrc|yarnrc|pypirc|pgpass|my\.cnf|boto|s3cfg)"
+    r"|\.(?:htpasswd|dockercfg|vault-token)|kaggle\.json|service[_-]?account.*\.json|client_secrets?.*\.json"
+    r"|secrets?\.(?:ya?ml|json|toml|ini|txt|env|sh)|\.?(?:.*[._-])?tokens?(?:\.(?:txt|json))?"
+)
+_FOLDERS = {".aws", ".ssh", ".gnupg", ".kube", ".azure", ".docker", ".gcloud", ".oci"}
+
 _SHAPES = {
+    "Weights & Biases key": re.compile(
+        r"(?i)wandb(?:(?!commit|rev|sha|hash)[^\n@#/]){0,40}?(?<![0-9a-f])([0-9a-f]{40})(?![0-9a-f])"
+    ),
+    "password of a machine": re.compile(
+        r"\b(?:machine[\s+-]+\S+|default)[\s+-]+login[\s+-]+\S+[\s+-]+(?:account[\s+-]+\S+[\s+-]+)?password[\s+-]+(\S{4,})"
+    ),
     "token": re.compile(rf"\b({'|'.join(f'(?:{token})' for token in _TOKENS.values())})"),
     "bearer token": re.compile(r"(?i)bearer\s+((?=[\w.~+/-]*\d)[\w.~+/-]{12,}=*)"),
     "authorization header": re.compile(r"""(?i)authorization["']?\s*[:=,]\s*["']?(?:basic|token)\s+([\w.~+/=-]{8,})"""),
@@ -53,8 +67,8 @@ _STRONG = (
     r"|encryption|subscription|license|master|storage)[_-]?key(?:[_-]?id)?"
 )
 _NAME = rf"(?P<name>(?<![A-Za-z0-9])[\w.-]*(?:{_STRONG}|token))"
-_QUOTED = r"""[rbuf]{0,2}(?P<quote>["'`])(?P<quoted>[^"'`\n]{3,}?)(?P=quote)"""
-_ASSIGNED = r"""["']?\]?\s*(?::\s*[\w.\[\] |]+=|:=|=>|={1,2}|:)\s*"""
+_QUOTED = r"""[rbuf]{0,2}(?P<quote>\\?["'`])(?P<quoted>[^"'`\n]{3,}?)(?P=quote)"""
+_ASSIGNED = r"""\\?["']?\]?\s*(?::\s*[\w.\[\] |]+=|:=|=>|={1,2}|:)\s*"""
 _IN_PYTHON = re.compile(rf"(?i){_NAME}{_ASSIGNED}{_QUOTED}")
 _IN_TEXT = re.compile(rf"(?i){_NAME}{_ASSIGNED}(?:{_QUOTED}|(?P<bare>[^\s\"'`,;]{{3,}}))")
 _AS_DEFAULT = re.compile(r"""["'](?P<name>[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD))["']\s*,\s*""" + _QUOTED)
@@ -101,6 +115,12 @@ def find(text: str, *, python: bool) -> list[Finding]:
         if not _ALLOWED.search(line) and not (found and end <= found[-1].end):
             found.append(Finding(text.count("\n", 0, start) + 1, kind, start, end))
     return found
+
+
+def is_credentials(name: str) -> bool:
+    """Whether a file of this name, with its folders, holds credentials, whatever they look like."""
+    *folders, last = name.split("/")
+    return _FILES.fullmatch(last) is not None or not _FOLDERS.isdisjoint(folders)
 
 
 def refuse_settings(loaded: Loaded) -> None:

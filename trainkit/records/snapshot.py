@@ -57,9 +57,12 @@ class Withheld:
     what: str
     """A file of the user's, ``the diff`` or ``the command line``."""
     line: int
+    """0 for a whole file, which has the name of one that holds credentials."""
     kind: str
 
     def __str__(self) -> str:
+        if not self.line:
+            return f"{self.what} ({self.kind})"
         return f"{self.what} (line {self.line} looks like a {self.kind})"
 
 
@@ -67,7 +70,7 @@ def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
     """Copy the packages that the job runs, so that edits after submission do not change a queued or requeued job.
 
     The user's own Python files beside them (``package.module:function``) come along, those of the current folder,
-    except for files with what looks like a credential: these are returned.
+    except for files with what looks like a credential, or with the name of a file that holds some: these are returned.
 
     Args:
         own: the run's own functions, ``package.module:function``.
@@ -81,24 +84,40 @@ def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
     needed = {Path(*name.partition(":")[0].split(".")) for name in own if ":" in name}
     needed = {file for module in needed for file in (module.with_suffix(".py"), module / "__init__.py")}
     essential = [found for file, found in withheld.items() if file in needed]
-    essential += [found for file in _changed_own_files() if (found := withheld_in(INSTALLED / file, file))]
+    essential += [
+        found for file in _changed_own_files() if (found := withheld_in(INSTALLED / file, file)) and found.line
+    ]
     if essential:
         raise refusal(essential[0])
     # The snapshot of a wheel is laid out as that of a checkout, where configs and slurm lie beside trainkit.
     unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", "*.ipynb", "configs", "slurm")
+    left_behind = list(withheld.values())
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        held = {name for name in names if secrets.is_credentials(name)}
+        left_behind.extend(_by_name(f"{Path(folder).name}/{name}") for name in sorted(held))
+        return held | set(unwanted(folder, names))
+
     for name in _OWN:
         source = packaged.folder(name) if name == "configs" else INSTALLED / name
-        shutil.copytree(source, run_dir.code / name, ignore=unwanted)
+        shutil.copytree(source, run_dir.code / name, ignore=ignored)
     for file in modules:
         target = run_dir.code / file
         if not target.exists() and file not in withheld:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(here / file, target)
-    return list(withheld.values())
+    return left_behind
+
+
+def _by_name(name: str) -> Withheld:
+    return Withheld(name, 0, "a file of credentials, by its name")
 
 
 def refusal(essential: Withheld) -> RefusedError:
     """Of a file that would have to be left out, and that the run cannot do without."""
+    if not essential.line:
+        why = "Every run keeps a copy of its code, and files of such names are never copied."
+        return RefusedError(f"The run needs {essential}.", why=why, fix="Give the module another name.")
     return RefusedError(
         f"The run needs {essential}.",
         why="Every run keeps a copy of its code, and a secret must not lie in it.",
@@ -130,7 +149,8 @@ def write_manifest(
         left_out.extend(Withheld(what, item.line, item.kind) for item in found)
         return secrets.redacted(text, found)
 
-    diff = _git("diff", "HEAD") or ""
+    diff, unread = _diff()
+    left_out += unread
     if len(diff) > LONGEST_DIFF:
         diff = f"left out: {len(diff)} characters\n"
     # A file's part of the diff begins with its name, which says what a line of it means.
@@ -158,6 +178,20 @@ def write_manifest(
         _say_once(f"Withheld from the run folder: {'; '.join(dict.fromkeys(map(str, left_out)))}.")
 
 
+def _diff() -> tuple[str, list[Withheld]]:
+    """What has been changed since the commit, and the files that are left out of it: of a renamed one both names."""
+    words = (_git("diff", "--name-status", "-M", "-z", "HEAD") or "").split("\0")
+    held: list[str] = []
+    while len(words) > 1:
+        status, *words = words
+        count = 2 if status[:1] in ("R", "C") else 1
+        names, words = words[:count], words[count:]
+        held += names if any(map(secrets.is_credentials, names)) else []
+    plain = ("--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+    diff = _git("diff", *plain, "HEAD", "--", ":/", *(f":(top,exclude,literal){name}" for name in held))
+    return diff or "", [_by_name(name) for name in held]
+
+
 def _git_of_sender() -> dict[str, Any] | None:
     try:
         told = reading.parse(reading.read_text(INSTALLED / SENT))["git"]
@@ -174,7 +208,9 @@ def _say_once(line: str) -> None:
 
 @cache  # the runs of a sweep are written by one process, within seconds
 def withheld_in(file: Path, name: str) -> Withheld | None:
-    """The first line of a file that looks like a credential."""
+    """The first line of a file that looks like a credential; line 0 where its name, or that of its target, does."""
+    if secrets.is_credentials(name) or (file.is_symlink() and secrets.is_credentials(file.resolve().name)):
+        return _by_name(name)
     try:
         found = secrets.find(reading.read_text(file), python=file.suffix == ".py")
     except OSError:
@@ -225,7 +261,9 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=False
+        )  # files need not be in UTF-8
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip("\n") if done.returncode == 0 else None
