@@ -434,3 +434,35 @@ def test_kernels_that_a_compiler_refuses_are_told_by_the_compilers_words(run: Ru
     dealt_with = diagnose(run, rank=told + TRACEBACK.format("ValueError: mine"))
     assert dealt_with is not None
     assert dealt_with.name == "exception"
+
+
+def test_what_a_script_grumbles_of_is_no_cause_of_what_a_rank_raised(run: RunDir) -> None:
+    batch = "bash: /etc/profile.d/site.sh: Permission denied\ncp: /tmp/x: No space left on device"
+    cause = diagnose(run, batch=batch, rank=TRACEBACK.format("ValueError: mine"))
+    assert cause is not None
+    assert cause.name == "exception"
+    (run.attempt_logs(0) / "rank-1.err").unlink()
+    cause = diagnose(run, batch=f"{batch}\nsrun: error: n2: task 1: Exited with exit code 1")
+    assert cause is not None
+    assert cause.name == "disk-full", "where no rank has said anything, it is all there is"
+
+
+@pytest.mark.parametrize(
+    ("batch", "rank", "name"),
+    [
+        ("run.sh: Zeile 40: torchrun: Kommando nicht gefunden.\nsrun: error: n2: task 1: Exited with exit code 127", "",
+         "program-missing"),
+        ("", "/tmp/x/main.c:4:10: schwerwiegender Fehler: Python.h: Datei oder Verzeichnis nicht gefunden\n"
+         + TRACEBACK.format("subprocess.CalledProcessError: Command 'gcc' returned non-zero exit status 1."),
+         "headers-missing"),
+        ("", TRACEBACK.format("OSError: [Errno 28] Kein Platz auf dem Ger\u00e4t: '/data/x'"), "disk-full"),
+        ("", TRACEBACK.format("OSError: [Errno 122] Plattenkontingent \u00fcberschritten: '/data/x'"), "quota-full"),
+        ("", TRACEBACK.format("PermissionError: [Errno 13] Keine Berechtigung: '/data/x'"), "permission"),
+        ("", TRACEBACK.format("OSError: [Errno 116] Veralteter Dateizugriff: '/data/x'"), "stale-file"),
+    ],
+    ids=["bash", "gcc", "disk", "quota", "permission", "stale"],
+)  # fmt: skip
+def test_messages_of_another_language_are_known_by_their_numbers(run: RunDir, batch: str, rank: str, name: str) -> None:
+    cause = diagnose(run, batch=batch, rank=rank)
+    assert cause is not None
+    assert cause.name == name, cause.what

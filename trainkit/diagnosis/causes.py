@@ -111,7 +111,11 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     failure = None if waits else failure_of(run, number)
     sources = [*of_the_job(run, state, number)] if newest else []
     if not waits:
-        sources += [*of_the_batch(run, number), *of_logs_elsewhere(run, state, failure), *of_the_rank(run, failure)]
+        sources += [
+            *of_the_batch(run, number, failure),
+            *of_logs_elsewhere(run, state, failure),
+            *of_the_rank(run, failure),
+        ]
         sources += of_the_folder(run) if newest and (failure is None or not failure.traceback) else []
     tried = rows()
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started

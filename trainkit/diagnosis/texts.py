@@ -25,7 +25,9 @@ _POINTS_ELSEWHERE = re.compile(
     r"|(unhandled|unknown|internal|invalid) (system |cuda )?(error|usage)|CUDA error|NCCL error"
 )
 # What other programs print into the same log, each by its own form: compilers, the kernel, NCCL, OpenBLAS, UCX.
-_OF_TOOLS = re.compile(r"fatal error: |NVRM: Xid|NCCL WARN |pthread_create|RLIMIT|UCX +(ERROR|WARN)|cannot find -l")
+_OF_TOOLS = re.compile(
+    r"\.(c|h|cc|cpp|cu)\w*:\d+:\d+: |NVRM: Xid|NCCL WARN |pthread_create|RLIMIT|UCX +(ERROR|WARN)|cannot find -l"
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,15 @@ class Source:
     where: str
     text: str
     first: int = 0
+    raised: bool = False
+    """Whether the rank that failed has said so by an exception of its own; of the batch script's words."""
     aside: bool = False
     """Looked at only where no other says a cause: what led to the last error may have been dealt with."""
 
     def match(self, row: Case) -> re.Match[str] | None:
         """Where the text shows the cause of a row."""
+        if self.place == "batch" and self.raised and "rank" in row.seen and "job" not in row.seen:
+            return None  # a script grumbles of much that ends no rank; the one that ended has said why
         places = {"end", "rank"} if self.place == "end" else {self.place}
         return row.find(self.text) if places & row.seen else None
 
@@ -96,9 +102,10 @@ def of_the_folder(run: RunDir) -> list[Source]:
     return []
 
 
-def of_the_batch(run: RunDir, attempt: int) -> list[Source]:
+def of_the_batch(run: RunDir, attempt: int, failure: Failure | None = None) -> list[Source]:
     text = batch_text(run, attempt)
-    return [Source("batch", "logs/batch.out", text)] if text else []
+    raised = failure is not None and bool(failure.traceback) and not is_lost_connection(failure.error)
+    return [Source("batch", "logs/batch.out", text, raised=raised)] if text else []
 
 
 def of_logs_elsewhere(run: RunDir, state: JobState, failure: Failure | None) -> list[Source]:
