@@ -466,3 +466,24 @@ def test_messages_of_another_language_are_known_by_their_numbers(run: RunDir, ba
     cause = diagnose(run, batch=batch, rank=rank)
     assert cause is not None
     assert cause.name == name, cause.what
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "KeyError: 'No space left on device'",
+        "AssertionError: Permission denied was to be handled",
+        "ValueError: this batch would give CUDA out of memory",
+        "RuntimeError: the queue's lock is held: Resource temporarily busy",
+    ],
+)
+def test_an_error_of_ones_own_code_that_mentions_a_cause_is_none(run: RunDir, error: str) -> None:
+    cause = diagnose(run, rank=TRACEBACK.format(error))
+    assert cause is not None
+    assert (cause.name, cause.fix) == ("exception", "Mend train.py:9:")
+
+
+def test_a_warning_about_memory_in_a_run_that_then_ends_otherwise_is_no_cause(run: RunDir) -> None:
+    cause = diagnose(run, rank="warning: out of memory, retrying\nstep 4 loss nan\nepoch 3 done")
+    assert cause is not None
+    assert cause.name == "failed"

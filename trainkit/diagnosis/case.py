@@ -8,6 +8,7 @@ A cause is one row. The first row that fits what a job and its ranks have said i
   failed first) and ``end`` (how that rank ended, in the words of whoever looked after it).
 - ``says``: a pattern, or a list of them. Named groups become fields of the sentences.
 - ``unless``: evidence against it: where anything of the job says this, the row does not fit.
+- ``of_code``: it may explain a KeyError, ValueError and the like that the user's own code raised; others may not.
 - ``vague``: it names a consequence; it counts where no other row fits.
 - ``what``, ``fix``, ``command``: the sentences and one command that mends it, or shows what to mend; ``fix`` is what to
   do before the command. ``{fields}`` are those of `trainkit.diagnosis.fields`.
@@ -45,6 +46,7 @@ class Case:
     fix: str = ""
     unless: re.Pattern[str] | None = None
     vague: bool = False
+    of_code: bool = False
 
     def find(self, text: str) -> re.Match[str] | None:
         """Where a text shows it; of several places the one that says most: which node, which module."""

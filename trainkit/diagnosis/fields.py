@@ -15,14 +15,12 @@ from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.batch_sizes import smaller
 from trainkit.config.schema import SECTIONS
 from trainkit.diagnosis.evidence import Failure, lagging_ranks
+from trainkit.diagnosis.stderr import places_of
 from trainkit.errors import UserError
 from trainkit.ranks.hostlist import expand
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
-_AT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<", "/lib/python", "/usr/lib/", ".pyx")
-"""Parts of the names of files that no user can mend."""
 _PATH = re.compile(r"""['"](?P<path>/[^'"\n]+)['"]""")
 _CACHES = (
     ("huggingface", ".cache/huggingface", "HF_HOME"),
@@ -179,24 +177,15 @@ def hosts_of(nodelist: str) -> str:
     return ",".join(names) if len(names) <= 8 else nodelist
 
 
-def _places(failure: Failure | None) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """File and line of each frame of the failure, outermost first; and those of them in code of the user's own."""
-    lines = list(failure.traceback) if failure is not None else []
-    places = [(match["file"], match["line"]) for text in lines if (match := _AT.match(text))]
-    if any("most recent call first" in text for text in lines):  # as faulthandler has it
-        places.reverse()
-    return places, [place for place in places if not any(part in place[0] for part in _OURS)]
-
-
 def _place(failure: Failure | None) -> str:
     """File and line of the failure: the last in code of the user's own, else the last of all."""
-    places, own = _places(failure)
+    places, own = places_of(failure.traceback if failure is not None else ())
     return _named((own or places)[-1]) if places else ""
 
 
 def _mend(failure: Failure | None) -> str:
     """What to do about an error of code: mend it where the user's own raised it, or look where that called another."""
-    places, own = _places(failure)
+    places, own = places_of(failure.traceback if failure is not None else ())
     if not own:
         return ""
     return f"Mend {_named(own[-1])}:" if own[-1] == places[-1] else f"Look at {_named(own[-1])}, which called this:"

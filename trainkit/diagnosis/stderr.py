@@ -6,6 +6,7 @@ Ranks write what they like there, for hours: progress bars, colours, bytes that 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,10 @@ _OTHERS = re.compile(
     r"|\[[^]]*\] error: "  # of slurmstepd in SLURM 25.11
 )
 _CRASH = re.compile(r"^(?:Fatal Python error: | *what\(\): +|FATAL: +)(.+)")  # of faulthandler, of C++, of apptainer
+
+_AT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<", "/lib/python", "/usr/lib/", ".pyx")
+"""Parts of the names of files that no user can mend."""
 
 
 @dataclass(frozen=True)
@@ -205,3 +210,17 @@ def _crash(text: str) -> tuple[str, ...]:
         return ()
     index, match = found
     return (match[1].strip(), *lines[index:])[:60]
+
+
+def places_of(lines: Sequence[str]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """File and line of each frame of a traceback, outermost first; and those of them in code of the user's own."""
+    places = [(match["file"], match["line"]) for text in lines if (match := _AT.match(text))]
+    if any("most recent call first" in text for text in lines):  # as faulthandler has it
+        places.reverse()
+    return places, [place for place in places if not any(part in place[0] for part in _OURS)]
+
+
+def raised_in_own_code(lines: Sequence[str]) -> bool:
+    """Whether the innermost frame is the user's."""
+    places, own = places_of(lines)
+    return bool(own) and own[-1] == places[-1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.case import Case, Place
 from trainkit.diagnosis.evidence import STEPD, Failure, batch_text, is_lost_connection, last_words
-from trainkit.diagnosis.stderr import tail_of, traceback_of
+from trainkit.diagnosis.stderr import raised_in_own_code, tail_of, traceback_of
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
@@ -24,6 +24,8 @@ _POINTS_ELSEWHERE = re.compile(
     r"^KeyboardInterrupt|^SystemExit|CalledProcessError|BackendCompilerFailed|InductorError|returned non-zero exit"
     r"|(unhandled|unknown|internal|invalid) (system |cuda )?(error|usage)|CUDA error|NCCL error"
 )
+# Errors by which Python, or who wrote the code, tells of the code.
+_OF_CODE = re.compile(r"(Key|Name|UnboundLocal|Assertion|Type|Attribute|Index|Value|NotImplemented)Error\b")
 # What other programs print into the same log, each by its own form: compilers, the kernel, NCCL, OpenBLAS, UCX.
 _OF_TOOLS = re.compile(
     r"\.(c|h|cc|cpp|cu)\w*:\d+:\d+: |NVRM: Xid|NCCL WARN |pthread_create|RLIMIT|UCX +(ERROR|WARN)|cannot find -l"
@@ -46,6 +48,8 @@ class Source:
     where: str
     text: str
     first: int = 0
+    of_code: bool = False
+    """Whether it is an error that the user's own code raised of itself: what its words mention has not happened."""
     raised: bool = False
     """Whether the rank that failed has said so by an exception of its own; of the batch script's words."""
     aside: bool = False
@@ -55,6 +59,8 @@ class Source:
         """Where the text shows the cause of a row."""
         if self.place == "batch" and self.raised and "rank" in row.seen and "job" not in row.seen:
             return None  # a script grumbles of much that ends no rank; the one that ended has said why
+        if self.of_code and not row.of_code:
+            return None
         places = {"end", "rank"} if self.place == "end" else {self.place}
         return row.find(self.text) if places & row.seen else None
 
@@ -130,17 +136,19 @@ def of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
     tail = tail_of(stderr)
     ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
     told = failure.error in (item.error for item in life_of(run).failures if item.attempt == failure.attempt)
-    found = [Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error)]
+    of_code = bool(_OF_CODE.match(failure.error)) and raised_in_own_code(failure.traceback)
+    found = [Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error, of_code=of_code)]
     if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it
         tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
     traceback = traceback_of(stderr) if failure.traceback else None
     if traceback is not None:
         first = next((number for number, text in tail if text and traceback.message.startswith(text)), 0)
         same = failure.error in traceback.message or traceback.error in failure.error
-        found.append(Source("rank", where, traceback.message, first, aside=not same))
-        found.append(Source("rank", where, traceback.causes, aside=True))
+        found.append(Source("rank", where, traceback.message, first, of_code=of_code, aside=not same))
+        alone = traceback.first == traceback.error
+        found.append(Source("rank", where, traceback.causes, of_code=of_code and alone, aside=True))
     elif failure.traceback:
-        found.append(Source("rank", where, "\n".join(failure.traceback)))
+        found.append(Source("rank", where, "\n".join(failure.traceback), of_code=of_code))
     if traceback is not None and _POINTS_ELSEWHERE.search(failure.error):
         tools = [(number, text if _OF_TOOLS.search(text) else "") for number, text in tail]
         found.append(Source("rank", where, "\n".join(text for _, text in tools), tail[0][0], aside=True))
