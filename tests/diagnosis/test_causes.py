@@ -387,6 +387,12 @@ def test_the_fix_looks_where_the_message_points(run: RunDir, error: str, place: 
     assert re.search(rf"{re.escape(place.format(**known))}(/f\.json)?($|;| )", cause.command), cause.command
 
 
+def test_a_host_that_is_not_found_is_looked_up_by_the_name_in_the_message(run: RunDir) -> None:
+    cause = diagnose(run, rank="ssh: Could not resolve hostname licence7: Name or service not known")
+    assert cause is not None
+    assert cause.command == "srun -N1 -n1 -w n2 getent hosts licence7"
+
+
 def test_an_error_inside_a_library_is_not_the_users_to_mend(run: RunDir) -> None:
     inside = '  File "/env/lib/python3.11/site-packages/lib/x.py", line 3, in f\n    g()\nValueError: odd'
     cause = diagnose(run, rank=TRACEBACK.format("g()").replace("\ng()\n", f"\n{inside}\n"))

@@ -173,17 +173,17 @@ def _cause(
 
 
 def _on_every_node(row: Case, run: RunDir, attempt: int, failure: Failure | None, hosts: str) -> bool:
-    """Whether ranks of all nodes of the job, of several, ended with the same: then no single node is to blame."""
+    """Whether a rank of each node of the job, of several, ended with the same: then no single node is to blame."""
     nodes = set(hosts.split(","))
     if failure is None or len(nodes) < 2:
         return False
-    seen = {host_of_task(run, hosts, failure.rank)}
+    one_of_each = {host_of_task(run, hosts, failure.rank): True}
     for path in sorted(run.attempt_logs(attempt).glob("rank-*.err")):
         rank = path.stem.removeprefix("rank-")
         host = host_of_task(run, hosts, int(rank)) if rank.isascii() and rank.isdecimal() else ""
-        if host and host not in seen and row.find(last_error(path)):
-            seen.add(host)
-    return seen >= nodes
+        if host and host not in one_of_each:
+            one_of_each[host] = row.find(last_error(path)) is not None
+    return all(one_of_each.get(node, False) for node in nodes)
 
 
 def _for(run: RunDir, cause: Cause) -> Cause:
