@@ -14,6 +14,7 @@ from trainkit.bench.arms import FEWEST_ROUNDS, Bench, Request, check_asked
 from trainkit.bench.benches import BENCHES, bench_of
 from trainkit.bench.folder import BenchDir
 from trainkit.errors import TrainkitError, UserError
+from trainkit.records import files
 from trainkit.records.rundir import find_run, next_path, runs_root
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _submit(
         written = submission.write_run(folder, submission.stored_config(loaded, cwd), plan, script, command)
         with submission.undone_on_error(folder, unless=plan.executor == "debug"):
             run = BenchDir(written.path)
-            run.request.write_text(request.to_json(), encoding="utf-8")
+            files.write(run.request, request.to_json(), run.path)
             try:
                 start(folder, [written], plan, cwd, env, run_rank)
             except SystemExit:  # of a rank in this very process, which has said why

@@ -13,7 +13,7 @@ from trainkit.distributed.stop import stop_on_signal
 from trainkit.errors import TrainkitError
 from trainkit.ranks.heartbeat import heartbeat
 from trainkit.records.attempts import Attempt, job_of
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, as_open_as
 from trainkit.records.writer import Writer, writing
 
 
@@ -25,6 +25,7 @@ def run_rank(folder: str) -> str:
     with stop_on_signal() as stop, ExitStack() as held:
         try:
             run_dir = BenchDir(RunDir.open(Path(folder)).path)
+            held.enter_context(as_open_as(run_dir.path))
             config = load(str(run_dir.config)).config
             env = dict(os.environ)
             from trainkit.bench import job  # and with it torch

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from jobs import cli
 from trainkit import reading
 from trainkit.errors import RefusedError, SchedulerError, UserError
+from trainkit.records import files
 
 if TYPE_CHECKING:
     from trainkit.cluster.site_facts import SiteFacts
@@ -54,9 +55,9 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
             why=f"It may know what the scheduler does not tell now: {'; '.join(silent)}.",
             fix="Try again when `scontrol ping` and `sacctmgr -n show cluster` answer.",
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(path.parent)
     text = renewed(reading.read_text(path), facts) if path.exists() else to_profile(facts)
-    path.write_text(text, encoding="utf-8")
+    files.write(path, text)
     print("\n".join(lines(facts)))
     print(f"\nWritten to {path}; use it with --cluster {path.stem}, or export TRAINKIT_CLUSTER={path.stem}.")
     return 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainkit.cluster.far_side import Host, Word, script
 from trainkit.cluster.remote import run_there
 from trainkit.errors import RunFailedError
+from trainkit.records import files
 
 HELP = "do it on this login node, over ssh: user@login, or user@login:FOLDER if it is not ~/trainkit there"
 
@@ -65,13 +66,13 @@ def show(chunk: bytes) -> None:
 
 def _unpacked(packed: bytes, out: Path) -> Iterable[Path]:
     """Plain files only, each by its last name: an archive from elsewhere writes nowhere else."""
-    out.mkdir(parents=True, exist_ok=True)
+    files.make_folder(out)
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
                 target = out / Path(member.name).name
-                target.write_bytes(content.read())
+                files.write(target, content.read())
                 yield target
 
 

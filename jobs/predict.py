@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -15,8 +16,8 @@ from jobs import cli
 from trainkit import plugins
 from trainkit.config.loading import load
 from trainkit.errors import UserError
+from trainkit.records.files import replacing
 from trainkit.records.ownership import require_own_code
-from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 from trainkit.terminal import one_line
 
@@ -101,7 +102,7 @@ def _written(file: str | None) -> Iterator[TextIO]:
         return
     final = Path(file).expanduser()
     try:
-        with replacing(final) as partial, partial.open("w", encoding="utf-8", newline="") as out:
+        with replacing(final) as content, TextIOWrapper(content, encoding="utf-8", newline="") as out:
             yield out
     except OSError as error:
         raise UserError(

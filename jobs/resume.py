@@ -27,11 +27,10 @@ from trainkit.launch import submission
 from trainkit.launch.plan import make_plan
 from trainkit.launch.restarts import excluded_nodes
 from trainkit.launch.validation import validate
-from trainkit.records import index
+from trainkit.records import files, index
 from trainkit.records.history import Life, life_of
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.ownership import require_own_code, vouch
-from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir, find_runs, is_url, runs_root
 
 
@@ -217,8 +216,7 @@ def _store(run: RunDir, config: Config, *, own: bool) -> None:
     default = {"launch": type(config.launch)().model_dump(mode="json")}
     dumped = config.model_dump(mode="json")
     tree = {name: _known(value, stored[name], default.get(name)) for name, value in dumped.items() if name in stored}
-    with replacing(path) as partial:
-        partial.write_text(yaml.dump(tree), encoding="utf-8")
+    files.write(path, yaml.dump(tree), path.parent)
 
 
 def _known(value: Any, stored: Any, default: Mapping[str, Any] | None) -> Any:

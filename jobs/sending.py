@@ -6,7 +6,6 @@ import argparse
 import gzip
 import io
 import json
-import shutil
 import sys
 import tarfile
 import tempfile
@@ -22,6 +21,7 @@ from trainkit.config import yaml
 from trainkit.config.loading import Loaded
 from trainkit.config.presets import OWN, PACKAGED, file_layer, files_of, find_preset
 from trainkit.errors import UserError
+from trainkit.records import files
 from trainkit.records.rundir import RunDir
 from trainkit.records.secrets import refuse_settings
 from trainkit.records.snapshot import SENT, refusal, withheld_in, write_code, write_manifest
@@ -130,11 +130,11 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
         # The user's own presets and profiles come before the packaged ones there as well. Other files stay here.
         for file in [*OWN.rglob("*.yaml"), *OWN.rglob("*.yml")]:
             if file.is_file():
-                (run.code / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, run.code / file)
+                files.make_folder((run.code / file).parent, run.path)
+                files.copy(file, run.code / file, run.path)
         for name, text in presets.items():
-            (run.code / name).parent.mkdir(parents=True, exist_ok=True)
-            (run.code / name).write_text(text, encoding="utf-8")
+            files.make_folder((run.code / name).parent, run.path)
+            files.write(run.code / name, text, run.path)
         for file in sorted((run.code / OWN).rglob("*")):
             name = str(file.relative_to(run.code))
             if file.is_file() and (found := withheld_in(file, name)):
@@ -146,7 +146,7 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
             print(f"Not sent: {item}.", file=sys.stderr)
         write_manifest(run, [])
         git = reading.read_object(run.manifest)["git"]
-        (run.code / SENT).write_text(json.dumps({"git": git}), encoding="utf-8")
+        files.write(run.code / SENT, json.dumps({"git": git}), run.path)
         packed = io.BytesIO()
         with (
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,

@@ -23,7 +23,7 @@ from trainkit.ranks.heartbeat import heartbeat
 from trainkit.records.attempts import Attempt, job_of, submitted
 from trainkit.records.history import life_of
 from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir, next_path, runs_root
+from trainkit.records.rundir import RunDir, as_open_as, next_path, runs_root
 from trainkit.records.writer import Writer, writing
 
 
@@ -68,6 +68,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 require_no_job(run, force=args.force)
             return held.enter_context(writing(_own(attempt, run, env), job_id=job_of(env)))
 
+        held.enter_context(as_open_as(path))
         outcome, done = _train(loaded.config, env, stop, attempt, open_run)
     if attempt is None and done is not None:
         if outcome == "preempted":
@@ -123,6 +124,7 @@ def run_rank(run: str) -> str:
     with stop_on_signal() as stop, ExitStack() as held:
         try:
             run_dir = RunDir.open(Path(run))
+            held.enter_context(as_open_as(run_dir.path))
             config = load(str(run_dir.config)).config
             env = dict(os.environ)
             attempt = Attempt.named_in(env)

@@ -16,7 +16,7 @@ from trainkit.data import build_data
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
-from trainkit.records.replacing import replacing
+from trainkit.records.files import write
 from trainkit.records.rundir import RunDir
 from trainkit.training.broken import too_many
 from trainkit.training.building import alone, build, wants_gpu
@@ -77,8 +77,8 @@ def evaluate_checkpoint(
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
             images = found.mistakes["raw"].read(dist, parts.splits.info)
-            with suppress(OSError), replacing(run_dir.mistakes(split)) as partial:  # it may be somebody else's run
-                partial.write_text(json.dumps(told(images, split, step)) + "\n", encoding="utf-8")
+            with suppress(OSError):  # it may be somebody else's run
+                write(run_dir.mistakes(split), json.dumps(told(images, split, step)) + "\n", run_dir.path)
     left_out = sorted(parts.broken.met)
     if len(left_out) > parts.broken.most:
         raise too_many(left_out, parts.broken.most)

@@ -29,7 +29,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.ranks.secret import NO_SECRET, Secret
 from trainkit.records.attempts import Attempt
 from trainkit.records.lease import StaleAttemptError
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, make_private
 from trainkit.records.writer import Writer
 from trainkit.training.batch_size import check_batch_sizes, settled
 from trainkit.training.building import build, wants_gpu
@@ -224,7 +224,7 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> 
     path = dist.broadcast_json(str(writer.run.path) if writer is not None else "")
     number = dist.broadcast_json(writer.attempt.number if writer is not None else 0)
     run_dir = RunDir(Path(path))
-    run_dir.path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk: for its own samples
+    make_private(run_dir.path, exist_ok=True)  # on a node that does not share rank 0's disk: for its own samples
     return writer or Writer(Attempt(run_dir, number), lambda: None)
 
 

@@ -29,8 +29,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fsync(descriptor)
         done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
 
-    def recorded_replace(source: Any, target: Any) -> None:
-        replace(source, target)
+    def recorded_replace(source: Any, target: Any, **folders: int) -> None:
+        replace(source, target, **folders)
         done.append(f"rename to {Path(target).name}")
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)

@@ -27,7 +27,8 @@ def written(folder: Path, *parts: tuple[Entry, Tensor]) -> Record:
     for index, (entry, value) in enumerate(parts):
         name = file_name("model", index, len(parts))
         held = tensorfile.as_bytes(value)
-        facts[name] = tensorfile.write(partial / name, [entry], lambda _, held=held: held)  # type: ignore[misc]
+        with files.new_file(partial, name) as out:
+            facts[name] = tensorfile.write(out, [entry], lambda _, held=held: held)  # type: ignore[misc]
     files.commit(folder, Record(1, {}, facts))
     return files.verified(folder, 1)
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from trainkit.data.staging import scratch, stage, staged_folder
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
+from trainkit.records import files
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_copy_is_the_pack(pack: Pack, disk: Path) -> None:
 
 def test_a_second_job_on_the_node_copies_nothing(pack: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage(pack.folder, disk)
-    monkeypatch.setattr(shutil, "copyfile", None)
+    monkeypatch.setattr(files, "copy", None)
     assert stage(pack.folder, disk) == ""
 
 
@@ -64,14 +64,15 @@ def test_processes_of_several_jobs_copy_one_after_the_other(pack: Pack, disk: Pa
     for job in jobs:
         job.join()
     assert [job.exitcode for job in jobs] == [0, 0, 0]
-    assert [found.suffix for found in sorted(disk.iterdir())] == [".pack", ".lock"]
+    assert [found.suffix for found in sorted(disk.glob("*/*"))] == [".pack", ".lock"]
     assert Pack(staged_folder(pack.folder, disk)).verify() == []
 
 
 def test_what_a_killed_job_has_left_is_no_copy(pack: Pack, disk: Path) -> None:
     final = staged_folder(pack.folder, disk)
     going = final.with_name(final.name + ".partial")
-    going.mkdir()
+    going.mkdir(mode=0o700, parents=True)
+    going.parent.chmod(0o700)
     (going / "images.bin").write_bytes(b"half")
     assert stage(pack.folder, disk) == ""
     assert not going.exists()
@@ -101,7 +102,7 @@ def test_a_damaged_pack_is_not_staged(pack: Pack, disk: Path) -> None:
     (pack.folder / "images.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"damaged[\s\S]*train/cat/000\.jpg"):
         stage(pack.folder, disk)
-    assert [found.suffix for found in disk.iterdir()] == [".lock"]
+    assert [found.suffix for found in disk.glob("*/*")] == [".lock"]
 
 
 def test_staging_what_is_no_pack_is_refused_when_the_settings_are_loaded() -> None:

@@ -14,8 +14,7 @@ from trainkit.bench.benches import bench_of
 from trainkit.bench.folder import BenchDir
 from trainkit.bench.results import Results, Row, as_json, results_of
 from trainkit.bench.words import meaning_of
-from trainkit.records import jsonl
-from trainkit.records.replacing import replacing
+from trainkit.records import files, jsonl
 
 
 def read_results(run: BenchDir) -> tuple[Results, list[dict[str, Any]]]:
@@ -31,9 +30,7 @@ def write_results(run: BenchDir) -> tuple[Results, list[Path]]:
 
     results, records = read_results(run)
     samples = [record for record in records if record.get("kind") == "sample"]
-    with replacing(run.results) as partial:
-        text = json.dumps(jsonl.plain(as_json(results, samples)), indent=2)
-        partial.write_text(text + "\n", encoding="utf-8")
+    files.write(run.results, json.dumps(jsonl.plain(as_json(results, samples)), indent=2) + "\n", run.path)
     written = [run.results]
     if draw(results, run.picture):
         written.append(run.picture)

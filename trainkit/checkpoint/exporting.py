@@ -10,7 +10,7 @@ from trainkit.checkpoint.record import BrokenCheckpointError
 from trainkit.checkpoint.stored import Stored
 from trainkit.checkpoint.tensorfile import Entry
 from trainkit.errors import UserError
-from trainkit.records.replacing import replacing
+from trainkit.records.files import replacing
 
 
 def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: Mapping[str, str]) -> tuple[int, str]:
@@ -48,5 +48,5 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
 
 def _write(file: Path, stored: Stored, notes: Mapping[str, str]) -> None:
     entries = [Entry(name, dtype, shape, shape, (0,) * len(shape)) for name, (dtype, shape) in stored.facts.items()]
-    with replacing(file) as partial:
-        tensorfile.write(partial, entries, lambda entry: tensorfile.as_bytes(stored.read(entry.name)), notes)
+    with replacing(file) as out:
+        tensorfile.write(out, entries, lambda entry: tensorfile.as_bytes(stored.read(entry.name)), notes)

@@ -20,6 +20,7 @@ from trainkit.checkpoint.remote import Pointers
 from trainkit.checkpoint.store import AbsentError, Store, StoreError
 from trainkit.errors import UserError
 from trainkit.records.events import read_events
+from trainkit.records.files import create, make_folder, replacing, write
 from trainkit.records.rundir import RunDir, make_private
 
 T = TypeVar("T")
@@ -98,7 +99,6 @@ def bring_back(store: Store, run: RunDir, *, wanted: Callable[[str], bool] = lam
 def _made(store: Store, path: Path, wanted: Callable[[str], bool]) -> RunDir:
     partial = path.with_name(f".{path.name}.fetched")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    path.parent.mkdir(parents=True, exist_ok=True)
     make_private(partial)
     try:
         for name in (*remote.RUN_FILES, *remote.RECORDS, remote.PLACE):
@@ -108,15 +108,15 @@ def _made(store: Store, path: Path, wanted: Callable[[str], bool]) -> RunDir:
                 if name == "config.yaml":
                     raise
                 continue
-            (partial / name).write_bytes(content)
+            write(partial / name, content, partial)
         with suppress(AbsentError):  # a run that was started without a snapshot
             _unpack(_patiently(lambda: store.read(remote.CODE, limit=_LONGEST_CODE)), partial)
         run = RunDir(partial)
-        run.logs.mkdir()
+        make_folder(run.logs, partial)
         for event in read_events(run, "started"):  # their numbers are taken
             if type(event.get("attempt")) is int:
-                run.attempt_logs(event["attempt"]).mkdir(exist_ok=True)
-                (run.attempt_logs(event["attempt"]) / "node-0").touch()
+                make_folder(run.attempt_logs(event["attempt"]), partial)
+                write(run.attempt_logs(event["attempt"]) / "node-0", "", partial)
         bring_back(store, run, wanted=wanted)
         partial.rename(path)
     except BaseException:
@@ -128,13 +128,14 @@ def _made(store: Store, path: Path, wanted: Callable[[str], bool]) -> RunDir:
 def _fetch_step(store: Store, folder: Path, step: int, wanted: Callable[[str], bool]) -> None:
     record = _patiently(lambda: remote.record_of(store, step))
     stage = folder / _STAGE
+    make_folder(folder, folder.parent)
     shutil.rmtree(stage, ignore_errors=True)
-    stage.mkdir(parents=True)
+    make_folder(stage, folder.parent)
     try:
         for name, facts in record.files.items():
             if wanted(name):
                 _patiently(lambda name=name, facts=facts: _fetch_file(store, record, name, facts, stage / name))  # type: ignore[misc]
-        (stage / "state.json").write_text(record.to_json(), encoding="utf-8")
+        write(stage / "state.json", record.to_json(), folder.parent)
         stage.rename(files.path_of(folder, step))
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -142,7 +143,7 @@ def _fetch_step(store: Store, folder: Path, step: int, wanted: Callable[[str], b
 
 def _fetch_file(store: Store, record: Record, name: str, facts: FileFacts, into: Path) -> None:
     digest, size = hashlib.sha256(), 0
-    with into.open("wb") as out:
+    with replacing(into, into.parents[2]) as out:
         for block in store.blocks(f"{remote.folder_of(record.step)}/{name}", facts.bytes):
             size += len(block)
             digest.update(block)
@@ -185,10 +186,10 @@ def _unpack_all(packed: bytes, into: Path) -> None:
                 raise tarfile.TarError(f"{item.name!r:.80}")
             target = into.joinpath(*parts)
             if item.isdir():
-                target.mkdir(parents=True, exist_ok=True)
+                make_folder(target, into)
             elif item.isreg():
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(target.parent, into)
                 data = archive.extractfile(item)
                 assert data is not None
-                with target.open("xb") as out:
+                with create(target, into) as out:
                     shutil.copyfileobj(data, out)

@@ -23,10 +23,11 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, FileFacts, Record, file_name, parse
 from trainkit.errors import UserError
+from trainkit.records import files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,8 +77,9 @@ def write(
     try:
         for stem, named in tensors.items():
             entries = [tensorfile.Entry.of(name, value) for name, value in named.items()]
-            file = partial / file_name(stem, 0, 1)
-            facts[file.name] = tensorfile.write(file, entries, lambda it, of=named: tensorfile.as_bytes(of[it.name]))  # type: ignore[misc]
+            name = file_name(stem, 0, 1)
+            with new_file(partial, name) as out:
+                facts[name] = tensorfile.write(out, entries, lambda it, of=named: tensorfile.as_bytes(of[it.name]))  # type: ignore[misc]
     except BaseException:
         abandon(folder, step)
         raise
@@ -88,11 +90,17 @@ def write(
 def begin(folder: Path, step: int, may_write: Callable[[], None] = lambda: None) -> Path:
     """Make the folder in which the files of ``step`` are written; what killed processes have left of such goes."""
     may_write()
+    files.make_folder(folder, folder.parent)  # and it is no link, which the removal below would follow
     for left in folder.glob(".step-*.partial"):  # this step's or another's
         _remove(left)
     partial = partial_of(folder, step)
-    partial.mkdir(parents=True)
+    files.make_folder(partial, folder.parent)
     return partial
+
+
+def new_file(partial: Path, name: str) -> BinaryIO:
+    """A file of the checkpoint that is being written; unbuffered. Raises OSError."""
+    return files.create(partial / name, partial.parents[1], buffering=0)
 
 
 def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda: None) -> None:
@@ -103,8 +111,9 @@ def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda:
     """
     final, partial = path_of(folder, record.step), partial_of(folder, record.step)
     try:
-        (partial / "state.json").write_text(record.to_json(), encoding="utf-8")
-        _flush(partial / "state.json")
+        with new_file(partial, "state.json") as out:
+            out.write(record.to_json().encode())
+            os.fsync(out.fileno())
         _flush(partial)
         may_write()
         if _is_same(folder, record):
@@ -143,14 +152,12 @@ def _is_same(folder: Path, record: Record) -> bool:
 
 def point(folder: Path, name: str, step: int) -> None:
     """Make ``latest`` or ``best`` name the checkpoint of ``step``, in one move."""
-    place, link = folder / name, folder / f".{name}.partial"
+    place = folder / name
     if place.is_dir() and not place.is_symlink():  # a copy that followed the links
         aside = next(path for number in range(10**6) if not (path := folder / f"{name}-{number}").exists())
         os.rename(place, aside)
         _say(f"{place} is a folder and no link; it has been moved to {aside.name}.")
-    _remove(link)
-    link.symlink_to(path_of(folder, step).name)
-    os.replace(link, place)
+    files.link(place, path_of(folder, step).name, folder.parent)
     _flush(folder)
 
 

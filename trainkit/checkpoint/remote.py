@@ -26,7 +26,7 @@ from trainkit.checkpoint import files
 from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, parse
 from trainkit.checkpoint.store import AbsentError, Store, StoreError
 from trainkit.errors import UserError
-from trainkit.records.replacing import replacing
+from trainkit.records.files import write
 from trainkit.records.rundir import RunDir
 
 PLACE, POINTERS, CODE = "remote.json", "pointers.json", "code.tar.gz"
@@ -117,8 +117,7 @@ def claim(remote: str, run: RunDir) -> Store:
     except StoreError as error:
         raise unreachable(url, error) from None
     if own is None or own["url"] != url:
-        with replacing(run.path / PLACE) as partial:
-            partial.write_bytes(content)
+        write(run.path / PLACE, content, run.path)
     return store
 
 

@@ -15,6 +15,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from trainkit.checkpoint import tensorfile
+from trainkit.checkpoint.files import new_file
 from trainkit.checkpoint.record import FileFacts
 from trainkit.checkpoint.tensorfile import Entry
 
@@ -54,7 +55,8 @@ def receive(rank: int, folder: Path, group: c10d.ProcessGroup) -> dict[str, File
 
         try:
             if problem is None:
-                facts[name] = tensorfile.write(folder / name, [*map(_entry, entries)], next_bytes)
+                with new_file(folder, name) as out:
+                    facts[name] = tensorfile.write(out, [*map(_entry, entries)], next_bytes)
         except OSError as error:
             problem = error
         for entry in [*coming]:

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -63,9 +63,12 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def write(
-    file: Path, entries: Sequence[Entry], bytes_of: Callable[[Entry], Tensor], metadata: Mapping[str, str] | None = None
+    out: BinaryIO,
+    entries: Sequence[Entry],
+    bytes_of: Callable[[Entry], Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> FileFacts:
-    """Write a file and flush it to the disk; its size and hash.
+    """Fill an open file and flush it to the disk; its size and hash.
 
     Args:
         entries: in any order.
@@ -76,24 +79,24 @@ def write(
         OSError: it could not be written.
     """
     digest, size = hashlib.sha256(), 0
-    with file.open("wb", buffering=0) as out:
 
-        def put(data: memoryview) -> None:
-            nonlocal size
-            while data:  # what a disk that is nearly full takes may be less
-                try:
-                    done = out.write(data[:_CHUNK])
-                except OSError as error:
-                    error.filename = str(file)  # which a write does not tell
-                    raise
-                digest.update(data[:done])  # while the processor has it near
-                data, size = data[done:], size + done
+    def put(data: memoryview) -> None:
+        nonlocal size
+        while data:  # what a disk that is nearly full takes may be less
+            try:
+                done = out.write(data[:_CHUNK])
+            except OSError as error:
+                error.filename = out.name  # which a write does not tell
+                raise
+            digest.update(data[:done])  # while the processor has it near
+            data, size = data[done:], size + done
 
-        put(memoryview(_header(in_order(entries), metadata)))
-        for entry in in_order(entries):
-            if entry.bytes:
-                put(bytes_of(entry).numpy().data)
-        os.fsync(out.fileno())
+    put(memoryview(_header(in_order(entries), metadata)))
+    for entry in in_order(entries):
+        if entry.bytes:
+            put(bytes_of(entry).numpy().data)
+    out.flush()
+    os.fsync(out.fileno())
     return FileFacts(size, digest.hexdigest())
 
 

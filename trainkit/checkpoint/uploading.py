@@ -22,6 +22,7 @@ from trainkit.checkpoint.store import AbsentError, Store, StoreError
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.records.attempts import Attempt
+from trainkit.records.files import make_folder
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
@@ -178,7 +179,7 @@ class Uploads:
         here, stage = files.path_of(self._folder, step), self._folder / _STAGE
         shutil.rmtree(stage, ignore_errors=True)  # left by a process that was killed
         try:
-            stage.mkdir()
+            make_folder(stage, self._writer.run.path)
             for name in record.files:
                 os.link(here / name, stage / name)
         except OSError:  # a file system without links: it will be tried again, should they go away

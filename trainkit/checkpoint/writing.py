@@ -207,7 +207,7 @@ class Checkpointer:
         token = files.partial_of(self._folder, step) / f".{self._dist.broadcast_json(secrets.token_hex(8))}"
         if self._dist.is_main:
             with suppress(OSError):  # then all send, and rank 0 says what is wrong when it writes
-                token.touch()
+                files.new_file(token.parent, token.name).close()
         self._dist.barrier()
         sees = self._dist.gather_json(token.exists())
         if self._dist.is_main:
@@ -230,7 +230,8 @@ class Checkpointer:
         folder, facts, problem = files.partial_of(self._folder, step), {}, None
         try:
             for name, named in held.items():
-                facts[name] = _written(folder / name, named)
+                with files.new_file(folder, name) as out:
+                    facts[name] = tensorfile.write(out, [*named], lambda it, of=named: tensorfile.as_bytes(of[it]))  # type: ignore[misc]
         except OSError as error:  # the others send nevertheless
             problem = error
         if self._dist.is_main:
@@ -252,10 +253,6 @@ class Checkpointer:
 
 def _keyed(held: _Files) -> dict[tuple[str, Entry], Tensor]:
     return {(name, entry): value for name, named in held.items() for entry, value in named.items()}
-
-
-def _written(file: Path, held: Mapping[Entry, Tensor]) -> FileFacts:
-    return tensorfile.write(file, [*held], lambda entry: tensorfile.as_bytes(held[entry]))
 
 
 def _tried(step: int, work: Callable[[], _T]) -> tuple[_T | None, TrainkitError | None]:

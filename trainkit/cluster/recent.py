@@ -8,7 +8,6 @@ own record has not changed: what was started, cancelled, requeued or has ended s
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from trainkit import reading
 from trainkit.cluster.slurm_jobs import Answer, JobState, ask
-from trainkit.records import index
+from trainkit.records import files, index
 from trainkit.records.history import Life
 
 KEPT_SECONDS = 20.0
@@ -77,10 +76,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _write(file: Path, known: Mapping[str, Any]) -> None:
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(known), encoding="utf-8")
-        partial.replace(file)
+        index.make_state_folder(file.parent)
+        files.write(file, json.dumps(known), file.parent)
     except OSError:  # a home that cannot be written costs only a question more
         return

@@ -19,6 +19,7 @@ from trainkit.collaborative.entry import Entry, entry_of
 from trainkit.config import yaml
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
+from trainkit.records import files
 
 _SECONDS = 60.0
 
@@ -87,12 +88,12 @@ def as_peer(
     adapted(run.config, own, allow_code=allow_code)
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         file = Path(folder) / "hivemind-peer.yaml"
-        file.write_text(run.config, encoding="utf-8")
+        files.write(file, run.config)
         values, _ = yaml.read(file)
         values = {key: value for key, value in values.items() if key != "launch"}  # of the creator's own site
         values["data"] = {key: value for key, value in values["data"].items() if key not in ("root", "workers")}
         values["collaborative"] = {**values["collaborative"], "initial_peers": list(peers), "port": 0}
-        file.write_text(yaml.dump(values), encoding="utf-8")
+        files.write(file, yaml.dump(values))
         return load(str(file), list(overrides), flags=flags, env=env)
 
 

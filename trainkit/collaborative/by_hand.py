@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from trainkit.records import files
 from trainkit.records.attempts import Attempt, submitted
 from trainkit.records.history import life_of
 from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, as_open_as
 from trainkit.records.writer import Writer, writing
 
 
@@ -25,11 +26,12 @@ class ByHand:
         print(line, flush=True)
         if self.attempt is not None:
             # A full disk is told of on the terminal, and must not end what goes on in spite of it.
-            with suppress(OSError), (self.attempt.logs / "rank-0.out").open("a", encoding="utf-8") as log:
-                log.write(f"{line}\n")
+            with suppress(OSError), files.append(self.attempt.logs / "rank-0.out", self.attempt.run.path) as log:
+                log.write(f"{line}\n".encode())
 
     def begin(self, run_dir: RunDir) -> Writer:
         """This process is the job of ``run_dir`` from now on, and writes it."""
+        self._held.enter_context(as_open_as(run_dir.path))
         me = ProcessId.of(os.getpid())
         submitted(run_dir, "swarm", str(me.pid), me)
         self.attempt = Attempt.begin(run_dir)

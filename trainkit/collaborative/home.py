@@ -16,7 +16,7 @@ from trainkit import reading
 from trainkit.collaborative import address
 from trainkit.collaborative.address import ADDRESS_FILE
 from trainkit.errors import UserError
-from trainkit.records.replacing import replacing, write_private
+from trainkit.records import files
 from trainkit.records.rundir import RunDir
 from trainkit.terminal import LONGEST_NAME
 
@@ -44,8 +44,7 @@ class Home:
 
     def write(self, run: RunDir) -> None:
         """Keep it. Raises OSError, and then what was kept before is as it was."""
-        with replacing(run.path / _FILE) as partial:
-            partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        files.write(run.path / _FILE, json.dumps(asdict(self), indent=2) + "\n", run.path)
 
 
 def home_of(run: RunDir) -> Home | None:
@@ -123,7 +122,7 @@ def keep_identity(run: RunDir, key: Path) -> None:
     file = identity_in(run)
     if file.exists() or file == key:
         return
-    write_private(file, reading.read_bytes(key))
+    files.write(file, reading.read_bytes(key), run.path, private=True)
 
 
 def addresses_in(run: RunDir) -> tuple[str, ...]:
@@ -134,5 +133,4 @@ def addresses_in(run: RunDir) -> tuple[str, ...]:
 
 def write_addresses(run_dir: RunDir, addresses: Sequence[str]) -> None:
     """Where others join, for whoever reads the run folder."""
-    with replacing(run_dir.path / ADDRESS_FILE) as partial:
-        partial.write_text("".join(f"{item}\n" for item in addresses), encoding="utf-8")
+    files.write(run_dir.path / ADDRESS_FILE, "".join(f"{item}\n" for item in addresses), run_dir.path)

@@ -19,8 +19,7 @@ from trainkit.collaborative.admission import revoked_list
 from trainkit.collaborative.invitation import Pass, Role, as_name, grant
 from trainkit.collaborative.signing import Key
 from trainkit.errors import UserError
-from trainkit.records import jsonl
-from trainkit.records.replacing import replacing, write_private
+from trainkit.records import files, jsonl
 
 KEY_FILE = "owner.key"
 INVITED_FILE = "invited.jsonl"
@@ -85,8 +84,7 @@ class Owner:
     def _write_revoked(self, ids: set[str]) -> bytes:
         # Time makes a good serial: it grows, whichever machine with this folder it is.
         statement = revoked_list(own_pass(self.key, "owner"), time.time_ns() // 1_000_000, ids)
-        with replacing(self._folder / REVOKED_FILE) as partial:
-            partial.write_bytes(base64.b64encode(statement))
+        files.write(self._folder / REVOKED_FILE, base64.b64encode(statement), self._folder)
         return statement
 
 
@@ -144,5 +142,5 @@ def keep_key(folder: Path, key: Key) -> Owner:
     pem = Ed25519PrivateKey.from_private_bytes(key.seed).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    write_private(file, pem)
+    files.write(file, pem, folder, private=True)
     return Owner(folder, key)

@@ -17,6 +17,7 @@ from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.rendezvous import free_port
 from trainkit.ranks.secret import VARIABLE, Secret
+from trainkit.records import files
 
 _LEAVE_SECONDS = 20.0
 
@@ -97,7 +98,7 @@ def follow_rank_0(env: RankEnv, secret: Secret, *, use_gpu: bool, beat: Callable
         # Rank 0, who knows the secret, has asked whether its code may be run.
         with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
             file = Path(folder) / "rank-0.yaml"
-            file.write_text(yaml, encoding="utf-8")
+            files.write(file, yaml)
             config = load(str(file)).config
         splits = build_data(config.data)
         return config, splits, build_model(config.model, splits.info, config.seed)

@@ -12,6 +12,7 @@ from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
+from trainkit.records import files
 
 # What a joining peer decides for itself; everything else is the run's.
 OWN_KEYS = (
@@ -92,7 +93,7 @@ def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> 
     """
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         file = Path(folder) / "manifest.yaml"
-        file.write_text(config_yaml, encoding="utf-8")
+        files.write(file, config_yaml)
         # The creator's folder and machine are not this one's.
         own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
         config = load(str(file), own).config

@@ -6,7 +6,6 @@ there. What the peer may do beyond that its pass says, which comes from the run'
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from trainkit.collaborative.invitation import Pass
 from trainkit.collaborative.messages import progress_of
 from trainkit.collaborative.signed_records import SignedRecords, der_of
 from trainkit.errors import UserError
+from trainkit.records import files
 
 _Text = v1.constr(strict=True, max_length=128)
 _Count = v1.conint(strict=True, ge=0, le=1 << 50)
@@ -129,9 +129,9 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
         file = Path(folder) / "identity" if path is None else path.expanduser().absolute()
         try:
             if not file.exists():
-                descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)  # never readable for others
-                os.close(descriptor)
-                P2P.generate_identity(str(file))
+                made = Path(folder) / "made"
+                P2P.generate_identity(str(made))
+                files.write(file, made.read_bytes(), private=True)
             key = RSAPrivateKey.__new__(RSAPrivateKey)
             key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(reading.read_bytes(file)).data})
         except OSError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainkit.errors import UserError
-from trainkit.records.replacing import replacing
+from trainkit.records import files
 
 Say = Callable[[str], None]
 """How progress reaches the user."""
@@ -34,13 +34,13 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
             say(f"{target} is already there.")
             return
         say(f"{target} is damaged or cut short; fetching it again.")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(target.parent)
     say(f"Downloading {url}")
     digest = hashlib.md5(usedforsecurity=False)
-    with replacing(target) as partial:
+    with files.replacing(target) as out:
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "trainkit"})
-            with urllib.request.urlopen(request, timeout=30) as response, partial.open("wb") as out:
+            with urllib.request.urlopen(request, timeout=30) as response:
                 total = int(response.headers.get("Content-Length") or 0)
                 done, shown = 0, 0
                 while chunk := response.read(CHUNK):
@@ -83,7 +83,10 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
     partial = final.with_name(final.name + ".partial")
     if not keep:
         shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True, exist_ok=keep)
+    files.make_folder(partial)
+    if not files.is_own(partial):  # somebody else may have filled it, in a folder that several write to
+        fix = "Remove it, or prepare the data in a folder of your own: data.root=FOLDER."
+        raise UserError(f"{partial} is not yours.", why="What is in it would be taken for the data.", fix=fix)
     yield partial
     os.replace(partial, final)
 
@@ -123,8 +126,8 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
             why=f"Its member '{member.name}' would be written outside of {folder}, or is no file.",
             fix="Get the archive from the data set's own site.",
         )
-    (folder / target).parent.mkdir(parents=True, exist_ok=True)
-    with file, (folder / target).open("wb") as out:
+    files.make_folder((folder / target).parent, folder)
+    with file, files.create(folder / target, folder) as out:
         shutil.copyfileobj(file, out, CHUNK)
 
 

@@ -14,7 +14,7 @@ from trainkit.data.archives import Say, require_names, verified
 from trainkit.data.base import DataInfo, Splits, missing, require
 from trainkit.data.splitting import size_left, stratified_split
 from trainkit.errors import UserError
-from trainkit.records.replacing import replacing
+from trainkit.records import files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,8 +109,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
             content = gzip.decompress(reading.read_bytes(packed, 1 << 30))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{packed} cannot be unpacked.", why=f"{error}.", fix="Fetch it again.") from None
-        with replacing(final) as partial:
-            partial.write_bytes(content)
+        files.write(final, content)
     say(f"{folder} is complete.")
 
 

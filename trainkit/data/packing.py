@@ -38,7 +38,7 @@ from trainkit.data.pack import (
 )  # fmt: skip
 from trainkit.data.tree import Listing, Place
 from trainkit.errors import RunFailedError, UserError
-from trainkit.records.replacing import replacing
+from trainkit.records.files import append, is_own, make_folder, write
 
 Say = Callable[[str], None]
 Kind = Literal["jpeg", "raw"]
@@ -47,6 +47,7 @@ QUALITY = 90
 LARGEST = 65535
 """Of a side: what the index has room for, and JPEG too."""
 
+_BUFFER = 1 << 20
 _CHUNK = 8
 """Images that a process gets at once."""
 
@@ -75,10 +76,10 @@ def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int
     going = final.with_name(final.name + ".partial")
     if not _belongs(going, about):
         shutil.rmtree(going, ignore_errors=True)
-        going.mkdir(parents=True)
-        (going / FILES).write_bytes(files)
-        (going / ABOUT).write_text(json.dumps(about))
-    with (going / IMAGES).open("ab+") as images, (going / INDEX).open("ab+") as index:
+        make_folder(going)
+        write(going / FILES, files)
+        write(going / ABOUT, json.dumps(about))
+    with append(going / IMAGES, buffering=_BUFFER) as images, append(going / INDEX, buffering=_BUFFER) as index:
         done = _go_on(images, index)
         if done:
             say(f"Going on after {done} of {len(listing)} images.")
@@ -95,8 +96,7 @@ def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int
             file.flush()
             os.fsync(file.fileno())
     about["sha256"] |= {INDEX: hashlib.sha256(reading.read_bytes(going / INDEX, LONGEST)).hexdigest()}  # type: ignore[operator]
-    with replacing(going / ABOUT) as whole:
-        whole.write_text(json.dumps(about, indent=2) + "\n")
+    write(going / ABOUT, json.dumps(about, indent=2) + "\n")
     os.replace(going, final)
     return Pack(final)
 
@@ -125,7 +125,7 @@ def _belongs(going: Path, about: dict[str, Any]) -> bool:
     try:
         was = reading.parse(reading.read_bytes(going / ABOUT))
         was["sha256"].pop(INDEX, None)  # killed when only the name was missing
-        return bool(was == about and (going / FILES).is_file())
+        return bool(was == about and (going / FILES).is_file() and is_own(going))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trainkit.data.pack import Pack, pack_folder, require_pack
-from trainkit.data.staging import scratch, stage, staged_folder
+from trainkit.data.staging import scratch, stage, staged
 from trainkit.data.tree import Files, Listing, Place, Tree
 from trainkit.errors import UserError
 
@@ -41,8 +41,7 @@ def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distribu
     dist.together(lambda: _staged(folder, disk, must=staging is True) if one_of_node else None)
 
     def opened() -> Pack:
-        copy = None if disk is None else staged_folder(folder, disk)
-        return Pack(copy if copy is not None and copy.is_dir() else folder)
+        return (None if disk is None else staged(folder, disk)) or Pack(folder)
 
     return dist.together(opened)
 

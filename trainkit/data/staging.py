@@ -1,4 +1,7 @@
-"""A pack on the disk of the node that reads it: copied once a node, whatever ranks and jobs are there."""
+"""A pack on the disk of the node that reads it: copied once a node, whatever ranks and jobs are there.
+
+Such a disk is shared with other users, so the copies of each are in a folder that nobody else can get at.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit import reading
 from trainkit.data.pack import ABOUT, FILES, IMAGES, INDEX, Pack, broken_pack
 from trainkit.errors import TrainkitError, UserError
+from trainkit.records import files
 
 SPARE = 1 << 28
 """Bytes that are left to others on the node's disk."""
@@ -30,11 +35,23 @@ def staged_folder(pack: Path, disk: Path) -> Path:
         digest = hashlib.sha256(reading.read_bytes(pack / ABOUT)).hexdigest()[:16]
     except OSError as error:
         raise broken_pack(pack, str(error)) from None
-    return disk / f"{pack.stem}-{digest}.pack"
+    return disk / f"trainkit-{os.geteuid()}" / f"{pack.stem}-{digest}.pack"
+
+
+def staged(pack: Path, disk: Path) -> Pack | None:
+    """The copy of a pack on a node's disk, if it is there whole, and of this user's making."""
+    copy = staged_folder(pack, disk)
+    try:
+        if not files.is_own(copy.parent, private=True) or (copy / ABOUT).read_bytes() != (pack / ABOUT).read_bytes():
+            return None
+        return Pack(copy)
+    except (OSError, TrainkitError):  # there is none, or somebody has cleaned up
+        return None
 
 
 def stage(pack: Path, disk: Path) -> str:
-    """Copy ``pack`` to ``disk``, where it is not there already, and verify the copy. Why not, if there is no room.
+    """Copy ``pack`` to ``disk``, where it is not there already, and verify the copy. Why not, if there is no room, or
+    only a folder that others can write to.
 
     Of several processes on the node one copies and the others wait, also those of other jobs. A copy has its final name
     once it is complete; what a killed process has left is removed by the next.
@@ -45,21 +62,22 @@ def stage(pack: Path, disk: Path) -> str:
     final = staged_folder(pack, disk)
     going = final.with_name(final.name + ".partial")
     try:
-        with open(final.with_name(final.name + ".lock"), "a") as lock:
+        with suppress(FileExistsError):
+            final.parent.mkdir(mode=0o700)
+        if not files.is_own(final.parent, private=True):
+            return f"{final.parent} is not this user's alone"
+        with files.append(final.with_name(final.name + ".lock"), final.parent) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the system, too, when its holder is killed
-            if final.is_dir():
-                try:
-                    Pack(final)
-                    return ""
-                except TrainkitError:  # somebody has cleaned up
-                    shutil.rmtree(final)
-            shutil.rmtree(going, ignore_errors=True)
+            if staged(pack, disk) is not None:
+                return ""
+            for left in (final, going):
+                shutil.rmtree(left, ignore_errors=True)
             size, free = sum((pack / file).stat().st_size for file in (IMAGES, INDEX, FILES)), free_bytes(disk)
             if size + SPARE > free:
                 return f"{disk} has {free / 1e9:.1f} GB left, and the pack takes {size / 1e9:.1f}"
-            going.mkdir()
+            files.make_folder(going, final.parent)
             for file in (IMAGES, INDEX, FILES, ABOUT):
-                shutil.copyfile(pack / file, going / file)
+                files.copy(pack / file, going / file, final.parent)
             Pack(going).verify()
             os.replace(going, final)
     except OSError as error:

@@ -30,8 +30,8 @@ import torch
 
 from trainkit import reading
 from trainkit.ranks.heartbeat import STARTING_SECONDS, hang
+from trainkit.records import files
 from trainkit.records.attempts import Attempt
-from trainkit.records.replacing import replacing
 
 GATHER_SECONDS = 10.0
 """How long the ranks wait for one another to write down where they stand."""
@@ -169,8 +169,8 @@ def _ends(attempt: Attempt, place: Place, stand: Stand, pulse: _Pulse, over: thr
     words = f"Rank {place.rank} on {place.hosts[place.rank]} has made no progress for {pulse.patience():.0f} s"
     print(f"{words}. Its Python stacks:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
-    with suppress(OSError), replacing(mine) as partial:  # a full disk must not keep it from ending
-        partial.write_text(json.dumps(vars(stand)), encoding="utf-8")
+    with suppress(OSError):  # a full disk must not keep it from ending
+        files.write(mine, json.dumps(vars(stand)), mine.parent)
     deadline = time.monotonic() + GATHER_SECONDS
     expected = [rank for rank in range(len(place.hosts)) if (place.logs / f"rank-{rank}.err").exists()]
     while time.monotonic() < deadline and not all(_file(place, rank).exists() for rank in expected):

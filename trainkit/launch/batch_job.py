@@ -38,10 +38,11 @@ from trainkit.launch.restarts import (
 from trainkit.ranks.hostlist import expand
 from trainkit.ranks.rendezvous import free_port, start_for
 from trainkit.ranks.secret import Secret
+from trainkit.records import files
 from trainkit.records.attempts import RUN_DIR, Attempt, job_of
 from trainkit.records.events import read_events
 from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, umask_of
 
 END_SECONDS = 300
 """How long SLURM may take to end a script whose job it has requeued."""
@@ -73,14 +74,15 @@ def begin(env: Mapping[str, str]) -> str:
     attempt = Attempt.begin(run)
     scheduler.claim_pickle(run, env)
     nodes = env["SLURM_JOB_NODELIST"]
-    attempt.logs.joinpath(NODES).write_text(f"{nodes}\n", encoding="utf-8")
+    files.write(attempt.logs / NODES, f"{nodes}\n", run.path)
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
         "MASTER_ADDR": expand(nodes)[0],
         "MASTER_PORT": str(free_port(start_for(env))),
         "TRAINKIT_SECRET": Secret.generate().text,
     }
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
+    umask = f"umask {umask_of(run.path):04o}"  # srun opens the ranks' logs
+    return "\n".join([umask, *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())])
 
 
 def _lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> dict[str, str]:
@@ -191,7 +193,7 @@ def _queue_again(attempt: Attempt, how: How, job: scheduler.OwnJob, env: Mapping
     job_id, words = job_of(env), ""
     if how == "requeue":
         if not scheduler.has_scontrol():
-            attempt.logs.joinpath(MARKER).write_text(f"{job_id}\n", encoding="utf-8")
+            files.write(attempt.logs / MARKER, f"{job_id}\n", attempt.run.path)
             attempt.requeued(job_id)
             return ""
         try:

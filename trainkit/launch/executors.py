@@ -23,8 +23,9 @@ from trainkit import reading
 from trainkit.errors import SchedulerError
 from trainkit.launch.environment import leaked, scrubbed
 from trainkit.launch.scheduler import unclaimed
+from trainkit.records import files
 from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, as_open_as
 
 CONTROLLERS: list[subprocess.Popen[bytes]] = []
 """Of the local runs that this process has started. Kept, or Python would warn that they still run when it forgets them;
@@ -107,7 +108,11 @@ class _PickleEach:
 
     def submit_each(self, function: Callable[[str], str], runs: Sequence[RunDir]) -> list[Any]:
         """Submit ``function(path)`` for every run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with as_open_as(self.folder.parent):  # submitit's files, SLURM's (it takes the umask over), the ranks'
+            return self._submit_each(function, runs)
+
+    def _submit_each(self, function: Callable[[str], str], runs: Sequence[RunDir]) -> list[Any]:
+        files.make_folder(self.folder, self.folder.parent)
         pickles = []
         for index, run in enumerate(runs):
             path = self.folder / unclaimed(index)
@@ -163,8 +168,8 @@ class _Local(_PickleEach, LocalExecutor):
     def _submit_command(self, command: str) -> LocalJob[Any]:
         run_folder = self.folder.parent
         log = run_folder / "logs" / "batch.out"
-        log.parent.mkdir(exist_ok=True)
-        with log.open("ab") as out:
+        files.make_folder(log.parent, run_folder)
+        with files.append(log, run_folder) as out:
             controller = subprocess.Popen(
                 [sys.executable, "-u", "-m", "trainkit.launch.controller", str(run_folder), str(self._cwd)],
                 cwd=self._first.code,  # the snapshot, so that edits cannot reach the attempts to come

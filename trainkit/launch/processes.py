@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from trainkit.records.files import append
 from trainkit.records.notice import readable
 
 TICK_SECONDS = 0.2
@@ -154,7 +155,7 @@ def _start(rank: Rank, cwd: Path | None) -> subprocess.Popen[bytes]:
 
 
 def _open(files: contextlib.ExitStack, path: Path | None) -> IO[Any] | None:
-    return None if path is None else files.enter_context(path.open("ab"))
+    return None if path is None else files.enter_context(append(path, path.parent))
 
 
 def _before_exec(libc: ctypes.CDLL) -> None:

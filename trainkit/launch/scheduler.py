@@ -21,6 +21,7 @@ from trainkit.cluster.slurm_jobs import run as slurm
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.sweeps import PART
 from trainkit.ranks.hostlist import expand
+from trainkit.records import files
 from trainkit.records.attempts import job_of, submitted
 from trainkit.records.rundir import RunDir
 
@@ -183,7 +184,7 @@ def claim_pickle(run: RunDir, env: Mapping[str, str]) -> None:
         found = mine.with_name(unclaimed(int(index or 0)))
         if not mine.exists() and found.is_file():
             with contextlib.suppress(FileNotFoundError):  # it is just being renamed
-                shutil.copy2(found, mine)
+                files.copy(found, mine, folder)
 
 
 def _folders(run: RunDir, index: str | None) -> list[Path]:
@@ -219,7 +220,9 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     )  # fmt: skip
     new = answer.splitlines()[-1].partition(";")[0] + ("" if index is None else f"_{index}")
     pickle = folder / ".submitit" / f"{old}_submitted.pkl"
-    shutil.copy2(pickle, pickle.with_name(f"{new}_submitted.pkl"))  # before this job ends, so before that one starts
+    files.copy(
+        pickle, pickle.with_name(f"{new}_submitted.pkl"), folder
+    )  # before this job ends, so before that one starts
     submitted(run, "slurm", new, continues=old)
     return new
 

@@ -23,7 +23,7 @@ from trainkit.launch.batch_script import batch_script
 from trainkit.launch.explain import way_out
 from trainkit.launch.plan import Plan
 from trainkit.launch.scheduler import unclaimed
-from trainkit.records import index
+from trainkit.records import files, index
 from trainkit.records.attempts import Attempt, refused, submitted, submitting, unanswered
 from trainkit.records.history import life_of
 from trainkit.records.ownership import vouch
@@ -96,15 +96,15 @@ def write_sweep(
         points = [
             {"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)
         ]
-        (folder / "sweep.json").write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
+        files.write(folder / "sweep.json", json.dumps(points, indent=2) + "\n", folder)
     return runs
 
 
 def write_launch(folder: Path, plan: Plan, script: str | None) -> None:
     """Write plan.json and, for SLURM, submit.sbatch."""
-    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    files.write(folder / "plan.json", plan.to_json(), folder)
     if script is not None:
-        (folder / "submit.sbatch").write_text(script, encoding="utf-8")
+        files.write(folder / "submit.sbatch", script, folder)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.errors import UserError
+from trainkit.records import files
 from trainkit.records.rundir import RunDir
 
 PART = "array-"
@@ -26,9 +27,9 @@ def part_folder(sweep: Path) -> Path:
 def link_runs(part: Path, runs: Sequence[RunDir]) -> None:
     """Make a part's folder, in which the runs are called 0, 1, 2, ..."""
     try:
-        part.mkdir(parents=True)
+        files.make_folder(part, whole(part))
         for index, run in enumerate(runs):
-            (part / str(index)).symlink_to(run.path)
+            files.link(part / str(index), str(run.path), whole(part))
     except OSError as error:
         raise UserError(
             f"Cannot make the folder {part}.", why=f"{error.strerror}.", fix="Check who may write there."

@@ -35,7 +35,7 @@ import psutil
 from trainkit.monitor.energy import Energy, last_sample
 from trainkit.monitor.gpus import MB, Gpus
 from trainkit.ranks.env import RankEnv
-from trainkit.records import jsonl
+from trainkit.records import files, jsonl
 from trainkit.records.rundir import RunDir
 
 _PRESSURE = Path("/proc/pressure/cpu")
@@ -116,7 +116,7 @@ def _sample_until(
                 memory = sum(item.get("memory_used_mb", 0.0) for item in used)
                 if memory > most * _NOTEWORTHY or not most:
                     most = memory
-                    shown.write_text(gpus.described(), encoding="utf-8")
+                    files.write(shown, gpus.described(), shown.parent)
             sample |= energy.used(used)
             jsonl.append(path, sample)
     except Exception as error:

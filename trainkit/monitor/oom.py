@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trainkit.records import files
 from trainkit.records.rundir import RunDir
 
 _MOST_EVENTS = 100_000
@@ -35,8 +36,9 @@ def snapshot_on_oom(run_dir: RunDir, rank: int, *, gpu: bool, history: bool) -> 
         if out_of_memory(error):
             file = run_dir.profile / f"oom-rank-{rank}.pickle"
             try:
-                run_dir.profile.mkdir(exist_ok=True)
-                torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+                files.make_folder(run_dir.profile, run_dir.path)
+                with files.replacing(file, run_dir.path) as out:
+                    torch.cuda.memory._dump_snapshot(out.name)  # type: ignore[no-untyped-call]
                 print(f"What the GPU's memory held: {file}", file=sys.stderr, flush=True)
             except Exception as problem:  # the error that ends the run must be the one that is seen
                 print(f"No snapshot of the GPU's memory: {problem}", file=sys.stderr, flush=True)

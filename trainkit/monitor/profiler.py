@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit.records import files
 from trainkit.records.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -88,13 +89,13 @@ class Profiler:
     def _write(self, running: profile, name: str) -> None:
         folder = self._run_dir.profile
         try:
-            folder.mkdir(exist_ok=True)
+            files.make_folder(folder, self._run_dir.path)
             trace, table = folder / f"{name}.json.gz", folder / f"{name}.txt"
-            partial = folder / f".{name}.partial.json.gz"  # torch goes by the end of the name
-            running.export_chrome_trace(str(partial))
-            partial.replace(trace)
+            with files.replacing(trace, self._run_dir.path) as out:
+                running.export_chrome_trace(out.name)
             sort_by = "self_device_time_total" if self._gpu else "self_cpu_time_total"
-            table.write_text(running.key_averages().table(sort_by=sort_by, row_limit=_ROWS), encoding="utf-8")
+            costs = running.key_averages().table(sort_by=sort_by, row_limit=_ROWS)
+            files.write(table, costs, self._run_dir.path)
             print(f"Profile: {trace}", flush=True)
         except Exception as error:
             print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -29,6 +29,7 @@ from trainkit.config.schema import Config
 from trainkit.monitor.base import Logger, Start
 from trainkit.monitor.described import settings, shown_name, taken_for
 from trainkit.monitor.wandb_client import HAS_SAID_WHY, IGNORED
+from trainkit.records import files
 from trainkit.records.notice import Notice
 from trainkit.records.rundir import RunDir
 
@@ -151,6 +152,7 @@ class _Wandb:
     def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
         self._client = start.prepared if isinstance(start.prepared, _Client) else _Client()
         self._run_dir = run_dir
+        files.make_folder(run_dir.wandb, run_dir.path)
         self._client.send(init=_init(run_dir, config, start))
 
     def log(self, record: Mapping[str, Any]) -> None:

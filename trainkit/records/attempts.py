@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.errors import UserError
-from trainkit.records import index
+from trainkit.records import files, index
 from trainkit.records.events import append_event, read_events
 from trainkit.records.lease import writing_attempt
 from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.records.rundir import RunDir, make_private
 
 Remark = Literal[
     "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "broken_image", "straggler", "peer_joined",
@@ -136,8 +136,9 @@ class Attempt:
         while True:
             claim = run.attempt_logs(number) / f"node-{node_rank}"
             try:
-                claim.parent.mkdir(parents=True, exist_ok=True)
-                os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+                make_private(run.path, exist_ok=True)  # a template has no Python before this
+                files.make_folder(claim.parent, run.path)
+                files.create(claim, run.path).close()
                 return cls(run, number)
             except FileExistsError:
                 number += 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import reading, terminal
-from trainkit.records.replacing import replacing
+from trainkit.records import files
 from trainkit.records.rundir import RunDir
 
 MOST_NAMES = 10_000
@@ -81,8 +81,7 @@ class Contributions:
 
     def write(self, run: RunDir) -> None:
         """Write the file anew; a reader finds it whole. Raises OSError."""
-        with replacing(file_of(run)) as partial:
-            partial.write_text(json.dumps({"contributions": self.rows()}, allow_nan=False) + "\n", encoding="utf-8")
+        files.write(file_of(run), json.dumps({"contributions": self.rows()}, allow_nan=False) + "\n", run.path)
 
     def rows(self, most: int = MOST_NAMES + 1) -> list[dict[str, Any]]:
         """As plain values, best first."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit import reading
+from trainkit.errors import UserError
+from trainkit.records import files
 
 
 def state_file(name: str = "runs") -> Path:
@@ -25,6 +27,17 @@ def own_file(name: str) -> Path:
     project = Path(__file__).resolve().parents[2]
     digest = hashlib.blake2b(os.fsencode(project), digest_size=4).hexdigest()
     return state_file("projects") / f"{project.name}-{digest}" / name
+
+
+def make_state_folder(folder: Path) -> None:
+    """Make a folder of `state_file` where it is not there; nobody else may write there, or a run of theirs would pass
+    for the user's own."""
+    root = state_file().parent
+    root.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.stat().st_mode & 0o022:
+        root.chmod(0o700)
+    files.make_folder(folder, root)
 
 
 def remember(path: Path) -> None:
@@ -115,13 +128,11 @@ def _append(file: Path, line: str) -> None:
     if "\n" in line:  # one a line
         return
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(file, flags, 0o600)
-        with os.fdopen(descriptor, "a", encoding="utf-8", errors="surrogateescape") as out:
-            os.fchmod(descriptor, 0o600)  # whatever the umask, and of lists that are there already
-            out.write(f"{line}\n")
-    except OSError:
+        make_state_folder(file.parent)
+        with files.append(file, file.parent) as out:
+            os.fchmod(out.fileno(), 0o600)  # of lists that are there already, too
+            out.write(os.fsencode(f"{line}\n"))
+    except (OSError, UserError):
         return
 
 

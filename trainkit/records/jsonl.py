@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from trainkit import reading
+from trainkit.records import files
 
 LONGEST_LINE = 1 << 20
 LONGEST = 1 << 26
@@ -42,16 +43,13 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
     A line that a killed process left torn is closed first, or it would swallow this record.
     """
     line = json.dumps(plain(record), default=str, allow_nan=False) + "\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+    with files.append(path, path.parent) as out:
+        size = os.fstat(out.fileno()).st_size
+        if size and os.pread(out.fileno(), 1, size - 1) != b"\n":
             line = "\n" + line
         data = line.encode()
-        if os.write(descriptor, data) < len(data):  # the disk has become full; readers pass over a torn line
+        if out.write(data) < len(data):  # the disk has become full; readers pass over a torn line
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path, holding: Sequence[bytes] = (), *, most: int = LONGEST) -> Iterator[dict[str, Any]]:

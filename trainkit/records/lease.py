@@ -24,6 +24,7 @@ from typing import Any
 
 from trainkit import reading, terminal
 from trainkit.errors import RunFailedError, UserError
+from trainkit.records import files
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir
 
@@ -206,10 +207,10 @@ def _put(mine: Path, lease: Path) -> bool:
         return False
     except OSError:  # a file system without hard links
         try:
-            descriptor = os.open(lease, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            out = files.create(lease, lease.parent)
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "wb") as out:
+        with out:
             out.write(reading.read_bytes(mine))
     return True
 
@@ -218,7 +219,7 @@ def _replace(mine: Path, run: RunDir, token: str) -> bool:
     """Put ``mine`` in the place of a dead holder's lease; False if somebody else does so."""
     right = run.path / f".lease-{token}.over"  # which only one can make: the right to replace that very lease
     try:
-        os.close(os.open(right, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        files.create(right, run.path).close()
     except FileExistsError:
         with suppress(FileNotFoundError):  # left by one that died in the middle
             if mine.stat().st_mtime - right.stat().st_mtime > EXPIRY_SECONDS:
@@ -237,9 +238,7 @@ def _replace(mine: Path, run: RunDir, token: str) -> bool:
 
 def _write(file: Path, token: str, holder: Holder) -> None:
     content = {"token": token, "job_id": holder.job_id, "attempt": holder.attempt, **holder.process.fields()}
-    descriptor = os.open(file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-        out.write(json.dumps(content))
+    files.write(file, json.dumps(content), file.parent)
 
 
 def _read(file: Path) -> _Found | None:

@@ -6,13 +6,14 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit import terminal
 from trainkit.errors import UserError, did_you_mean
-from trainkit.records import index
+from trainkit.records import files, index
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -153,13 +154,12 @@ class RunDir:
         try:
             late = after_logs and _holds_only_logs(path)
             if late:
-                partial.write_text(config_yaml, encoding="utf-8")
                 path.chmod(_mode())
-                partial.rename(path / "config.yaml")
+                files.write(path / "config.yaml", config_yaml, path)
             else:
                 make_private(partial)
-                (partial / "config.yaml").write_text(config_yaml, encoding="utf-8")
-                (partial / "logs").mkdir()
+                files.write(partial / "config.yaml", config_yaml, partial)
+                files.make_folder(partial / "logs", partial)
                 if path.exists() or path.is_symlink():
                     raise FileExistsError(path)
                 partial.rename(path)
@@ -201,14 +201,40 @@ class RunDir:
         return run_dir
 
 
-def make_private(folder: Path) -> None:
+def make_private(folder: Path, *, exist_ok: bool = False) -> None:
     """Make a folder that only the user can enter, or whom ``$TRAINKIT_RUN_MODE`` (octal, as for chmod: 750) lets in.
 
-    What is in it may be as open as the user's umask makes it: nobody gets there.
+    Folders above it that are not there are made too, and nobody else can write there: who can, replaces the run.
     """
-    folder.mkdir(parents=True, mode=0o700)
-    if _mode() != 0o700:
+    for above in reversed([parent for parent in folder.parents if not parent.exists()]):
+        above.mkdir(mode=0o755, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not exist_ok:
+            raise
+    else:
         folder.chmod(_mode())
+
+
+@contextmanager
+def as_open_as(run: Path) -> Iterator[None]:
+    """What this process and its children write in the block, by whatever library, is as open as the run."""
+    before = os.umask(umask_of(run))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def umask_of(run: Path) -> int:
+    """The umask of a process that works for a run; of one that is not there yet, it is that of `make_private`."""
+    return ~(stat.S_IMODE(run.stat().st_mode) if run.is_dir() else _mode()) & 0o777
+
+
+def run_at(folder: Path) -> Path | None:
+    """The folder if it is that of a run or of a sweep: what is written there is as open as the run."""
+    return folder if any((folder / name).is_file() for name in ("config.yaml", "sweep.json")) else None
 
 
 def _mode() -> int:
@@ -346,8 +372,6 @@ def _holds_only_logs(path: Path) -> bool:
 
 
 def _remove(partial: Path) -> None:
-    if partial.is_file():
-        partial.unlink()
     if partial.is_dir():  # it may not even have been made: a file can lie where its folder should be
         (partial / "config.yaml").unlink(missing_ok=True)
         for folder in (partial / "logs", partial):

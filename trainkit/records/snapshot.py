@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
@@ -20,6 +20,7 @@ from typing import Any
 from trainkit import packaged, reading
 from trainkit.errors import RefusedError
 from trainkit.records import secrets
+from trainkit.records.files import create, make_folder, write
 from trainkit.records.rundir import RunDir
 
 INSTALLED = Path(__file__).resolve().parents[2]
@@ -89,28 +90,40 @@ def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
     ]
     if essential:
         raise refusal(essential[0])
-    # The snapshot of a wheel is laid out as that of a checkout, where configs and slurm lie beside trainkit.
-    unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", "*.ipynb", "configs", "slurm")
     left_behind = list(withheld.values())
-
-    def ignored(folder: str, names: list[str]) -> set[str]:
-        held = {name for name in names if secrets.is_credentials(name)}
-        left_behind.extend(_by_name(f"{Path(folder).name}/{name}") for name in sorted(held))
-        return held | set(unwanted(folder, names))
-
-    for name in _OWN:
-        source = packaged.folder(name) if name == "configs" else INSTALLED / name
-        shutil.copytree(source, run_dir.code / name, ignore=ignored)
+    for name, source in _packages():
+        if any(secrets.is_credentials(part) for part in name.parts):
+            left_behind.append(_by_name(str(Path(*name.parts[-2:]))))
+        else:
+            _copy(source, run_dir.code / name, run_dir)
     for file in modules:
         target = run_dir.code / file
         if not target.exists() and file not in withheld:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(here / file, target)
+            _copy(here / file, target, run_dir)
     return left_behind
 
 
 def _by_name(name: str) -> Withheld:
     return Withheld(name, 0, "a file of credentials, by its name")
+
+
+def _packages() -> Iterator[tuple[Path, Path]]:
+    """Every file of the program's own packages, by its name in a snapshot. That of a wheel is laid out as that of a
+    checkout, where configs and slurm lie beside trainkit."""
+    for name in _OWN:
+        top = packaged.folder(name) if name == "configs" else INSTALLED / name
+        for folder, folders, found in os.walk(top):
+            folders[:] = [item for item in folders if item not in ("__pycache__", "configs", "slurm")]
+            for file in sorted(found):
+                if not file.endswith((".pyc", ".ipynb")):
+                    source = Path(folder, file)
+                    yield name / source.relative_to(top), source
+
+
+def _copy(source: Path, target: Path, run_dir: RunDir) -> None:
+    make_folder(target.parent, run_dir.path)
+    with source.open("rb") as content, create(target, run_dir.path) as out:
+        shutil.copyfileobj(content, out)
 
 
 def refusal(essential: Withheld) -> RefusedError:
@@ -173,7 +186,7 @@ def write_manifest(
         "withheld": [asdict(item) for item in left_out],
         "fingerprint": fingerprint,
     }
-    run_dir.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write(run_dir.manifest, json.dumps(manifest, indent=2) + "\n", run_dir.path)
     if left_out:
         _say_once(f"Withheld from the run folder: {'; '.join(dict.fromkeys(map(str, left_out)))}.")
 

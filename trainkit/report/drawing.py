@@ -13,6 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.records.files import replacing
+from trainkit.records.rundir import run_at
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -58,9 +61,9 @@ def new_figure(path: Path, width: float, height: float, columns: int = 1) -> Ite
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure, list(figure.subplots(1, columns, squeeze=False)[0])
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), replacing(path, run_at(path.parent)) as out:
             warnings.simplefilter("ignore", UserWarning)  # absurd numbers leave the curves no room: drawn all the same
-            figure.savefig(path)
+            figure.savefig(out, format=path.suffix[1:])
 
 
 def points_of(records: Sequence[dict[str, Any]], key: str, x: str = "epoch") -> Points:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from trainkit import markdown, reading, terminal
 from trainkit.errors import UserError
+from trainkit.records import files
+from trainkit.records.rundir import run_at
 from trainkit.report import comparing, contributors, plots, story, tables
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.sweep import by_accuracy, sweep_tables
@@ -65,7 +67,7 @@ def write_logbook(runs: Runs, out: Path) -> list[Path]:
         else:
             parts = [f"# Log book of {len(found)} runs", _comparison(found, pages)]
             parts += [_run(facts, pages, "## ", "###") for facts in found]
-        path.write_text("\n\n".join([MARK, *parts]) + "\n", encoding="utf-8")
+        files.write(path, "\n\n".join([MARK, *parts]) + "\n", run_at(out))
     return pages.written
 
 
@@ -91,7 +93,7 @@ def write_sweep(sweep: Path, runs: Runs, out: Path) -> list[Path]:
             one = markdown.code(terminal.command("report", rest[0].run_dir.path))
             parts.append(f"Here are the best {len(shown)} of them; every other has its log book by {one}.")
         parts += [_run(facts, pages, "## ", "###") for facts in shown]
-        path.write_text("\n\n".join([MARK, *(part for part in parts if part)]) + "\n", encoding="utf-8")
+        files.write(path, "\n\n".join([MARK, *(part for part in parts if part)]) + "\n", run_at(out))
     return pages.written
 
 
@@ -116,8 +118,8 @@ def require_something(found: Sequence[Facts]) -> None:
 def written_to(path: Path) -> Iterator[Path]:
     """Its folder is made. Raises UserError where it cannot be written, or would replace what somebody else wrote."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not reading.read_start(path, 400).startswith(MARK):
+        files.make_folder(path.parent)
+        if path.is_file() and not path.is_symlink() and not reading.read_start(path, 400).startswith(MARK):
             raise UserError(
                 f"{path} was not written by this command.",
                 why="It would be replaced.",
@@ -142,7 +144,7 @@ def write_comparison(runs: Runs, out: Path) -> tuple[str, list[Path]]:
     pages = _Pages(out, [])
     with written_to(out / "comparison.md") as path:
         pages.written.append(path)
-        path.write_text("\n\n".join([MARK, _comparison(found, pages)]) + "\n", encoding="utf-8")
+        files.write(path, "\n\n".join([MARK, _comparison(found, pages)]) + "\n", run_at(out))
     return markdown.table(comparing.COMPARISON, comparing.comparison_rows(found), numbers_from=2), pages.written
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from trainkit import reading, terminal
 from trainkit.errors import UserError
-from trainkit.records.replacing import replacing
+from trainkit.records import files
+from trainkit.records.rundir import run_at
 from trainkit.report import comparing, contributors, tables
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.page_classes import classes
@@ -42,16 +43,14 @@ def write_page(runs: Runs, out: Path) -> Path:
     """
     path = out / FILE
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if path.exists() and MARK not in reading.read_start(path, 400):
+        files.make_folder(out)
+        if path.is_file() and not path.is_symlink() and MARK not in reading.read_start(path, 400):
             raise UserError(
                 f"{path} was not written by this command.",
                 why="It would be replaced.",
                 fix="Choose another folder with --out FOLDER, or move that file away.",
             )
-        text = page(collect(runs))
-        with replacing(path) as partial:
-            partial.write_text(text, encoding="utf-8", errors="replace")
+        files.write(path, page(collect(runs)).encode(errors="replace"), run_at(out))
     except OSError as error:
         raise UserError(
             f"Cannot write {path}.", why=f"{error.strerror}: {error.filename}", fix="Choose another with --out FOLDER."

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from trainkit import markdown, reading
 from trainkit.errors import UserError
+from trainkit.records import files
+from trainkit.records.rundir import run_at
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.points import points_of
 from trainkit.report.tables import NONE, Row, duration, number
@@ -51,8 +53,8 @@ def write_results(sweep: Path, runs: Runs, out: Path) -> str:
     tables = [markdown.table(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)]
     text = "\n\n".join(tables) + "\n"
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / FILE).write_text(text, encoding="utf-8")
+        files.make_folder(out)
+        files.write(out / FILE, text, run_at(out))
     except OSError as error:
         raise UserError(
             f"Cannot write {out / FILE}.", why=f"{error.strerror}.", fix="Free some space, or check who may write."

@@ -16,9 +16,8 @@ from trainkit.checkpoint.saving import Checkpoints, Restored
 from trainkit.distributed.device import device_name
 from trainkit.monitor.base import Logger
 from trainkit.monitor.profiler import Profiler
-from trainkit.records import jsonl
+from trainkit.records import files, jsonl
 from trainkit.records.attempts import Remark
-from trainkit.records.replacing import replacing
 from trainkit.records.rundir import RunDir
 from trainkit.records.writer import Writer
 from trainkit.training import mistakes
@@ -285,6 +284,6 @@ class Keeper:
         """A file that is complete or absent."""
         text = json.dumps(jsonl.plain(content), indent=indent, allow_nan=False) + "\n"
         self.writer.check()
-        with replacing(file) as partial:
-            partial.write_text(text, encoding="utf-8")
+        with files.replacing(file, self.writer.run.path) as out:
+            out.write(text.encode())
             self.writer.check()
