@@ -11,6 +11,7 @@ from trainkit import plugins
 from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError
 from trainkit.monitor.base import NullLogger, open_loggers
+from trainkit.records import files
 from trainkit.records.metrics import read_metrics
 from trainkit.records.rundir import RunDir
 
@@ -120,8 +121,8 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_an_error_for_users(ru
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
-def test_a_full_disk_is_named_as_the_reason(run_dir: RunDir) -> None:
-    run_dir.metrics.symlink_to("/dev/full")
+def test_a_full_disk_is_named_as_the_reason(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "append", lambda file, within: Path("/dev/full").open("rb+", buffering=0))
     with open_loggers(config("jsonl"), run_dir, total_steps=20) as logger, pytest.raises(RunFailedError) as caught:
         logger.log(TRAIN)
     assert "No space left on device" in caught.value.why

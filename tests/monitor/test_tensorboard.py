@@ -175,7 +175,8 @@ def test_a_confusion_that_is_none_is_left_out(run_dir: RunDir, odd: str) -> None
 
 def test_a_run_is_listed_by_its_name_and_one_of_a_sweep_with_that_of_the_sweep(tmp_path: Path) -> None:
     alone, swept = RunDir(tmp_path / "ddp-0001"), RunDir(tmp_path / "ddp-0002" / "0")
-    swept.path.mkdir(parents=True)
+    for folder in (alone.path, swept.path):
+        folder.mkdir(parents=True)
     (swept.path.parent / "sweep.json").write_text("[]")
     for run in (alone, swept):
         tensorboard.build(run, Config(), Start(total_steps=1)).close()

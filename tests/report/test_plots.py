@@ -89,7 +89,7 @@ def drawn_text(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], bool]) -> lis
 
     words: list[str] = []
     monkeypatch.setattr(
-        Figure, "savefig", lambda figure, path: words.extend(t.get_text() for t in figure.findobj(Text))
+        Figure, "savefig", lambda figure, out, format: words.extend(t.get_text() for t in figure.findobj(Text))
     )
     assert draw()
     return words

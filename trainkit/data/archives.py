@@ -126,6 +126,7 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
             why=f"Its member '{member.name}' would be written outside of {folder}, or is no file.",
             fix="Get the archive from the data set's own site.",
         )
+    files.make_folder(folder)
     files.make_folder((folder / target).parent, folder)
     with file, files.create(folder / target, folder) as out:
         shutil.copyfileobj(file, out, CHUNK)
