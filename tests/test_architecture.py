@@ -379,6 +379,61 @@ def test_a_call_that_reads_a_file_is_told_from_others(source: str, reads: bool) 
     assert reads_a_file(ast.parse(source, mode="eval").body) == reads
 
 
+# Of these modules each opens, makes or links something itself, besides `trainkit.records.files`, which all others use.
+WRITERS = {
+    "jobs.cli": "/dev/null in the place of a closed pipe",
+    "trainkit.cluster.node_facts": "measures a disk with a file that has no name",
+    "trainkit.checkpoint.uploading": "second names for files of a checkpoint, in a folder that it has just made",
+    "trainkit.distributed.memory": "a switch of the kernel in /proc",
+    "trainkit.ranks.heartbeat": "a file of its own that ranks map into memory; its name is random",
+    "trainkit.records.index": "the folder of the user's state",
+    "trainkit.records.lease": "a hard link, which of several at once only one can make",
+    "trainkit.records.rundir": "the run's own folder",
+}
+_WRITING = {
+    *("write_text", "write_bytes", "touch", "mkdir", "makedirs", "chmod", "symlink_to", "hardlink_to", "symlink"),
+    *("os.link", "os.open", "mkstemp", "mkdtemp", "NamedTemporaryFile", "TemporaryFile", "urlretrieve", "extractall"),
+    *("copyfile", "copy2", "copytree", "shutil.copy", "shutil.move", "save_file", "SummaryWriter", "FileHandler"),
+}
+
+
+def _writes(node: ast.AST) -> bool:
+    """Whether a call opens a file for writing, or makes something by a path."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func)
+    if name == "os.open" and not re.search("O_(CREAT|WRONLY|RDWR|APPEND|TRUNC)", ast.unparse(node)):
+        return False
+    if name.startswith("files."):
+        return False
+    if name.split(".")[-1] in ("open", "fdopen") and name != "tarfile.open":
+        words = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
+        modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+        if any(re.fullmatch("[rwxabt+]{1,3}", word) and set(word) & set("wxa+") for word in modes):
+            return True
+    return name in _WRITING or name.split(".")[-1] in _WRITING
+
+
+def test_one_module_writes_files() -> None:
+    """Links are followed, partial files foreseen, and modes left to the umask wherever somebody opens one by hand."""
+    found = {
+        name
+        for name, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if _writes(node)
+    }
+    assert listed(found - set(WRITERS) - {"trainkit.records.files"}) == []
+    assert listed(set(WRITERS) - found) == [], "writes nothing by itself: take it off the list"
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["open(p, 'w')", "p.open('ab+')", "p.write_text('')", "os.open(p, os.O_CREAT | os.O_WRONLY)", "shutil.copy(a, b)"],
+)
+def test_writing_by_hand_is_seen(call: str) -> None:
+    assert _writes(ast.parse(call, mode="eval").body)
+
+
 def test_the_commands_never_load_torch_before_they_train() -> None:
     names = sorted(name for name in modules() if name.startswith("jobs."))
     code = f"import sys, {', '.join(names)}; print([m for m in {sorted(HEAVY)} if m in sys.modules])"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_an_error_for_users(ru
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
 def test_a_full_disk_is_named_as_the_reason(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "append", lambda file, within: Path("/dev/full").open("rb+", buffering=0))
+    monkeypatch.setattr(files, "append", lambda file, within: FileIO("/dev/full", "r+"))
     with open_loggers(config("jsonl"), run_dir, total_steps=20) as logger, pytest.raises(RunFailedError) as caught:
         logger.log(TRAIN)
     assert "No space left on device" in caught.value.why

@@ -10,7 +10,6 @@ import base64
 import os
 import re
 import shlex
-import stat
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import IO
 from trainkit import terminal as printable
 from trainkit.cluster.far_side import BEGIN, Host
 from trainkit.errors import SchedulerError
+from trainkit.records.files import make_own
 
 SSH = "TRAINKIT_SSH"
 """The environment variable with another ssh command, or with options for it: ``ssh -F FILE``."""
@@ -142,7 +142,7 @@ def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str
     if said.get("serveraliveinterval", "0") == "0":
         options += ["-o", f"ServerAliveInterval={_ALIVE_SECONDS}"]
     if said.get("controlmaster", "false") in ("false", "no") and "controlpath" not in said:
-        folder = next((item for item in _socket_folders(env) if _is_private(item)), None)
+        folder = next((item for item in _socket_folders(env) if make_own(item)), None)
         if folder is not None:
             options += ["-o", "ControlMaster=auto", "-o", f"ControlPath={folder}/%C"]
             options += ["-o", f"ControlPersist={_PERSIST}"]
@@ -150,20 +150,11 @@ def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str
 
 
 def _socket_folders(env: Mapping[str, str]) -> Iterator[Path]:
-    """Where the shared connection's socket may be. Its path must be short, which that of a home folder need not be."""
+    """Where the shared connection's socket may be: who has it has the connection. Its path must be short, which that of
+    a home folder need not be."""
     state = Path(env.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "trainkit" / "ssh"
     folders = [state, *(Path(run) / "trainkit" for run in [env.get("XDG_RUNTIME_DIR")] if run)]
     for folder in [*folders, Path(f"/tmp/trainkit-{os.getuid()}")]:
         # A hash, and what ssh adds while it makes the socket. In its configuration % and ${} mean something.
         if len(os.fsencode(folder)) + 1 + 40 + 17 <= _LONGEST_SOCKET and not re.search(r"[%\s\"'${]", str(folder)):
             yield folder
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether it is a folder of this user that nobody else enters: who has the socket has the connection."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

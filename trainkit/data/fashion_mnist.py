@@ -104,7 +104,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         if final.is_file():
             continue
         packed = verified(f"{MIRROR}{name}", folder / name, md5, archives, say)
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         try:
             content = gzip.decompress(reading.read_bytes(packed, 1 << 30))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

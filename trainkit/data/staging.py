@@ -10,7 +10,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from trainkit import reading
@@ -62,9 +61,7 @@ def stage(pack: Path, disk: Path) -> str:
     final = staged_folder(pack, disk)
     going = final.with_name(final.name + ".partial")
     try:
-        with suppress(FileExistsError):
-            final.parent.mkdir(mode=0o700)
-        if not files.is_own(final.parent, private=True):
+        if not files.make_own(final.parent):
             return f"{final.parent} is not this user's alone"
         with files.append(final.with_name(final.name + ".lock"), final.parent) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the system, too, when its holder is killed

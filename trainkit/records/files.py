@@ -98,6 +98,14 @@ def append(file: Path, within: Path | None = None, *, buffering: int = 0) -> Bin
                 shutil.copyfileobj(old, out)
 
 
+def make_own(folder: Path) -> bool:
+    """Make a folder in a place where others write too, /tmp say; whether it is there, and nobody else gets at it."""
+    with suppress(OSError):
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o700)
+    return is_own(folder, private=True)
+
+
 def make_folder(folder: Path, within: Path | None = None) -> None:
     """Make a folder, and those above it, where it is not there."""
     if within is None:
@@ -123,7 +131,10 @@ def link(file: Path, target: str, within: Path | None = None) -> None:
 
 def is_own(folder: Path, *, private: bool = False) -> bool:
     """Whether it is a folder of this user's, and no link to one; ``private``: that nobody else can get at."""
-    found = folder.lstat()
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
     closed = not private or (not found.st_mode & 0o077 and _stays(folder.parent))
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and closed
 
