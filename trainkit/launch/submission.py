@@ -177,8 +177,8 @@ def _queue(folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function,
 
     token = secrets.token_hex(4)
     script = folder / ".submitit" / f"{token}.sbatch"
-    script.parent.mkdir(exist_ok=True)
-    script.symlink_to(Path("..", "submit.sbatch"))
+    files.make_folder(script.parent, folder)
+    files.link(script, "../submit.sbatch", folder)
     for run in runs:
         submitting(run, token)
     try:

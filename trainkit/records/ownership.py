@@ -29,6 +29,7 @@ from trainkit.config.presets import PACKAGED, files_of
 from trainkit.config.schema import Config, reach
 from trainkit.errors import RefusedError
 from trainkit.records import index
+from trainkit.records.files import make_folder, write
 from trainkit.records.rundir import RunDir
 
 _OWN_WORDS = ("flag", "override", "environment", "default")
@@ -284,6 +285,6 @@ def _private_copy(files: Mapping[str, bytes]) -> Path:
     top = Path(_COPIES[-1].name)
     for name, content in files.items():
         if name.partition(os.sep)[0] not in _PROGRAM:
-            (top / name).parent.mkdir(parents=True, exist_ok=True)
-            (top / name).write_bytes(content)
+            make_folder((top / name).parent)
+            write(top / name, content)
     return top
