@@ -109,7 +109,7 @@ READERS = {
     "trainkit.reading": "is the reader",
     "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
     "trainkit.diagnosis.case": "reads the tables of causes, which are part of the package",
-    "trainkit.records.index": "appends to a list, through no link",
+    "trainkit.records.files": "is the writer: opens folders, and files to append to",
     "trainkit.ranks.heartbeat": "maps the page that this rank's own launcher has made",
     "trainkit.data.pack": "maps a pack into memory, of the size that its verified index says",
     "trainkit.data.packing": "goes on writing a pack: appends, and looks at what it has appended",

@@ -131,7 +131,7 @@ def identity(path: Path | None, own: Pass, admission: Admission) -> Iterator[Ide
             if not file.exists():
                 made = Path(folder) / "made"
                 P2P.generate_identity(str(made))
-                files.write(file, made.read_bytes(), private=True)
+                files.write(file, reading.read_bytes(made), private=True)
             key = RSAPrivateKey.__new__(RSAPrivateKey)
             key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(reading.read_bytes(file)).data})
         except OSError as error:

@@ -41,9 +41,8 @@ def staged(pack: Path, disk: Path) -> Pack | None:
     """The copy of a pack on a node's disk, if it is there whole, and of this user's making."""
     copy = staged_folder(pack, disk)
     try:
-        if not files.is_own(copy.parent, private=True) or (copy / ABOUT).read_bytes() != (pack / ABOUT).read_bytes():
-            return None
-        return Pack(copy)
+        is_same = reading.read_bytes(copy / ABOUT) == reading.read_bytes(pack / ABOUT)
+        return Pack(copy) if is_same and files.is_own(copy.parent, private=True) else None
     except (OSError, TrainkitError):  # there is none, or somebody has cleaned up
         return None
 

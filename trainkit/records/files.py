@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from trainkit import reading
 from trainkit.errors import UserError
 
 _STALE_SECONDS = 3600.0
@@ -117,7 +118,7 @@ def make_folder(folder: Path, within: Path | None = None) -> None:
 
 def copy(source: Path, file: Path, within: Path | None = None) -> None:
     """Write ``file`` with the content of another."""
-    with source.open("rb") as content, replacing(file, within) as out:
+    with reading.open_regular(source) as content, replacing(file, within) as out:
         shutil.copyfileobj(content, out)
 
 

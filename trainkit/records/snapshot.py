@@ -122,7 +122,7 @@ def _packages() -> Iterator[tuple[Path, Path]]:
 
 def _copy(source: Path, target: Path, run_dir: RunDir) -> None:
     make_folder(target.parent, run_dir.path)
-    with source.open("rb") as content, create(target, run_dir.path) as out:
+    with reading.open_regular(source) as content, create(target, run_dir.path) as out:
         shutil.copyfileobj(content, out)
 
 
