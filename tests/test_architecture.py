@@ -112,7 +112,6 @@ READERS = {
     "trainkit.records.files": "is the writer: opens folders, and files to append to",
     "trainkit.ranks.heartbeat": "maps the page that this rank's own launcher has made",
     "trainkit.data.pack": "maps a pack into memory, of the size that its verified index says",
-    "trainkit.data.packing": "goes on writing a pack: appends, and looks at what it has appended",
     "trainkit.data.fashion_mnist": "unpacks an archive whose hash it has verified",
     "trainkit.data.archives": "hashes archives part by part, and bounds what it fetches and unpacks",
     "trainkit.checkpoint.files": "hashes weights part by part, after their size has been compared",
