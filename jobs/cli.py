@@ -107,7 +107,9 @@ class Parser(argparse.ArgumentParser):
             word, *more = rest.split()
             flag, _, value = word.partition("=")
             known = [item for action in self._actions for item in action.option_strings]
-            fix = _as_setting(flag, value or " ".join(more[:1])) or did_you_mean(flag, known, otherwise=fix)
+            takes_settings = any(action.dest == "overrides" for action in self._actions)
+            meant = _meant(flag, value or " ".join(more[:1]), known, settings=takes_settings)
+            fix = meant or did_you_mean(flag, known, otherwise=fix)
         elif kind == "the following arguments are required":
             # argparse names the overrides as well, which nobody must give.
             names = [item for item in rest.split(", ") if item not in ("section.key=value", "...")]
@@ -127,15 +129,44 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{what[0].upper()}{what[1:]}.", why=why, fix=fix)
 
 
-def _as_setting(flag: str, value: str) -> str:
-    """``--lr 3e-4``: no flag of ours, but a setting of that name. Say how it is written."""
-    from trainkit.config.schema import SECTIONS  # needed for this mistake alone
+# Flags of other programs for what has no flag of that kind here: those that must be there for it, and what to write.
+_INSTEAD = {
+    "name": ("--job-name --run-dir", "--job-name NAME is the name of the job, --run-dir FOLDER the run's folder."),
+    "output": ("--run-dir", "--run-dir FOLDER is the run's folder; all that a run writes is in there."),
+    "config": ("--executor", "The preset, or a YAML file of your own, is the first word, without a flag."),
+    "device": (
+        "--gpus-per-node",
+        "--gpus-per-node 0 trains on the CPU, --gpus-per-node N on so many GPUs of each node.",
+    ),
+    "debug": ("--executor", "--executor debug runs it in this very process."),
+    "local": ("--executor", "--executor local runs it on this machine."),
+    "resume": ("--executor", "`python -m jobs.resume RUN` goes on with a run."),
+    "amp": ("--executor", "Settings are written without dashes: train.precision=bf16 (or fp16)."),
+    "n": ("--ntasks-per-node", "Ranks are given by node: --nodes N --ntasks-per-node N."),
+}
+_SAME = {
+    **dict.fromkeys(("run-name", "experiment", "exp-name"), "name"),
+    **dict.fromkeys(("output-dir", "out", "out-dir", "log-dir", "logdir", "save-dir", "chdir"), "output"),
+    **dict.fromkeys(("preset", "cfg", "yaml"), "config"),
+    **dict.fromkeys(("cpu", "gpu-id", "cuda", "accelerator"), "device"),
+    **dict.fromkeys(("restart", "resume-from", "resume-from-checkpoint"), "resume"),
+    **dict.fromkeys(("fp16", "bf16", "mixed-precision"), "amp"),
+    **dict.fromkeys(("ntasks", "np"), "n"),
+}
 
-    name = flag.lstrip("-").replace("-", "_")
-    for section, model in SECTIONS.items():
-        if name in model.model_fields and section != "launch":
-            return f"Settings are written without dashes: {section}.{name}={value or 'VALUE'}."
-    return ""
+
+def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> str:
+    """What to write for a flag that there is not: one of other programs, or a setting as if it were a flag."""
+    from trainkit.config.mistakes import meant_by, setting_named  # needed for this mistake alone
+
+    name = flag.lstrip("-").lower().replace("_", "-")
+    flags, instead = _INSTEAD.get(_SAME.get(name, name), ("", ""))
+    if instead and set(flags.split()) <= set(known):
+        return instead
+    if settings and (key := setting_named(name)) and not key.startswith("launch."):
+        return f"Settings are written without dashes: {key}={value or 'VALUE'}."
+    own = f"--{(meant_by(name) or name).rpartition('.')[2].replace('_', '-')}"
+    return f"Did you mean '{own}'?" if own in known else ""
 
 
 def add_run_to_read(parser: argparse.ArgumentParser) -> None:

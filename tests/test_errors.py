@@ -34,6 +34,13 @@ def test_an_error_is_whole_when_it_comes_from_another_process(kind: type[Trainki
     assert (type(there), there.what, there.why, there.fix, there.key) == (kind, "what", "why", "fix", "optim.lr")
 
 
+def test_what_names_have_in_common_makes_none_of_them_near() -> None:
+    assert did_you_mean("--gpus", ["--gres", "--mem", "-h"], otherwise="none") == "none"
+    assert did_you_mean("--node", ["--nodes", "-N"]) == "Did you mean '--nodes'?"
+    assert did_you_mean("model.lr", ["model.norm", "model.name"], otherwise="none") == "none"
+    assert did_you_mean("model.nrm", ["model.norm", "model.depth"]) == "Did you mean 'model.norm'?"
+
+
 def test_the_nearest_name_is_suggested() -> None:
     assert did_you_mean("optm", ["model", "optim"]) == "Did you mean 'optim'?"
 

@@ -81,5 +81,10 @@ def error_from_json(told: Mapping[str, object]) -> TrainkitError:
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """``Did you mean 'x'?`` with the nearest of ``known``, or ``otherwise`` when nothing is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"Did you mean '{near[0]}'?" if near else otherwise
+    found = list(known)
+    # What all of them begin with says nothing: `--gpus` is not near to `--gres`, nor `model.lr` to `model.norm`.
+    section, dot, _ = name.rpartition(".")
+    begin = section + dot if all(item.startswith(section + dot) for item in found) else ""
+    bare = {item.lstrip("-").removeprefix(begin): item for item in reversed(found)}
+    near = difflib.get_close_matches(name.lstrip("-").removeprefix(begin), list(bare), n=1, cutoff=0.6)
+    return f"Did you mean '{bare[near[0]]}'?" if near else otherwise

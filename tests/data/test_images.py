@@ -79,6 +79,13 @@ def test_an_image_that_vanished_is_named(tmp_path: Path) -> None:
         read_image(tmp_path / "gone.jpg", in_chans=3)
 
 
+def test_of_a_link_that_leads_nowhere_it_is_said_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "x.png").symlink_to("/nowhere/y.png")
+    with pytest.raises(UserError) as caught:
+        read_image(tmp_path / "x.png", 3)
+    assert caught.value.fix == "It is a link to /nowhere/y.png, where nothing is: bring that, or remove the link."
+
+
 def test_a_jpegs_pixels_are_pillows(tmp_path: Path) -> None:
     grid = numpy.kron(numpy.random.default_rng(0).integers(0, 256, (9, 7, 3)), numpy.ones((9, 9, 1)))
     kinds: list[dict[str, Any]] = [{"quality": 90}, {"progressive": True}, {"subsampling": 0, "quality": 60}]

@@ -493,3 +493,10 @@ def test_a_warning_about_memory_in_a_run_that_then_ends_otherwise_is_no_cause(ru
     cause = diagnose(run, rank="warning: out of memory, retrying\nstep 4 loss nan\nepoch 3 done")
     assert cause is not None
     assert cause.name == "failed"
+
+
+def test_of_a_job_of_this_machine_slurm_is_not_asked(run: RunDir) -> None:
+    cause = cause_of(run, JobState("PENDING", "4711", "local", "waits"))
+    assert cause is not None
+    assert cause.name == "waits"
+    assert cause.command == f"python -m jobs.status {run.path}"

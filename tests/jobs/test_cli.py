@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs import cli
+from jobs import cli, status, submit
 from jobs.__main__ import verbs
 from trainkit.config.launch import LaunchConfig
 from trainkit.config.loading import load, to_yaml
@@ -268,3 +268,43 @@ def test_a_folder_that_is_no_run_hides_no_run_from_a_verb(command: Command, tmp_
     done = command(verb, *(["amp"] if verb == "bench" else []), "photos", "no.such=1", *words)
     assert done.code == 2
     assert re.search("runs/photos is a run|Unknown (key|section) 'no", done.err), "it is found; it has no such setting"
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        ("--gpus --gpu --n-gpus --ngpus --num_gpus --gpus-per-task --devices", "Did you mean '--gpus-per-node'?"),
+        ("--num-nodes --nnodes --n-nodes", "Did you mean '--nodes'?"),
+        ("-n --ntasks --np", "Ranks are given by node: --nodes N --ntasks-per-node N."),
+        ("--walltime --time-limit", "Did you mean '--time'?"),
+        ("--cpus --cores", "Did you mean '--cpus-per-task'?"),
+        ("--memory", "Did you mean '--mem'?"),
+        ("--optim.lr --lr --learning-rate --optim.learning_rate", "optim.lr=7."),
+        ("--epochs --num-epochs --max_epochs", "train.epochs=7."),
+        ("--batch-size --batch_size --bs", "train.global_batch_size=7."),
+        ("--model --arch --model.name", "model.name=7."),
+        ("--data --dataset", "data.name=7."),
+        ("--num-workers --workers", "data.workers=7."),
+        ("--optimizer", "optim.name=7."),
+        ("--seed", "without dashes: seed=7."),
+        ("--name --run-name", "--job-name NAME is the name of the job, --run-dir FOLDER the run's folder."),
+        ("--output --output-dir --logdir", "--run-dir FOLDER is the run's folder"),
+        ("--device --cpu", "--gpus-per-node 0 trains on the CPU"),
+        ("--resume", "`python -m jobs.resume RUN`"),
+        ("--config", "is the first word, without a flag"),
+        ("--amp --bf16", "train.precision=bf16"),
+        ("--debug", "--executor debug"),
+    ],
+)
+def test_flags_of_other_programs_are_answered_with_ours(flags: str, fix: str) -> None:
+    for flag in flags.split():
+        for words in ([flag, "7"], [f"{flag}=7"]) if flag.startswith("--") else ([flag, "7"],):
+            with pytest.raises(UserError) as caught:
+                submit.main(["ddp", *words], {})
+            assert fix in caught.value.fix, words
+
+
+def test_a_verb_that_takes_no_settings_suggests_none() -> None:
+    with pytest.raises(UserError) as caught:
+        status.main(["--lr", "7"], {})
+    assert caught.value.fix == "`python -m jobs.status --help` lists the flags."

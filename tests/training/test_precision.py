@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 from torch import nn
 
 from tests.rank_functions import run_ranks, train_run
+from trainkit.bench import amp
+from trainkit.bench.arms import Place, Where
+from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError
@@ -41,6 +45,13 @@ def test_auto_is_fp32_on_a_processor_without_bf16(monkeypatch: pytest.MonkeyPatc
 def test_auto_is_bf16_on_a_processor_that_multiplies_it(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     monkeypatch.setattr("trainkit.config.precision.cpu_flags", lambda: {"avx2", flag})
     assert choose_precision("auto", CPU) == "bf16"
+
+
+def test_a_bench_says_that_a_cpu_emulates_bf16_only_of_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, where = load("single").config, Where((Place(0, 0, 0, "n1", "cpu"),))
+    for flag, notes in (("avx512_bf16", 0), ("amx_bf16", 0), ("avx512f", 1)):
+        monkeypatch.setattr("trainkit.config.precision.cpu_flags", partial(set, [flag]))
+        assert len(amp.notes(config, where)) == notes
 
 
 def test_tf32_on_cpu_is_refused() -> None:

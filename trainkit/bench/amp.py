@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.bench import columns, words
 from trainkit.bench.arms import Arm, Bench, LeftOut, Where
+from trainkit.config.precision import cpu_has_bf16
 
 if TYPE_CHECKING:
     from trainkit.bench.results import Results
@@ -55,9 +56,9 @@ def meaning(results: Results) -> str:
 
 
 def notes(config: Config, where: Where) -> list[str]:
-    if where.gpu:
+    if where.gpu or cpu_has_bf16():
         return []
-    return ["A CPU without AVX512-BF16 or AMX computes bf16 by way of float32."]
+    return ["This CPU has neither AVX512-BF16 nor AMX: it computes bf16 by way of float32."]
 
 
 BENCH = Bench(

@@ -14,6 +14,58 @@ from trainkit.config.schema import SECTIONS, Config, field_of
 from trainkit.config.section import ImpossibleError, PluginSection
 from trainkit.errors import UserError
 
+# A setting, and what it is called elsewhere.
+_CALLED = {
+    "launch.gpus_per_node": "gpu gpus ngpu ngpus n_gpu n_gpus num_gpu num_gpus gpus_per_task devices",
+    "launch.nodes": "n_nodes nnodes num_nodes node_count",
+    "launch.ntasks_per_node": "n ntasks np nproc nprocs num_procs nproc_per_node processes",
+    "launch.cpus_per_task": "cpus ncpus n_cpus num_cpus cores",
+    "launch.mem": "memory ram mem_per_node",
+    "launch.time": "walltime time_limit timelimit",
+    "launch.partition": "queue",
+    "launch.account": "project",
+    "launch.container_image": "image container docker_image sif",
+    "train.global_batch_size": "bs batch batchsize batch_size train_batch_size global_batch",
+    "train.micro_batch_size": "accum accumulate_grad_batches grad_accum_steps gradient_accumulation_steps",
+    "train.epochs": "epoch nepochs n_epochs num_epochs max_epochs total_epochs",
+    "train.max_steps": "steps num_steps total_steps iterations",
+    "train.precision": "amp fp16 bf16 mixed_precision dtype half",
+    "train.grad_clip_norm": "clip clip_grad clip_grad_norm grad_clip gradient_clip_val max_grad_norm",
+    "optim.lr": "learning_rate learningrate base_lr max_lr",
+    "optim.weight_decay": "wd",
+    "optim.name": "opt optimizer",
+    "schedule.name": "scheduler lr_scheduler lr_schedule sched",
+    "schedule.warmup_epochs": "warmup warmup_steps",
+    "model.name": "arch architecture net backbone",
+    "data.name": "dataset dataset_name",
+    "data.root": "data_dir data_path data_root dataset_dir datadir",
+    "data.workers": "num_workers nworkers workers",
+    "seed": "random_seed manual_seed",
+    "strategy.name": "distributed_strategy dist_backend parallel",
+    "monitor.log_every": "log_interval print_freq log_freq log_every_n_steps",
+}
+
+
+def meant_by(name: str) -> str:
+    """The setting that other programs, or other sections, call so: ``gpus``, ``optim.learning_rate``; else empty."""
+    last = name.rpartition(".")[2].lower().replace("-", "_")
+    return next((key for key, names in _CALLED.items() if last in names.split()), "")
+
+
+def setting_named(name: str) -> str:
+    """The setting that a word without dashes stands for: ``lr`` for ``optim.lr``, ``model`` for ``model.name``."""
+    name = name.lower().replace("-", "_")
+    section, _, last = name.partition(".")
+    if last:
+        is_known = section in SECTIONS and last in SECTIONS[section].model_fields
+        return name if is_known else meant_by(last) or (name if section in SECTIONS else "")
+    if name in SECTIONS and "name" in SECTIONS[name].model_fields:
+        return f"{name}.name"
+    if name in Config.model_fields and name not in SECTIONS:
+        return name
+    of = [section for section, model in SECTIONS.items() if name in model.model_fields and section != "launch"]
+    return meant_by(name) or (f"{of[0]}.{name}" if of else "")
+
 
 def explain(error: ValidationError, layer: Layer) -> UserError:
     """The first problem that pydantic found in the tree built from ``layer``, for the person who wrote it."""
@@ -165,6 +217,8 @@ def _nearest_key(section: str, name: str, written: str) -> str:
     own = list(SECTIONS[section].model_fields) if section in SECTIONS else []
     everywhere = {f"{item}.{field}": field for item, model in SECTIONS.items() for field in model.model_fields}
     near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
+    if meant := meant_by(name) if section in ("", *SECTIONS) else "":
+        return f"Did you mean '{meant}'?"
     if near:
         return f"Did you mean '{section}.{near[0]}'?"
     nearest_section = difflib.get_close_matches(section or name, list(Config.model_fields), n=1, cutoff=0.7)

@@ -18,7 +18,12 @@ def auto_precision(capability: tuple[int, int] | None) -> str:
     """
     if capability is not None:
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
-    return "bf16" if cpu_flags() & {"avx512_bf16", "amx_bf16"} else "fp32"
+    return "bf16" if cpu_has_bf16() else "fp32"
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this machine's processor multiplies bf16 itself."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16"})
 
 
 def cpu_flags() -> set[str]:

@@ -79,9 +79,12 @@ def read_content(path: Path) -> numpy.ndarray[Any, Any]:
                 done += count
             return data[:done]
     except OSError as error:
-        raise UserError(
-            f"Cannot read {path}.", why=str(error), fix="Check the file; it was there when the run began."
-        ) from None
+        fix = "Check the file, its permissions and the disk that it is on."
+        if isinstance(error, FileNotFoundError):
+            fix = "Put it back: it was there when the data's folder was listed."
+            if os.path.islink(path):
+                fix = f"It is a link to {os.readlink(path)}, where nothing is: bring that, or remove the link."
+        raise UserError(f"Cannot read {path}.", why=str(error), fix=fix) from None
 
 
 def _is_of_sane_size(data: numpy.ndarray[Any, Any]) -> bool:

@@ -39,6 +39,8 @@ _TOLD = re.compile(rf"^(srun: error|{STEPD}|srun: fatal|bash:|.*No such file|.*n
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
+_ASKS_SLURM = re.compile(r"(squeue|sacct|sinfo|scontrol|sshare|sstat) ")
+
 EVERY_NODE = (
     "Every node of the job says so, so it is none of them: look at the environment, the mask and the driver. Then:"
 )
@@ -164,6 +166,8 @@ def _cause(
     command = row.command.format_map(for_a_shell(found))
     command = re.sub(r" --exclude(?= *$)", "", command).rstrip()  # no node is known
     fix = row.fix.format_map(found)
+    if state.executor != "slurm" and _ASKS_SLURM.match(command):  # of a job of this machine SLURM knows nothing
+        command, fix = terminal.command("status", run.path), ""
     if asked_for(run) & set(hosts_of(found["failed_hosts"] or found["host"]).split(",")) and " --exclude " in command:
         command = re.sub(r" --exclude \S+", "", command)  # sbatch refuses a node that is asked for and excluded
         fix = "It asks for that very node (--nodelist): name another, or, when it is well again:"
