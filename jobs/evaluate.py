@@ -42,7 +42,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
     loaded = load(str(run_dir.config), args.overrides)
     found = require_own_code(run_dir.path, loaded, allow_code=args.allow_code, only_loads=True)
-    plugins.search_snapshot(run_dir.path, found.code, own=found.own)  # as it was when it was trained, from any folder
+    plugins.search_snapshot(found.code, own=found.own)  # as it was when it was trained, from any folder
     from trainkit.evaluation import evaluate_checkpoint
     from trainkit.training.confusion import names_of
 

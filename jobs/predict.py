@@ -60,7 +60,7 @@ def _batch_size(word: str) -> int:
 def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) -> int:
     loaded = load(str(run_dir.config), args.overrides)
     found = require_own_code(run_dir.path, loaded, allow_code=args.allow_code, only_loads=True)
-    plugins.search_snapshot(run_dir.path, found.code, own=found.own)  # as it was when it was trained, from any folder
+    plugins.search_snapshot(found.code, own=found.own)  # as it was when it was trained, from any folder
     from trainkit.prediction import images_in, predicting
 
     folder = Path(args.folder).expanduser()

@@ -49,6 +49,12 @@ def installed_first(*folders: str) -> None:
         sys.meta_path.insert(place, _InstalledFirst)  # after what Python has built in
 
 
+def leave(folder: str) -> None:
+    """Take a folder, and all that is in it, off the module path, even if it is the current one."""
+    top = os.path.realpath(folder)
+    sys.path[:] = [entry for entry in sys.path if not f"{os.path.realpath(entry or os.curdir)}/".startswith(f"{top}/")]
+
+
 def is_one_of_our_commands() -> bool:
     """Whether Python was started with ``-m jobs.VERB`` or ``-m trainkit.MODULE``, and not with a user's program."""
     words = sys.orig_argv

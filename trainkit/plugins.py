@@ -169,25 +169,20 @@ def require(package: str, name: str) -> None:
         )
 
 
-def search_snapshot(run: Path, code: Path | None, *, own: bool) -> None:
+def search_snapshot(code: Path | None, *, own: bool) -> None:
     """Look for modules that a run's configuration names in its snapshot, as `require_own_code` has let it pass.
 
     Args:
-        run: its folder. Nothing in that of somebody else is on the module path, even if it is the current folder.
         code: where its modules are; None: nothing of it is imported.
         own: the user's own come before the current folder, and behind installed libraries. Those of somebody else,
             whose code the user has allowed, come behind everything.
     """
-    here = os.getcwd()
-    path = [folder for folder in sys.path if folder not in ("", here, str(code))]
-    if own:
-        sys.path[:] = [*([str(code)] if code else []), here, *path]
-    else:
-        theirs = os.path.realpath(run)
-        mine = [folder for folder in (here, *path) if not Path(os.path.realpath(folder)).is_relative_to(theirs)]
-        sys.path[:] = [*mine, *([str(code)] if code else [])]
-    importing.installed_first(*([str(code)] if code else []))
-    importlib.invalidate_caches()
+    if code is not None:
+        here = os.getcwd()
+        others = [folder for folder in sys.path if folder not in (here, str(code))]
+        sys.path[:] = [str(code), here, *others] if own else [here, *others, str(code)]
+        importing.installed_first(str(code))
+        importlib.invalidate_caches()
 
 
 @cache

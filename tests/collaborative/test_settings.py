@@ -42,6 +42,25 @@ def test_code_that_a_manifest_names_is_run_only_with_leave(override: str) -> Non
     assert adapted(text, (), allow_code=True)
 
 
+def test_weights_that_a_manifest_has_unpickled_are_code_too() -> None:
+    text = to_yaml(config("model.name=resnet18", "model.pretrained_cfg_overlay={file: /w/w.bin}"))
+    with pytest.raises(UserError, match="code of its creator"):
+        adapted(text, (), allow_code=False)
+
+
+def test_a_joiner_starts_nothing_and_sends_nowhere_for_the_creator() -> None:
+    """Whose bucket, project and set-up they are, a manifest does not say."""
+    places = ("checkpoint.remote=s3://theirs/all", "monitor.wandb_project=theirs", "launch.mail_user=them")
+    text = to_yaml(
+        config(*places, "launch.setup=[theirs]", "launch.sbatch={comment: theirs}", "collaborative.open=true")
+    )
+    own = adapted(text, (), allow_code=True)
+    assert "theirs" not in to_yaml(own)
+    assert own.launch.mail_user is None
+    assert own.collaborative.open, "what all peers have in common stays"
+    assert adapted(text, ["monitor.wandb_project=mine"], allow_code=False).monitor.wandb_project == "mine"
+
+
 def test_a_strategy_that_a_manifest_names_is_not_even_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,21 @@ def test_no_file_of_a_snapshot_is_imported_in_place_of_a_library(
     assert not (tmp_path / MARK).exists()
 
 
+def test_ones_own_snapshot_gives_its_modules_and_no_libraries(shadowing: RunDir, tmp_path: Path) -> None:
+    """With a module of its own that is named, and that imports another beside it."""
+    (shadowing.code / "strange.py").write_text("import beside, torch\ndef net(info): return torch.nn.Identity()\n")
+    (shadowing.code / "beside.py").write_text(f"open({str(tmp_path / 'beside-ran')!r}, 'w')\n")
+    code = (
+        "from trainkit import importing, plugins; importing.installed_first(); from pathlib import Path; "
+        f"plugins.search_snapshot(Path({str(shadowing.code)!r}), own=True); "
+        "print(plugins.load('trainkit.models', 'strange:net')(None))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.stdout == "Identity()\n", done.stderr
+    assert (tmp_path / "beside-ran").exists()
+    assert not (tmp_path / MARK).exists()
+
+
 def test_the_copy_of_a_run_in_a_bucket_shadows_no_library(
     shadowing: RunDir, forget: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -117,7 +132,7 @@ def test_a_strangers_module_is_not_found_by_a_library_that_can_do_without(
     monkeypatch.chdir(run.code)
     monkeypatch.setattr(sys, "path", [str(run.code), *sys.path])
     found = require_own_code(run.path, load(str(run.path)), allow_code=False, only_loads=True)
-    plugins.search_snapshot(run.path, found.code, own=found.own)
+    plugins.search_snapshot(found.code, own=found.own)
     with pytest.raises(ImportError):
         importlib.import_module("strange")
 
@@ -129,7 +144,7 @@ def test_code_that_was_allowed_comes_behind_everything(
     forget()
     monkeypatch.setattr(sys, "path", list(sys.path))
     found = require_own_code(run.path, load(str(run.path)), allow_code=True, only_loads=True)
-    plugins.search_snapshot(run.path, found.code, own=found.own)
+    plugins.search_snapshot(found.code, own=found.own)
     assert sys.path[-1] == str(run.code)
 
 
@@ -249,5 +264,5 @@ def test_a_runs_own_module_is_found_in_its_snapshot_before_the_folder_one_is_in(
         (folder / "model_in_two_places.py").write_text(f"def build(): return {value}\n")
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    plugins.search_snapshot(tmp_path, tmp_path / "code", own=True)
+    plugins.search_snapshot(tmp_path / "code", own=True)
     assert plugins.load("trainkit.models", "model_in_two_places:build")() == 2

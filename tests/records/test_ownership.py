@@ -64,9 +64,10 @@ def test_a_folder_above_that_belongs_to_another_user_is_not_trusted(run: RunDir)
     assert f"belongs to user {GROUP}" in why(run)
 
 
-def test_a_run_whose_files_belong_to_another_is_not_ones_own(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    assert f"belongs to user {os.getuid()}" in why(run)
+@ROOT
+def test_a_run_whose_files_belong_to_another_is_not_ones_own(run: RunDir) -> None:
+    os.chown(run.code / "mine.py", GROUP, -1)
+    assert f"belongs to user {GROUP}" in why(run)
 
 
 def test_a_snapshot_that_anybody_may_write_to_is_not_ones_own(run: RunDir) -> None:
@@ -227,6 +228,19 @@ def test_what_this_user_remembers_is_written_by_them_alone(run: RunDir) -> None:
     for file in (index.state_file("vouched"), index.own_file("runs")):
         assert file.stat().st_mode & 0o777 == 0o600
         assert not file.parent.stat().st_mode & 0o022
+
+
+@pytest.mark.parametrize("whose", ["file", "folder"])
+def test_a_list_of_runs_that_others_may_write_makes_no_run_ones_own(run: RunDir, whose: str) -> None:
+    """Of a time when the umask let a group in; the next run makes it private again."""
+    file = index.own_file("runs")
+    folder = index.state_file().parent
+    (file if whose == "file" else folder).chmod(0o775)
+    if whose == "file":
+        assert "No command of yours" in why(run)
+    index.remember(run.path)
+    assert not (file.stat().st_mode | folder.stat().st_mode) & 0o022
+    assert asked(run).own
 
 
 # Files of settings

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainkit import plugins
+from trainkit.config.layers import flatten
 from trainkit.config.loading import load
-from trainkit.config.schema import Config
+from trainkit.config.schema import SECTIONS, Config, reach
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
 from trainkit.records import files
@@ -97,16 +98,31 @@ def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> 
         # The creator's folder and machine are not this one's.
         own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
         config = load(str(file), own).config
-    named = [(f"{section}.name", getattr(config, section).name) for section in ("model", "data", "strategy")]
-    for key, plugin in (*named, *(("monitor.loggers", logger) for logger in config.monitor.loggers)):
-        if ":" in plugin and not allow_code:
+    given = {text.partition("=")[0] for text in overrides}
+    for key, value in flatten(config.model_dump(mode="json")):
+        if reach(key, value).does == "imports" and key not in given and not allow_code:
             raise UserError(
-                f"The run uses code of its creator's own: {key}={plugin}.",
+                f"The run uses code of its creator's own: {key}={value}.",
                 why="Joining would run that function on this machine.",
                 fix="If you have that code and trust it, add --allow-code.",
             )
+    config = _without_places(config, keep=given)
     require_collaborative(config)
     return config
+
+
+def _without_places(config: Config, keep: Collection[str]) -> Config:
+    """Without what the creator starts, and where they send something: a peer has places of its own, or none."""
+    sections = {}
+    for name, section in SECTIONS.items():
+        values = {
+            field: info.get_default(call_default_factory=True)
+            for field, info in section.model_fields.items()
+            if (key := f"{name}.{field}") not in keep and name != "collaborative"
+            if reach(key, getattr(getattr(config, name), field)).does in ("starts", "sends")
+        }
+        sections[name] = getattr(config, name).model_copy(update=values)
+    return config.model_copy(update=sections)
 
 
 def same_settings(config: Config, manifest_yaml: str) -> Config:

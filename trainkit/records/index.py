@@ -110,7 +110,7 @@ def has(path: Path) -> bool:
     real = os.path.realpath(path)
     return any(
         str(item) in (str(path), real) or (item.name == path.name and os.path.realpath(item) == real)
-        for item in _remembered(_everywhere())
+        for item in _remembered([file for file in _everywhere() if _is_private(file)])
     )
 
 
@@ -144,9 +144,13 @@ def _lines(file: Path) -> list[str]:
 
 
 def _private_lines(file: Path) -> frozenset[str]:
-    """Of a file that nobody else can write; else none."""
+    return frozenset(_lines(file)) if _is_private(file) else frozenset()
+
+
+def _is_private(file: Path) -> bool:
+    """Whether nobody else can have written it: what it says is trusted."""
     try:
         found = file.stat()
     except OSError:
-        return frozenset()
-    return frozenset(_lines(file)) if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else frozenset()
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainkit import reading
+from trainkit import importing, reading
 from trainkit.config.layers import OPEN_MAPPINGS, flatten
 from trainkit.config.loading import Loaded
 from trainkit.config.presets import PACKAGED, files_of
@@ -84,6 +84,8 @@ def require_own_code(
         found[f"the program in {folder / 'code'}"] = "starts"
     if stranger and found and not allow_code:
         raise _refusal(folder, found, stranger)
+    if stranger:
+        importing.leave(str(folder))  # even if the user stands in it
     names_module = any(reach(key, value).does == "imports" for key, value in _settings(loaded.config))
     named_by_run = "imports" in found.values()
     return Snapshot(code if (named_by_run if stranger else names_module) else None, own=not stranger)
@@ -185,6 +187,8 @@ def _why_foreign(run: RunDir) -> str:
     if why := why_others_may_write(run.config, owners=me):
         return why
     for top in (run.code, run.submitit):
+        if why := why_others_may_write(Path(os.path.realpath(top)), owners=me):  # it may be a link
+            return why
         for folder, folders, files in os.walk(os.path.realpath(top)):
             for path in (Path(folder), *(Path(folder, name) for name in (*folders, *files))):
                 why = why_others_may_write(path, owners=me) if path.is_symlink() else _why_writable(path, me)
