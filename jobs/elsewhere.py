@@ -64,11 +64,19 @@ def show(chunk: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
+_LONGEST = 1 << 30
+"""Bytes of a report."""
+
+
 def _unpacked(packed: bytes, out: Path) -> Iterable[Path]:
     """Plain files only, each by its last name: an archive from elsewhere writes nowhere else."""
     files.make_folder(out)
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        total = 0
         for member in archive:
+            total += member.size
+            if total > _LONGEST or member.issparse():
+                raise tarfile.TarError(f"it holds more than {_LONGEST:,} bytes")
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
                 target = out / Path(member.name).name

@@ -22,7 +22,7 @@ from trainkit.launch.node import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.rendezvous import check_head
-from trainkit.ranks.secret import Secret
+from trainkit.ranks.secret import VARIABLE, Secret
 from trainkit.records.ownership import require_own_code
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir, next_path, runs_root
@@ -30,13 +30,13 @@ from trainkit.records.rundir import RunDir, next_path, runs_root
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
 Give the same command on every node, each with its own --node-rank:
 
-  python -m jobs.launch ddp --nodes 2 --node-rank 0 --gpus-per-node 1 --master-addr HOST --secret WORD
-  python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 --master-addr HOST --secret WORD
+  python -m jobs.launch ddp --nodes 2 --node-rank 0 --gpus-per-node 1 --master-addr HOST --secret-file FILE
+  python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 --master-addr HOST --secret-file FILE
 
-HOST is node 0, by a name or address that all nodes can reach. WORD, of 16 characters or more, is your own choice:
-only ranks that know it may join. Without it node 0 makes one up and prints it."""
+HOST is node 0, by a name or address that all nodes can reach. FILE holds a word of 16 characters or more, your own
+choice and the same everywhere: only ranks that know it may join. The variable TRAINKIT_SECRET may hold it instead; a
+command line may not, for everybody sees those in `ps`. Without either node 0 makes one up and prints it."""
 DEFAULT_PORT = 29500
-HIDDEN = "***"
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -156,8 +156,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})"
     )
-    parser.add_argument("--secret", metavar="WORD", help="only ranks that know it may join (node 0 makes one up)")
-    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="the same, from a file")
+    parser.add_argument(
+        "--secret-file", type=Path, metavar="FILE", help="only ranks that know what it holds may join (TRAINKIT_SECRET)"
+    )
     parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make on this node")
     parser.add_argument("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started here; write nothing")
@@ -214,24 +215,29 @@ def _master_addr(args: argparse.Namespace) -> str:
 
 def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     """What the ranks of this run know and nobody else does; made up by node 0 where none is given."""
-    given = args.secret or env.get("TRAINKIT_SECRET", "")
+    given = env.get(VARIABLE, "")
     if args.secret_file is not None:
         try:
-            given = reading.read_text(args.secret_file).strip()
-        except (OSError, UnicodeDecodeError) as error:
+            given = reading.read_text(args.secret_file, 4096).strip()
+            others = args.secret_file.stat().st_mode & 0o077
+        except OSError as error:
             fix = "Give a file with one word in it."
-            raise UserError(f"Cannot read --secret-file {args.secret_file}.", why=f"{error}.", fix=fix) from None
+            why = f"{error.strerror}."
+            raise UserError(f"Cannot read --secret-file {args.secret_file}.", why=why, fix=fix) from None
+        if others:
+            why, fix = "Whoever knows it can join the run.", f"chmod 600 {shlex.quote(str(args.secret_file))}"
+            raise UserError(f"Others can read {args.secret_file}.", why=why, fix=fix)
     if given:
         return Secret(given).text
     if args.node_rank > 0:
         raise UserError(
-            "--secret is missing.",
+            "--secret-file is missing.",
             why="Only ranks that know the run's secret may join it, and node 0 has it.",
-            fix="Give every node the same --secret WORD, or the one that node 0 prints.",
+            fix=f"Give every node the same --secret-file or {VARIABLE}, or what node 0 prints.",
         )
     made_up = Secret.generate().text
     if args.nodes > 1:
-        print(f"The other nodes join with: --secret {made_up}", flush=True)
+        print(f"The other nodes join with: export {VARIABLE}={made_up}", flush=True)
     return made_up
 
 
@@ -247,8 +253,6 @@ def _new_run(
 
     path = _new_path(loaded, args, env)
     command = ["python", "-m", "jobs.launch", *argv]
-    if args.secret:
-        command = [word.replace(args.secret, HIDDEN) for word in command]
     return submission.write_run(path, submission.stored_config(loaded, Path.cwd()), plan, None, command)
 
 

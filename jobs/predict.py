@@ -19,7 +19,7 @@ from trainkit.errors import UserError
 from trainkit.records.files import replacing
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir
-from trainkit.terminal import one_line
+from trainkit.terminal import cell, one_line
 
 if TYPE_CHECKING:
     from trainkit.prediction import Predicted, Predictor
@@ -122,11 +122,11 @@ def _write(
         name = each.file.relative_to(folder) if each.file != folder else folder.name
         if each.probabilities is None:
             broken.append(each)
-            table.writerow([name, *[""] * (2 * top)])
+            table.writerow([cell(str(name)), *[""] * (2 * top)])
             continue
         values, labels = (part.tolist() for part in each.probabilities.topk(top))
-        cells = zip((class_names[label] for label in labels), (f"{value:.6f}" for value in values), strict=True)
-        table.writerow([name, *(cell for pair in cells for cell in pair)])
+        cells = zip((cell(class_names[label]) for label in labels), (f"{value:.6f}" for value in values), strict=True)
+        table.writerow([cell(str(name)), *(value for pair in cells for value in pair)])
     return broken
 
 

@@ -66,6 +66,8 @@ def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> Non
     for rank, line in enumerate(lines):
         home = tmp_path / f"node{rank}"
         home.mkdir()
+        (home / "run.secret").write_text("known to this test only")
+        (home / "run.secret").chmod(0o600)
         # Both machines are this one, so the name stands for it and the default port may be taken.
         here = f"{line} --master-port {port}".replace("node0.example.org", "127.0.0.1")
         nodes.append(

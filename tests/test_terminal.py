@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import os
+import random
 import re
 from pathlib import Path
 
@@ -142,3 +144,40 @@ def test_a_listing_cuts_no_name_and_no_value_on_any_terminal() -> None:
         told = "".join("".join(lines).split())
         assert all("".join(word.split()) in told for row in rows for word in row)
     assert terminal.listing([], 80) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        ("cat.png", "cat.png"),
+        ("\u00e4 b/c.png", "\u00e4 b/c.png"),
+        ("=cmd|' /C calc'!A0", "'=cmd|' /C calc'!A0"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@x", "'@x"),
+        ("\uff1d1", "'\uff1d1"),
+        ("'x", "''x"),
+        ("\t=1", r"\x09=1"),
+        ("\r=1", r"\x0d=1"),
+        ("a\n=1", r"a\x0a=1"),
+        ("a;=1", r"a\x3b=1"),
+        (r"a\x41", r"a\x5cx41"),
+        ("\x1b]0;x\x07", r"\x1b]0\x3bx\x07"),
+        ("\u202egpj.exe", r"\xe2\x80\xaegpj.exe"),
+        ("caf\udce9.png", r"caf\xe9.png"),
+    ],
+)
+def test_a_foreign_name_in_a_table_runs_nothing_and_can_be_had_back(name: str, cell: str) -> None:
+    assert terminal.cell(name) == cell
+    assert terminal.name_of(cell) == name
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_name_that_linux_allows_can_be_had_back(seed: int) -> None:
+    chosen = random.Random(seed)
+    for _ in range(300):
+        name = os.fsdecode(bytes(chosen.choice(b"=+-@';\\x41\t\n\x1b\xff\xc3\xa4a/") for _ in range(8)))
+        cell = terminal.cell(name)
+        assert cell.isprintable()
+        assert cell[0] not in "=+-@"
+        assert terminal.name_of(cell) == name

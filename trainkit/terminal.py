@@ -40,6 +40,33 @@ def one_line(value: object, longest: int = 500) -> str:
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
+_FORMULA = "=+-@'\uff1d\uff0b\uff0d\uff20"
+
+
+def cell(name: str) -> str:
+    """A foreign name as a cell of a CSV file; `name_of` gives it back.
+
+    A backslash, a semicolon (which separates cells in half of Europe), and every byte of what cannot be printed or is
+    no UTF-8 are ``\\xNN``. Programs for tables run a cell that begins with = + - or @, so a ``'`` stands before it, as
+    OWASP advises, and before a name that itself begins with one.
+    """
+    text = "".join(one if one.isprintable() and one not in "\\;" else _in_bytes(one) for one in name)
+    return f"'{text}" if text.startswith(tuple(_FORMULA)) else text
+
+
+def name_of(cell: str) -> str:
+    """The name that `cell` was made of."""
+    raw = cell.removeprefix("'").encode()
+    return re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), raw).decode(
+        errors="surrogateescape"
+    )
+
+
+def _in_bytes(one: str) -> str:
+    errors = "surrogateescape" if "\udc80" <= one <= "\udcff" else "replace"
+    return "".join(f"\\x{byte:02x}" for byte in one.encode("utf-8", errors))
+
+
 LONGEST_NAME = 64
 """Of somebody who takes part in a collaborative run."""
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import io
+import subprocess
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from trainkit.data.archives import (
     extract,
     md5_of,
     opened_tar,
+    regular,
     require_names,
     verified,
 )
@@ -146,6 +149,62 @@ def test_what_leads_out_of_an_archive_is_refused(tmp_path: Path, member: tarfile
     with pytest.raises(UserError, match=r"evil\.tar is refused"):
         unpack(archive, tmp_path / "into")
     assert [file.name for file in tmp_path.iterdir()] == ["evil.tar"]
+
+
+def sparse_tar(path: Path) -> Path:
+    """Ten kilobytes that ask for 50 GB, as GNU tar writes them."""
+    with (path.parent / "hole").open("wb") as out:
+        out.truncate(50 << 30)
+    subprocess.run(["tar", "--sparse", "-cf", str(path), "-C", str(path.parent), "hole"], check=True)
+    (path.parent / "hole").unlink()
+    assert path.stat().st_size < 20_000
+    return path
+
+
+def test_a_sparse_file_in_an_archive_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    archive = sparse_tar(tmp_path / "evil.tar")
+    with pytest.raises(UserError, match=r"(?s)evil\.tar is refused.*sparse"), opened_tar(archive) as tar:
+        list(regular(tar, 1 << 50))
+
+
+def test_an_archive_of_more_bytes_than_its_data_set_has_is_refused(tmp_path: Path) -> None:
+    archive = tmp_path / "evil.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for number in range(5):
+            member = tarfile.TarInfo(f"{number}\x1b[2J")
+            member.size = 1 << 20
+            tar.addfile(member, io.BytesIO(bytes(1 << 20)))
+    assert archive.stat().st_size < 20_000
+    with (
+        pytest.raises(UserError, match=r"(?s)evil.tar.gz is refused.*3,145,728 bytes") as caught,
+        opened_tar(archive) as tar,
+    ):
+        list(regular(tar, 3 << 20))
+    assert "\x1b" not in str(caught.value)
+    with opened_tar(archive) as tar:
+        assert len(list(regular(tar, 5 << 20))) == 5
+
+
+def test_of_an_archive_regular_files_alone_are_given(tmp_path: Path) -> None:
+    archive = tmp_path / "a.tar"
+    kinds = (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.REGTYPE)
+    with tarfile.open(archive, "w") as tar:
+        for number, kind in enumerate(kinds):
+            member = tarfile.TarInfo(str(number))
+            member.type, member.linkname = kind, "/etc/passwd"
+            tar.addfile(member)
+    with opened_tar(archive) as tar:
+        assert [member.name for member in regular(tar, 1)] == ["5"]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cinic10"])
+def test_preparing_a_data_set_of_such_an_archive_writes_nothing(tmp_path: Path, name: str) -> None:
+    module = importlib.import_module(f"trainkit.data.{name}")
+    (tmp_path / "given").mkdir()
+    archive = sparse_tar(tmp_path / "given" / module.ARCHIVE)
+    with pytest.raises(UserError, match="is refused"):
+        module.prepare(tmp_path / "data", [archive], lambda line: None)
+    assert sum(file.stat().st_size for file in (tmp_path / "data").rglob("*")) < 1 << 20
 
 
 def test_an_absolute_path_is_refused(tmp_path: Path) -> None:

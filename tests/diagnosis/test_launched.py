@@ -13,7 +13,16 @@ from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 
 TYPED = ["python", "-m", "jobs.launch", "ddp", "--nodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.7"]
-TYPED += ["--master-port", "29500", "--secret", "***", "--run-dir", "runs/a", "train.epochs=2", "optim.lr=0.1"]
+TYPED += [
+    "--master-port",
+    "29500",
+    "--secret-file",
+    "run.secret",
+    "--run-dir",
+    "runs/a",
+    "train.epochs=2",
+    "optim.lr=0.1",
+]
 
 
 def launched(folder: Path, *, executor: str = "launch", nodes: int = 2) -> RunDir:
@@ -27,7 +36,7 @@ def launched(folder: Path, *, executor: str = "launch", nodes: int = 2) -> RunDi
 def test_it_goes_on_with_the_run_of_each_machine(tmp_path: Path) -> None:
     run = launched(tmp_path)
     assert on_every_machine(run, f"python -m jobs.resume '{run.path}' --exclude n1") == (
-        f"python -m jobs.launch '{run.path}' --nodes 2 --node-rank 1 --master-addr 10.0.0.7"
+        f"python -m jobs.launch '{run.path}' --nodes 2 --node-rank 1 --master-addr 10.0.0.7 --secret-file run.secret"
     )
 
 
@@ -35,7 +44,7 @@ def test_it_starts_anew_with_what_was_typed_and_what_is_mended(tmp_path: Path) -
     run = launched(tmp_path)
     assert on_every_machine(run, f"python -m jobs.submit '{run.path}' train.micro_batch_size=4") == (
         "python -m jobs.launch ddp train.epochs=2 optim.lr=0.1"
-        " --nodes 2 --node-rank 1 --master-addr 10.0.0.7 train.micro_batch_size=4"
+        " --nodes 2 --node-rank 1 --master-addr 10.0.0.7 --secret-file run.secret train.micro_batch_size=4"
     )
 
 

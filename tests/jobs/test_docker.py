@@ -62,11 +62,12 @@ def test_two_nodes_in_containers_save_when_told_or_when_a_client_is_killed_and_l
             run.path.parent.mkdir(exist_ok=True)
             shutil.copy(Path(__file__).parents[1] / "slurm" / "slow_model.py", run.path.parent)
             words = [sys.executable, "-m", "jobs.launch", *(of_run or [str(run.path)])]
-            words += ["--node-rank", str(rank), *nodes, "--secret", "known to this test only"]
+            words += ["--node-rank", str(rank), *nodes]
             words += ["--run-dir", str(run.path)] if of_run else []
             started.append(
                 subprocess.Popen(
-                    words, env={**no_slurm, **docker}, cwd=run.path.parent, text=True,
+                    words, env={**no_slurm, **docker, "TRAINKIT_SECRET": "known to this test only"},
+                    cwd=run.path.parent, text=True,
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 )
             )  # fmt: skip

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
 
 Command = Callable[..., Any]
+SECRET = "known-to-this-test-only"
 FAST = ("train.epochs=1", "schedule.name=constant", "monitor.loggers=[console,jsonl]")
 
 
@@ -35,8 +37,8 @@ def node(no_slurm: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., sub
             (folder / file.name).write_text(file.read_text())
         command = [sys.executable, "-u", "-m", "jobs.launch", preset, "--nodes", "2", "--node-rank", str(rank)]
         command += ["--gpus-per-node", "0", "--master-addr", "127.0.0.1", "--master-port", port]
-        command += ["--secret", "known to this test only", *arguments]
-        env = {**no_slurm, "TRAINKIT_RUNS": str(folder / "runs")}
+        command += arguments
+        env = {**no_slurm, "TRAINKIT_RUNS": str(folder / "runs"), "TRAINKIT_SECRET": SECRET}
         process = subprocess.Popen(
             command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -97,6 +99,7 @@ def test_two_nodes_without_a_shared_folder_save_on_sigterm_and_go_on_from_there(
         time.sleep(0.1)
     assert (last_event(run_of(tmp_path, 0), "started") or {})["world_size"] == 2
     assert (run_of(tmp_path, 1).attempt_logs(0) / "rank-1.out").is_file()
+    assert [words for words in every_command_line() if SECRET in words] == [], "everybody can see those"
     both[1].send_signal(signal.SIGTERM)
     both[0].send_signal(signal.SIGTERM)
     shown, other = (process.communicate(timeout=60)[0] for process in both)
@@ -116,13 +119,50 @@ def test_two_nodes_without_a_shared_folder_save_on_sigterm_and_go_on_from_there(
     for process in again:
         process.terminate()
     assert [process.wait(60) for process in again] == [0, 0]
+    written = [file for file in tmp_path.glob("node*/**/*") if file.is_file() and SECRET.encode() in file.read_bytes()]
+    assert written == []
+
+
+def every_command_line() -> list[str]:
+    """Of all processes, as ``ps`` shows them."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(file.read_text(errors="replace").replace("\0", " "))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        ("long enough to be one", 0o644, "Others can read"),
+        ("few", 0o600, "too short"),
+        ("x" * 5000, 0o600, "Cannot read"),
+        (None, 0, "Cannot read"),
+    ],
+)
+def test_a_secret_comes_from_a_file_that_only_its_user_can_read(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, content: str | None, mode: int, words: str
+) -> None:
+    file = tmp_path / "run.secret"
+    if content is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    done = command("launch", "single", "--gpus-per-node", "0", "--secret-file", str(file), "--dry-run")
+    assert done.code == 2
+    assert words in done.err
+    assert content is None or content not in done.err
+
+
+def test_a_command_line_takes_no_secret(command: Command, no_slurm: dict[str, str]) -> None:
+    assert command("launch", "single", "--secret", SECRET, "--dry-run").code == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["ddp", "--nodes", "2"], 2, "--master-addr is missing"),
-        (["ddp", "--nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1"], 2, "--secret is missing"),
+        (["ddp", "--nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1"], 2, "--secret-file is missing"),
         (["ddp", "--nodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1"], 2, "They count from 0."),
         (["ddp", "--nodes", "2", "--master-addr", "no.such.host.invalid"], 2, "cannot be found"),
         (["ddp", "--gpus-per-node", "1"], 3, "--gpus-per-node 0"),

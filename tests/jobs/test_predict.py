@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.rank_functions import run_command, run_ranks, train_run
 from tests.training.parts import Linear, parts_of
 from trainkit.data.digits import build
 from trainkit.prediction import Predictor
+from trainkit.terminal import name_of
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,23 @@ def test_the_most_probable_classes_come_first_whatever_the_batch_size_and_an_ima
     small, large = (next(row for row in tables[0] if row[0] == name) for name in ("small.png", "wide.png"))
     assert small[1] == large[1] == str(label)
     assert re.search(r"batch size +1: [\d,]+ images/s\nbatch size +2: [\d,]+ images/s", told[0].stderr)
+
+
+def test_names_that_a_spreadsheet_runs_or_a_terminal_obeys_are_told_harmlessly(run: Path, tmp_path: Path) -> None:
+    names = [b"=cmd|x.png", b"-1.png", b"caf\xe9.png", b"a\x1b]0;b\x07.png", b"a\tb.png", "\u202egpj.png".encode()]
+    (tmp_path / "images").mkdir()
+    for name in names:
+        Image.new("L", (8, 8)).save(os.path.join(os.fsencode(tmp_path / "images"), name), "PNG")
+    (tmp_path / "images" / os.fsdecode(b"broken\xe9\x1b[2J.png")).write_bytes(b"")
+    out = tmp_path / "told.csv"
+    for where in (["--out", str(out)], []):
+        done = run_command("predict", str(run), str(tmp_path / "images"), *where, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        text = done.stdout if not where else out.read_text("utf-8")
+        cells = [row["image"] for row in csv.DictReader(io.StringIO(text))]
+        assert {os.fsencode(name_of(cell)) for cell in cells} == {*names, b"broken\xe9\x1b[2J.png"}
+        assert all(cell.isprintable() and cell[0] not in "=+-@" for cell in cells)
+        assert "\x1b" not in done.stderr
 
 
 def test_an_image_whose_scores_are_not_finite_has_no_class(tmp_path: Path) -> None:

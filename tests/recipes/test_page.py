@@ -73,6 +73,9 @@ def book(student: Student, folder: str) -> str:
 def two_machines(lines: list[str], nodes: list[Student]) -> list[str]:
     """The lines for two machines that are both this one; what each said."""
     assert [re.findall(r"--node-rank (\d)", line) for line in lines] == [["0"], ["1"]]
+    for node in nodes:
+        (node.home / "run.secret").write_text("known to this test only")
+        (node.home / "run.secret").chmod(0o600)
     port = free_port()
     here = [f"{line} --master-port {port}".replace("node0.example.org", "127.0.0.1") for line in lines]
     return together(list(zip(nodes, here, strict=True)))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.records import files
 
@@ -19,6 +20,8 @@ Say = Callable[[str], None]
 """How progress reaches the user."""
 
 CHUNK = 1 << 20
+LONGEST_DOWNLOAD = 1 << 30
+_MOST_MEMBERS = 2_000_000
 
 
 def download(url: str, target: Path, md5: str, say: Say) -> None:
@@ -43,7 +46,7 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
             with urllib.request.urlopen(request, timeout=30) as response:
                 total = int(response.headers.get("Content-Length") or 0)
                 done, shown = 0, 0
-                while chunk := response.read(CHUNK):
+                while done <= LONGEST_DOWNLOAD and (chunk := response.read(CHUNK)):
                     out.write(chunk)
                     digest.update(chunk)
                     done += len(chunk)
@@ -112,6 +115,29 @@ def opened_tar(archive: Path | IO[bytes] | HashingReader, *, stream: bool = Fals
         ) from None
 
 
+def regular(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:
+    """The regular files of an archive. Ten kilobytes of one can ask for 50 GB of disk, so the sum of their sizes, and
+    their number, is bounded.
+
+    Args:
+        most_bytes: what the data set's own archive holds, and some more.
+
+    Raises:
+        UserError: there is more in it, or a sparse file, which no data set has.
+    """
+    total = 0
+    for count, member in enumerate(tar):
+        total += member.size if member.isfile() else 0
+        if member.issparse() or total > most_bytes or count > _MOST_MEMBERS:
+            name = terminal.one_line(member.name, 100)
+            why = f"Its member '{name}' is a sparse file, which takes more room on a disk than in the archive."
+            if not member.issparse():
+                why = f"It holds more than {most_bytes:,} bytes or {_MOST_MEMBERS:,} files, by its member '{name}'."
+            raise UserError(f"{tar.name!s} is refused.", why=why, fix="Get the archive from the data set's own site.")
+        if member.isfile():
+            yield member
+
+
 def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: str) -> None:
     """The content of ``member``, a regular file, as ``folder / name``.
 
@@ -123,7 +149,7 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
     if file is None or target.is_absolute() or ".." in target.parts:
         raise UserError(
             f"{tar.name!s} is refused.",
-            why=f"Its member '{member.name}' would be written outside of {folder}, or is no file.",
+            why=f"Its member '{terminal.one_line(member.name, 100)}' leads out of {folder}, or is no file.",
             fix="Get the archive from the data set's own site.",
         )
     files.make_folder(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.data import plain_pickle
-from trainkit.data.archives import Say, complete_folder, extract, opened_tar, require_names, verified
+from trainkit.data.archives import Say, complete_folder, extract, opened_tar, regular, require_names, verified
 from trainkit.data.base import DataInfo, Splits, missing, require
 from trainkit.data.splitting import size_left, stratified_split
 from trainkit.errors import UserError
@@ -92,8 +92,8 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     archive = verified(URL, root / ARCHIVE, MD5, archives, say)
     say(f"Unpacking {archive}")
     with complete_folder(final) as partial, opened_tar(archive) as tar:
-        for member in tar:
-            if member.isfile() and Path(member.name).parent == Path(FOLDER):
+        for member in regular(tar, 1 << 30):
+            if Path(member.name).parent == Path(FOLDER):
                 extract(tar, member, partial, Path(member.name).name)
         absent = [file for file in FILES if not (partial / file).is_file()]
         if absent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainkit import terminal
-from trainkit.data.archives import Say, complete_folder, extract, given_or_in, md5_of, opened_tar
+from trainkit.data.archives import Say, complete_folder, extract, given_or_in, md5_of, opened_tar, regular
 from trainkit.data.base import DataInfo, Splits, missing, require
 from trainkit.data.folders import read_split, require_classes
 from trainkit.data.tree import Files, Place, class_folders, image_files, listed
@@ -88,10 +88,10 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     say(f"Unpacking {archive}")
     with complete_folder(final) as partial:
         with opened_tar(archive) as tar:
-            for member in tar:
+            for member in regular(tar, 10 << 30):
                 parts = Path(member.name).parts
                 split = next((i for i, part in enumerate(parts) if part in SPLITS), None)
-                if member.isfile() and split is not None and len(parts) == split + 3:
+                if split is not None and len(parts) == split + 3:
                     # below whatever folder the archive wraps around
                     extract(tar, member, partial, str(Path(*parts[split:])))
         counts = {split: len(image_files(partial / split)) for split in SPLITS}

@@ -42,6 +42,10 @@ CLASSES = (
 )
 
 
+_LONGEST = 1 << 28
+"""Bytes of a file; the largest has 47 million."""
+
+
 def build(
     root: Path, *, image_size: int = 28, in_chans: int = 1, augment: bool = True, val_fraction: float = 0.1
 ) -> Splits:
@@ -78,7 +82,7 @@ def build(
 
 def train_size(root: Path, *, val_fraction: float, **others: object) -> int:
     """How many images the training split has, by the labels' file."""
-    labels = reading.read_bytes(root / FOLDER / "train-labels-idx1-ubyte", 1 << 30)[8:]
+    labels = reading.read_bytes(root / FOLDER / "train-labels-idx1-ubyte", _LONGEST)[8:]
     return size_left(Counter(labels).values(), (val_fraction,))
 
 
@@ -106,7 +110,10 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         packed = verified(f"{MIRROR}{name}", folder / name, md5, archives, say)
         files.make_folder(folder)
         try:
-            content = gzip.decompress(reading.read_bytes(packed, 1 << 30))
+            with gzip.open(packed) as file:
+                content = file.read(_LONGEST + 1)
+            if len(content) > _LONGEST:
+                raise gzip.BadGzipFile(f"It holds more than {_LONGEST:,} bytes")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{packed} cannot be unpacked.", why=f"{error}.", fix="Fetch it again.") from None
         files.write(final, content)
@@ -133,7 +140,7 @@ def read_idx(path: Path) -> Tensor:
     import torch
 
     try:
-        data = reading.read_bytes(path, 1 << 30)
+        data = reading.read_bytes(path, _LONGEST)
         zeros, kind, dims = struct.unpack(">HBB", data[:4])
         shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
         if zeros == 0 and kind == 8 and dims > 0:

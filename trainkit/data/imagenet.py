@@ -16,6 +16,7 @@ from trainkit.data.archives import (
     given_or_in,
     md5_of,
     opened_tar,
+    regular,
     require_names,
 )
 from trainkit.data.base import DataInfo, Splits, missing, require
@@ -110,9 +111,9 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
         say(f"Note: {archive} is not the official development kit (another MD5). Taking it as it is.")
     content: dict[str, bytes] = {}
     with opened_tar(archive) as tar:
-        for member in tar:
+        for member in regular(tar, 1 << 28):
             name = Path(member.name).name
-            if member.isfile() and name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
+            if name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
                 file = tar.extractfile(member)
                 assert file is not None  # it is a regular file
                 content[name] = file.read()
@@ -133,16 +134,15 @@ def _unpack_train(archive: Path, final: Path, say: Say) -> None:
     say(f"Unpacking {archive}")
     with HashingReader(archive, say) as reader, complete_folder(final, keep=True) as partial:
         with opened_tar(reader, stream=True) as outer:
-            for member in outer:
+            for member in regular(outer, 1 << 38):
                 wnid, suffix = os.path.splitext(Path(member.name).name)
-                if not member.isfile() or suffix != ".tar" or (partial / wnid).is_dir():
+                if suffix != ".tar" or (partial / wnid).is_dir():
                     continue
                 packed = outer.extractfile(member)
                 assert packed is not None  # it is a regular file
                 with complete_folder(partial / wnid) as folder, opened_tar(packed, stream=True) as inner:
-                    for image in inner:
-                        if image.isfile():
-                            extract(inner, image, folder, Path(image.name).name)
+                    for image in regular(inner, 1 << 33):
+                        extract(inner, image, folder, Path(image.name).name)
         _verify(archive, TRAIN, reader.finish(), partial, say)
     say(f"{final} is complete.")
 
@@ -152,10 +152,10 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
     say(f"Unpacking {archive}")
     with HashingReader(archive, say) as reader, complete_folder(final) as partial:
         with opened_tar(reader, stream=True) as tar:
-            for member in tar:
+            for member in regular(tar, 1 << 35):
                 name = Path(member.name)
                 number = name.stem.rpartition("_")[2]  # ILSVRC2012_val_00000001.JPEG
-                if not member.isfile() or not (number.isascii() and number.isdecimal()):
+                if not (number.isascii() and number.isdecimal()):
                     continue
                 if not 1 <= int(number) <= len(classes):
                     raise UserError(

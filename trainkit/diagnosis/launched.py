@@ -9,8 +9,8 @@ from trainkit import reading
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
-EVERYWHERE = "On each of its machines, with its own --node-rank and one --secret for all:"
-_LEFT_OUT = ("--secret", "--run-dir", "--master-port")
+EVERYWHERE = "On each of its machines, with its own --node-rank and one secret for all:"
+_LEFT_OUT = ("--run-dir", "--master-port")
 """Options that a further start gets anew."""
 
 

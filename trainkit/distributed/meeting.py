@@ -234,7 +234,7 @@ def _missing_ranks(
         return RunFailedError(
             what,
             why=f"{_and(others)} there, with another secret.",
-            fix=f"Give every node the same {VARIABLE}, or --secret of `python -m jobs.launch`.",
+            fix=f"Give every node the same {VARIABLE}, or --secret-file of `python -m jobs.launch`.",
         )
     return RunFailedError(
         what,

@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from trainkit import reading
 from trainkit.monitor.energy import Energy, last_sample
 from trainkit.monitor.gpus import MB, Gpus
 from trainkit.ranks.env import RankEnv
@@ -141,7 +142,7 @@ class CpuPressure:
 def _waited() -> float | None:
     """Seconds since the machine was booted."""
     try:
-        return int(_PRESSURE.read_text(encoding="ascii").splitlines()[0].rpartition("total=")[2]) / 1e6
+        return int(reading.read_text(_PRESSURE).splitlines()[0].rpartition("total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
         return None
 
