@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-from trainkit import reading
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.errors import TrainkitError
 from trainkit.launch.plan import Plan
@@ -44,7 +43,7 @@ def _attempt_seconds(run: RunDir, life: Life) -> float:
     if life.submission is None or life.submission.executor == "launch":
         return math.inf
     try:
-        plan = Plan.from_json(reading.read_text(run.plan))
+        plan = Plan.read(run.plan)
     except (OSError, ValueError, TrainkitError):  # of a template
         return math.inf
     return max(float(plan.time_limit_seconds - plan.lead_seconds), 1.0)

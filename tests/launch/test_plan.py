@@ -340,6 +340,7 @@ def test_a_foreign_or_damaged_plan_is_refused_by_its_name(
         Plan.from_json(change(text), where="runs/x/plan.json")
     assert refused.value.what == "runs/x/plan.json is not a launch plan, or is damaged."
     assert why in refused.value.why
+    assert refused.value.fix == "Submit the run anew: python -m jobs.submit runs/x"
 
 
 def test_a_plan_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as c10d
 from torch import Tensor
 
+from trainkit import terminal
 from trainkit.checkpoint import files, sending, tensorfile
 from trainkit.checkpoint.priority import give_way
 from trainkit.checkpoint.record import FileFacts, Record
@@ -124,7 +125,7 @@ class Checkpointer:
         flight = self._flight
         if flight is None or over < self._phase:
             return
-        facts, error = _tried(flight.sketch.step, flight.work.result)
+        facts, error = _tried(self._folder, flight.sketch.step, flight.work.result)
         if not flight.commits:
             told: list[Any] = self._dist.gather_json(
                 {
@@ -170,7 +171,9 @@ class Checkpointer:
         began = time.monotonic()
         error = None
         if self._dist.is_main:
-            _, error = _tried(sketch.step, lambda: files.begin(self._folder, sketch.step, self._may_write))
+            _, error = _tried(
+                self._folder, sketch.step, lambda: files.begin(self._folder, sketch.step, self._may_write)
+            )
         self._dist.raise_together(error)
         share = self._shares.of(stems)
         blind: list[int] = []
@@ -255,7 +258,7 @@ def _keyed(held: _Files) -> dict[tuple[str, Entry], Tensor]:
     return {(name, entry): value for name, named in held.items() for entry, value in named.items()}
 
 
-def _tried(step: int, work: Callable[[], _T]) -> tuple[_T | None, TrainkitError | None]:
+def _tried(folder: Path, step: int, work: Callable[[], _T]) -> tuple[_T | None, TrainkitError | None]:
     """What ``work`` at the checkpoint of ``step`` gives, or why it could not be done, for all ranks to hear."""
     try:
         return work(), None
@@ -263,7 +266,7 @@ def _tried(step: int, work: Callable[[], _T]) -> tuple[_T | None, TrainkitError 
         return None, DiskError(
             f"The checkpoint of step {step} could not be written.",
             why=f"{problem.strerror}: {problem.filename}.",
-            fix="Make room, then `python -m jobs.resume RUN`; the checkpoint before it is whole.",
+            fix=f"Make room, then `{terminal.command('resume', folder.parent)}`; the checkpoint before it is whole.",
         )
     except TrainkitError as refusal:
         return None, refusal

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit import reading
 from trainkit.cluster.site import local_cpus
 from trainkit.launch.batch_script import TASK
 from trainkit.launch.environment import gpu_mask, python_path, scrubbed
@@ -118,7 +117,7 @@ def _one(run: RunDir, plan: Plan, job: Job, requests: Requests) -> str:
 
 def main(folder: Path, cwd: Path) -> int:
     """Run what is in ``folder``; 0 if all of it completed."""
-    plan = Plan.from_json(reading.read_text(folder / "plan.json"))
+    plan = Plan.read(folder / "plan.json")
     sweep = not (folder / "config.yaml").exists()
     points = sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
     runs = points if sweep else [folder]

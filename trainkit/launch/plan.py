@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from trainkit import reading
+from trainkit import reading, terminal
 from trainkit.cluster.site import Site
 from trainkit.config.batch_sizes import check_accumulation
 from trainkit.config.layers import Source
@@ -93,7 +93,7 @@ class Plan:
             raise UserError(
                 f"{where} is not a launch plan, or is damaged.",
                 why=f"{why.splitlines()[0]}.",
-                fix="Submit the run anew: python -m jobs.submit RUN.",
+                fix=f"Submit the run anew: {terminal.command('submit', Path(where).parent)}",
             ) from None
 
     @classmethod
@@ -103,7 +103,9 @@ class Plan:
             text = reading.read_text(file)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"Cannot read {file}.", why=f"{error}.", fix="Submit the run anew: python -m jobs.submit RUN."
+                f"Cannot read {file}.",
+                why=f"{error}.",
+                fix=f"Submit the run anew: {terminal.command('submit', file.parent)}",
             ) from None
         return cls.from_json(text, where=str(file))
 
