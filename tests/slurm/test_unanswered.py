@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,3 +138,35 @@ def test_a_controller_that_is_gone_leaves_a_run_that_nobody_knows_the_job_of(
     devcluster.job("resume", "gone", env=light)
     assert len(in_queue(devcluster, run)) == 1
     devcluster.job("cancel", "gone")
+
+
+@pytest.mark.long
+def test_what_a_controller_that_hangs_takes_afterwards_is_the_runs_job(
+    devcluster: Cluster, light: dict[str, str]
+) -> None:
+    """The request waits for it in its socket, while sbatch and squeue time out."""
+    run = devcluster.home / "runs" / "hung"
+    controller = Path(devcluster.env["DEVCLUSTER_DIR"], "run", "slurmctld.pid").read_text().split()[0]
+    env = first_in_path(devcluster, "hung-bin", sbatch=f'kill -STOP {controller}; exec $real "$@"')
+    command = ("submit", "ddp", *TINY, "--again", "--run-dir", str(run), *ONE_RANK, *LATER)
+    try:
+        done = devcluster.job(*command, env={**light, **env}, check=False)
+        assert (done.returncode, "SLURM cannot be asked" in done.stderr) == (4, True)
+        again = devcluster.job("resume", "hung", env=light, check=False)
+        assert (again.returncode, "Socket timed out" in again.stderr) == (2, True)
+    finally:
+        os.kill(int(controller), signal.SIGCONT)
+    devcluster.wait_for("the job", lambda: len(in_queue(devcluster, run)) == 1)
+    assert "PENDING" in devcluster.job("status", "hung").stdout
+    devcluster.job("cancel", "hung")
+    assert in_queue(devcluster, run) == []
+
+
+@pytest.mark.long
+def test_a_bench_whose_job_is_there_is_submitted_too(devcluster: Cluster, light: dict[str, str]) -> None:
+    run = devcluster.home / "runs" / "bench"
+    env = first_in_path(devcluster, "bench-bin", sbatch=SBATCH["timed out"])
+    words = ("bench", "loader", "single", "--run-dir", str(run), *ONE_RANK, *LATER)
+    said = devcluster.job(*words, env={**light, **env}).stdout
+    assert [f"Submitted job {job_id}" in said for job_id in in_queue(devcluster, run)] == [True]
+    devcluster.job("cancel", "bench")
