@@ -30,7 +30,7 @@ from trainkit.launch.validation import validate
 from trainkit.records import files, index
 from trainkit.records.history import Life, life_of
 from trainkit.records.lease import Holder, lease_on
-from trainkit.records.ownership import require_own_code, vouch
+from trainkit.records.ownership import require_own_code, vouch, why_others_may_write
 from trainkit.records.rundir import RunDir, find_runs, is_url, runs_root
 
 
@@ -201,9 +201,16 @@ def _of_ended_job(life: Life, state: JobState) -> Callable[[Holder], bool]:
 
 
 def _first_folder(run: RunDir) -> Path:
-    """Where the run was submitted from, so that paths of its own keep their meaning; else here."""
-    folder = reading.read_object(run.manifest).get("cwd")
-    return Path(folder) if isinstance(folder, str) and os.path.isdir(folder) else Path.cwd()
+    """Where the run was submitted from, so that paths of its own keep their meaning; else here.
+
+    A job finds modules there, too: where others may write what is known of that folder, they must not write in it.
+    """
+    text = reading.read_object(run.manifest).get("cwd")
+    folder = Path(text) if isinstance(text, str) and os.path.isdir(text) else Path.cwd()
+    mine = (os.geteuid(), 0)
+    if why_others_may_write(run.manifest, owners=mine) and why_others_may_write(folder, owners=mine):
+        return Path.cwd()
+    return folder
 
 
 def _store(run: RunDir, config: Config, *, own: bool) -> None:

@@ -37,7 +37,7 @@ def test_a_command_is_given_in_a_folder_with_files_named_as_libraries(folder: Pa
     assert done.returncode == 0, done.stderr
 
 
-def test_a_job_takes_the_users_modules_from_the_snapshot_and_libraries_from_elsewhere(folder: Path) -> None:
+def test_a_job_takes_the_users_modules_from_its_snapshot_and_no_libraries(folder: Path) -> None:
     for package in ("trainkit", "jobs"):
         (folder / package).symlink_to(PROJECT / package)
     code = f"{batch_script.BEGIN}import torch, yaml, my_net; print(my_net.__file__)"
@@ -52,7 +52,7 @@ def test_a_program_of_the_users_own_that_imports_trainkit_is_left_as_it_is(folde
     assert "json.py of the folder was imported" in done.stderr
 
 
-def test_a_library_elsewhere_on_pythonpath_still_comes_before_the_installed_one(folder: Path, tmp_path: Path) -> None:
+def test_a_library_elsewhere_on_pythonpath_comes_before_the_installed_one(folder: Path, tmp_path: Path) -> None:
     newer = tmp_path / "newer"
     newer.mkdir()
     (newer / "yaml.py").write_text("")

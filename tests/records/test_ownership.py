@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import json
 import os
 import pwd
 import shutil
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobs.resume import _first_folder
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RefusedError
 from trainkit.records import index, ownership
@@ -195,6 +197,19 @@ def test_what_was_looked_at_is_what_is_imported(run: RunDir) -> None:
     assert found.code != run.code
     assert (found.code / "mine.py").read_text() == "def build(root): ...\n"
     assert found.code.stat().st_mode & 0o777 == 0o700
+
+
+@ROOT
+def test_a_shared_record_does_not_say_where_a_resumed_job_finds_modules(run: RunDir, tmp_path: Path) -> None:
+    """Its `cwd` is where the job works; a member of the group could name a folder of theirs."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    run.manifest.write_text(json.dumps({"cwd": str(theirs)}))
+    assert _first_folder(run) == theirs
+    theirs.chmod(0o777)
+    assert _first_folder(run) == theirs, "the user's own word, for a folder that they share"
+    run.manifest.chmod(0o666)
+    assert _first_folder(run) == Path.cwd()
 
 
 @ROOT
