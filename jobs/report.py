@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.records.rundir import RunDir, find_runs
-from trainkit.report.facts import collect
+from trainkit.report.facts import Facts, collect
 from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
 from trainkit.report.page import write_page
 from trainkit.report.sweep import FILE, write_results
@@ -53,7 +54,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             why="There is nothing to set this one against.",
             fix=f"Name the reference first: `{terminal.command('report', 'REFERENCE', runs[0].path, '--compare')}`.",
         )
-    sweep, facts = runs[0].path.parent, collect(runs)
+    sweep, facts = runs[0].path.parent, collect(runs) if len(runs) == 1 else _readable(collect(runs), args.compare)
     out = (args.out or (runs[0].path if len(runs) == 1 else sweep if is_sweep else Path("report"))).absolute()
     try:
         if args.compare:
@@ -70,6 +71,20 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(path)
     print(write_page(facts, out))
     return 0
+
+
+def _readable(facts: list[Facts], compare: bool) -> list[Facts]:
+    """Those whose records can be read: one odd run costs the others nothing. The reference is not left out."""
+    found: list[Facts] = []
+    for item in facts:
+        try:
+            _ = item.events, item.metrics, item.hosts, item.test
+            found.append(item)
+        except UserError as error:
+            if (item is facts[-1] and not found) or (compare and item is facts[0]):
+                raise
+            print(f"Left out: {item.label}. {terminal.one_line(f'{error.what} {error.why}')}", file=sys.stderr)
+    return found
 
 
 def _explained(error: UserError, runs: Sequence[RunDir]) -> UserError:

@@ -100,6 +100,7 @@ DAMAGES: dict[str, Callable[[RunDir], object]] = {
         f"{name} sparse": replaced(name, sparse(300 << 30))
         for name in ("events.jsonl", "metrics.jsonl", "summary.json", "plan.json", "config.yaml", "lease.json")
     },
+    "events.jsonl too many": written("events.jsonl", line(event="submitted", time=1) * 120_000),
     "metrics.jsonl one line": replaced("metrics.jsonl", sparse(2 << 30)),
     "events.jsonl without end": replaced("events.jsonl", lambda path: path.symlink_to("/dev/zero")),
     "config.yaml laughs": written("config.yaml", LAUGHS),
@@ -213,3 +214,19 @@ def test_a_run_of_somebody_else_cancels_no_job_of_ones_own(
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert command("cancel", str(run.path)).code == 3
     assert not (fake_slurm / "cancelled").exists()
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "system-n1.jsonl"])
+def test_a_report_of_several_runs_leaves_an_odd_one_out_and_says_so(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, name: str
+) -> None:
+    runs = [good(tmp_path / "runs" / f"run-000{number}") for number in (1, 2, 3)]
+    replaced(name, sparse(300 << 30))(runs[1])
+    done = command("report", *(str(run.path) for run in runs), "--out", "out")
+    assert done.code == 0, done.err
+    assert [line for line in done.err.splitlines() if "run-0002" in line and "322,122,547,200 bytes" in line]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "run-0001" in page
+    assert "run-0003" in page
+    done = command("report", *(str(run.path) for run in runs[1:]), "--compare", "--out", "out")
+    assert (done.code, "run-0002" not in done.out) == (2, True), "the reference cannot be left out"

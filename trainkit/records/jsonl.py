@@ -17,6 +17,8 @@ from trainkit.records import files
 LONGEST_LINE = 1 << 20
 LONGEST = 1 << 26
 """Bytes of a file that is read whole: a hundred thousand saves, say. Measurements may be more, each reader says it."""
+MOST = 100_000
+"""Records of such a file."""
 LONGEST_THINNED = 1 << 32
 """Ten million records: the updates of a year."""
 _BLOCK = 1 << 24
@@ -64,11 +66,14 @@ def read(path: Path, holding: Sequence[bytes] = (), *, most: int = LONGEST) -> I
     try:
         with reading.open_regular(path) as file:
             reading.require_size(file, most)
-            whole = True  # a line without end is neither a record nor worth its memory
+            few, count, whole = most <= LONGEST, 0, True  # a line without end is neither a record nor worth its memory
             while (line := file.readline(LONGEST_LINE)) and (most := most - len(line)) >= 0:  # it may grow
                 is_wanted = whole and (not holding or any(part in line for part in holding))
                 if is_wanted and (record := reading.parse_object(line)) is not None:
                     yield record
+                    count += 1
+                    if few and count > MOST:
+                        raise OSError(errno.EFBIG, f"It holds more than {MOST:,} records")
                 whole = line.endswith(b"\n")
     except FileNotFoundError:
         return
