@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import scratch
+
 # Of an outer job (the suite may itself run under SLURM or torchrun), or of a person.
 FOREIGN_PREFIXES = (
     "SLURM", "SBATCH_", "SRUN_", "PMI", "OMPI_", "MPI_", "HYDRA_", "TORCHELASTIC_", "SUBMITIT_", "AZ_BATCH",
@@ -103,19 +105,45 @@ def in_order(files: Iterable[str]) -> list[str]:
     return [file for pair in zip_longest(others, waiting) for file in pair if file is not None]
 
 
+SCRATCH = pytest.StashKey[Path]()
+LEFT = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """pytest-xdist would start with the files that have the most tests; the order above is better.
 
-    What fixtures of a whole file train is no run of the person who tests either.
+    What fixtures of a whole file train is no run of the person who tests either. All temporary files go with the
+    session; those of the tests stay in FOLDER with ``--basetemp FOLDER``.
     """
     config.option.loadscopereorder = False
+    if not hasattr(config, "workerinput"):  # its workers have it from their controller
+        folder, remove = scratch.make()
+        config.stash[SCRATCH] = folder
+        config.add_cleanup(remove)
+        if config.option.basetemp is None:
+            config.option.basetemp = str(folder / "p")
     state = tempfile.mkdtemp(prefix="state-")
     os.environ["XDG_STATE_HOME"] = state
     config.add_cleanup(lambda: shutil.rmtree(state, ignore_errors=True))
 
 
-def pytest_sessionfinish() -> None:
-    """Runs that were started from within this process have ended; without this they would be zombies."""
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Runs that were started from within this process have ended; without this they would be zombies.
+
+    A session that leaves processes behind, or files that are ours, has failed.
+    """
     if executors := sys.modules.get("trainkit.launch.executors"):
         for controller in executors.CONTROLLERS:
             controller.poll()
+    if (folder := session.config.stash.get(SCRATCH, None)) is not None:
+        session.config.stash[LEFT] = left = scratch.left_in(folder)
+        if left and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was left behind."""
+    for line in config.stash.get(LEFT, []):
+        terminalreporter.write_line(f"Left behind by the tests: {line}", red=True)

@@ -15,7 +15,7 @@ from typing import NoReturn
 import pytest
 
 PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
-_LOCK = Path("/tmp/devcluster-packages.lock")  # which slurm/devcluster takes while it installs SLURM
+_LOCKED = Path("/var/lib/dpkg")  # as slurm/devcluster does while it installs SLURM; no file is left behind
 _POLICY = Path("/usr/sbin/policy-rc.d")  # which Debian's packages ask whether they may start what they bring
 
 
@@ -28,10 +28,13 @@ def program(*names: str, package: str) -> str:
         return found
     if sys.platform != "linux" or not Path("/etc/debian_version").exists() or os.geteuid() != 0:
         cannot_run(f"{names[0]} is not installed, and only root's Debian can install it")
-    with _LOCK.open("w") as lock:  # another worker may be installing
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = os.open(_LOCKED, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be installing
         if not _found(names):
             _install(package)
+    finally:
+        os.close(lock)
     return _found(names) or cannot_run(f"the package {package} brought no {names[0]}")
 
 

@@ -71,7 +71,7 @@ def _waits_for_cores() -> bool:
     """Whether this process was ready and had no core for longer than it had one."""
     try:
         with open("/proc/self/schedstat", encoding="ascii") as file:
-            on_core, waited = (int(number) for number in file.read().split()[:2])
+            on_core, waited = (int(number) for number in file.read(100).split()[:2])
     except (OSError, ValueError):  # not Linux
         return False
     return waited > on_core

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 from trainkit.launch import supervise as module
 from trainkit.launch.processes import Rank
 from trainkit.launch.supervise import Ending, Limits, Requests, supervise
+from trainkit.ranks import heartbeat
 from trainkit.records.attempts import Attempt
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
@@ -191,3 +193,25 @@ def test_a_second_cancel_ends_them_at_once(supervised: Supervised) -> None:
     began = time.monotonic()
     assert supervised("time.sleep(60)", requests=requests, limits=Limits(60.0, 1.0, 60.0, 50.0)).state == "CANCELLED"
     assert time.monotonic() - began < 15
+
+
+def test_what_a_killed_supervisor_has_left_the_next_one_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import time\nfrom trainkit.ranks.heartbeat import pulses\n"
+    code += "with pulses(2):\n    print(flush=True); time.sleep(600)"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE
+    )
+    assert killed.stdout is not None
+    killed.stdout.readline()
+    (file,) = tmp_path.iterdir()
+    with heartbeat.pulses(1):
+        assert file.exists(), "its supervisor lives"
+        assert len(list(tmp_path.iterdir())) == 2
+    killed.kill()
+    killed.communicate()
+    with heartbeat.pulses(1):
+        assert not file.exists()
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -154,7 +155,7 @@ def _socket_folders(env: Mapping[str, str]) -> Iterator[Path]:
     a home folder need not be."""
     state = Path(env.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "trainkit" / "ssh"
     folders = [state, *(Path(run) / "trainkit" for run in [env.get("XDG_RUNTIME_DIR")] if run)]
-    for folder in [*folders, Path(f"/tmp/trainkit-{os.getuid()}")]:
+    for folder in [*folders, *(Path(base) / f"trainkit-{os.getuid()}" for base in (tempfile.gettempdir(), "/tmp"))]:
         # A hash, and what ssh adds while it makes the socket. In its configuration % and ${} mean something.
         if len(os.fsencode(folder)) + 1 + 40 + 17 <= _LONGEST_SOCKET and not re.search(r"[%\s\"'${]", str(folder)):
             yield folder

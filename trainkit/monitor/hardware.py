@@ -142,7 +142,7 @@ class CpuPressure:
 def _waited() -> float | None:
     """Seconds since the machine was booted."""
     try:
-        return int(reading.read_text(_PRESSURE).splitlines()[0].rpartition("total=")[2]) / 1e6
+        return int(reading.read_start(_PRESSURE, 200).splitlines()[0].rpartition("total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
         return None
 

@@ -6,11 +6,12 @@ processes of this machine look at it.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 VARIABLE = "TRAINKIT_HEARTBEAT"
@@ -18,6 +19,7 @@ VARIABLE = "TRAINKIT_HEARTBEAT"
 STARTING_SECONDS = 600.0
 """Code and data may take so long to load before the first update, if that is more than `launch.hang_seconds`."""
 _SIZE = 8
+_PREFIX = "trainkit-heartbeat-"
 _HANG = "no progress for "
 
 
@@ -50,15 +52,30 @@ class Pulses:
 @contextmanager
 def pulses(count: int) -> Iterator[Pulses]:
     """Room for the counts of ``count`` ranks, gone afterwards."""
-    descriptor, name = tempfile.mkstemp(prefix="trainkit-heartbeat-")
+    _clear()
+    descriptor, name = tempfile.mkstemp(prefix=_PREFIX)
     file = Path(name)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, count * _SIZE)
         with mmap.mmap(descriptor, count * _SIZE) as memory:
             yield Pulses(file, memory, count)
     finally:
         os.close(descriptor)
         file.unlink(missing_ok=True)
+
+
+def _clear() -> None:
+    """Remove what supervisors that were killed have left: nobody holds the lock on it."""
+    for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or gone
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_size:  # one without is just being made
+                    file.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def heartbeat(env: Mapping[str, str]) -> Callable[[], None]:
