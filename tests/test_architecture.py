@@ -106,7 +106,6 @@ ENVIRONMENT = {
 
 # Files are read by trainkit/reading.py, which bounds them. What else opens or parses one, and why:
 READERS = {
-    "trainkit.lifetime": "/proc of this process, which the kernel makes; called before anything is imported",
     "trainkit.reading": "is the reader",
     "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
     "trainkit.diagnosis.case": "reads the tables of causes, which are part of the package",
