@@ -222,10 +222,10 @@ def _full(place: str) -> str:
     try:
         room = os.statvfs(_folder(place))
     except OSError:
-        return "full, of bytes or of files (df -i)"
+        return "full, of bytes or of files"
     if room.f_files and room.f_favail == 0 and room.f_bavail:
         return "out of inodes: it has room for bytes, and for no further file"
-    return "full" if room.f_bavail == 0 else "full, of bytes or of files (df -i), or was"
+    return "full" if room.f_bavail == 0 else "full, of bytes or of files"
 
 
 def _smaller_lr(lr: float | None) -> str:
