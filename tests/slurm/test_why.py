@@ -35,7 +35,7 @@ GIVEN = {
     "crashed": f"{ONE};requeue:no;nodelist:n4",
     "held": f"{ONE};sbatch:hold=",
     "never": f"{ONE};dependency:afterok:{{failed}}",
-    "limited": f"{ONE};sbatch:nodes=9",
+    "limited": f"{TWO};partition:low;sbatch:hold=",
 }
 Jobs = dict[str, str]
 
@@ -76,10 +76,12 @@ def interrupted(devcluster: Cluster, jobs: Jobs) -> Iterator[None]:
     devcluster.run("scontrol", "update", "partitionname=low", "gracetime=0")
     devcluster.sbatch("-p", "high", "-w", "n3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1")
     devcluster.job("cancel", "runs/cancelled")
+    devcluster.run("scontrol", "update", "partitionname=low", "maxnodes=1")
+    devcluster.run("scontrol", "release", jobs["limited"])
     devcluster.run("scontrol", "update", "nodename=n4", "state=down", "reason=test")
     devcluster.run("scontrol", "update", "nodename=n4", "state=idle")
     yield
-    devcluster.run("scontrol", "update", "partitionname=low", "gracetime=10")
+    devcluster.run("scontrol", "update", "partitionname=low", "gracetime=10", "maxnodes=unlimited")
 
 
 def test_a_job_that_was_queued_again_after_a_failure_says_what_ended_it(devcluster: Cluster, jobs: Jobs) -> None:
