@@ -22,7 +22,7 @@ ADDRESS = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7
 TOKEN = write_token(grant(Key(b"o" * 32), "run", "anna", "volunteer", time.time() + 86400), [ADDRESS])
 
 
-@pytest.mark.parametrize("word", [TOKEN, ADDRESS])
+@pytest.mark.parametrize("word", [TOKEN, ADDRESS], ids=["token", "address"])
 @pytest.mark.parametrize("way", ["argument", "file", "input", "environment"])
 def test_a_token_or_an_address_is_taken_from_wherever_it_is(
     way: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
