@@ -173,7 +173,7 @@ class _Work:
         schedule = {"steps_per_epoch": len(self.splits.train) // (64 * self.dist.world_size), "total_steps": self.steps}
         for step, batch in enumerate(self.given(turn)):
             set_lr(optimizer, lr_at(step, optim=optim, schedule=self.config.schedule, **schedule))
-            functional.cross_entropy(model(normalize(batch.images, info)), batch.labels).backward()  # type: ignore[no-untyped-call]
+            functional.cross_entropy(model(normalize(batch.images, info)), batch.labels).backward()
             optimizer.step()
             optimizer.zero_grad()
         self.weights.append(weights_of(model))

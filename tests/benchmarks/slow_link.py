@@ -203,7 +203,7 @@ def _in_buckets(losses: dict[str, list[float]]) -> dict[str, Callable[[], None]]
     import torch.distributed as dist
 
     model = _resnet()
-    gradients = torch.zeros(sum(parameter.numel() for parameter in model.parameters())).split(25 << 18)  # type: ignore[no-untyped-call]
+    gradients = torch.zeros(sum(parameter.numel() for parameter in model.parameters())).split(25 << 18)
 
     def exchange() -> None:
         for work in [dist.all_reduce(bucket, async_op=True) for bucket in gradients]:
@@ -256,7 +256,7 @@ def _update(
     def update() -> None:
         with built.grad_sync(wrapped, enabled=True) if exchange else nullcontext():
             loss = cross_entropy(wrapped(batch), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.setdefault(name, []).append(loss.item())

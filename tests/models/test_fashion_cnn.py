@@ -68,7 +68,7 @@ def test_it_learns_digits_within_five_epochs() -> None:
     )
     for images, labels, _ in batches:
         optimizer.zero_grad()
-        F.cross_entropy(model(normalize(images, data.info)), labels).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(normalize(images, data.info)), labels).backward()
         optimizer.step()
         schedule.step()
     correct = 0

@@ -19,6 +19,7 @@ from trainkit.checkpoint.saving import Checkpoints
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
+from trainkit.strategies import fsdp
 
 
 def _held(env: RankEnv, options: dict[str, Any]) -> int:
@@ -62,9 +63,17 @@ def _gathered(env: RankEnv, precision: str, options: dict[str, Any]) -> dict[str
     return seen
 
 
-def test_weights_are_gathered_as_they_compute_and_norms_stay_as_they_are() -> None:
+def test_weights_are_gathered_as_they_compute_and_norms_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     single = RankEnv.single()
     seen = _gathered(single, "bf16", {})
+    told = capsys.readouterr().out
+    if not fsdp.CASTS_SOME:
+        assert set(seen.values()) == {"float32", "int64"}
+        assert told.startswith("Note: weights are gathered in fp32, twice the bytes of bf16: torch ")
+        assert _gathered(single, "bf16", {"param_dtype": "fp32"}) == _gathered(single, "fp32", {}) == seen
+        assert capsys.readouterr().out == ""
+        return
+    assert told == ""
     assert {name for name, dtype in seen.items() if dtype == "bfloat16"} == {
         "Conv2d.weight", "Conv2d.bias", "Linear.weight", "Linear.bias"
     }  # fmt: skip

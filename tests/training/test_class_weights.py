@@ -29,7 +29,7 @@ ASKED = "train.class_weights=[5, 1, 0.25, 2, 1, 3, 0.5]"
 def test_an_update_follows_torchs_weighted_mean_over_the_global_batch(micro_batch_size: int) -> None:
     model = Linear()
     logits = model(normalize(IMAGES, parts_of().splits.info))
-    functional.cross_entropy(logits, LABELS, weight=torch.tensor(WEIGHTS)).backward()  # type: ignore[no-untyped-call]
+    functional.cross_entropy(logits, LABELS, weight=torch.tensor(WEIGHTS)).backward()
     assert model.layer.weight.grad is not None
     moved = updated(ASKED, f"train.micro_batch_size={micro_batch_size}", lr=0.5)
     assert torch.allclose(moved, -0.5 * model.layer.weight.grad, atol=1e-6)

@@ -43,7 +43,7 @@ class Slow(Linear):
         scores = super().forward(images)
         if self.training:
             self.in_forward()
-            scores.register_hook(lambda gradient: self.in_backward() and None)  # type: ignore[no-untyped-call]
+            scores.register_hook(lambda gradient: self.in_backward() and None)
         return scores
 
 

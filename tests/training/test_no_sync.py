@@ -33,7 +33,7 @@ EVERYTHING = (
 )  # fmt: skip
 
 
-class Fetches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Fetches(TorchDispatchMode):
     """Notes after how many updates which operation asked for a value that is on the device."""
 
     def __init__(self, keeper: Keeper) -> None:

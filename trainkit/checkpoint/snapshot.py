@@ -44,7 +44,7 @@ class Snapshot:
         if copies:
             torch._foreach_copy_([*copies.values()], [*tensors.values()], non_blocking=True)
         if any(value.is_cuda for value in tensors.values()):
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = torch.cuda.Event()
             copied.record()
             return copies, copied.synchronize
         return copies, lambda: None

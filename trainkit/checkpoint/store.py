@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.errors import UserError
 
-_PACKAGES = {"s3": ("s3fs", "trainkit[s3]"), "gs": ("gcsfs", "trainkit[gcs]")}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _SECONDS = 20.0
 _PART = 16 << 20
 _SLOWEST_PART = 300.0
@@ -44,12 +44,12 @@ class Store:
     def __init__(self, url: str, *, seconds: float = _SECONDS, slowest_part: float = _SLOWEST_PART) -> None:
         self.url = url.rstrip("/")
         scheme, _, self._root = self.url.partition("://")
-        package, extra = _PACKAGES.get(scheme, ("fsspec", "trainkit"))
+        package = _PACKAGES.get(scheme, "fsspec")
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"{scheme}:// needs the package {package}.",
                 why="It is not installed where the run is.",
-                fix=f"pip install '{extra}'",
+                fix=f"pip install {package}",
                 key="checkpoint.remote",
             )
         import fsspec

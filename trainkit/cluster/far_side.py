@@ -17,7 +17,7 @@ SENT = ".trainkit/sent"
 BEGIN = "--- trainkit speaks ---"
 """What a profile there prints comes before this line, and is no part of the answer."""
 
-NEEDED = {"pydantic": "2.7", "yaml": "6.0", "submitit": "1.5.2", "rich": "13.7", "psutil": "5.9", "torch": "2.6"}
+NEEDED = {"pydantic": "2.11", "yaml": "6.0.2", "submitit": "1.5.3", "rich": "14.0", "psutil": "7.0", "torch": "2.9"}
 """Modules without which nothing goes there, and their lowest versions, as in pyproject.toml."""
 
 # Whatever Python 3 is there must be able to read this. The packages of the snapshot come before those that lie in the

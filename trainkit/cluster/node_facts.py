@@ -47,9 +47,9 @@ def node_facts(env: Mapping[str, str], folders: Sequence[Path]) -> dict[str, Any
 def versions() -> dict[str, str]:
     """Python, torch and trainkit, as their packages say."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "trainkit"):
+    for name, package in (("torch", "torch"), ("trainkit", "trainkit-vision")):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            found[name] = version(package)
     return found
 
 

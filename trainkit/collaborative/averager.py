@@ -197,7 +197,7 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: CollaborativeConfi
     )
     averager.common, averager.codec = common, config.compression
     averager.plan = torch.zeros(1 + num_parts(common.theta.numel()), dtype=torch.float64)
-    averager.plan.share_memory_()  # type: ignore[no-untyped-call]
+    averager.plan.share_memory_()
     averager.own, averager.run_id = dht.own, run_id
     averager.guard = Guard(dht.node, dht.admission)
     try:

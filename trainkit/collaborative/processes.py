@@ -65,7 +65,7 @@ def _start_memory_manager() -> None:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        torch.empty(1).share_memory_()  # type: ignore[no-untyped-call]
+        torch.empty(1).share_memory_()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -19,7 +19,7 @@ def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """
     import torch
 
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
 
     def moved(item: Tensor) -> Tensor:
         if device.type == "cuda" and not item.is_cuda and not item.is_pinned():

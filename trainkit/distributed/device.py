@@ -153,9 +153,9 @@ def software(device: torch.device) -> dict[str, str]:
     """Versions of what the training runs on, where it runs: a login node may have others, or no GPU."""
     found: dict[str, str | None] = {"torch": str(torch.__version__)}
     if device.type == "cuda":
-        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
         found |= {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": ".".join(map(str, nccl))}
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        cudnn = torch.backends.cudnn.version()
         found |= {"cuDNN": str(cudnn or ""), "driver": drivers().nvidia}
     return {name: version for name, version in found.items() if version}
 

@@ -45,7 +45,7 @@ def timm_input(model: nn.Module, info: DataInfo) -> ModelInput:
     """What timm says of the images that the weights of ``model`` were trained on."""
     from timm.data.config import resolve_model_data_config
 
-    known: dict[str, Any] = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
+    known: dict[str, Any] = resolve_model_data_config(model)
     cfg = getattr(model, "pretrained_cfg", {})
     return info.as_input(
         ".".join(cfg[key] for key in ("architecture", "tag") if cfg.get(key)),

@@ -38,7 +38,7 @@ def snapshot_on_oom(run_dir: RunDir, rank: int, *, gpu: bool, history: bool) -> 
             try:
                 files.make_folder(run_dir.profile, run_dir.path)
                 with files.replacing(file, run_dir.path) as out:
-                    torch.cuda.memory._dump_snapshot(out.name)  # type: ignore[no-untyped-call]
+                    torch.cuda.memory._dump_snapshot(out.name)
                 print(f"What the GPU's memory held: {file}", file=sys.stderr, flush=True)
             except Exception as problem:  # the error that ends the run must be the one that is seen
                 print(f"No snapshot of the GPU's memory: {problem}", file=sys.stderr, flush=True)

@@ -19,5 +19,5 @@ def synchronize_batchnorm(model: nn.Module, dist: Distributed) -> nn.Module:
             why="torch implements SyncBatchNorm for GPUs only.",
             fix="Remove it, or use a model without BatchNorm.",
         )
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted

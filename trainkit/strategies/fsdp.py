@@ -20,6 +20,8 @@ from trainkit.strategies.batchnorm import synchronize_batchnorm
 from trainkit.strategies.blocks import repeated_blocks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CASTS_SOME = "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}
+"""Before torch 2.15 all parameters of a block are cast, or none."""
 _AUTOCAST_CASTS = (nn.Linear, _ConvNd, nn.MultiheadAttention)
 """Modules whose weights autocast casts when they compute."""
 
@@ -130,10 +132,10 @@ def build(
 
     ``shard_within=node`` shards over the ranks of a node and holds a replica on each (HSDP): only gradients cross the
     network. ``param_dtype``: what weights are gathered as; ``auto``: as train.precision computes with them, half the
-    bytes, and the same numbers; norms and buffers stay in fp32. ``reduce_dtype``: what gradients are summed as.
-    ``cpu_offload`` keeps the shards in host memory, where the optimizer then works. ``reshard_after_forward=false``
-    keeps gathered parameters until the backward pass (ZeRO-2: faster, more memory); ``min_block_params`` is the
-    smallest block that is sharded on its own.
+    bytes, and the same numbers; norms and buffers stay in fp32. Before torch 2.15 that is fp32 too, which a note says.
+    ``reduce_dtype``: what gradients are summed as. ``cpu_offload`` keeps the shards in host memory, where the optimizer
+    then works. ``reshard_after_forward=false`` keeps gathered parameters until the backward pass (ZeRO-2: faster, more
+    memory); ``min_block_params`` is the smallest block that is sharded on its own.
     """
     if cpu_offload and dist.device.type != "cuda":
         raise UserError(
@@ -142,9 +144,15 @@ def build(
             fix="Remove it.",
             key="strategy.cpu_offload",
         )
-    # Before torch 2.15 all parameters of a block were cast, or none.
-    selective = "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}
-    gathered = _DTYPES.get(precision) if param_dtype == "auto" and selective and precision in ("bf16", "fp16") else None
+    gathered = _DTYPES[precision] if param_dtype == "auto" and precision in ("bf16", "fp16") else None
+    if gathered and not CASTS_SOME:
+        gathered = None
+        if dist.is_main:
+            print(
+                f"Note: weights are gathered in fp32, twice the bytes of {precision}: torch {torch.__version__} casts "
+                "all of a block or nothing, and norms must stay as they are. From torch 2.15 on these alone do.",
+                flush=True,
+            )
     return FSDP(
         dist,
         gathered,

@@ -85,6 +85,6 @@ class PowerSGD:
         for gradient in gradients:
             n, m = gradient.view(gradient.shape[0], -1).shape
             rank = min(n, m, self.rank)
-            if torchs._should_compress(n, m, rank, rate)[0]:  # type: ignore[no-untyped-call]
+            if torchs._should_compress(n, m, rank, rate)[0]:
                 rows, columns = rows + n * rank, columns + m * rank
         return rows, columns

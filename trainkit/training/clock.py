@@ -90,7 +90,7 @@ class Clock:
         When a pass ends torch calls back whoever asked for it, in the order of asking: DDP and FSDP, which wait for
         the other ranks then, ask when gradients come; this asks before there are any.
         """
-        loss.register_hook(self._ask_for_the_end)  # type: ignore[no-untyped-call]
+        loss.register_hook(self._ask_for_the_end)
 
     def _ask_for_the_end(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(lambda: self.to(EXPOSED))
@@ -126,12 +126,12 @@ class StreamClock(Clock):
         self.to(START)
 
     def to(self, part: int) -> None:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append((part, event))
         self.part = part
         if len(self._marks) >= _MOST_PENDING:
-            self._take(sum(mark.query() for _, mark in self._marks))  # type: ignore[no-untyped-call]
+            self._take(sum(mark.query() for _, mark in self._marks))
 
     def _read(self) -> None:
         self._marks[-1][1].synchronize()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler  # before torch 2.10 torch.amp does not export it to mypy
 
 from trainkit.config.precision import auto_precision
 from trainkit.distributed.device import is_free_to_ask
@@ -73,7 +74,7 @@ class Precision:
         self.skipped_steps = 0
         self._dist = dist
         self._dtype = _DTYPES.get(name)
-        self._scaler = torch.amp.GradScaler(dist.device.type, enabled=name in ("fp16", "o2"))
+        self._scaler = GradScaler(dist.device.type, enabled=name in ("fp16", "o2"))
         self._one = torch.ones((), device=dist.device)
         self._steppers: dict[torch.optim.Optimizer, Stepper] = {}
         if dist.device.type == "cuda":
@@ -92,7 +93,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of ``loss``, scaled if need be."""
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._scaler.scale(loss).backward()
 
     def step(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None
