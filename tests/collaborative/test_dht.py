@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import stat
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.collaborative.conftest import Commands, wait_for
 from trainkit.errors import RunFailedError
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -64,3 +71,27 @@ def test_a_member_asks_a_node_for_so_many_records_at_once_and_for_no_more(
     authorizer: Any = Authorizer.__new__(Authorizer)
     for kind in (dht_pb2.FindRequest, dht_pb2.StoreRequest):
         assert asyncio.run(authorizer.validate_request(kind(keys=[b"x" * 20] * keys))) == answered
+
+
+@pytest.mark.swarm
+def test_nobody_else_controls_a_peers_daemon_whatever_the_umask(commands: Commands) -> None:
+    """hivemind puts the sockets into /tmp, where everybody comes by."""
+    before = os.umask(0o000)
+    try:
+        creator, _ = commands.create()
+    finally:
+        os.umask(before)
+    sockets: set[Path] = set()
+
+    def are_there() -> bool:
+        creator.note_family()
+        for process in creator.alive():
+            with suppress(psutil.Error):
+                paths = {Path(one.laddr) for one in process.net_connections("unix") if one.laddr}
+                sockets.update(path for path in paths if path.name.startswith("hivemind-"))
+        return len(sockets) >= 2
+
+    wait_for(are_there, 60, "the sockets of the daemon and of the node")
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in sockets} == {0}
+    creator.process.send_signal(signal.SIGINT)
+    creator.ends()

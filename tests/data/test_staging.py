@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, image_folder, staging
 from trainkit.data.pack import Pack
 from trainkit.data.packing import write_pack
-from trainkit.data.staging import scratch, stage, staged_folder
+from trainkit.data.staging import scratch, stage, staged, staged_folder
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
@@ -94,6 +96,37 @@ def test_a_disk_without_room_is_left_alone(pack: Pack, disk: Path, monkeypatch: 
     monkeypatch.setattr(staging, "free_bytes", lambda disk: 1000)
     assert "0.0 GB left" in stage(pack.folder, disk)
     assert not staged_folder(pack.folder, disk).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another user")
+def test_a_copy_that_another_user_has_laid_out_is_never_read(pack: Pack, disk: Path) -> None:
+    disk.chmod(0o1777)
+    final = staged_folder(pack.folder, disk)
+    shutil.copytree(pack.folder, final)
+    poisoned = bytearray((final / "images.bin").read_bytes())
+    poisoned[5] ^= 1
+    (final / "images.bin").write_bytes(poisoned)
+    final.parent.chmod(0o700)
+    for path in (final.parent, final, *final.iterdir()):
+        os.chown(path, 65534, 65534)
+    assert "not this user's alone" in stage(pack.folder, disk)
+    assert staged(pack.folder, disk) is None
+
+
+@pytest.mark.parametrize("spoil", ["link", "open folder", "disk without sticky bit"])
+def test_no_copy_is_made_where_others_get_at_it(spoil: str, pack: Pack, disk: Path, tmp_path: Path) -> None:
+    own = staged_folder(pack.folder, disk).parent
+    if spoil == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        own.symlink_to(tmp_path / "elsewhere")
+    elif spoil == "open folder":
+        own.mkdir()
+        own.chmod(0o770)
+    else:
+        disk.chmod(0o777)
+    assert "not this user's alone" in stage(pack.folder, disk)
+    assert staged(pack.folder, disk) is None
+    assert not list(disk.glob("*/*"))
 
 
 def test_a_damaged_pack_is_not_staged(pack: Pack, disk: Path) -> None:

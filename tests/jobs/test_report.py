@@ -91,3 +91,22 @@ def test_a_run_of_a_million_records_is_reported_within_seconds(
     assert "throughput, median | 2,000 images/s" in text
     assert "Of the train records one in " in text
     assert "7.7e+08" in (run_dir.path / "report.html").read_text(), "one line of a million stands out"
+
+
+def test_a_received_folder_with_links_in_it_costs_no_file_of_ones_own(env: dict[str, str], tmp_path: Path) -> None:
+    """Names that a stranger can foresee lead to the reader's own files, or to where a new one does harm."""
+    run, home = tmp_path / "runs" / "ddp-0001", tmp_path / "home"
+    jsonl.append(run / "metrics.jsonl", {"step": 10, "epoch": 1.0, "split": "train", "loss": 0.5})
+    home.mkdir()
+    victims = {}
+    for name in (".report.html.partial", "ddp-0001-curves.png", ".logbook.md.partial"):
+        victims[name] = home / f"victim-of-{name}"
+        victims[name].write_text("precious")
+        (run / name).symlink_to(victims[name])
+    (run / "logbook.md").symlink_to(home / "authorized_keys")
+    (run / "report.html").symlink_to(home / "new.html")
+    assert main(["ddp-0001"], env) == 0
+    assert {victim.read_text() for victim in victims.values()} == {"precious"}
+    assert not {"authorized_keys", "new.html"} & {path.name for path in home.iterdir()}
+    assert (run / "ddp-0001-curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert not any((run / name).is_symlink() for name in ("logbook.md", "report.html", "ddp-0001-curves.png"))

@@ -201,7 +201,8 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: CollaborativeConfi
     averager.own, averager.run_id = dht.own, run_id
     averager.guard = Guard(dht.node, dht.admission)
     try:
-        averager.run_in_background(await_ready=True, timeout=30.0)
+        with processes.private_sockets():
+            averager.run_in_background(await_ready=True, timeout=30.0)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, interrupt)  # hivemind has switched Ctrl-C off in this process
         yield averager

@@ -262,7 +262,8 @@ def open_dht(
     mine: list[Any] = []
     try:
         try:
-            node.start()
+            with processes.private_sockets():
+                node.start()
             mine = processes.family(node.pid)
             node.wait_until_ready(_START_SECONDS)
             mine = processes.family(node.pid)

@@ -13,12 +13,28 @@ import os
 import platform
 import signal
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import psutil
 
 from trainkit import lifetime
 from trainkit.errors import RefusedError, RunFailedError
+
+
+@contextmanager
+def private_sockets() -> Iterator[None]:
+    """libp2p's daemon started in the block, and its clients, are controlled by this user alone.
+
+    hivemind puts their sockets into /tmp, and takes no other place: who may write to one may use it. Processes that are
+    forked in the block keep to this for all their life.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def require_hivemind() -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from trainkit.collaborative import address
+from trainkit.collaborative.processes import private_sockets
 from trainkit.errors import UserError
 
 _HANDLER = "trainkit.time"
@@ -102,7 +103,8 @@ async def is_off(peers: Sequence[str]) -> bool:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     with suppress(Exception):  # of libp2p's daemon, in many words: then the clock is not known to be wrong
         options = {"dht_mode": "client", "auto_nat": False, "nat_port_map": False, "startup_timeout": _START_SECONDS}
-        asker = await asyncio.wait_for(P2P.create(initial_peers=there, **options), _START_SECONDS + 2.0)
+        with private_sockets():
+            asker = await asyncio.wait_for(P2P.create(initial_peers=there, **options), _START_SECONDS + 2.0)
         try:
             for name in dict.fromkeys(map(address.peer_of, there)):
                 asked = asker.call_protobuf_handler(PeerID.from_base58(name), _HANDLER, DoubleValue(), DoubleValue)

@@ -112,7 +112,6 @@ class _PickleEach:
             return self._submit_each(function, runs)
 
     def _submit_each(self, function: Callable[[str], str], runs: Sequence[RunDir]) -> list[Any]:
-        files.make_folder(self.folder, self.folder.parent)
         pickles = []
         for index, run in enumerate(runs):
             path = self.folder / unclaimed(index)
@@ -133,6 +132,7 @@ class _Batch(_PickleEach, SlurmExecutor):
     """submitit's SLURM executor with our script, and sbatch called without the variables of a job around it."""
 
     def __init__(self, folder: Path, script: Path, unset: Sequence[str]) -> None:
+        files.make_folder(folder, folder.parent)  # submitit would make it as open as the umask has it
         super().__init__(folder)
         self._script, self._unset = script, unset
 
@@ -159,6 +159,7 @@ class _Local(_PickleEach, LocalExecutor):
     """submitit's local executor on simulated nodes (its own refuses more than one), by a controller of ours."""
 
     def __init__(self, folder: Path, first: RunDir, cwd: Path, tasks: int, env: Mapping[str, str]) -> None:
+        files.make_folder(folder, folder.parent)
         super().__init__(folder)
         self._first, self._cwd, self._tasks, self._env = first, cwd, tasks, env
 
