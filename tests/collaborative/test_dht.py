@@ -87,7 +87,7 @@ def test_nobody_else_controls_a_peers_daemon_whatever_the_umask(commands: Comman
         creator.note_family()
         for process in creator.alive():
             with suppress(psutil.Error):
-                paths = {Path(one.laddr) for one in process.net_connections("unix") if one.laddr}
+                paths = {Path(str(one.laddr)) for one in process.net_connections("unix") if one.laddr}
                 sockets.update(path for path in paths if path.name.startswith("hivemind-"))
         return len(sockets) >= 2
 

@@ -39,9 +39,9 @@ def wrong_modes(run: Path, mode: int) -> list[str]:
 def test_all_of_a_finished_run_is_as_open_as_its_mode_says(umask: int, mode: str, tmp_path: Path) -> None:
     def job(verb: str, *words: str) -> None:
         own = {"TRAINKIT_RUN_MODE": mode, "XDG_STATE_HOME": str(tmp_path / "state"), "WANDB_MODE": "offline"}
-        done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, **own}, umask=umask, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-m", f"jobs.{verb}", *words]
+        env = {**os.environ, **own}
+        done = subprocess.run(command, cwd=tmp_path, env=env, umask=umask, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
     job("submit", "single", "--executor", "local", "--wait", "--run-dir", "runs/one", *ALL)
