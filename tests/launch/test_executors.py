@@ -13,7 +13,6 @@ import pytest
 
 from tests.runs import last_event
 from trainkit.cluster.queue import job_state
-from trainkit.errors import SchedulerError
 from trainkit.launch import executors
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
@@ -296,7 +295,31 @@ def test_what_sbatch_says_when_it_refuses_is_what_the_user_reads(
 ) -> None:
     run, _ = local_run()
     slurm("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
-    with pytest.raises(SchedulerError) as error:
+    with pytest.raises(executors.SbatchError) as error:
         queue(run, rank_function("pass"))
     assert "Invalid account" in error.value.why
+    assert error.value.is_answer
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("script", "is_answer"),
+    [
+        ("echo \"sbatch: unrecognized option '--bogus'\" >&2; exit 255", True),
+        ("echo 'you have to name a project here' >&2; exit 1", True),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", False),
+        ("echo 'Zero Bytes were transmitted or received' >&2; exit 1", False),
+        ("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", False),
+        ("exit 1", False),
+        ("echo 'retrying' >&2; kill -9 $$", False),
+        ("echo 'retrying' >&2; (exit 143)", False),
+    ],
+)
+def test_only_what_says_no_is_an_answer(
+    local_run: MakeRun, rank_function: MakeFunction, slurm: Callable[[str], Path], script: str, is_answer: bool
+) -> None:
+    run, _ = local_run()
+    slurm(script)
+    with pytest.raises(executors.SbatchError) as error:
+        queue(run, rank_function("pass"))
+    assert error.value.is_answer is is_answer

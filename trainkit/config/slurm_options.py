@@ -94,7 +94,9 @@ _BREAKS = {
         **dict.fromkeys(("output", "error", "open-mode"), _LOGS),
         **dict.fromkeys(("clusters", "cluster-constraint"), _CLUSTER),
         **dict.fromkeys(("uid", "gid"), _OWNER),
-        **dict.fromkeys(("help", "parsable", "quiet", "usage", "verbose", "version", "wrap"), _CALL),
+        **dict.fromkeys(
+            ("help", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait", "wrap"), _CALL
+        ),
         "chdir": _FOLDER,
         "no-kill": _NODES,
     },
@@ -130,12 +132,10 @@ def objection(program: str, name: str, value: str) -> tuple[str, str] | None:
     """Why an option (by its long name) is not passed on, and what to do instead; None if it is."""
     if value and value.startswith(_HARMLESS.get((program, name), ("\0",))):
         return None
-    if name in _FLAGS[program]:
-        flag = _FLAGS[program][name]
-        return f"The plan is made of {flag}, which it would contradict.", f"Use {flag}."
-    if name in _BREAKS[program]:
-        return _BREAKS[program][name], "Leave it out."
-    return None
+    promise, flag = _BREAKS[program].get(name), _FLAGS[program].get(name)
+    if promise is None and flag is None:
+        return None
+    return promise or "It would contradict the plan.", f"Use {flag}." if flag else "Leave it out."
 
 
 # sbatch's own variables, which users set in their shell's profile. sbatch ranks them above the script's header, and

@@ -74,8 +74,9 @@ def submit_to_slurm(
             why=" ".join(words.replace("sbatch: ", "").split()),
             fix="`--dry-run` shows what is submitted.",
         )
-        code = getattr(error.__cause__, "returncode", -1)  # below zero, or above 128: killed by a signal
-        failed.is_answer = 0 < code < 128 and bool(str(error).strip()) and not _NO_ANSWER.search(words)
+        code = getattr(error.__cause__, "returncode", -1)
+        killed = code < 0 or 128 < code <= 192  # 255 is sbatch's own, for an option that it does not know
+        failed.is_answer = not killed and bool(str(error).strip()) and not _NO_ANSWER.search(words)
         raise failed from None
 
 
