@@ -34,7 +34,9 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def asked(run: RunDir, *overrides: str, starts: bool = False) -> Snapshot:
-    return require_own_code(run.path, load(str(run.path), overrides), allow_code=False, starts_snapshot=starts)
+    """As `resume` asks, which starts the snapshot, or as `evaluate`."""
+    loaded = load(str(run.path), overrides)
+    return require_own_code(run.path, loaded, allow_code=False, starts_snapshot=starts, only_loads=not starts)
 
 
 def why(run: RunDir) -> str:
@@ -156,7 +158,7 @@ def test_a_run_that_a_group_may_write_to_is_ones_own_as_it_was_submitted(run: Ru
     vouch(run, load(str(run.path)).config)
     shared(run)
     assert asked(run).own
-    assert asked(run, starts=True).own
+    assert asked(run, starts=True) == Snapshot(None, own=True), "which imports nothing itself"
 
 
 @ROOT
@@ -172,7 +174,7 @@ def test_a_run_that_a_group_has_changed_is_not_ones_own(run: RunDir, what: str) 
         setting = "data.name=json:loads" if what == "a setting" else "checkpoint.remote=s3://eve/all"
         run.config.write_text(to_yaml(load(str(run.path), [setting]).config))
     with pytest.raises(RefusedError, match=r"json:loads|s3://eve|mine:build"):
-        asked(run)
+        asked(run, starts=True)
 
 
 @pytest.mark.parametrize("how", [shutil.move, shutil.copytree], ids=["moved", "copied"])

@@ -43,7 +43,7 @@ class Snapshot:
     """What a command may import of a run's code."""
 
     code: Path | None
-    """The folder of the run's modules; None: none may be imported, or none is named."""
+    """The folder of the run's modules; None: the command imports none, or none is named."""
     own: bool
     """Whether it is the user's own."""
 
@@ -75,11 +75,11 @@ def require_own_code(
         return Snapshot(None, own=True)
     run = RunDir(folder.absolute())
     found = _reaching(loaded, only_loads=only_loads)
-    code: Path | None = run.code
+    seen: dict[str, bytes] | None = None
     if stranger := _why_foreign(run):
         files = _read_code(run)
         if files is not None and _is_vouched(files, found):
-            stranger, code = "", _private_copy(files)
+            stranger, seen = "", files
     if starts_snapshot:
         found[f"the program in {folder / 'code'}"] = "starts"
     if stranger and found and not allow_code:
@@ -87,8 +87,9 @@ def require_own_code(
     if stranger:
         importing.leave(str(folder))  # even if the user stands in it
     names_module = any(reach(key, value).does == "imports" for key, value in _settings(loaded.config))
-    named_by_run = "imports" in found.values()
-    return Snapshot(code if (named_by_run if stranger else names_module) else None, own=not stranger)
+    if not only_loads or not ("imports" in found.values() if stranger else names_module):
+        return Snapshot(None, own=not stranger)
+    return Snapshot(run.code if seen is None else _private_copy(seen), own=not stranger)
 
 
 def vouch(run: RunDir, config: Config) -> None:
