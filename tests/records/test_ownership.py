@@ -24,6 +24,14 @@ GROUP = 4711
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to a group or a user")
 
 
+@pytest.fixture(autouse=True)
+def _no_copies_stay() -> Iterator[None]:
+    """They last as long as the process, which in a command is short."""
+    yield
+    while ownership._COPIES:
+        ownership._COPIES.pop().cleanup()
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A run of the user's own that names a module of its snapshot."""
