@@ -96,6 +96,7 @@ ENVIRONMENT = {
     "trainkit.distributed.device": "SLURM_CPUS_PER_TASK: what this process was granted",
     "trainkit.data.loader": "SLURM_CPUS_PER_TASK: what this process was granted; tests hand in a mapping",
     "trainkit.data.staging": "SLURM_TMPDIR, TMPDIR: this node's own disk; tests hand in a mapping",
+    "trainkit.training.compiler": "TORCHINDUCTOR_CACHE_DIR: torch reads it alone",
     "trainkit.training.layout": "CUBLAS_WORKSPACE_CONFIG: cuBLAS reads it alone",
     "trainkit.monitor.hardware": "CUDA_VISIBLE_DEVICES: the GPUs of this process; tests hand in a mapping",
     "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+
+from trainkit.training import compiler
 
 BEGIN = """
 import sys, torch
@@ -56,3 +61,23 @@ def test_training_with_ddp_imports_no_compiler() -> None:
 )
 def test_who_uses_the_compiler_gets_it(use: str) -> None:
     assert outcome(TRAIN + use + "\nprint(imported())" + TRAIN) == "True"
+
+
+@pytest.mark.parametrize(("planted", "given"), [(False, ""), (True, ""), (True, "/scratch/mine")])
+def test_compiled_code_is_kept_where_nobody_else_writes(
+    planted: bool, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would run the code that it finds in a folder of that name in /tmp, whoever has laid it there."""
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    own = shared / f"trainkit-{os.geteuid()}"
+    if planted:
+        own.mkdir()
+        own.chmod(0o777)
+    compiler.use_own_cache()
+    state = tmp_path / "state" / "trainkit" / "cache"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (given or f"{state if planted else own}/torchinductor")

@@ -40,6 +40,8 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     """
     if config.train.compile == "off":
         compiler.put_off()
+    else:
+        compiler.use_own_cache()
     make_deterministic(config.train.deterministic)
     if dist.device.type == "cpu":
         keep_freed()

@@ -9,14 +9,20 @@ without it.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-_NAME = "torch._dynamo"
+from trainkit.records import index
+from trainkit.records.files import make_own
+
+_NAME, _CACHE = "torch._dynamo", "TORCHINDUCTOR_CACHE_DIR"
 _OWN = ("torch.optim.", "torch.nn.parallel.")
 
 
@@ -25,6 +31,17 @@ def put_off() -> None:
     ``train.compile``, whose own code may still compile."""
     if _NAME not in sys.modules:
         sys.modules[_NAME] = torch._dynamo = _Later(_NAME)
+
+
+def use_own_cache() -> None:
+    """Have compiled code kept where only this user can write, unless they say where.
+
+    torch keeps it in a folder of /tmp whose name is known, and runs what is there, whoever has made that folder.
+    """
+    if not os.environ.get(_CACHE):
+        node = Path(tempfile.gettempdir(), f"trainkit-{os.geteuid()}")
+        folder = node if make_own(node) else index.state_file("cache")
+        os.environ[_CACHE] = str(folder / "torchinductor")
 
 
 class _Later(ModuleType):
@@ -63,4 +80,5 @@ def _compiler() -> Any:
     if isinstance(sys.modules.get(_NAME), _Later):
         del sys.modules[_NAME]
         vars(torch).pop("_dynamo", None)
+        use_own_cache()
     return importlib.import_module(_NAME)
