@@ -110,6 +110,7 @@ READERS = {
     "trainkit.reading": "is the reader",
     "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
     "trainkit.diagnosis.case": "reads the tables of causes, which are part of the package",
+    "trainkit.records.snapshot": "walks a folder of code and unpacks its archive, files and bytes counted",
     "trainkit.records.files": "is the writer: opens folders, and files to append to",
     "trainkit.lifetime": "reads a line of /proc before anything else is imported",
     "trainkit.ranks.heartbeat": "maps the page that this rank's own launcher has made",
@@ -390,6 +391,7 @@ WRITERS = {
     "trainkit.records.index": "the folder of the user's state",
     "trainkit.records.lease": "a hard link, which of several at once only one can make",
     "trainkit.records.rundir": "the run's own folder",
+    "trainkit.records.snapshot": "the folder in which runs share their code, and a hard link to its archive",
 }
 _WRITING = {
     *("write_text", "write_bytes", "touch", "mkdir", "makedirs", "chmod", "symlink_to", "hardlink_to", "symlink"),

@@ -107,7 +107,8 @@ def test_a_run_that_sbatch_refuses_leaves_nothing_behind(command: Command, fake_
     done = command("submit", "ddp")
     assert done.code == 4
     assert "Invalid account" in done.err
-    assert not list((tmp_path / "runs").iterdir())
+    left = [path.name for path in (tmp_path / "runs").iterdir()]
+    assert left == [".code"], "the code, which the next run shares"
 
 
 def test_a_sweep_is_one_array_of_complete_runs(command: Command, fake_slurm: Path, tmp_path: Path) -> None:

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainkit.errors import RefusedError
+from trainkit.errors import RefusedError, UserError
 from trainkit.records import snapshot
 from trainkit.records.rundir import RunDir
 
@@ -283,3 +287,125 @@ def test_the_environment_is_not_written(run: RunDir, monkeypatch: pytest.MonkeyP
 def test_without_git_the_manifest_says_the_rest(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert manifest(run)["git"] == {"commit": None, "diff": "", "untracked": []}
+
+
+# Code that runs share
+
+
+def shared(run: RunDir) -> Path:
+    """Where the code of a run is, after writing it."""
+    assert snapshot.write_code(run, store=run.path.parent / ".code") == []
+    return run.code.resolve()
+
+
+def another(run: RunDir, name: str = "ddp-0002") -> RunDir:
+    return RunDir.create(run.path.parent / name, "seed: 0\n")
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    found = snapshot.read_tree(folder)
+    assert found is not None
+    return found
+
+
+def test_runs_of_equal_code_share_one_copy_of_it(run: RunDir) -> None:
+    first, second = shared(run), shared(another(run))
+    assert first == second
+    assert first.parent == run.path.parent / ".code"
+    count = [sum(len(files) for _, _, files in os.walk(path)) for path in (run.path, first)]
+    assert count[0] < 30 < count[1]
+    assert run.code_archive.stat().st_nlink == 3, "of both runs, and of the shared copy"
+
+
+def test_code_that_differs_is_not_shared(run: RunDir) -> None:
+    first = shared(run)
+    Path("model.py").write_text("x = 1\n")
+    second = shared(another(run))
+    assert first != second
+    assert "model.py" not in tree(first)
+    assert tree(second)["model.py"] == b"x = 1\n"
+
+
+def test_shared_code_that_somebody_has_changed_is_not_given_to_a_new_run(run: RunDir) -> None:
+    first = shared(run)
+    changed = first / "jobs" / "cli.py"
+    assert changed.stat().st_mode & 0o222 == 0, "an editor warns"
+    changed.chmod(0o644)
+    changed.write_text("raise SystemExit\n")
+    second = shared(another(run))
+    assert second != first
+    assert tree(second)["jobs/cli.py"] == (snapshot.INSTALLED / "jobs" / "cli.py").read_bytes()
+
+
+@pytest.mark.parametrize("what", ["moved", "the store is gone", "changed", "a link to elsewhere"])
+def test_a_run_has_its_code_from_its_own_archive_when_the_shared_one_is_not_its(
+    run: RunDir, tmp_path: Path, what: str
+) -> None:
+    code = tree(shared(run))
+    if what == "moved":
+        run = RunDir(run.path.rename(tmp_path / "elsewhere"))
+    elif what == "the store is gone":
+        shutil.rmtree(run.path.parent / ".code")
+    elif what == "changed":
+        (run.code.resolve() / "jobs" / "cli.py").unlink()
+    else:
+        (tmp_path / "private").mkdir()
+        (tmp_path / "private" / "key.py").touch()
+        run.code.unlink()
+        run.code.symlink_to(tmp_path / "private")
+    snapshot.restore_code(run)
+    assert not run.code.is_symlink()
+    assert tree(run.code) == code
+
+
+def test_the_code_of_a_run_that_is_whole_stays_where_it_is(run: RunDir) -> None:
+    first = shared(run)
+    (first / "jobs" / "__pycache__").mkdir()
+    (first / "jobs" / "__pycache__" / "cli.pyc").touch()
+    snapshot.restore_code(run)
+    assert run.code.resolve() == first
+
+
+@pytest.mark.parametrize("name", ["../out.py", "/tmp/out.py", "a/../../out.py", "./out.py"])
+def test_an_archive_that_leads_out_of_the_run_is_refused(run: RunDir, name: str) -> None:
+    with zipfile.ZipFile(run.code_archive, "w") as archive:
+        archive.writestr(name, "x = 1\n")
+    with pytest.raises(UserError, match=r"no snapshot of code"):
+        snapshot.restore_code(run)
+
+
+def test_an_archive_that_grows_beyond_all_code_is_refused(run: RunDir) -> None:
+    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("large.py", b"\0" * (snapshot.LARGEST_CODE + 1))
+    assert run.code_archive.stat().st_size < 1 << 20
+    with pytest.raises(UserError, match=r"no snapshot of code"):
+        snapshot.restore_code(run)
+
+
+def test_a_store_that_cannot_be_used_leaves_the_run_with_a_copy_of_its_own(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (run.path.parent / ".code").symlink_to(tmp_path / "theirs")
+    snapshot.write_code(run, store=run.path.parent / ".code")
+    assert not run.code.is_symlink()
+    assert "jobs/cli.py" in tree(run.code)
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_commands_that_write_the_same_code_at_once_share_it(run: RunDir) -> None:
+    runs = [another(run, f"ddp-{n}") for n in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert (
+            list(threads.map(lambda item: snapshot.write_code(item, store=run.path.parent / ".code"), runs)) == [[]] * 4
+        )
+    paths = [item.path for item in runs]
+    assert len({(path / "code").resolve() for path in paths}) == 1
+    assert sorted(path.suffix for path in (run.path.parent / ".code").iterdir()) == ["", ".zip"], "nothing half-made"
+
+
+def test_a_run_is_as_open_as_asked_whatever_the_others_are(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = shared(run)
+    monkeypatch.setenv("TRAINKIT_RUN_MODE", "750")
+    second = shared(another(run))
+    assert first.parent != second.parent
+    assert stat.S_IMODE(second.parent.stat().st_mode) == 0o750
+    assert stat.S_IMODE((second / "jobs" / "cli.py").stat().st_mode) == 0o440

@@ -25,6 +25,7 @@ from trainkit.records.attempts import Attempt
 from trainkit.records.files import make_folder
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.rundir import RunDir
+from trainkit.records.snapshot import read_code
 from trainkit.records.writer import Writer
 
 _LONGEST_PAUSE = 60.0
@@ -200,10 +201,13 @@ class Uploads:
             self._send_copy(run.path / remote.PLACE, remote.PLACE)
         for name in remote.RUN_FILES:
             self._send_copy(run.path / name, name)
-        if run.code.is_dir():
+        if code := read_code(run):
             packed = io.BytesIO()
             with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-                archive.add(run.code, "code", filter=lambda item: None if "__pycache__" in item.name else item)
+                for name, content in code.items():
+                    item = tarfile.TarInfo(f"code/{name}")
+                    item.size = len(content)
+                    archive.addfile(item, io.BytesIO(content))
             self._store.write(packed.getvalue(), remote.CODE)
         self._described = True
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Function = Callable[[str], str]
 
+STORE = ".code"
+"""In a folder of runs: the code that they share."""
 PAUSES = (0.0, 2.0, 4.0)
 """Before each look for a job that sbatch has not spoken of, in seconds."""
 
@@ -58,14 +60,27 @@ def script_text(plan: Plan, folder: Path, cwd: Path, points: int = 1) -> str:
 
 
 def write_run(
-    path: Path, config: Config, plan: Plan, script: str | None, command: Sequence[str], fingerprint: str = ""
+    path: Path,
+    config: Config,
+    plan: Plan,
+    script: str | None,
+    command: Sequence[str],
+    fingerprint: str = "",
+    *,
+    store: Path | None = None,
 ) -> RunDir:
-    """Make a new run folder with everything that the job needs. What could not be made whole is taken away again."""
+    """Make a new run folder with everything that the job needs. What could not be made whole is taken away again.
+
+    Args:
+        store: where it shares its code with runs of equal code; None: beside it.
+    """
     run_dir = RunDir.create(path, to_yaml(config))
     with undone_on_error(path):
         from trainkit.records.snapshot import write_code, write_manifest
 
-        withheld = write_code(run_dir, own=(config.model.name, config.data.name, config.strategy.name))
+        own = (config.model.name, config.data.name, config.strategy.name)
+        in_sight = plan.container is None or path.absolute().is_relative_to(Path.cwd())  # of a container
+        withheld = write_code(run_dir, own, store=(store or path.parent / STORE) if in_sight else None)
         write_manifest(run_dir, command, withheld, fingerprint=fingerprint)
         write_launch(run_dir.path, plan, script)
     vouch(run_dir, config)
@@ -91,7 +106,10 @@ def write_sweep(
         raise UserError(f"Cannot make the folder {folder}.", why=f"{error.strerror}.", fix=fix) from None
     with undone_on_error(folder):
         numbered = enumerate(zip(configs, fingerprints, strict=True))
-        runs = [write_run(folder / str(i), config, plan, script, command, mark) for i, (config, mark) in numbered]
+        runs = [
+            write_run(folder / str(i), config, plan, script, command, mark, store=folder.parent / STORE)
+            for i, (config, mark) in numbered
+        ]
         write_launch(folder, plan, script)
         points = [
             {"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)

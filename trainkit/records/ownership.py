@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainkit import importing, reading
+from trainkit import importing
 from trainkit.config.layers import OPEN_MAPPINGS, flatten
 from trainkit.config.loading import Loaded
 from trainkit.config.presets import PACKAGED, files_of
@@ -31,11 +31,10 @@ from trainkit.errors import RefusedError
 from trainkit.records import index
 from trainkit.records.files import make_folder, write
 from trainkit.records.rundir import RunDir
+from trainkit.records.snapshot import code_digest, read_tree, restore_code
 
 _OWN_WORDS = ("flag", "override", "environment", "default")
 _PROGRAM = ("jobs", "trainkit", "configs")
-_LARGEST_CODE = 1 << 26
-_MOST_FILES = 10_000
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,11 @@ def require_own_code(
             raise _refusal(path, found, stranger)
         return Snapshot(None, own=True)
     run = RunDir(folder.absolute())
+    restore_code(run)
     found = _reaching(loaded, only_loads=only_loads)
     seen: dict[str, bytes] | None = None
     if stranger := _why_foreign(run):
-        files = _read_code(run)
+        files = read_tree(Path(os.path.realpath(run.code)))
         if files is not None and _is_vouched(files, found):
             stranger, seen = "", files
     if starts_snapshot:
@@ -94,9 +94,9 @@ def require_own_code(
 
 def vouch(run: RunDir, config: Config) -> None:
     """Remember, where only this user can write, that they have submitted this code with these settings."""
-    files = _read_code(run)
+    files = read_tree(Path(os.path.realpath(run.code)))
     if files is not None:
-        code = _digest(files)
+        code = code_digest(files)
         texts = [_text(key, value) for key, value in _settings(config) if reach(key, value).does != "nothing"]
         index.vouch([_seal(code, text) for text in ("", *texts)])
 
@@ -240,35 +240,6 @@ def _name_of(gid: int) -> str:
     return str(gid)
 
 
-def _read_code(run: RunDir) -> dict[str, bytes] | None:
-    """Every file of a snapshot, by name; None where there is none, or something that `write_code` never writes."""
-    top, room = Path(os.path.realpath(run.code)), _LARGEST_CODE
-    found: dict[str, bytes] = {}
-    try:
-        for folder, folders, files in os.walk(top):
-            folders[:] = [name for name in folders if name != "__pycache__"]
-            for path in [Path(folder, name) for name in files]:
-                if path.is_symlink() or len(found) >= _MOST_FILES:
-                    return None
-                with reading.open_regular(path) as file:
-                    content = file.read(room + 1)
-                room -= len(content)
-                if room < 0:
-                    return None
-                found[str(path.relative_to(top))] = content
-    except OSError:
-        return None
-    return found or None
-
-
-def _digest(files: Mapping[str, bytes]) -> str:
-    found = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        found.update(os.fsencode(f"{name}\0{len(content)}\0"))
-        found.update(content)
-    return found.hexdigest()
-
-
 def _seal(code: str, text: str) -> str:
     return hashlib.sha256(f"{code}\0{text}".encode(errors="surrogateescape")).hexdigest()[:40]
 
@@ -276,7 +247,7 @@ def _seal(code: str, text: str) -> str:
 def _is_vouched(files: Mapping[str, bytes], found: Mapping[str, str]) -> bool:
     """Whether the user has submitted this code, and with it each of these settings. They are those that were loaded,
     and not read again: nobody can change them in between."""
-    code, known = _digest(files), index.vouched()
+    code, known = code_digest(files), index.vouched()
     return all(_seal(code, text) in known for text in ("", *found))
 
 

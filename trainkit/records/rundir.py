@@ -50,7 +50,13 @@ class RunDir:
 
     @property
     def code(self) -> Path:
+        """What the job runs: a link to the copy in ``../.code`` of all runs of equal code, or a folder of its own."""
         return self.path / "code"
+
+    @property
+    def code_archive(self) -> Path:
+        """The run's own copy of its code, by which it is complete without the shared one."""
+        return self.path / "code.zip"
 
     @property
     def logs(self) -> Path:
@@ -268,7 +274,8 @@ def next_path(root: Path, name: str) -> Path:
 def list_runs(root: Path) -> list[RunDir]:
     """Every run in ``root``, runs of a sweep included, oldest first."""
     found = [file.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for file in root.glob(pattern)]
-    runs = [RunDir(path) for path in found if path.name != "code" and not path.name.startswith(".")]
+    hidden = [path for path in found if any(part.startswith(".") for part in path.relative_to(root).parts)]
+    runs = [RunDir(path) for path in found if path.name != "code" and path not in hidden]
     return sorted(runs, key=RunDir.made)
 
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import itertools
 import json
 import os
 import platform
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from secrets import token_hex
 from typing import Any
 
 from trainkit import packaged, reading
-from trainkit.errors import RefusedError
+from trainkit.errors import RefusedError, UserError
 from trainkit.records import secrets
-from trainkit.records.files import create, make_folder, write
+from trainkit.records.files import copy, create, is_own, link, make_folder, write
 from trainkit.records.rundir import RunDir
 
 INSTALLED = Path(__file__).resolve().parents[2]
@@ -46,6 +54,8 @@ _PYTHONS = {
     f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
 }
 
+LARGEST_CODE = 1 << 26
+MOST_FILES = 10_000
 LONGEST_DIFF = 2_000_000
 SENT = "sent.json"
 """Beside code that came from another machine: what git said of it there, as a manifest has it."""
@@ -67,7 +77,7 @@ class Withheld:
         return f"{self.what} (line {self.line} looks like a {self.kind})"
 
 
-def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
+def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None = None) -> list[Withheld]:
     """Copy the packages that the job runs, so that edits after submission do not change a queued or requeued job.
 
     The user's own Python files beside them (``package.module:function``) come along, those of the current folder,
@@ -75,10 +85,174 @@ def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
 
     Args:
         own: the run's own functions, ``package.module:function``.
+        store: where runs of equal code share one copy, to which ``code`` becomes a link; None: the run has its own.
 
     Raises:
         RefusedError: a file that would have to be left out is one that the run cannot do without.
     """
+    sources, withheld = _sources(own)
+    if store is None or not _share(run_dir, sources, store):
+        for name, source in sources.items():
+            target = run_dir.code / name
+            make_folder(target.parent, run_dir.path)
+            with reading.open_regular(source) as content, create(target, run_dir.path) as out:
+                shutil.copyfileobj(content, out)
+    return withheld
+
+
+def read_code(run_dir: RunDir) -> dict[str, bytes] | None:
+    """Every file of a run's code by its name; None where there is none, or more than a run has."""
+    if run_dir.code_archive.exists():
+        return _unpacked(run_dir.code_archive)
+    return None if run_dir.code.is_symlink() else read_tree(run_dir.code)
+
+
+def read_tree(top: Path) -> dict[str, bytes] | None:
+    """Every file below a folder, but for Python's caches; None where there is none, a link, or more than code has."""
+    room, found = LARGEST_CODE, dict[str, bytes]()
+    try:
+        for folder, folders, files in os.walk(top):
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            for path in [Path(folder, name) for name in files]:
+                if path.is_symlink() or len(found) >= MOST_FILES:
+                    return None
+                with reading.open_regular(path) as file:
+                    content = file.read(room + 1)
+                room -= len(content)
+                if room < 0:
+                    return None
+                found[str(path.relative_to(top))] = content
+    except OSError:
+        return None
+    return found or None
+
+
+def restore_code(run_dir: RunDir) -> None:
+    """Give a run its own code back from ``code.zip``, if the copy that it shares is gone or was changed.
+
+    So it is after the run was moved, copied or unpacked. A folder ``code`` of its own stays as it is.
+    """
+    if not run_dir.code_archive.exists() or (run_dir.code.exists() and not run_dir.code.is_symlink()):
+        return
+    content = _unpacked(run_dir.code_archive)
+    if content is None:
+        raise UserError(
+            f"{run_dir.code_archive} is no snapshot of code.",
+            why="It is damaged, or holds what no run has written.",
+            fix="Copy the run again from where it was made.",
+        )
+    if run_dir.code.is_symlink():
+        shared = read_tree(Path(os.path.realpath(run_dir.code)))
+        if shared == content:
+            return
+        if shared is not None:
+            _say_once(f"{run_dir.path.name}: its code was changed in {run_dir.code.resolve()}; code.zip is used.")
+        run_dir.code.unlink(missing_ok=True)
+    _write_tree(content, run_dir.code, run_dir.path)
+
+
+def code_digest(files: Mapping[str, bytes]) -> str:
+    """SHA-256 of names and contents, in hex."""
+    found = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        found.update(os.fsencode(f"{name}\0{len(content)}\0"))
+        found.update(content)
+    return found.hexdigest()
+
+
+def _share(run_dir: RunDir, sources: Mapping[str, Path], store: Path) -> bool:
+    """Make ``code`` a link to the copy of equal code in ``store``, and ``code.zip`` what the run itself keeps of it.
+
+    Whether it could: not in a store that is another user's, nor on a disk without links.
+    """
+    mode = stat.S_IMODE(run_dir.path.stat().st_mode)
+    store = store.with_name(store.name + (f"-{mode:o}" if mode != 0o700 else ""))
+    try:
+        content = {name: reading.read_bytes(source, LARGEST_CODE) for name, source in sources.items()}
+        if len(content) > MOST_FILES or sum(map(len, content.values())) > LARGEST_CODE:
+            return False
+        with suppress(FileExistsError):
+            store.mkdir(mode=0o700)
+            store.chmod(mode)
+        if not is_own(store):
+            return False
+        name = code_digest(content)[:16]
+        archive = store / f"{name}.zip"
+        if not archive.is_file() or _unpacked(archive) != content:
+            write(archive, _packed(content), store)
+        folder = _shared_copy(store, name, content)
+        try:
+            os.link(archive, run_dir.code_archive)
+        except OSError:  # a disk without hard links
+            copy(archive, run_dir.code_archive, run_dir.path)
+        link(run_dir.code, os.path.relpath(folder, run_dir.path), run_dir.path)
+    except OSError:
+        for left in (run_dir.code, run_dir.code_archive):
+            left.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path:
+    """A folder in ``store`` with this content; one that somebody has changed is left to the runs that have it."""
+    for turn in itertools.count():
+        folder = store / (f"{name}-{turn}" if turn else name)
+        if not folder.exists():
+            partial = store / f".partial-{token_hex(4)}-{name}"
+            try:
+                _write_tree(content, partial, store, read_only=True)
+                partial.rename(folder)
+            except OSError:
+                shutil.rmtree(partial, ignore_errors=True)
+                if not folder.exists():  # else another command was quicker
+                    raise
+        if read_tree(folder) == content:
+            return folder
+    raise AssertionError
+
+
+def _write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_only: bool = False) -> None:
+    for name, data in content.items():
+        file = top / name
+        make_folder(file.parent, within)
+        with create(file, within) as out:
+            out.write(data)
+            if read_only:  # it is that of other runs as well
+                os.fchmod(out.fileno(), os.fstat(out.fileno()).st_mode & 0o7555)
+
+
+def _packed(content: Mapping[str, bytes]) -> bytes:
+    """A zip file, of the same bytes for the same code."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in sorted(content.items()):
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+    return packed.getvalue()
+
+
+def _unpacked(file: Path) -> dict[str, bytes] | None:
+    """What is in an archive of code; None for what `_packed` never makes: it may be a stranger's."""
+    room, found = LARGEST_CODE, dict[str, bytes]()
+    try:
+        with reading.open_regular(file) as packed, zipfile.ZipFile(packed) as archive:
+            if len(archive.infolist()) > MOST_FILES:
+                return None
+            for item in archive.infolist():
+                path = PurePosixPath(item.filename)
+                if path.is_absolute() or ".." in path.parts or str(path) != item.filename or "\0" in item.filename:
+                    return None
+                with archive.open(item) as data:
+                    found[item.filename] = data.read(room + 1)
+                room -= len(found[item.filename])
+                if room < 0:
+                    return None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError):
+        return None
+    return found or None
+
+
+def _sources(own: Sequence[str]) -> tuple[dict[str, Path], list[Withheld]]:
+    """Every file of a snapshot by its name there, and what is left out."""
     here = Path.cwd()
     modules = [file for file in _user_modules(here) if (here / file).is_file()]  # a link may lead nowhere
     withheld = {file: found for file in modules if (found := withheld_in(here / file, str(file)))}
@@ -90,17 +264,16 @@ def write_code(run_dir: RunDir, own: Sequence[str] = ()) -> list[Withheld]:
     ]
     if essential:
         raise refusal(essential[0])
-    left_behind = list(withheld.values())
+    left_behind, found = list(withheld.values()), dict[str, Path]()
     for name, source in _packages():
         if any(secrets.is_credentials(part) for part in name.parts):
             left_behind.append(_by_name(str(Path(*name.parts[-2:]))))
         else:
-            _copy(source, run_dir.code / name, run_dir)
+            found[str(name)] = source
     for file in modules:
-        target = run_dir.code / file
-        if not target.exists() and file not in withheld:
-            _copy(here / file, target, run_dir)
-    return left_behind
+        if file not in withheld:
+            found.setdefault(str(file), here / file)
+    return found, left_behind
 
 
 def _by_name(name: str) -> Withheld:
@@ -118,12 +291,6 @@ def _packages() -> Iterator[tuple[Path, Path]]:
                 if not file.endswith((".pyc", ".ipynb")):
                     source = Path(folder, file)
                     yield name / source.relative_to(top), source
-
-
-def _copy(source: Path, target: Path, run_dir: RunDir) -> None:
-    make_folder(target.parent, run_dir.path)
-    with reading.open_regular(source) as content, create(target, run_dir.path) as out:
-        shutil.copyfileobj(content, out)
 
 
 def refusal(essential: Withheld) -> RefusedError:
