@@ -264,16 +264,17 @@ def _sources(own: Sequence[str]) -> tuple[dict[str, Path], list[Withheld]]:
     ]
     if essential:
         raise refusal(essential[0])
-    left_behind, found = list(withheld.values()), dict[str, Path]()
+    left_behind = list(withheld.values())
+    sources: dict[str, Path] = {}
     for name, source in _packages():
         if any(secrets.is_credentials(part) for part in name.parts):
             left_behind.append(_by_name(str(Path(*name.parts[-2:]))))
         else:
-            found[str(name)] = source
+            sources[str(name)] = source
     for file in modules:
         if file not in withheld:
-            found.setdefault(str(file), here / file)
-    return found, left_behind
+            sources.setdefault(str(file), here / file)
+    return sources, left_behind
 
 
 def _by_name(name: str) -> Withheld:
