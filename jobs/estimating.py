@@ -45,6 +45,12 @@ def estimate(
             starts[name] = Start(refusal=f"not asked: it is {MOST} at a time; give --partition {name}")
             continue
         starts[name] = earliest_start(script_text(plan, folder, cwd), name, scrubbed(env))
+    if not starts:
+        raise RefusedError(
+            "No partition of this cluster takes jobs.",
+            why="sinfo and scontrol name none that is up.",
+            fix="Ask for one with --partition NAME, or try again when one is up.",
+        )
     print("\n".join(_lines(starts, datetime.now())))
     if not any(start.when for start in starts.values()):
         name, first = next(iter(starts.items()))

@@ -40,7 +40,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         for path in elsewhere.report(asked, args.host, args.out or Path("report"), env):
             if path.name == FILE:
                 print(reading.read_text(path))
-            print(path.absolute())
+            print(terminal.path(path.absolute()))
         return 0
     found = [find_runs(reference, env) for reference in args.runs]
     is_sweep = len(found) == 1 and len(found[0]) > 1
@@ -68,8 +68,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     except UserError as error:
         raise _explained(error, runs) from None
     for path in written:
-        print(path)
-    print(write_page(facts, out))
+        print(terminal.path(path))
+    print(terminal.path(write_page(facts, out)))
     return 0
 
 

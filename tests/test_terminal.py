@@ -4,6 +4,7 @@ import io
 import os
 import random
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,17 @@ def test_a_log_in_a_pipe_is_what_it_is() -> None:
 def test_a_command_can_be_typed_as_it_is_shown() -> None:
     assert terminal.command("logs", "/my runs/ddp-0001", "-f") == "python -m jobs.logs '/my runs/ddp-0001' -f"
     assert terminal.command("status", "/runs/ddp-0001") == "python -m jobs.status /runs/ddp-0001"
+
+
+def test_a_command_says_control_characters_by_their_bytes() -> None:
+    name = "it's \\ \x1b]0;title\x07\n\u202eevil\udcff"
+    told = terminal.command("status", name)
+    assert told.isprintable()
+    word = told.removeprefix("python -m jobs.status ")
+    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
+    assert done.stdout == os.fsencode(name)
+    assert terminal.path(f"/runs/{name}") == terminal.word_for_shell(f"/runs/{name}")
+    assert terminal.path("/my runs/it's") == "/my runs/it's"
 
 
 HEADER = ("run", "state", "epoch")

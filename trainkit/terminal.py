@@ -28,6 +28,7 @@ _SEQUENCE = re.compile(
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 # What reorders text or breaks lines without being a control character: U+202E turns "gpj.exe" round.
 _INVISIBLE = re.compile("[\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_ESCAPED = {"'": "\\'", "\\": "\\\\"}
 _COLOUR = re.compile(r"[\d;:]*m")
 
 
@@ -88,7 +89,20 @@ _OVER_SSH = re.compile(r"python -m jobs\.(?:submit|bench|status|logs|cancel|resu
 
 def command(verb: str, *words: object) -> str:
     """A command of ours as it can be typed: ``python -m jobs.VERB WORDS``, each word quoted where a shell needs it."""
-    return for_reader(" ".join([f"python -m jobs.{verb}", *(shlex.quote(str(word)) for word in words)]))
+    return for_reader(" ".join([f"python -m jobs.{verb}", *(word_for_shell(str(word)) for word in words)]))
+
+
+def word_for_shell(word: str) -> str:
+    """A word as a shell takes it; what cannot be printed as ``$'\\xNN'``, which bash, zsh and ksh know."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + "".join(_in_bytes(one) if not one.isprintable() else _ESCAPED.get(one, one) for one in word) + "'"
+
+
+def path(path: object) -> str:
+    """A path for a line of its own: as it is, or where it cannot be printed as a word of the shell."""
+    text = str(path)
+    return text if text.isprintable() else word_for_shell(text)
 
 
 def for_reader(command: str) -> str:

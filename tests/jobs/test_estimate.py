@@ -242,3 +242,11 @@ def test_an_import_that_is_guarded_or_comes_with_the_container_is_nobodys_busine
     assert command("submit", "ddp", "model.name=guarded_model:mlp", "--dry-run").code == 0
     inside = ("model.name=container_model:mlp", "launch.container_image=x.sif")
     assert "no_such_package" not in command("submit", "ddp", *inside, "--dry-run").err
+
+
+def test_a_cluster_without_partitions_that_are_up_has_no_estimate(command: Command, fake_slurm: Path) -> None:
+    for program in ("scontrol", "sinfo"):
+        (fake_slurm / program).write_text("#!/bin/bash\n")
+    done = command("submit", "ddp", "--estimate")
+    assert done.code == 3
+    assert "No partition of this cluster takes jobs." in done.err

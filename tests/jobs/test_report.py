@@ -32,6 +32,18 @@ def test_the_log_book_of_one_run_goes_into_its_folder(
     assert all(Path(path).is_file() for path in paths)
 
 
+@pytest.mark.parametrize("name", ["a\x1b]0;title\x07\nb", "a\u202eb", "a\udcffb"])
+def test_the_folder_of_a_run_may_have_any_name(
+    env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = (tmp_path / "runs" / "ddp-0001").rename(tmp_path / "runs" / name)
+    assert main([str(folder)], env) == 0
+    shown = capsys.readouterr().out
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert (folder / "logbook.md").read_text().replace("\n", "").isprintable()
+    assert (folder / "report.html").is_file()
+
+
 def test_the_log_book_of_several_runs_goes_into_a_folder_report(env: dict[str, str], tmp_path: Path) -> None:
     assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0002")], env) == 0
     assert "# Log book of 2 runs" in (tmp_path / "report" / "logbook.md").read_text()

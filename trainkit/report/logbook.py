@@ -254,7 +254,7 @@ def _outcome(facts: Facts) -> str:
 
 def _files(facts: Facts) -> str:
     run_dir = facts.run_dir
-    lines = [f"- run folder: {markdown.code(str(run_dir.path))}"]
+    lines = [f"- run folder: {markdown.code(terminal.path(run_dir.path))}"]
     best = run_dir.checkpoints / "best"
     if best.is_symlink() and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
         lines.append(f"- best checkpoint: {markdown.code(str(best))} (step {int(step[1])})")
