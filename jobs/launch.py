@@ -26,6 +26,7 @@ from trainkit.ranks.secret import VARIABLE, Secret
 from trainkit.records.ownership import require_own_code
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir, next_path, runs_root
+from trainkit.records.snapshot import restore_code
 
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
 Give the same command on every node, each with its own --node-rank:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if (value := getattr(args, key)) is not None:
             flags[f"launch.{key}"] = (value, "--" + key.replace("_", "-"))
     loaded = loading.load(args.preset, args.overrides, flags=flags)
-    require_own_code(path, loaded, allow_code=args.allow_code, starts_snapshot=existing is not None)
+    found = require_own_code(path, loaded, allow_code=args.allow_code, starts_snapshot=existing is not None)
     if existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
     plan = _plan(loaded, args, env)
@@ -70,6 +71,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         path = existing.path if existing is not None else _new_path(loaded, args, env)
         print("\n".join(_commands(path, node, env)))
         return 0
+    if existing is not None:
+        restore_code(existing, found.content if node.node_rank == 0 else None)  # the other nodes start beside it
     run = existing or _new_run(loaded, args, plan, argv, env)
     if plan.container is not None:
         return _in_container(run, node, env)

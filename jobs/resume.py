@@ -32,6 +32,7 @@ from trainkit.records.history import Life, life_of
 from trainkit.records.lease import Holder, lease_on
 from trainkit.records.ownership import require_own_code, vouch, why_others_may_write
 from trainkit.records.rundir import RunDir, find_runs, is_url, runs_root
+from trainkit.records.snapshot import restore_code
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -82,6 +83,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if args.dry_run:
             return dry_run(plan, loaded, run.path, script)
         submission.require_executor(plan, site)
+        restore_code(run, found.content)
         submission.write_launch(run.path, plan, script)
         _store(run, loaded.config, own=found.own)
         if plan.executor != "debug":
@@ -134,8 +136,8 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
             fix=f"`{terminal.command('status', runs[0].path.parent)}` shows them.",
         )
     loadeds = [_load(run, args) for run in lost]
-    own = [
-        require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True).own
+    found = [
+        require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
         for run, loaded in zip(lost, loadeds, strict=True)
     ]
     site = discover(env)
@@ -148,12 +150,13 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
     if args.dry_run:
         return dry_run(plan, loadeds[0], folder, script)
     with ExitStack() as held:
-        for run, loaded, is_own in zip(lost, loadeds, own, strict=True):
+        for run, loaded, code in zip(lost, loadeds, found, strict=True):
             # One at a time: of two that come together, the second finds the job of the first.
             held.enter_context(lease_on(run, Holder.me(), is_dead=_of_ended_job(lives[run], states[run])))
             if life_of(run).submission != lives[run].submission:
                 require_no_job(run, force=args.force)
-            _store(run, loaded.config, own=is_own)
+            restore_code(run, code.content)
+            _store(run, loaded.config, own=code.own)
         for array, part in further.start_all(lost, largest):
             names = ", ".join(run.path.name for run in part[:20]) + (", ..." if len(part) > 20 else "")
             print(f"Submitted job {array} for {len(part)} of {len(runs)} runs: {names}", flush=True)

@@ -7,6 +7,7 @@ import json
 import os
 import pwd
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from trainkit.errors import RefusedError
 from trainkit.records import index, ownership
 from trainkit.records.ownership import Snapshot, require_own_code, vouch
 from trainkit.records.rundir import RunDir
+from trainkit.records.snapshot import restore_code
 
 GROUP = 4711
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to a group or a user")
@@ -166,7 +168,9 @@ def test_a_run_that_a_group_may_write_to_is_ones_own_as_it_was_submitted(run: Ru
     vouch(run, load(str(run.path)).config)
     shared(run)
     assert asked(run).own
-    assert asked(run, starts=True) == Snapshot(None, own=True), "which imports nothing itself"
+    found = asked(run, starts=True)
+    assert (found.code, found.own) == (None, True), "which imports nothing itself"
+    assert found.content == {"mine.py": b"def build(root): ...\n"}
 
 
 @ROOT
@@ -232,6 +236,48 @@ def test_compiled_files_of_a_shared_snapshot_are_not_taken_along(run: RunDir) ->
     found = asked(run)
     assert found.code is not None
     assert not list(found.code.rglob("*.pyc"))
+
+
+def packed(run: RunDir, content: dict[str, str]) -> None:
+    """Its code is in an archive, and the copy that it shared is gone."""
+    shutil.rmtree(run.code)
+    run.code.symlink_to("../.code/gone")
+    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in content.items():
+            archive.writestr(name, text)
+
+
+def test_what_a_run_is_restarted_with_is_what_was_looked_at(run: RunDir, tmp_path: Path) -> None:
+    """Compiled files stand in no digest, and Python runs them in the place of the sources beside them."""
+    vouch(run, load(str(run.path)).config)
+    there = RunDir(tmp_path / "received")
+    shutil.copytree(run.path, there.path)
+    (there.code / "__pycache__").mkdir()
+    (there.code / "__pycache__" / "mine.cpython-311.pyc").write_bytes(b"evil")
+    found = asked(there, starts=True)
+    assert found.own
+    restore_code(there, found.content)
+    assert [file.name for file in there.code.rglob("*")] == ["mine.py"]
+    assert sorted(file.name for file in there.path.iterdir()) == sorted(file.name for file in run.path.iterdir())
+
+
+def test_an_archive_of_code_that_others_may_write_is_not_ones_own(run: RunDir) -> None:
+    """Runs have it in common, by hard links: who may write to it in one of them, writes to that of all."""
+    packed(run, {"mine.py": "raise SystemExit\n"})
+    assert asked(run).own
+    run.code_archive.chmod(0o666)
+    assert f"Anybody may write to {run.code_archive}." in why(run)
+
+
+def test_a_run_is_looked_at_and_read_without_being_written(run: RunDir) -> None:
+    """It may be on a disk that is mounted to be read only, or another user's."""
+    vouch(run, load(str(run.path)).config)
+    packed(run, {"mine.py": (run.code / "mine.py").read_text()})
+    before = {file: file.lstat().st_mtime_ns for file in (run.path, *run.path.iterdir())}
+    found = asked(run)
+    assert found.code is not None
+    assert (found.code / "mine.py").read_text().startswith("def build")
+    assert {file: file.lstat().st_mtime_ns for file in (run.path, *run.path.iterdir())} == before
 
 
 @ROOT

@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -372,6 +374,72 @@ def test_an_archive_that_leads_out_of_the_run_is_refused(run: RunDir, name: str)
         archive.writestr(name, "x = 1\n")
     with pytest.raises(UserError, match=r"no snapshot of code"):
         snapshot.restore_code(run)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a.py"] * 2, ["a", "a/b"], ["a/b", "a"], ["a" * 300], ["a/" * 60 + "b"], ["."], ["a/__pycache__/b.pyc"]],
+    ids=lambda names: names[-1][:20],
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_archive_that_makes_no_plain_folder_is_refused(run: RunDir, names: list[str]) -> None:
+    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, "x = 1\n")
+    with pytest.raises(UserError, match=r"no snapshot of code"):
+        snapshot.restore_code(run)
+    assert not os.path.lexists(run.code)
+
+
+def test_an_archive_is_compressed_as_ours_are(run: RunDir) -> None:
+    """Other decoders take as much memory as the archive asks for, and have errors of their own."""
+    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("a.py", "x = 1\n")
+    damaged = run.code_archive.read_bytes().replace(b"\x5d\0", b"\xff\xff")
+    run.code_archive.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"no snapshot of code"):
+        snapshot.restore_code(run)
+
+
+def test_an_archive_of_gigabytes_is_not_read(run: RunDir) -> None:
+    """Its list of names is read into memory at once, as long as it says to be."""
+    end, size = struct.Struct("<4s4H2LH"), 3 << 30
+    with run.code_archive.open("wb") as file:
+        file.seek(size)
+        file.write(end.pack(b"PK\5\6", 0, 0, 9, 9, size - 100, 100, 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"no snapshot of code"):
+            snapshot.restore_code(run)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+def test_code_nested_beyond_any_program_is_none(run: RunDir) -> None:
+    deep = run.code
+    for _ in range(40):
+        deep = deep / "a"
+    deep.mkdir(parents=True)
+    (deep / "b.py").touch()
+    assert snapshot.read_code(run) is None
+
+
+def test_a_store_that_others_may_write_to_is_not_used(run: RunDir) -> None:
+    """They could put other files in the place of those that were just compared."""
+    shared(run)
+    (run.path.parent / ".code").chmod(0o777)
+    snapshot.write_code(second := another(run), store=run.path.parent / ".code")
+    assert not second.code.is_symlink()
+
+
+def test_compiled_files_in_the_shared_copy_are_not_given_to_a_new_run(run: RunDir) -> None:
+    """The store may have come with an archive of runs; Python runs them in the place of the sources beside them."""
+    first = shared(run)
+    (first / "jobs" / "__pycache__").mkdir()
+    (first / "jobs" / "__pycache__" / "cli.pyc").touch()
+    assert shared(another(run)) == first
+    assert not list(first.rglob("*.pyc"))
 
 
 def test_an_archive_that_grows_beyond_all_code_is_refused(run: RunDir) -> None:

@@ -30,6 +30,7 @@ from trainkit.ranks.secret import Secret
 from trainkit.records.attempts import Attempt, never_began
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
+from trainkit.records.snapshot import restore_code
 
 CANCEL_SECONDS = 10.0
 """After a cancel, how long the ranks have to save before they are killed."""
@@ -48,6 +49,7 @@ def run_to_its_end(run: RunDir, plan: Plan, job: Job, requests: Requests) -> str
     """All attempts of one run. The state it ended in, in SLURM's words."""
     limits = Limits(plan.time_limit_seconds, plan.lead_seconds, plan.hang_seconds, CANCEL_SECONDS)
     while True:
+        restore_code(run)
         attempt = Attempt.begin(run)
         ending = supervise(attempt, ranks_of(attempt, plan, job, os.environ), limits, requests, cwd=job.cwd)
         state = "CANCELLED" if requests.cancel else ending.state

@@ -79,7 +79,8 @@ def write_run(
         from trainkit.records.snapshot import write_code, write_manifest
 
         own = (config.model.name, config.data.name, config.strategy.name)
-        in_sight = plan.container is None or path.absolute().is_relative_to(Path.cwd())  # of a container
+        # A container has the folder of the submission, and not what a link in it leads to.
+        in_sight = plan.container is None or Path(os.path.realpath(path)).is_relative_to(Path.cwd())
         withheld = write_code(run_dir, own, store=(store or path.parent / STORE) if in_sight else None)
         write_manifest(run_dir, command, withheld, fingerprint=fingerprint)
         write_launch(run_dir.path, plan, script)

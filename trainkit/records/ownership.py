@@ -31,7 +31,7 @@ from trainkit.errors import RefusedError
 from trainkit.records import index
 from trainkit.records.files import make_folder, write
 from trainkit.records.rundir import RunDir
-from trainkit.records.snapshot import code_digest, read_tree, restore_code
+from trainkit.records.snapshot import code_digest, has_code_in_place, not_code, read_code
 
 _OWN_WORDS = ("flag", "override", "environment", "default")
 _PROGRAM = ("jobs", "trainkit", "configs")
@@ -45,6 +45,8 @@ class Snapshot:
     """The folder of the run's modules; None: the command imports none, or none is named."""
     own: bool
     """Whether it is the user's own."""
+    content: Mapping[str, bytes] | None = None
+    """Of a run that others may write to, the files that were looked at: what is started is to be these."""
 
 
 def require_own_code(
@@ -73,11 +75,10 @@ def require_own_code(
             raise _refusal(path, found, stranger)
         return Snapshot(None, own=True)
     run = RunDir(folder.absolute())
-    restore_code(run)
     found = _reaching(loaded, only_loads=only_loads)
     seen: dict[str, bytes] | None = None
     if stranger := _why_foreign(run):
-        files = read_tree(Path(os.path.realpath(run.code)))
+        files = read_code(run)
         if files is not None and _is_vouched(files, found):
             stranger, seen = "", files
     if starts_snapshot:
@@ -88,13 +89,17 @@ def require_own_code(
         importing.leave(str(folder))  # even if the user stands in it
     names_module = any(reach(key, value).does == "imports" for key, value in _settings(loaded.config))
     if not only_loads or not ("imports" in found.values() if stranger else names_module):
-        return Snapshot(None, own=not stranger)
-    return Snapshot(run.code if seen is None else _private_copy(seen), own=not stranger)
+        return Snapshot(None, own=not stranger, content=seen)
+    if seen is None and has_code_in_place(run):
+        return Snapshot(run.code, own=not stranger)
+    if (files := seen or read_code(run)) is None:
+        raise not_code(run)
+    return Snapshot(_private_copy(files), own=not stranger)
 
 
 def vouch(run: RunDir, config: Config) -> None:
     """Remember, where only this user can write, that they have submitted this code with these settings."""
-    files = read_tree(Path(os.path.realpath(run.code)))
+    files = read_code(run)
     if files is not None:
         code = code_digest(files)
         texts = [_text(key, value) for key, value in _settings(config) if reach(key, value).does != "nothing"]
@@ -185,8 +190,9 @@ def _why_foreign(run: RunDir) -> str:
     if not index.has(run.path):
         return "No command of yours has made that run, as it is now."
     me = (os.geteuid(),)
-    if why := why_others_may_write(run.config, owners=me):
-        return why
+    for file in (run.config, run.code_archive):
+        if why := why_others_may_write(file, owners=me):
+            return why
     for top in (run.code, run.submitit):
         if why := why_others_may_write(Path(os.path.realpath(top)), owners=me):  # it may be a link
             return why

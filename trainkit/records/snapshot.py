@@ -56,6 +56,8 @@ _PYTHONS = {
 
 LARGEST_CODE = 1 << 26
 MOST_FILES = 10_000
+DEEPEST = 20
+"""Folders on the way to a file of code."""
 LONGEST_DIFF = 2_000_000
 SENT = "sent.json"
 """Beside code that came from another machine: what git said of it there, as a manifest has it."""
@@ -101,18 +103,31 @@ def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None =
 
 
 def read_code(run_dir: RunDir) -> dict[str, bytes] | None:
-    """Every file of a run's code by its name; None where there is none, or more than a run has."""
-    if run_dir.code_archive.exists():
-        return _unpacked(run_dir.code_archive)
-    return None if run_dir.code.is_symlink() else read_tree(run_dir.code)
+    """Every file of a run's code by its name: of ``code.zip`` if it shares a copy, else of its own folder; None where
+    there is none, or more than a run has."""
+    return _unpacked(run_dir.code_archive) if _shares(run_dir) else read_tree(run_dir.code)
+
+
+def has_code_in_place(run_dir: RunDir) -> bool:
+    """Whether what is in ``code`` is the run's: the shared copy may be gone, or changed."""
+    if not _shares(run_dir):
+        return True
+    kept = _unpacked(run_dir.code_archive)
+    return kept is not None and kept == read_tree(Path(os.path.realpath(run_dir.code)))
+
+
+def _shares(run_dir: RunDir) -> bool:
+    return run_dir.code_archive.exists() and (run_dir.code.is_symlink() or not run_dir.code.is_dir())
 
 
 def read_tree(top: Path) -> dict[str, bytes] | None:
     """Every file below a folder, but for Python's caches; None where there is none, a link, or more than code has."""
     room, found = LARGEST_CODE, dict[str, bytes]()
     try:
-        for folder, folders, files in os.walk(top):
+        for turn, (folder, folders, files) in enumerate(os.walk(top)):
             folders[:] = [name for name in folders if name != "__pycache__"]
+            if turn > MOST_FILES or len(Path(folder).relative_to(top).parts) > DEEPEST:
+                return None
             for path in [Path(folder, name) for name in files]:
                 if path.is_symlink() or len(found) >= MOST_FILES:
                     return None
@@ -127,28 +142,45 @@ def read_tree(top: Path) -> dict[str, bytes] | None:
     return found or None
 
 
-def restore_code(run_dir: RunDir) -> None:
-    """Give a run its own code back from ``code.zip``, if the copy that it shares is gone or was changed.
+def restore_code(run_dir: RunDir, content: Mapping[str, bytes] | None = None) -> None:
+    """Give a run its own code back from ``code.zip``, if the copy that it shares is gone or was changed, as after the
+    run was moved, copied or unpacked. A folder ``code`` of its own stays as it is.
 
-    So it is after the run was moved, copied or unpacked. A folder ``code`` of its own stays as it is.
+    ``content``, which was looked at, takes the place of anything: of compiled files too, which Python would run.
     """
-    if not run_dir.code_archive.exists() or (run_dir.code.exists() and not run_dir.code.is_symlink()):
-        return
-    content = _unpacked(run_dir.code_archive)
     if content is None:
-        raise UserError(
-            f"{run_dir.code_archive} is no snapshot of code.",
-            why="It is damaged, or holds what no run has written.",
-            fix="Copy the run again from where it was made.",
-        )
-    if run_dir.code.is_symlink():
-        shared = read_tree(Path(os.path.realpath(run_dir.code)))
-        if shared == content:
+        if has_code_in_place(run_dir):
             return
-        if shared is not None:
-            _say_once(f"{run_dir.path.name}: its code was changed in {run_dir.code.resolve()}; code.zip is used.")
-        run_dir.code.unlink(missing_ok=True)
-    _write_tree(content, run_dir.code, run_dir.path)
+        if (content := read_code(run_dir)) is None:
+            raise not_code(run_dir)
+        if run_dir.code.exists():
+            _say_once(f"{run_dir.name}: its code was changed in {run_dir.code.resolve()}; code.zip is used.")
+    new, old = (run_dir.path / f".partial-{token_hex(4)}-code" for _ in range(2))
+    try:
+        _write_tree(content, new, run_dir.path)
+        with suppress(FileNotFoundError):
+            run_dir.code.rename(old)
+        new.rename(run_dir.code)
+    except OSError as error:
+        if read_tree(run_dir.code) == content:
+            return  # another command was quicker
+        raise UserError(
+            f"Cannot unpack the code of {run_dir.path}.",
+            why=f"{error.strerror}: {error.filename}",
+            fix="Copy the run to where you may write, and name the copy.",
+        ) from None
+    finally:
+        for left in (new, old):
+            left.unlink() if left.is_symlink() else shutil.rmtree(left, ignore_errors=True)
+
+
+def not_code(run_dir: RunDir) -> UserError:
+    """The error for an archive that no run has written."""
+    return UserError(
+        f"{run_dir.code_archive} is no snapshot of code.",
+        why="It is damaged, or holds what no run has written.",
+        fix="Copy the run again from where it was made.",
+    )
 
 
 def code_digest(files: Mapping[str, bytes]) -> str:
@@ -174,12 +206,15 @@ def _share(run_dir: RunDir, sources: Mapping[str, Path], store: Path) -> bool:
         with suppress(FileExistsError):
             store.mkdir(mode=0o700)
             store.chmod(mode)
-        if not is_own(store):
+        if not is_own(store) or stat.S_IMODE(store.stat().st_mode) != mode:  # who else may write there says what runs
             return False
         name = code_digest(content)[:16]
         archive = store / f"{name}.zip"
-        if not archive.is_file() or _unpacked(archive) != content:
+        if _unpacked(archive) != content:
             write(archive, _packed(content), store)
+            if _unpacked(archive) != content:  # it is too long, or has names that are no code's
+                archive.unlink()
+                return False
         folder = _shared_copy(store, name, content)
         try:
             os.link(archive, run_dir.code_archive)
@@ -207,6 +242,8 @@ def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path:
                 if not folder.exists():  # else another command was quicker
                     raise
         if read_tree(folder) == content:
+            for compiled in list(folder.rglob("__pycache__")):  # nobody knows from what
+                shutil.rmtree(compiled, ignore_errors=True)
             return folder
     raise AssertionError
 
@@ -234,21 +271,34 @@ def _unpacked(file: Path) -> dict[str, bytes] | None:
     """What is in an archive of code; None for what `_packed` never makes: it may be a stranger's."""
     room, found = LARGEST_CODE, dict[str, bytes]()
     try:
-        with reading.open_regular(file) as packed, zipfile.ZipFile(packed) as archive:
-            if len(archive.infolist()) > MOST_FILES:
-                return None
-            for item in archive.infolist():
-                path = PurePosixPath(item.filename)
-                if path.is_absolute() or ".." in path.parts or str(path) != item.filename or "\0" in item.filename:
+        with reading.open_regular(file) as packed:
+            reading.require_size(packed, reading.LONGEST)  # its list of names is read at once
+            with zipfile.ZipFile(packed) as archive:
+                items = archive.infolist()
+                if len(items) > MOST_FILES or not _are_of_code([item.filename for item in items]):
                     return None
-                with archive.open(item) as data:
-                    found[item.filename] = data.read(room + 1)
-                room -= len(found[item.filename])
-                if room < 0:
-                    return None
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError):
+                for item in items:
+                    if item.compress_type != zipfile.ZIP_DEFLATED:
+                        return None
+                    with archive.open(item) as data:
+                        found[item.filename] = data.read(room + 1)
+                    room -= len(found[item.filename])
+                    if room < 0:
+                        return None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError):
         return None
     return found or None
+
+
+def _are_of_code(names: Sequence[str]) -> bool:
+    """Whether each names another file below one folder, and none that Python has compiled."""
+    paths = {name: PurePosixPath(name) for name in names}
+    folders = {folder for path in paths.values() if len(path.parts) <= DEEPEST for folder in path.parents}
+    return len(paths) == len(names) and all(
+        str(path) == name and 0 < len(path.parts) <= DEEPEST and path not in folders
+        and all(part not in ("/", "..", "__pycache__") and len(os.fsencode(part)) < 200 for part in path.parts)
+        for name, path in paths.items()
+    )  # fmt: skip
 
 
 def _sources(own: Sequence[str]) -> tuple[dict[str, Path], list[Withheld]]:
