@@ -76,3 +76,18 @@ def test_what_a_killed_session_has_left_the_next_one_removes(
     scratch.clear(folder.parent)
     assert {path.name for path in (tmp_path / "T").iterdir()} == {"others", "tkt-link"}
     assert (tmp_path / "suite" / "tests").is_dir()
+
+
+def test_a_tree_of_any_depth_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tkt-deep"
+    folder.mkdir()
+    deepest = os.open(folder, os.O_RDONLY)
+    for _ in range(2000):  # more than Python calls itself, and than a path is long
+        os.mkdir("d", dir_fd=deepest)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=deepest)
+        os.close(deepest)
+        deepest = deeper
+    os.close(deepest)
+    monkeypatch.setattr(scratch, "_YOUNG_SECONDS", 0.0)
+    scratch.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
