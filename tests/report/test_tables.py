@@ -102,7 +102,7 @@ def test_twice_the_ranks_at_nearly_twice_the_speed(make_run: MakeRun) -> None:
 
 HELD_UP = [
     ({"pressure": 93.0}, {}, "of a-1 the CPUs were taken: for 93 % of the time some process waited for one (load 9.3)"),
-    ({}, {"pressure": 51.0}, "of b-2 the CPUs were taken: for 51 % of the time some process waited for one (load 5.1)"),
+    ({}, {"pressure": 81.0}, "of b-2 the CPUs were taken: for 81 % of the time some process waited for one (load 8.1)"),
     ({}, {"told": {"threads": 2, "cpus": 3}}, "of b-2 2 ranks of 2 threads shared 3 CPUs"),
     ({}, {"told": {"threads": 1, "cpus": 1}}, "of b-2 2 ranks of 1 thread shared 1 CPU"),
     (
@@ -120,6 +120,12 @@ def test_speeds_of_runs_that_were_held_up_are_not_compared(
     _, second = compared(*runs)
     assert {second[key] for key in ("speed-up", "efficiency", "time ratio")} == {"–"}  # noqa: RUF001
     assert f"b-2 has no speed-up: {why}." in comparing.not_comparable(collect(runs))
+
+
+def test_a_run_whose_own_processes_fill_the_cpus_has_its_speed_up(make_run: MakeRun) -> None:
+    first = make_run("a-1", preset="single", ranks=1, speed=1000.0)
+    _, second = compared(first, make_run("b-2", speed=1900.0, pressure=70.0))
+    assert second["speed-up"] == "1.89×"  # noqa: RUF001
 
 
 def test_on_gpus_the_load_of_the_cpus_withholds_nothing(make_run: MakeRun) -> None:

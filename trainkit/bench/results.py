@@ -12,11 +12,10 @@ from typing import Any
 
 from trainkit.bench.arms import CONTROL, FEWEST_ROUNDS, WITHIN, Arm, Bench, Request
 from trainkit.bench.words import meaning_of
+from trainkit.report.samples import cpus_taken
 
 TOLERANCE = 0.05
 """So much the first arm may differ from itself before nothing else may be believed either."""
-_BUSY = 50.0
-"""Percent of the time in which somebody waits for a CPU, from which on a machine is in use."""
 _MANY = 7
 """From so many rounds on the lowest and the highest ratio do not count: a neighbour's moment is no noise."""
 
@@ -179,11 +178,8 @@ def _problem(control: Sequence[float], first: str) -> str:
 
 
 def _busy(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Why arms on the CPU are not compared: who waits for one is slowed down, which costs one arm more than another."""
     told = [one["cpu_pressure"] for one in samples if isinstance(one.get("cpu_pressure"), int | float)]
-    if not told or statistics.median(told) <= _BUSY:
-        return ""
-    return f"the CPUs were taken: for {statistics.median(told):.0f} % of the time some process waited for one"
+    return cpus_taken(statistics.median(told) if told else None)
 
 
 def _refuse_miracles(rows: Sequence[Row]) -> None:

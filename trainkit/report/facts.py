@@ -19,10 +19,8 @@ from trainkit.records.metrics import Thinned, best_evaluation, best_of, read_thi
 from trainkit.records.rundir import RunDir
 from trainkit.records.setbacks import Setbacks, setbacks_of
 from trainkit.report.points import name_of, points_of
-from trainkit.report.samples import HostSamples
+from trainkit.report.samples import HostSamples, cpus_taken
 
-BUSY = 50.0
-"""Percent of the time in which somebody waited for a CPU, from which on a speed is that of a machine in use."""
 _SHOWN_BYTES = 16384
 _MOST_SAMPLES = 50_000
 """Of all hosts together: of a run of weeks on many nodes nobody looks at more."""
@@ -246,12 +244,8 @@ class Facts:
         if each * (threads or 0) > (cpus or 0):
             return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
         told = [pressure.mean for host in self.hosts if (pressure := host.machine("cpu_pressure"))]
-        if max(told, default=0.0) > BUSY:
-            load = max((load.mean for host in self.hosts if (load := host.machine("load"))), default=0.0)
-            return (
-                f"the CPUs were taken: for {max(told):.0f} % of the time some process waited for one (load {load:.1f})"
-            )
-        return ""
+        load = max((load.mean for host in self.hosts if (load := host.machine("load"))), default=0.0)
+        return cpus_taken(max(told, default=None), load)
 
     @property
     def missing(self) -> list[str]:

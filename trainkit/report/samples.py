@@ -9,6 +9,21 @@ from typing import Any
 
 from trainkit import reading
 
+_TAKEN = 80.0
+"""Percent of the time in which somebody waited for a CPU, from which on others had the machine.
+
+A run of as many ranks as there are cores, with workers of its loaders, comes to 60 by itself, and four programs a core
+to 93.
+"""
+
+
+def cpus_taken(pressure: float | None, load: float | None = None) -> str:
+    """Why speeds on the CPU are not compared, or empty: who waits for one is slowed down, one run more than another."""
+    if pressure is None or pressure <= _TAKEN:
+        return ""
+    told = f" (load {load:.1f})" if load is not None else ""
+    return f"the CPUs were taken: for {pressure:.0f} % of the time some process waited for one{told}"
+
 
 @dataclass(frozen=True)
 class Usage:
