@@ -236,7 +236,8 @@ def test_a_command_without_its_verb_names_those_that_there_are(verb: str) -> Non
 
 def test_a_python_without_what_trainkit_needs_is_told_where_the_environment_is(tmp_path: Path) -> None:
     home = tmp_path / "my clone"
-    shutil.copytree(PROJECT / "jobs", home / "jobs")
+    for package in ("jobs", "trainkit"):
+        shutil.copytree(PROJECT / package, home / package, ignore=shutil.ignore_patterns("__pycache__"))
     bare = [sys.executable, "-S", "-m", "jobs.submit", "ddp"]  # as the system's: nothing is installed
 
     def said() -> tuple[int, str]:
