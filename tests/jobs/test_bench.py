@@ -183,7 +183,7 @@ def test_on_a_cluster_all_arms_are_one_job(command: Callable[..., Done], fake_sl
     done = command("bench", "amp", "ddp", "--nodes", "2", "--gpus-per-node", "4", "--time", "30", "--arms", "fp32,bf16")
     assert done.code == 0, done.err
     assert "Submitted job 4711: 2 nodes x 4 ranks." in done.out
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = (tmp_path / "runs").glob("[!.]*")
     assert f"python -m jobs.bench --show {folder}" in done.out
     assert json.loads((folder / "bench.json").read_text())["arms"] == ["fp32", "bf16"]
 

@@ -36,6 +36,7 @@ def train_line(step: int, loss: float = 0.5) -> str:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run that nobody has interrupted."""
     run = RunDir(tmp_path_factory.mktemp("runs") / "whole")
+    run.path.mkdir()
     write(run, 10)
     write(run, 20)
     lines = [train_line(step) for step in range(1, STEPS + 1)]

@@ -93,7 +93,7 @@ def test_training_outlives_a_profile_that_cannot_be_written(tmp_path: Path, capf
         (tmp_path / "run" / "profile").touch()  # a file where the folder should be
 
     trained(tmp_path / "run", (3, 5), asks)
-    assert "No profile: FileExistsError" in capfd.readouterr().err
+    assert "No profile: NotADirectoryError" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["[25,20]", "[5,5]", "[-1,5]", "[1]"])
