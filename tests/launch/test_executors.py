@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -186,6 +187,19 @@ def test_a_preempted_run_goes_on_with_the_next_attempt(local_run: MakeRun, rank_
     assert finish(run) == "COMPLETED"
     assert run.attempts() == [0, 1]
     assert [event["event"] for event in read_events(run)] == ["submitted", "handed_back", "requeued", "ended"]
+
+
+def test_a_run_goes_on_with_its_own_code_when_the_shared_one_is_gone(
+    local_run: MakeRun, rank_function: MakeFunction
+) -> None:
+    run, plan = local_run()
+    controller = start(run, plan, rank_function(STOPS_ONCE))
+    wait_for(run.path / "up-0-0")
+    shutil.rmtree(run.code.resolve().parent)
+    controller.signal(signal.SIGUSR2)
+    assert finish(run) == "COMPLETED"
+    assert not run.code.is_symlink()
+    assert (run.code / "jobs" / "train.py").is_file()
 
 
 def test_ranks_are_told_to_save_before_the_time_limit(local_run: MakeRun, rank_function: MakeFunction) -> None:

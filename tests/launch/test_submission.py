@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.runs import HERE
+from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.launch.submission import undone_on_error
+from trainkit.launch.containers import Container
+from trainkit.launch.plan import make_plan
+from trainkit.launch.submission import undone_on_error, write_run
 from trainkit.records.attempts import submitted
 from trainkit.records.rundir import RunDir
 
@@ -24,3 +29,19 @@ def test_what_fails_before_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError), undone_on_error(run.path):
         raise OSError(28, "No space left on device", "plan.json")
     assert not run.path.exists()
+
+
+@pytest.mark.parametrize("where", ["inside", "behind a link"])
+def test_a_container_that_does_not_see_the_shared_code_has_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It has the folder of the submission; what a link in that leads to is elsewhere."""
+    for name in ("project", "scratch"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    Path("runs").mkdir() if where == "inside" else Path("runs").symlink_to("../scratch")
+    loaded = load("ddp", flags={"launch.executor": ("local", "test")})
+    path = Path("runs").absolute() / "ddp-0001"
+    plan = replace(make_plan(loaded, HERE, path), container=Container("apptainer", "torch.sif", (), "python3"))
+    run = write_run(path, loaded.config, plan, None, ["test"])
+    assert run.code.is_symlink() == (where == "inside")
