@@ -128,6 +128,17 @@ def test_a_run_whose_own_processes_fill_the_cpus_has_its_speed_up(make_run: Make
     assert second["speed-up"] == "1.89×"  # noqa: RUF001
 
 
+def test_a_speed_of_two_train_records_is_not_compared(make_run: MakeRun) -> None:
+    short = make_run("b-2", steps=20)
+    lines = short.metrics.read_text().splitlines()
+    train = [line for line in lines if '"split": "train"' in line or '"split":"train"' in line]
+    short.metrics.write_text("\n".join(train[:2]) + "\n")
+    runs = [make_run("a-1", preset="single", ranks=1), short]
+    assert compared(*runs)[1]["speed-up"] == "–"  # noqa: RUF001
+    why = "b-2 has no speed-up: b-2 has 2 train records, and the first updates are slow."
+    assert why in comparing.not_comparable(collect(runs))
+
+
 def test_on_gpus_the_load_of_the_cpus_withholds_nothing(make_run: MakeRun) -> None:
     gpu = {"told": {"device": "NVIDIA A100", "threads": 64, "cpus": 8}, "pressure": 99.0}
     _, second = compared(make_run("a-1", ranks=1, speed=1000.0, **gpu), make_run("b-2", speed=1900.0, **gpu))

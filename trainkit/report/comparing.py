@@ -30,6 +30,10 @@ _MOST_EFFICIENT = 1.05
 """More than so much of what its processors can bring no run reaches: then the other one was held up."""
 
 
+_FEWEST = 3
+"""Records of a speed, so that the median is not that of the first updates."""
+
+
 def is_about_speed(keys: Iterable[str]) -> bool:
     """Whether settings that differ are a reason to compare speeds: a learning rate or a seed is none."""
     return any(key.startswith(_FOR_SPEED) for key in keys)
@@ -67,6 +71,9 @@ def no_speed_up(facts: Facts, first: Facts) -> str:
     for item in (first, facts):
         if hindered := item.hindered_by:
             return f"of {item.label} {hindered}"
+        if 0 < len(item.speeds) < _FEWEST:
+            few = f"{len(item.speeds)} train record{'s' * (len(item.speeds) != 1)}"
+            return f"{item.label} has {few}, and the first updates are slow"
     speed, reference = facts.images_per_sec, first.images_per_sec
     more = facts.processors / first.processors if facts.processors and first.processors else None
     if speed and reference and more and more > 1 and speed / reference > more * _MOST_EFFICIENT:

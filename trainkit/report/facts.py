@@ -162,10 +162,14 @@ class Facts:
         return best_of(self.val, self.summary.get("best_step"))
 
     @property
+    def speeds(self) -> list[float]:
+        """Images a second, of each train record."""
+        return [record["images_per_sec"] for record in self.train if reading.is_number(record.get("images_per_sec"))]
+
+    @property
     def images_per_sec(self) -> float | None:
         """Median over the train records: neither the first slow steps nor a pause count."""
-        speeds = [record["images_per_sec"] for record in self.train if reading.is_number(record.get("images_per_sec"))]
-        return statistics.median(speeds) if speeds else None
+        return statistics.median(self.speeds) if self.speeds else None
 
     @property
     def train_seconds(self) -> float | None:
