@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import netrc
 import struct
@@ -45,13 +46,14 @@ def attempt(run_dir: RunDir, resumed_step: int, steps: range) -> None:
 def stored(run_dir: RunDir) -> list[list[Any]]:
     """The protobuf records of every attempt, oldest attempt first."""
     import wandb
-    from wandb.proto import wandb_internal_pb2 as proto
+
+    proto: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
 
     wandb.teardown()  # its service writes the file, and has written all of it once it is gone
     attempts = []
     for file in sorted(run_dir.wandb.glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         blobs = leveldb_log(file.read_bytes())
-        attempts.append([proto.Record.FromString(blob) for blob in blobs])  # type: ignore[attr-defined]
+        attempts.append([proto.Record.FromString(blob) for blob in blobs])
     return attempts
 
 

@@ -24,7 +24,7 @@ BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "
 CYCLE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 GREY = "#666666"
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "figure.dpi": 150,
     "text.parse_math": False,  # a run may be called a$b$
     "font.size": 11,
@@ -57,7 +57,7 @@ def new_figure(path: Path, width: float, height: float, columns: int = 1) -> Ite
     from matplotlib.figure import Figure
 
     # No pyplot: it keeps figures, and picks a backend, for the whole process.
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure, list(figure.subplots(1, columns, squeeze=False)[0])

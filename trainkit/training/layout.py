@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     train = config.train
     model = model.to(device)
     if train.channels_last and config.strategy.name != "fsdp":
-        model = model.to(memory_format=torch.channels_last)
+        settings: dict[str, Any] = {"memory_format": torch.channels_last}  # older stubs do not know the keyword
+        model = model.to(**settings)
     checkpoint_activations(model, train.activation_checkpointing)
     for module in {"off": [], "model": [model], "blocks": repeated_blocks(model, _MIN_BLOCK_PARAMS)}[train.compile]:
         module.compile()
