@@ -1,4 +1,4 @@
-"""What is imported is declared, what is declared is imported, and nobody is told to install a stranger's package."""
+"""What is imported is declared and tried, what is declared is imported, and nobody is told to install a stranger's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.versions.__main__ import RESOLUTIONS, checks, kept
 
 PROJECT = Path(__file__).resolve().parents[1]
 MODULES = {
@@ -26,14 +32,34 @@ BY_NAME = {"sklearn"}  # trainkit/data/digits.py looks for its file without impo
 OF_COLAB = {"google", "IPython"}  # a notebook's own
 
 
-def declared() -> set[str]:
-    """Modules of the dependencies and of the extras for users."""
+def requirements(table: str) -> list[Requirement]:
+    """What pyproject.toml lists there, each with its lower bound."""
     text = (PROJECT / "pyproject.toml").read_text("utf-8")
-    listed = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    listed = re.search(rf"^{table} = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
     assert listed
-    names = re.findall(r'^    "([\w-]+)>=[\d.]+[";]', listed[1], re.MULTILINE)
-    assert len(names) == len([line for line in listed[1].splitlines() if line.strip().startswith('"')])
-    return {MODULES.get(name, name) for name in names}
+    found = [Requirement(item) for item in re.findall(r'^    "([^"]+)",', listed[1], re.MULTILINE)]
+    assert len(found) == len([line for line in listed[1].splitlines() if line.strip().startswith('"')])
+    return found
+
+
+def lowest(requirement: Requirement) -> Version:
+    """Its lower bound."""
+    (bound,) = (item.version for item in requirement.specifier if item.operator == ">=")
+    return Version(bound)
+
+
+def declared() -> set[str]:
+    """Modules of the dependencies."""
+    return {MODULES.get(item.name, item.name) for item in requirements("dependencies") if lowest(item)}
+
+
+def tried(name: str) -> dict[str, set[Version]]:
+    """Package -> its versions in a set that is tried, which may be several: one for each range of Pythons."""
+    versions: dict[str, set[Version]] = {}
+    for line in kept(name).read_text("utf-8").splitlines():
+        package, _, version = line.partition(" ")[0].partition("==")
+        versions.setdefault(package, set()).add(Version(version))
+    return versions
 
 
 def imported() -> dict[str, str]:
@@ -58,6 +84,26 @@ def test_what_is_imported_is_declared_with_a_lower_bound() -> None:
 
 def test_what_is_declared_is_imported() -> None:
     assert declared() - imported().keys() == BY_NAME
+
+
+@pytest.mark.parametrize("table", ["dependencies", "dev"])
+def test_the_lowest_versions_that_are_declared_are_those_tried(table: str) -> None:
+    found = tried("lowest")
+    assert {item.name: {lowest(item)} for item in requirements(table)} == {
+        item.name: found[item.name.lower()] for item in requirements(table)
+    }
+
+
+@pytest.mark.parametrize("name", RESOLUTIONS)
+def test_whatever_is_tried_may_be_installed(name: str) -> None:
+    for item in (*requirements("dependencies"), *requirements("dev")):
+        assert {version for version in tried(name)[item.name.lower()] if version not in item.specifier} == set()
+
+
+def test_versions_are_tried_by_the_checks_of_the_readme() -> None:
+    commands = [" ".join(words) for words in checks(Path("/env"))]
+    assert commands[:3] == ["/env/bin/ruff check .", "/env/bin/ruff format --check .", "/env/bin/mypy"]
+    assert [command.split()[0] for command in commands[3:]] == ["/env/bin/pytest"]
 
 
 def test_no_text_tells_anybody_to_install_a_name_that_is_not_ours() -> None:

@@ -1,0 +1,1 @@
+"""The versions of others' packages that are declared: the lowest and the newest set, each tried as a whole."""

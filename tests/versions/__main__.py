@@ -1,0 +1,93 @@
+"""``python -m tests.versions lowest|newest [-- PYTEST_ARGUMENT...]``: the README's checks with the lowest or the newest
+versions that pyproject.toml allows, in an environment of their own (7 GB). Ends with the code of the first check that
+failed.
+
+Versions are those of lowest.txt or newest.txt beside this file, so that a result can be repeated; ``--resolve`` asks
+the package index for those of today first. uv resolves and installs, so its variables (UV_FIND_LINKS, ...) count; where
+it is not on the PATH, pip installs it into the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests import readme
+
+PROJECT = Path(__file__).resolve().parents[2]
+RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
+"""Set -> uv's word for it. What others' packages bring along is the newest in both: that is not ours to promise."""
+
+
+def main(argv: list[str]) -> int:
+    end = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.versions", usage="%(prog)s [-h] [--env DIR] [--resolve] SET [-- PYTEST_ARGUMENT ...]",
+        description="The README's checks with the lowest or the newest versions that are declared.",
+    )  # fmt: skip
+    parser.add_argument("set", choices=RESOLUTIONS, metavar="SET", help="lowest or newest")
+    parser.add_argument("--env", type=Path, metavar="DIR", help="keep the environment there, and use it again")
+    parser.add_argument("--resolve", action="store_true", help="ask the index for today's set, and write it down")
+    asked = parser.parse_args(argv[:end])
+    with tempfile.TemporaryDirectory(prefix="versions-") as scratch:
+        return try_set(asked.set, asked.env or Path(scratch), argv[end + 1 :], resolve=asked.resolve)
+
+
+def try_set(name: str, folder: Path, for_pytest: list[str], *, resolve: bool = False) -> int:
+    """Make the environment in ``folder`` and run every check there; the code of the first that failed, or 0."""
+    folder = folder.resolve()
+    python = str(folder / "bin" / "python")
+    env = active(folder)
+    if not Path(python).exists():
+        venv.create(folder, with_pip=True)
+    if not (uv := shutil.which("uv", path=env["PATH"])):
+        print("There is no uv here: pip installs it into the environment.", flush=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], env=env, check=True)
+        uv = str(folder / "bin" / "uv")
+    versions = str(kept(name))
+    if resolve:
+        how = ["--extra=dev", f"--resolution={RESOLUTIONS[name]}", "--upgrade"]
+        how += ["--universal", "--python-version=3.10"]  # for every Python that is declared, and every system
+        told = ["--no-header", "--no-annotate", "--quiet", "--output-file", versions]
+        subprocess.run([uv, "pip", "compile", "pyproject.toml", *how, *told], cwd=PROJECT, env=env, check=True)
+    for what in (["--requirements", versions], ["--no-deps", "--editable", "."]):
+        subprocess.run([uv, "pip", "install", "--python", python, *what], cwd=PROJECT, env=env, check=True)
+    codes = {}
+    for line in checks(folder):
+        words = [*line, *for_pytest] if line[0].endswith("pytest") else line
+        print("==", *words, flush=True)
+        codes[" ".join(words)] = subprocess.run(words, cwd=PROJECT, env=env, check=False).returncode
+    print(f"== {name} versions that are declared, Python {sys.version.split()[0]}")
+    for command, code in codes.items():
+        print(f"{'passed' if code == 0 else f'failed ({code})':12} {command}")
+    return next((code for code in codes.values() if code), 0)
+
+
+def kept(name: str) -> Path:
+    """The file of a set's versions."""
+    return Path(__file__).with_name(f"{name}.txt")
+
+
+def checks(folder: Path) -> list[list[str]]:
+    """What the README's second block runs after the installation, with the environment in ``folder``."""
+    installation, *rest = (line for _, lines in readme.marked()[1:2] for line in lines if line.startswith(".venv/"))
+    assert installation.endswith("'.[dev]'")
+    return [[str(folder / "bin" / word[10:]), *words] for word, *words in map(str.split, rest)]
+
+
+def active(folder: Path) -> Mapping[str, str]:
+    """Variables of a process in which that environment is active, and no other."""
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return {**own, "PATH": path, "VIRTUAL_ENV": str(folder)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
