@@ -48,6 +48,15 @@ def test_it_starts_anew_with_what_was_typed_and_what_is_mended(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("before", ["HF_HUB_OFFLINE=1", "env -u CUDA_VISIBLE_DEVICES", "A=1 B='x y'"])
+@pytest.mark.parametrize("verb", ["resume", "submit"])
+def test_variables_stay_before_the_command(tmp_path: Path, before: str, verb: str) -> None:
+    run = launched(tmp_path)
+    command = on_every_machine(run, f"{before} python -m jobs.{verb} '{run.path}'")
+    assert command.startswith(f"{before} python -m jobs.launch ")
+    assert command.count("=1") == before.count("=1")  # a variable is no setting
+
+
 @pytest.mark.parametrize(("executor", "nodes"), [("launch", 1), ("local", 2), ("slurm", 2)])
 def test_where_one_machine_starts_it_the_command_stays(tmp_path: Path, executor: str, nodes: int) -> None:
     run = launched(tmp_path, executor=executor, nodes=nodes)

@@ -61,7 +61,7 @@ class Case:
 def rows() -> tuple[Case, ...]:
     """All of them, in the order in which they are tried."""
     items: list[dict[str, Any]] = []
-    for name in ("causes_of_jobs.yaml", "causes_of_gpus.yaml", "causes_of_ranks.yaml"):
+    for name in ("causes_of_jobs.yaml", "causes_of_gpus.yaml", "causes_of_ranks.yaml", "causes_of_ends.yaml"):
         text = Path(__file__).with_name(name).read_text("utf-8")
         items += yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tuple(map(_row, items))

@@ -165,7 +165,8 @@ def _cause(
     quotes = [*([source.quote(match.start())] if source.where else []), *_around(run, failure, sources)]
     command = row.command.format_map(for_a_shell(found))
     command = re.sub(r" --exclude(?= *$)", "", command).rstrip()  # no node is known
-    fix = row.fix.format_map(found)
+    fix = row.fix.format_map(found).strip()
+    fix = fix[:1].upper() + fix[1:]
     if state.executor != "slurm" and _ASKS_SLURM.match(command):  # of a job of this machine SLURM knows nothing
         command, fix = terminal.command("status", run.path), ""
     if asked_for(run) & set(hosts_of(found["failed_hosts"] or found["host"]).split(",")) and " --exclude " in command:

@@ -26,13 +26,16 @@ def on_every_machine(run: RunDir, command: str) -> str:
     one = submission is None or submission.executor != "launch" or not reading.is_whole(nodes) or nodes < 2
     if one or not isinstance(typed, list) or "jobs.launch" not in typed:
         return command
+    # `NCCL_DEBUG=INFO python -m jobs.resume RUN`: variables, or `env -u NAME`, go before the command of each machine.
+    before, verb, after = command.partition("python -m jobs.")
+    name = after.partition(" ")[0]
+    if not verb or name not in ("resume", "submit"):
+        return command
     options, words = _split([str(word) for word in typed[typed.index("jobs.launch") + 1 :]])
-    if "python -m jobs.resume" in command:
-        return shlex.join(["python", "-m", "jobs.launch", str(run.path), *options])
-    if command.startswith("python -m jobs.submit"):
-        settings = [word for word in shlex.split(command)[4:] if "=" in word]
-        return shlex.join(["python", "-m", "jobs.launch", *words, *options, *settings])
-    return command
+    if name == "resume":
+        return before + shlex.join(["python", "-m", "jobs.launch", str(run.path), *options])
+    settings = [word for word in shlex.split(after)[2:] if "=" in word]
+    return before + shlex.join(["python", "-m", "jobs.launch", *words, *options, *settings])
 
 
 def _split(typed: Sequence[str]) -> tuple[list[str], list[str]]:
