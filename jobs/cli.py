@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,11 +159,14 @@ _SAME = {
 def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> str:
     """What to write for a flag that there is not: one of other programs, or a setting as if it were a flag."""
     from trainkit.config.mistakes import meant_by, setting_named  # needed for this mistake alone
+    from trainkit.config.schema import SECTIONS
 
     name = flag.lstrip("-").lower().replace("_", "-")
     flags, instead = _INSTEAD.get(_SAME.get(name, name), ("", ""))
     if instead and set(flags.split()) <= set(known):
         return instead
+    if settings and name in SECTIONS and "=" in value:  # --optim lr=3
+        return f"Settings are written without dashes: {name}.{value}."
     if settings and (key := setting_named(name)) and not key.startswith("launch."):
         return f"Settings are written without dashes: {key}={value or 'VALUE'}."
     own = f"--{(meant_by(name) or name).rpartition('.')[2].replace('_', '-')}"
@@ -279,6 +283,8 @@ def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
         code = main(sys.argv[1:], dict(os.environ))
         sys.stdout.flush()
     except TrainkitError as error:
+        if isinstance(error, UserError):
+            error.fix = _as_typed_in(sys.argv[1:], error.what) or error.fix
         print(terminal.lines(str(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -287,3 +293,20 @@ def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
+
+
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
+_QUOTES = "\u2018\u2019\u201a\u201c\u201d\u201e\u00ab\u00bb\u200b\ufeff"
+_PLAIN = str.maketrans(_DASHES, "-" * len(_DASHES), _QUOTES)
+
+
+def _as_typed_in(arguments: Sequence[str], complaint: str) -> str:
+    """What to write for a word of the complaint whose dash, quotes or spaces a text processor has made pretty."""
+    for word in arguments:
+        plain = unicodedata.normalize("NFKC", word.translate(_PLAIN)).strip()
+        if word and word[0] in _DASHES and word[1:2].isalpha():
+            plain = f"-{plain}" if len(re.split("[= ]", plain)[0]) > 2 else plain
+        odd = next((character for character in word if not character.isascii()), "")
+        if odd and plain.isascii() and (word in complaint or word.partition("=")[0] in complaint):
+            return f"Write {plain}: a character of it (U+{ord(odd):04X}) only looks like one of the keyboard."
+    return ""

@@ -418,6 +418,13 @@ def test_what_is_no_override_is_refused(text: str) -> None:
     assert refused("ddp", [text]).fix == "For example optim.lr=3e-4."
 
 
+@pytest.mark.parametrize(
+    "words", [["optim.lr", "=", "3"], ["optim.lr=", "3"], ["optim.lr", "=3"], ["optim.lr==3"], ["optim.lr:3"]]
+)
+def test_a_setting_with_spaces_or_other_signs_is_told_with_one_equals_sign(words: list[str]) -> None:
+    assert refused("ddp", [*words, "train.epochs=2"]).fix == "Write optim.lr=3."
+
+
 # Mistakes: what, where it was written, what is right
 
 
@@ -452,6 +459,9 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("monitor.loggers=[jsonl, jsonl]", "monitor.loggers=[jsonl, jsonl] is not valid", "For example"),
         ("monitor.loggers=wandb", "monitor.loggers=wandb is not valid", "Did you mean monitor.loggers=[wandb]?"),
         ("launch.setup=x", "launch.setup=x is not valid", "Did you mean launch.setup=[x]?"),
+        ("optim.lr=1e-3,", "optim.lr=1e-3, is not valid", "Did you mean optim.lr=1e-3?"),
+        ("optim.lr=0,5", "optim.lr=0,5 is not valid", "Did you mean optim.lr=0.5? Several values are for --sweep"),
+        ("train.epochs=3,5", "train.epochs=3,5 is not valid", "Did you mean train.epochs=3? Several values are for --"),
     ],
 )
 def test_a_mistake_is_answered_with_what_is_right(override: str, what: str, fix: str) -> None:

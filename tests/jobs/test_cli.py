@@ -274,7 +274,7 @@ def test_a_folder_that_is_no_run_hides_no_run_from_a_verb(command: Command, tmp_
 @pytest.mark.parametrize(
     ("flags", "fix"),
     [
-        ("--gpus --gpu --n-gpus --ngpus --num_gpus --gpus-per-task --devices", "Did you mean '--gpus-per-node'?"),
+        ("-g -G --gpus --gpu --n-gpus --ngpus --num_gpus --gpus-per-task --devices", "Did you mean '--gpus-per-node'?"),
         ("--num-nodes --nnodes --n-nodes", "Did you mean '--nodes'?"),
         ("-n --ntasks --np", "Ranks are given by node: --nodes N --ntasks-per-node N."),
         ("--walltime --time-limit", "Did you mean '--time'?"),
@@ -309,3 +309,33 @@ def test_a_verb_that_takes_no_settings_suggests_none() -> None:
     with pytest.raises(UserError) as caught:
         status.main(["--lr", "7"], {})
     assert caught.value.fix == "`python -m jobs.status --help` lists the flags."
+
+
+@pytest.mark.parametrize(
+    ("typed", "plain"),
+    [
+        ("submit ddp \u2013nodes 2", "--nodes"),
+        ("submit ddp \u2014nodes=2", "--nodes=2"),
+        ("submit ddp \u2212N 2", "-N"),
+        ("submit ddp \u2010\u2010nodes 2", "--nodes"),
+        ("submit ddp optim.lr=1e\u22123", "optim.lr=1e-3"),
+        ("submit ddp optim.lr\uff1d3", "optim.lr=3"),
+        ("submit ddp \u201coptim.lr=3\u201d", "optim.lr=3"),
+        ("status \u2013all", "--all"),
+        ("cancel ddp\u20130001", "ddp-0001"),
+    ],
+)
+def test_a_word_that_a_text_processor_made_pretty_is_told_as_the_keyboard_has_it(
+    command: Command, no_slurm: dict[str, str], typed: str, plain: str
+) -> None:
+    done = command(*typed.split())
+    assert done.code == 2
+    assert f"  fix: Write {plain}: " in done.err
+
+
+def test_other_letters_are_no_mistake_of_a_text_processor(command: Command, no_slurm: dict[str, str]) -> None:
+    assert "Write" not in command("status", "caf\u00e9").err
+
+
+def test_a_section_that_was_written_as_a_flag_is_told_as_a_setting(command: Command) -> None:
+    assert "without dashes: optim.lr=3." in command("submit", "ddp", "--optim", "lr=3").err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,14 +42,16 @@ OPEN_MAPPINGS = ("launch.sbatch", "launch.srun")
 def override_layer(overrides: Iterable[str]) -> Layer:
     """The layer of overrides, ``section.key=value``. The last one of a key counts."""
     layer: Layer = {}
-    for text in overrides:
+    texts = list(overrides)
+    for index, text in enumerate(texts):
         key, equals, value = text.partition("=")
         shown = text if text.isprintable() else repr(text)
-        if not equals or not key or key.startswith("-"):
+        meant = _meant(text, texts[index + 1 : index + 3])
+        if not equals or not key or key.startswith("-") or meant:
             raise UserError(
                 f"'{shown}' is not an override.",
                 why="Overrides are written section.key=value.",
-                fix="For example optim.lr=3e-4.",
+                fix=f"Write {meant}." if meant else "For example optim.lr=3e-4.",
             )
         parsed = {key: _typed(key, value)}
         for mapping in OPEN_MAPPINGS:
@@ -57,6 +59,14 @@ def override_layer(overrides: Iterable[str]) -> Layer:
                 parsed = {mapping: {key.removeprefix(f"{mapping}."): value}}
         layer = merge(layer, {item: (given, Source("override", shown)) for item, given in flatten(parsed)})
     return layer
+
+
+def _meant(text: str, following: Sequence[str]) -> str:
+    """What a setting with spaces, a colon or two signs was to be: of ``optim.lr = 3``, ``optim.lr:3``; else empty."""
+    match = re.match(r"([\w.]+)( ?==? ?|:=?)(\S+)", " ".join([text, *following]))
+    if match is None or match[2] == "=" or "=" in match[3] or match[1] in SECTIONS or field_of(match[1]) is None:
+        return ""
+    return f"{match[1]}={match[3]}"
 
 
 def _typed(key: str, text: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,7 +17,7 @@ from trainkit.errors import UserError
 
 # A setting, and what it is called elsewhere.
 _CALLED = {
-    "launch.gpus_per_node": "gpu gpus ngpu ngpus n_gpu n_gpus num_gpu num_gpus gpus_per_task devices",
+    "launch.gpus_per_node": "g gpu gpus ngpu ngpus n_gpu n_gpus num_gpu num_gpus gpus_per_task devices",
     "launch.nodes": "n_nodes nnodes num_nodes node_count",
     "launch.ntasks_per_node": "n ntasks np nproc nprocs num_procs nproc_per_node processes",
     "launch.cpus_per_task": "cpus ncpus n_cpus num_cpus cores",
@@ -177,6 +178,12 @@ def _wrong_value(key: str, given: Any, cause: Any, layer: Layer) -> UserError:
         example = f"Put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'."
     # The value itself, or an item of a list, may be a misspelt choice.
     choices = _choices(field.annotation)
+    if sentence.startswith(("a number", "a whole number")) and (
+        number := re.fullmatch(r"([\d.e+-]+)[,;]([\d.e+-]*)", str(value))
+    ):
+        several = f" Several values are for --sweep {key}={value}." if number[2] else ""
+        point = f".{number[2]}" if number[2] and sentence.startswith("a number") else ""
+        example = f"Did you mean {key}={number[1]}{point}?{several}"
     near = [item for item in choices if item.startswith(str(given))]
     near = near or difflib.get_close_matches(str(given), choices, n=1)
     if near and given != "":
