@@ -51,7 +51,7 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
     names = names_of(done.info, counts)
     result = {"step": done.step, **metrics}
     if not is_url(args.run):
-        of = {"split": args.split, "checkpoint": args.checkpoint, "settings": args.overrides}
+        of = {"split": args.split, "checkpoint": done.which, "settings": args.overrides}
         try:
             append(run_dir.evaluations, {"time": round(time.time(), 3), **of, **result})
         except OSError as error:  # somebody else's run, or an archive: the result is what was asked for
@@ -65,7 +65,7 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
         if f"{prefix}acc1" in metrics:
             acc1, acc5, loss = (metrics[f"{prefix}{name}"] for name in ("acc1", "acc5", "loss"))
             print(
-                f"{args.split} of step {done.step} ({args.checkpoint}): {words}acc1 {acc1:.2f} %  acc5 {acc5:.2f} %  "
+                f"{args.split} of step {done.step} ({done.which}): {words}acc1 {acc1:.2f} %  acc5 {acc5:.2f} %  "
                 f"loss {loss:.4f}  over {metrics['samples']:,.0f} images"
             )
     for kind, each in counts.items():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 from jobs import cli, elsewhere
+from jobs.following import full_name
 from jobs.returning import is_by_hand, resume_by_hand
 from jobs.starting import by_names, dry_run, follow, start
 from jobs.sweeps import Further
@@ -71,6 +73,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             require_no_job(run, force=args.force)
         loaded = _load(run, args)
         found = require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
+        _say_diverged([run], [job_state(run)])
         if left_out := excluded_nodes(run):
             nodes = ", ".join(f"{node} ({why})" for node, why in left_out.items())
             print(f"The run did without {terminal.one_line(nodes, 1000)}; now it may start there again, unless given")
@@ -147,6 +150,7 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
     for loaded in loadeds:
         _check_data(loaded)
     validate(loadeds[0], plan, site, folder, _first_folder(lost[0]))
+    _say_diverged(lost, [states[run] for run in lost])
     if args.dry_run:
         return dry_run(plan, loadeds[0], folder, script)
     with ExitStack() as held:
@@ -172,6 +176,17 @@ def _load(run: RunDir, args: argparse.Namespace) -> Loaded:
     # It waited for another job once; that is over.
     flags.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
     return loading.load(str(run.config), flags=flags, moved_to=args.cluster)
+
+
+def _say_diverged(runs: Sequence[RunDir], states: Sequence[JobState]) -> None:
+    """Settings stay as they were, so the same loss that was no number may come again: what helps is another run."""
+    from trainkit.diagnosis.causes import cause_of
+
+    causes = [(run, cause_of(run, state)) for run, state in zip(runs, states, strict=True)]
+    diverged = [(run, cause) for run, cause in causes if cause is not None and cause.name == "nonfinite"]
+    if diverged:
+        names = ", ".join(full_name(run) for run, _ in diverged[:20]) + (", ..." if len(diverged) > 20 else "")
+        print(f"{names} diverged, and may do so again with the same settings. {diverged[0][1].advice}", file=sys.stderr)
 
 
 def _check_data(loaded: Loaded) -> None:

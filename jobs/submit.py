@@ -288,11 +288,15 @@ def _known(run: RunDir, life: Life, state: JobState | None) -> _Known:
 def _say_failed(runs: Sequence[_Known]) -> None:
     """The same command after a failure begins anew, with the new flags perhaps; what was saved is not lost."""
     from trainkit.checkpoint import files
+    from trainkit.diagnosis.causes import cause_of
 
     for item in runs[:_MOST_SAID]:
         step = files.pointed(item.run.checkpoints, "latest")
         resume, why = terminal.command("resume", item.run.path), terminal.command("why", item.run.path)
-        told = f"`{resume}` goes on with it from step {step}" if step is not None else f"`{why}` says why"
+        # What going on does not mend would end it again: a loss that is nan, too little memory, an error in code.
+        cause = cause_of(item.run, item.state) if step is not None else None
+        helps = step is not None and (cause is None or "-m jobs.resume " in cause.command)
+        told = f"`{resume}` goes on with it from step {step}" if helps else f"`{why}` says why"
         ended = "was cancelled" if item.state.state == "CANCELLED" else f"has ended ({item.state.state})"
         print(f"{full_name(item.run)} is the same run, and it {ended}: {told}. This one begins anew.", file=sys.stderr)
     if len(runs) > _MOST_SAID:

@@ -32,6 +32,8 @@ class Evaluated:
     step: int
     found: Measured
     info: DataInfo
+    which: str
+    """What was asked for: ``best``, ``latest`` or a step; ``newest`` where that one was taken in its place."""
 
 
 def evaluate_checkpoint(
@@ -74,6 +76,8 @@ def evaluate_checkpoint(
             batch_size=min(config.train.global_batch_size, 256),
             or_newest=which in ("best", "latest"),
         )
+        if which in ("best", "latest") and files.pointed(run_dir.checkpoints, which) != step:
+            which = "newest"
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
             images = found.mistakes["raw"].read(dist, parts.splits.info)
@@ -84,4 +88,4 @@ def evaluate_checkpoint(
         raise too_many(left_out, parts.broken.most)
     if left_out:
         print(f"Left out, for they cannot be decoded: {', '.join(left_out)}", file=sys.stderr)
-    return Evaluated(step, found, parts.splits.info)
+    return Evaluated(step, found, parts.splits.info, which)

@@ -19,7 +19,7 @@ SETTINGS = ("optim.lr=1e-30", "train.max_steps=24")
 BEST = 19
 
 
-def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str]:
+def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str, str]:
     from trainkit.config.loading import load
     from trainkit.evaluation import evaluate_checkpoint
 
@@ -28,7 +28,7 @@ def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str]:
         ending = train_run(env, folder, "single", SETTINGS)
         config = load(str(RunDir(folder).config), QUICK).config
         result = evaluate_checkpoint(config, RunDir(folder), "best", "test")
-    return ending, result.step, said.getvalue()
+    return ending, result.step, result.which, said.getvalue()
 
 
 def flip(checkpoint: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_run_whose_best_weights_are_lost_ends_all_the_same_and_says_so(
     assert files.pointed(folder / "checkpoints", "best") == BEST
     assert callable(damage)
     damage(files.path_of(folder / "checkpoints", BEST))
-    ((ending, step, said),) = run_ranks(1, _go_on_and_evaluate, folder)
+    ((ending, step, which, said),) = run_ranks(1, _go_on_and_evaluate, folder)
     assert ending == "finished"
-    assert step == 24
+    assert (step, which) == (24, "newest"), "nobody takes it for the best"
     assert f"step-{BEST:08d} is broken: {why}" in said

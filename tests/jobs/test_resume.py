@@ -225,6 +225,20 @@ def test_a_finished_run_is_not_resumed(command: Command, no_slurm: dict[str, str
     assert "jobs.submit" in done.err
 
 
+def test_a_run_that_diverged_is_told_to_lower_its_learning_rate(
+    command: Command, fake_slurm: Path, stopped: RunDir
+) -> None:
+    assert " diverged" not in command("resume", "ddp-0001", "--dry-run").err
+    error = "Training has diverged: 3 updates in a row were not finite. The loss of the last one is nan."
+    append_event(stopped, "failed", attempt=0, rank=0, host="n1", error=error)
+    append_event(stopped, "ended", attempt=0, state="FAILED", job_id="17", exit_codes=[1])
+    (fake_slurm / "squeue").write_text("#!/bin/bash\nexit 0\n")
+    done = command("resume", "ddp-0001")
+    assert done.code == 0
+    assert "ddp-0001 diverged, and may do so again with the same settings. With a smaller learning rate:" in done.err
+    assert f"`python -m jobs.submit {stopped.path} optim.lr=" in done.err
+
+
 def test_settings_cannot_be_given(command: Command, no_slurm: dict[str, str], stopped: RunDir) -> None:
     assert command("resume", "ddp-0001", "optim.lr=1").code == 2
 

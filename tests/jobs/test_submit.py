@@ -190,6 +190,21 @@ def test_the_same_run_is_not_queued_twice_unless_asked(
     assert command("submit", "ddp", "seed=1").code == 0
 
 
+def test_what_would_only_fail_again_is_not_offered_to_be_gone_on_with(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    assert command("submit", "ddp").code == 0
+    run = RunDir(tmp_path / "runs" / "ddp-0001")
+    (run.checkpoints / "step-00000007").mkdir(parents=True)
+    (run.checkpoints / "latest").symlink_to("step-00000007")
+    run.attempt_logs(0).mkdir()
+    error = "Training has diverged: 3 updates in a row were not finite. The loss of the last one is nan."
+    append_event(run, "failed", attempt=0, rank=0, host="n1", error=error)
+    append_event(run, "ended", attempt=0, state="FAILED", job_id="4711")
+    done = command("submit", "ddp")
+    assert f"has ended (FAILED): `python -m jobs.why {run.path}` says why. This one begins anew." in done.err
+
+
 def test_a_run_that_has_finished_is_the_same_and_one_that_has_failed_may_be_tried_again(
     command: Command, fake_slurm: Path, calls: Callable[[], list[str]], tmp_path: Path
 ) -> None:
