@@ -107,7 +107,8 @@ def _decode_with_pillow(data: numpy.ndarray[Any, Any], name: str, in_chans: int)
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(data.tobytes())) as picture:
+        with Image.open(io.BytesIO(data.tobytes())) as file:
+            picture: Image.Image = file
             if picture.mode.startswith("I"):  # 16 bits gray, which Pillow would clip instead of scale
                 picture = Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
             pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
