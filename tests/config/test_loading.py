@@ -419,6 +419,22 @@ def test_what_is_no_override_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("env", "flags"),
+    [
+        ({"SBATCH_MEM_PER_CPU": "1G"}, {"launch.mem": ("4G", "--mem")}),
+        ({"SBATCH_MEM_PER_NODE": "8G"}, {"launch.sbatch": ({"mem_per_gpu": "1G"}, "--sbatch")}),
+        ({"SBATCH_MEM_PER_CPU": "1G", "SBATCH_MEM_PER_GPU": "1G"}, {}),
+    ],
+)
+def test_memory_that_is_asked_for_in_two_ways_is_refused_before_sbatch_does(
+    env: dict[str, str], flags: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match="both ask for memory") as caught:
+        load("ddp", env=env, flags=flags)
+    assert "environment SBATCH_MEM_PER_" in caught.value.why
+
+
+@pytest.mark.parametrize(
     "words", [["optim.lr", "=", "3"], ["optim.lr=", "3"], ["optim.lr", "=3"], ["optim.lr==3"], ["optim.lr:3"]]
 )
 def test_a_setting_with_spaces_or_other_signs_is_told_with_one_equals_sign(words: list[str]) -> None:

@@ -168,6 +168,16 @@ class LaunchConfig(Section):
                 why="A site knows one of them.",
                 fix="Give one of them.",
             )
+        memory = [name for name in ("mem-per-cpu", "mem-per-gpu") if name in self.sbatch] + ["mem"] * (
+            self.mem is not None
+        )
+        if len(memory) > 1:
+            raise ImpossibleError(
+                f"--{' and --'.join(memory)} both ask for memory",
+                keys=("launch.sbatch", "launch.mem"),
+                why="sbatch takes one of them.",
+                fix="Give one of them; unset a variable SBATCH_MEM_PER_... that is in the way.",
+            )
         seconds = time_minutes(self.time) * 60
         if self.signal_seconds is not None and self.signal_seconds * 2 > seconds:
             raise ImpossibleError(
