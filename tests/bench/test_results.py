@@ -223,12 +223,12 @@ def test_a_line_is_drawn_through_the_arms_of_a_series_in_their_order_and_the_cei
 
 def test_nothing_is_compared_where_the_cpus_were_taken() -> None:
     told = [
-        {**one, "cpu_pressure": 93.4} if one["kind"] == "sample" else one
+        {**one, "cpu_taken": 72.4} if one["kind"] == "sample" else one
         for one in records({"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY})
     ]
     row = results(told).rows[1]
     assert row.ratio is None
-    assert row.why_none == "the CPUs were taken: for 93 % of the time some process waited for one"
+    assert row.why_none == "the CPUs were taken: others had 72 % of the time that it wanted"
 
 
 def test_more_ranks_are_not_faster_than_they_are_more() -> None:

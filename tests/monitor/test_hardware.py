@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -52,19 +54,39 @@ def test_a_sample_has_cpu_and_memory_of_the_machine_and_of_this_process(tmp_path
 
 
 @pytest.mark.skipif(not Path("/proc/pressure/cpu").exists(), reason="the kernel of Linux tells the pressure")
-def test_a_sample_has_the_load_of_the_machine_and_the_pressure_on_its_cpus(tmp_path: Path) -> None:
-    cpus = len(os.sched_getaffinity(0))
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * cpus)]
+def test_a_sample_has_what_waited_for_cpus_and_what_others_had_of_them(tmp_path: Path) -> None:
+    loops = 4 * len(os.sched_getaffinity(0))
+    alone = [sys.executable, "-c", "while True: pass"]
+    # A shell that ends leaves them to somebody else: they are no children of this process any more.
+    left = f"for i in $(seq {loops}); do {shlex.join(alone)} > /dev/null 2>&1 & echo $!; done"
+
+    def sampled(folder: str) -> dict[str, Any]:
+        (tmp_path / folder).mkdir()
+        with sample_hardware(RunDir(tmp_path / folder), "node1", 3600.0, "cpu"):
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                pass
+        (sample,) = samples(RunDir(tmp_path / folder))
+        return sample
+
+    before = sampled("before")
+    own = [subprocess.Popen(alone) for _ in range(loops)]
     try:
-        with sample_hardware(RunDir(tmp_path), "node1", 3600.0, "cpu"):
-            time.sleep(1.0)
+        beside_own = sampled("own")
     finally:
-        for process in busy:
+        for process in own:
             process.kill()
             process.wait()
-    (sample,) = samples(RunDir(tmp_path))
-    assert 50 < sample["cpu_pressure"] <= 100
-    assert sample["load"] > 0
+    pids = [int(pid) for pid in subprocess.run(["sh", "-c", left], capture_output=True, check=True).stdout.split()]
+    try:
+        beside_others = sampled("others")
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    assert min(beside_own["cpu_pressure"], beside_others["cpu_pressure"]) > 50
+    assert beside_others["cpu_taken"] > 50
+    assert beside_own["cpu_taken"] < max(before["cpu_taken"], 10) + 30, "its own processes are no others"
+    assert beside_others["load"] > 0
 
 
 def test_without_gpus_there_are_no_gpu_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

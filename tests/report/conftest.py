@@ -37,7 +37,7 @@ def write_run(
     finished: bool = True,
     restarts: tuple[int, ...] = (),
     told: dict[str, Any] | None = None,
-    pressure: float = 4.0,
+    taken: float = 4.0,
 ) -> RunDir:
     run_dir = RunDir.create(path, to_yaml(load(preset, overrides).config))
     started = {
@@ -60,7 +60,7 @@ def write_run(
             val = {"loss": 2.2 * fit + 0.05, "acc1": 99.3 - 88 * fit, "acc5": 100.0}
             jsonl.append(run_dir.metrics, {**where, "split": "val", **val})
         sample: dict[str, Any] = {"time": clock, "cpu_percent": 80.0 + step % 20, "memory_used_mb": 4096.0}
-        sample |= {"memory_total_mb": 16384.0, "load": pressure / 10, "cpu_pressure": pressure}
+        sample |= {"memory_total_mb": 16384.0, "load": taken / 10, "cpu_taken": taken}
         if gpus:
             sample["gpus"] = [
                 {"index": index, "util_percent": 90 + index + step % 5, "memory_used_mb": 9000.0 + 500 * index,

@@ -259,7 +259,7 @@ def test_a_run_whose_images_are_other_work_is_no_part_of_the_scaling(make_run: M
 
 def test_a_run_that_was_held_up_is_no_part_of_the_scaling(make_run: MakeRun) -> None:
     runs = [make_run(ranks=1, speed=1000.0), make_run("ddp-0002", ranks=2, speed=1900.0)]
-    page = page_of(*runs, make_run("ddp-0003", ranks=4, speed=2e4), make_run("ddp-0004", ranks=8, pressure=93.0))
+    page = page_of(*runs, make_run("ddp-0003", ranks=4, speed=2e4), make_run("ddp-0004", ranks=8, taken=93.0))
     assert list(page.series()["Speed-up, measured"]) == [1, 2]
     assert "Without ddp-0003: it came to 19.8" in page.text
     assert "Without ddp-0004: of ddp-0004 the CPUs were taken" in page.text

@@ -26,7 +26,7 @@ from trainkit.distributed.device import device_name, visible_cpus
 from trainkit.distributed.meeting import meet
 from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError
-from trainkit.monitor.hardware import CpuPressure
+from trainkit.monitor.hardware import CpuWaits
 from trainkit.ranks.env import RankEnv, device_index
 from trainkit.ranks.secret import Secret
 from trainkit.records import jsonl
@@ -183,7 +183,7 @@ class _Driver:
                     return number
                 if arm.name in self.failures:
                     continue
-                pressure = CpuPressure()
+                waits = CpuWaits(self.where.world_size)
                 try:
                     sample = self._measured(arm, updates[arm.name])
                 except ArmFailedError as error:
@@ -191,7 +191,7 @@ class _Driver:
                     if arm is arms[0]:  # the others go on without a control, and get no ratio
                         self.failures[CONTROL] = str(error)
                     continue
-                waited = {} if self.where.gpu else pressure.since()
+                waited = {} if self.where.gpu else waits.since()
                 self._write("sample", arm=name, round=number, **waited, **sample)
         return self.request.rounds
 

@@ -178,7 +178,7 @@ def _problem(control: Sequence[float], first: str) -> str:
 
 
 def _busy(samples: Sequence[Mapping[str, Any]]) -> str:
-    told = [one["cpu_pressure"] for one in samples if isinstance(one.get("cpu_pressure"), int | float)]
+    told = [one["cpu_taken"] for one in samples if isinstance(one.get("cpu_taken"), int | float)]
     return cpus_taken(statistics.median(told) if told else None)
 
 

@@ -10,6 +10,8 @@ Keys of a sample::
     load                  processes that run or are ready to, mean of the last minute (Unix's load average)
     cpu_pressure          percent of the time since the last sample in which some process was ready and had no CPU;
                           absent where the kernel does not tell (Linux's /proc/pressure)
+    cpu_taken             percent of the CPU time that this rank wanted since then which other programs had instead, not
+                          the run's own ranks and workers; absent where the kernel does not tell (/proc/PID/schedstat)
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not tell
     gpu_kwh, cpu_kwh      energy of the run on this host until now (`trainkit.monitor.energy`); absent if nobody tells
@@ -40,6 +42,7 @@ from trainkit.records import files, jsonl
 from trainkit.records.rundir import RunDir
 
 _PRESSURE = Path("/proc/pressure/cpu")
+_STAT = Path("/proc/stat")
 _NOTEWORTHY = 1.01
 """So much more memory than ever, and the GPUs are shown anew."""
 
@@ -50,13 +53,18 @@ def sample_host(run_dir: RunDir, every_seconds: float, device: str, rank: RankEn
     if rank.local_rank != 0 or (rank.node_rank != 0 and rank.launcher == "submitit-local"):
         yield
         return
-    with sample_hardware(run_dir, socket.gethostname(), every_seconds, device):
+    with sample_hardware(run_dir, socket.gethostname(), every_seconds, device, ranks=rank.world_size):
         yield
 
 
 @contextmanager
 def sample_hardware(
-    run_dir: RunDir, host: str, every_seconds: float, device: str, env: Mapping[str, str] | None = None
+    run_dir: RunDir,
+    host: str,
+    every_seconds: float,
+    device: str,
+    env: Mapping[str, str] | None = None,
+    ranks: int = 1,
 ) -> Iterator[None]:
     """Sample in a thread while the block runs; the last sample is taken at its end, so that a short run has one too.
 
@@ -65,6 +73,7 @@ def sample_hardware(
     Args:
         device: ``cuda`` samples GPUs as well; anything else does not.
         env: where CUDA_VISIBLE_DEVICES is looked up (default: this process's environment).
+        ranks: of the run.
     """
     mask = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
     stop = threading.Event()
@@ -73,7 +82,7 @@ def sample_hardware(
     energy = Energy(gpus, last_sample(file))
     processes: dict[int, psutil.Process] = {}
     _process_tree(processes)  # psutil measures from one call to the next: this sets the beginning
-    sampling = partial(_sample_until, file, shown, every_seconds, gpus, energy, processes, stop)
+    sampling = partial(_sample_until, file, shown, every_seconds, gpus, energy, processes, stop, ranks)
     thread = threading.Thread(target=sampling, name="hardware", daemon=True)
     thread.start()
     try:
@@ -91,8 +100,9 @@ def _sample_until(
     energy: Energy,
     processes: dict[int, psutil.Process],
     stop: threading.Event,
+    ranks: int,
 ) -> None:
-    pressure = CpuPressure()
+    waits = CpuWaits(ranks)
     try:
         most = 0.0
         psutil.cpu_percent()  # the beginning of this, which psutil keeps for each thread
@@ -109,7 +119,7 @@ def _sample_until(
                 "memory_used_mb": round((machine.total - machine.available) / MB, 1),
                 "memory_total_mb": round(machine.total / MB, 1),
                 "load": round(os.getloadavg()[0], 2),
-                **pressure.since(),
+                **waits.since(),
             }
             used = gpus.samples() if gpus is not None else []
             if gpus is not None and used:
@@ -124,19 +134,61 @@ def _sample_until(
         print(f"No more hardware samples in {path.name}: {error}", file=sys.stderr, flush=True)
 
 
-class CpuPressure:
-    """How much of the time some process of the machine was ready and had no CPU."""
+class CpuWaits:
+    """What a run waited for CPUs since it was asked last, and what of that was because others had them.
 
-    def __init__(self) -> None:
-        self._then = time.monotonic(), _waited()
+    Args:
+        ranks: of the run, those of other machines too. All of this machine are children of what started this one.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._root = psutil.Process(os.getppid() if ranks > 1 else os.getpid())
+        self._threads: dict[str, tuple[float, float]] = {}
+        self._pressure = time.monotonic(), _waited()
+        self._cpus = self._counted()
 
     def since(self) -> dict[str, float]:
-        """``cpu_pressure`` since this was asked last; empty where the kernel does not tell."""
-        (then, before), self._then = self._then, (time.monotonic(), _waited())
-        now, waited = self._then
-        if before is None or waited is None or now <= then:
-            return {}
-        return {"cpu_pressure": round(min(100 * (waited - before) / (now - then), 100.0), 1)}
+        """``cpu_pressure`` and ``cpu_taken``; without what the kernel does not tell."""
+        found: dict[str, float] = {}
+        (then, before), self._pressure = self._pressure, (time.monotonic(), _waited())
+        now, waited = self._pressure
+        if before is not None and waited is not None and now > then:
+            found["cpu_pressure"] = round(min(100 * (waited - before) / (now - then), 100.0), 1)
+        earlier, self._cpus = self._cpus, self._counted()
+        if earlier is not None and self._cpus is not None:
+            busy, own, ran, waits = (max(new - old, 0.0) for new, old in zip(self._cpus, earlier, strict=True))
+            others = max(busy - own, 0.0)
+            # Who waits does so for all that runs there, its own threads as well; and others had no more than they had.
+            lost = min(waits * others / max(busy, 1e-9), others * ran / max(own, 1e-9))
+            found["cpu_taken"] = round(100 * lost / max(ran + lost, 1e-9), 1)
+        return found
+
+    def _counted(self) -> tuple[float, float, float, float] | None:
+        """Seconds: the run's CPUs were busy, all of it ran, this process and its children ran, and waited for one."""
+        try:
+            lines = dict(line.partition(" ")[::2] for line in reading.read_start(_STAT, 1 << 20).splitlines())
+            me = psutil.Process()
+            own = {process.pid for process in (me, *me.children(recursive=True))}
+            run = [*self._root.children(recursive=True), *([me] if self._root == me else [])]
+            cpus: set[int] = set()
+            seconds = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # of those that have ended
+            for process in run:
+                with suppress(psutil.Error, OSError):  # it may end at any moment; its parent has its time then
+                    seconds += sum(process.cpu_times()[:4])
+                    cpus |= os.sched_getaffinity(process.pid)
+            ticks = [[int(word) for word in lines[f"cpu{cpu}"].split()] for cpu in cpus]
+        except (psutil.Error, OSError, ValueError, KeyError):  # no Linux, or a container that hides its CPUs
+            return None
+        for path in (path for pid in own for path in Path(f"/proc/{pid}/task").glob("*/schedstat")):
+            with suppress(OSError, ValueError, IndexError):  # of threads that have ended their last words stay
+                words = reading.read_start(path, 200).split()
+                self._threads[path.parent.name] = int(words[0]) / 1e9, int(words[1]) / 1e9
+        if not self._threads:
+            return None
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        busy = sum(sum(each[:3]) + sum(each[5:8]) for each in ticks) / os.sysconf("SC_CLK_TCK")
+        ran, waited = (sum(times) for times in zip(*self._threads.values(), strict=True))
+        return busy, seconds, ran, waited
 
 
 def _waited() -> float | None:

@@ -247,7 +247,7 @@ class Facts:
         each = -(-ranks // len(hosts)) if known else 0
         if each * (threads or 0) > (cpus or 0):
             return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
-        told = [pressure.mean for host in self.hosts if (pressure := host.machine("cpu_pressure"))]
+        told = [taken.mean for host in self.hosts if (taken := host.machine("cpu_taken"))]
         load = max((load.mean for host in self.hosts if (load := host.machine("load"))), default=0.0)
         return cpus_taken(max(told, default=None), load)
 

@@ -9,20 +9,16 @@ from typing import Any
 
 from trainkit import reading
 
-_TAKEN = 80.0
-"""Percent of the time in which somebody waited for a CPU, from which on others had the machine.
-
-A run of as many ranks as there are cores, with workers of its loaders, comes to 60 by itself, and four programs a core
-to 93.
-"""
+_TAKEN = 20.0
+"""Percent of the CPU time that a run wanted, from which on others had too much of it: `trainkit.monitor.hardware`."""
 
 
-def cpus_taken(pressure: float | None, load: float | None = None) -> str:
+def cpus_taken(taken: float | None, load: float | None = None) -> str:
     """Why speeds on the CPU are not compared, or empty: who waits for one is slowed down, one run more than another."""
-    if pressure is None or pressure <= _TAKEN:
+    if taken is None or taken <= _TAKEN:
         return ""
     told = f" (load {load:.1f})" if load is not None else ""
-    return f"the CPUs were taken: for {pressure:.0f} % of the time some process waited for one{told}"
+    return f"the CPUs were taken: others had {taken:.0f} % of the time that it wanted{told}"
 
 
 @dataclass(frozen=True)
