@@ -37,7 +37,7 @@ def verbs(folder: Path) -> dict[str, str]:
     """
     found = {}
     for file in sorted(folder.glob("[a-z]*.py")):
-        tree = ast.parse(reading.read_text(file))
+        tree = ast.parse(reading.read_text(file, follow=True))
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
             first = (ast.get_docstring(tree) or "").partition("\n")[0]
             found[file.stem] = re.sub(r"^`+[^`]*`+: ", "", first)

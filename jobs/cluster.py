@@ -56,7 +56,7 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix="Try again when `scontrol ping` and `sacctmgr -n show cluster` answer.",
         )
     files.make_folder(path.parent)
-    text = renewed(reading.read_text(path), facts) if path.exists() else to_profile(facts)
+    text = renewed(reading.read_text(path, follow=True), facts) if path.exists() else to_profile(facts)
     files.write(path, text)
     print("\n".join(lines(facts)))
     print(f"\nWritten to {path}; use it with --cluster {path.stem}, or export TRAINKIT_CLUSTER={path.stem}.")

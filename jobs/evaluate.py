@@ -9,12 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from trainkit import plugins
+from trainkit import plugins, terminal
 from trainkit.config.loading import load
+from trainkit.errors import UserError
 from trainkit.records.jsonl import append, plain
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir, is_url
-from trainkit.terminal import one_line
 
 _SHOWN = 5
 
@@ -54,8 +54,9 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
         of = {"split": args.split, "checkpoint": done.which, "settings": args.overrides}
         try:
             append(run_dir.evaluations, {"time": round(time.time(), 3), **of, **result})
-        except OSError as error:  # somebody else's run, or an archive: the result is what was asked for
-            print(f"Not recorded in {run_dir.evaluations}: {error.strerror}.", file=sys.stderr)
+        except (OSError, UserError) as error:  # a stranger's run, or an archive: the result is what was asked for
+            why = error.what if isinstance(error, UserError) else f"{error.strerror}."
+            print(terminal.one_line(f"Not recorded in {run_dir.evaluations}: {why}", 5000), file=sys.stderr)
     if args.json:
         confusion = {kind: each.to_json() for kind, each in counts.items()}
         classes = {"classes": names, "confusion": confusion}
@@ -84,8 +85,8 @@ def worst_classes(pairs: Mapping[tuple[int, int], int], names: Sequence[str], wh
         if others:
             other, count = max(others.items(), key=lambda item: (item[1], -item[0]))
             share = right / (total := right + sum(others.values()))
-            words = f"{100 * share:6.2f} %  {right:>6,} of {total:<6,}  {one_line(names[label])}"
-            rows.append((share, f"{words}, taken for {one_line(names[other])} {count:,} times"))
+            words = f"{100 * share:6.2f} %  {right:>6,} of {total:<6,}  {terminal.one_line(names[label])}"
+            rows.append((share, f"{words}, taken for {terminal.one_line(names[other])} {count:,} times"))
     if not rows:
         return []
     head = "worst classes" + (f" ({whose})" if whose else "")

@@ -221,7 +221,7 @@ def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     given = env.get(VARIABLE, "")
     if args.secret_file is not None:
         try:
-            given = reading.read_text(args.secret_file, 4096).strip()
+            given = reading.read_text(args.secret_file, 4096, follow=True).strip()
             others = args.secret_file.stat().st_mode & 0o077
         except OSError as error:
             fix = "Give a file with one word in it."

@@ -198,8 +198,9 @@ def _print_new(logs: Sequence[RankLog], shown: dict[Path, RankLog], *, to_the_en
                 sys.stdout.write(terminal.log_text(text))
         except BrokenPipeError:
             raise
-        except OSError:  # not there yet
-            continue
+        except OSError as error:  # not there yet
+            if to_the_end and not isinstance(error, FileNotFoundError):
+                raise reading.unreadable(log.path, error) from None
     sys.stdout.flush()
 
 

@@ -58,7 +58,7 @@ def submit(
         words.replace("preset", Word(args.preset))
     if args.cluster is not None and Path(args.cluster).suffix in (".yaml", ".yml") and Path(args.cluster).is_file():
         name = f"configs/clusters/{Path(args.cluster).name}"
-        presets[name] = reading.read_text(Path(args.cluster))
+        presets[name] = reading.read_text(Path(args.cluster), follow=True)
         words.replace("cluster", name)
     sent = Sent(_snapshot(presets, own if loadeds else ()))
     line = script(there, f"jobs.{verb}", words.words, sent=sent)

@@ -118,7 +118,6 @@ READERS = {
     "trainkit.data.fashion_mnist": "unpacks an archive, of which it takes a bounded part",
     "trainkit.data.archives": "hashes archives part by part, and bounds what it fetches and unpacks",
     "trainkit.checkpoint.files": "hashes weights part by part, after their size has been compared",
-    "trainkit.checkpoint.store": "asks whether a file that it sends is there",
     "trainkit.checkpoint.fetching": "unpacks the code of a run in a bucket, its members bounded",
     "trainkit.checkpoint.uploading": "packs the code of the user's own run",
     "trainkit.checkpoint.starting": "loads the file of weights that the user names, as weights only",

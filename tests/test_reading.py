@@ -59,6 +59,17 @@ def test_an_odd_file_holds_no_object(tmp_path: Path, odd: str) -> None:
     assert reading.read_object(tmp_path / "odd") == {}
 
 
+@pytest.mark.parametrize(
+    "read", [reading.read_bytes, reading.read_text, lambda path, **how: reading.read_start(path, 9, **how)]
+)
+def test_a_link_is_read_only_by_who_says_so(tmp_path: Path, read: Callable[..., object]) -> None:
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "log").symlink_to("key")
+    with pytest.raises(OSError, match="It is a link"):
+        read(tmp_path / "log")
+    assert read(tmp_path / "log", follow=True) in ("secret", b"secret")
+
+
 @pytest.mark.parametrize("size", [0, 1, 70_000, 200_000])
 def test_a_file_is_read_whole_up_to_its_limit(tmp_path: Path, size: int) -> None:
     path = tmp_path / "file"

@@ -47,4 +47,4 @@ def _sources(package: str) -> Iterator[str]:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         # Files of subfolders are detection, segmentation and video models, or helpers.
         for file in sorted(Path(folder, "models").glob("*.py")):
-            yield reading.read_text(file)
+            yield reading.read_text(file, follow=True)

@@ -49,11 +49,19 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What ``summary.json`` says of a run that has ended: best and test metrics, time, memory; empty before."""
+        """What ``summary.json`` says of a run that has ended: best and test metrics, time, memory; empty before.
+
+        Raises UserError where it cannot be read.
+        """
+        file = self._folder.summary
         try:
-            found: dict[str, Any] = reading.parse(reading.read_text(self.path / "summary.json"))
+            text = reading.read_text(file)
         except FileNotFoundError:
             return {}
+        except OSError as error:
+            raise reading.unreadable(file, error) from None
+        if (found := reading.parse_object(text)) is None:
+            raise reading.unreadable(file, OSError(None, "It holds no JSON object"))
         return found
 
     def metrics(self, split: str | None = None) -> list[dict[str, Any]]:

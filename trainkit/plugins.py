@@ -233,7 +233,7 @@ def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
     if file.suffix != ".py" or not file.exists():
         return None
     ours = file.is_relative_to(Path(__file__).parent)
-    if ours and f"def {name}(" not in reading.read_text(file):  # parsing a whole package would be slow
+    if ours and f"def {name}(" not in reading.read_text(file, follow=True):  # parsing a whole package would be slow
         return None
     for node in sources.parse(file, None).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:

@@ -1,7 +1,9 @@
 """The one reader of files: bounded in bytes, values, depth and digits, whoever has written them and whatever broke.
 
 A FIFO in the place of a file would be waited for without end, so files are opened without waiting, and only regular
-ones are read. A sparse file of many gigabytes takes no space on a disk, so every reader says how much it takes.
+ones are read. A sparse file of many gigabytes takes no space on a disk, so every reader says how much it takes. A log
+that is a link to a key would show that key in a report, and send it with a copy of the run: a link is read only where
+its reader says ``follow``, of files that the user names or has installed, and of data.
 Records hold what JSON has and a person can read: numbers are finite and of a size that can be printed.
 """
 
@@ -28,18 +30,24 @@ _MOST_VALUES = 2_000_000
 """In one JSON text: each takes up to 64 bytes of memory."""
 
 
-def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+def open_regular(path: Path, *, buffering: int = -1, follow: bool = False) -> BinaryIO:
     """A regular file, for reading bytes. Raises OSError for everything else, at once."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if follow or not os.path.islink(path):
+            raise
+        raise OSError(error.errno, "It is a link, and what it leads to is not read", str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(None, "It is no regular file", str(path))
     return os.fdopen(descriptor, "rb", buffering)
 
 
-def read_bytes(path: Path, most: int = LONGEST) -> bytes:
+def read_bytes(path: Path, most: int = LONGEST, *, follow: bool = False) -> bytes:
     """All of a file. Raises OSError, also for one of more than ``most`` bytes: half of it may mean something else."""
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         size = require_size(file, most)
         content = file.read(max(size, _AT_ONCE) + 1)
         while len(content) > size and (more := file.read(_AT_ONCE)):  # it grows; files in /proc do not know their size
@@ -51,14 +59,14 @@ def read_bytes(path: Path, most: int = LONGEST) -> bytes:
     return content
 
 
-def read_text(path: Path, most: int = LONGEST) -> str:
+def read_text(path: Path, most: int = LONGEST, *, follow: bool = False) -> str:
     """As `read_bytes`; what is no UTF-8 is replaced."""
-    return read_bytes(path, most).decode(errors="replace")
+    return read_bytes(path, most, follow=follow).decode(errors="replace")
 
 
-def read_start(path: Path, first_bytes: int) -> str:
+def read_start(path: Path, first_bytes: int, *, follow: bool = False) -> str:
     """The text at the beginning of a file; what is no UTF-8 is replaced. Raises OSError."""
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         return file.read(first_bytes).decode(errors="replace")
 
 

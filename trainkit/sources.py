@@ -53,7 +53,7 @@ def check_importable(module: str, file: Path, *, key: str | None, installed: boo
         for line, wanted, names in _imports(parse(path, key).body, _package_of(name, path)):
             found = _found(wanted)
             if found is None:
-                if (installed and b"sys.path" not in reading.read_bytes(path)) or _is_own_package(wanted):
+                if (installed and b"sys.path" not in reading.read_bytes(path, follow=True)) or _is_own_package(wanted):
                     raise UserError(
                         f"{path}:{line} imports '{wanted}', which is not there.",
                         why="No such module is installed in this environment or lies in the current folder.",
@@ -130,7 +130,9 @@ def _no_python(file: Path, error: SyntaxError | ValueError, key: str | None) -> 
 
 @cache
 def _parsed(file: Path) -> ast.Module:
-    return ast.parse(reading.read_bytes(file), filename=str(file))  # as bytes: the file itself may say its encoding
+    return ast.parse(
+        reading.read_bytes(file, follow=True), filename=str(file)
+    )  # as bytes: the file itself may say its encoding
 
 
 def _imports(body: list[ast.stmt], package: str) -> Iterator[tuple[int, str, list[str]]]:

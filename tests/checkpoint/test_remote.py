@@ -19,9 +19,9 @@ from trainkit.checkpoint import files, remote
 from trainkit.checkpoint.fetching import bring_back, fetch_run
 from trainkit.checkpoint.remote import Pointers
 from trainkit.checkpoint.store import Store, StoreError
-from trainkit.checkpoint.uploading import Uploads
+from trainkit.checkpoint.uploading import Uploads, send_rest
 from trainkit.config.loading import load, to_yaml
-from trainkit.errors import UserError
+from trainkit.errors import RunFailedError, UserError
 from trainkit.records.attempts import Attempt
 from trainkit.records.events import read_events
 from trainkit.records.rundir import RunDir
@@ -361,3 +361,25 @@ def test_a_place_with_a_key_in_it_is_refused_and_not_repeated(place: str) -> Non
 def test_what_is_no_place_is_refused(place: str) -> None:
     with pytest.raises(UserError, match="s3://bucket/prefix"):
         load("single", (f"checkpoint.remote={place}",))
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step-00000001/model.safetensors", "evaluations.jsonl", "config.yaml"])
+def test_what_a_run_only_links_to_is_not_sent(tmp_path: Path, name: str) -> None:
+    writer = run_in(tmp_path / "run")
+    save(writer, 1)
+    key, file = tmp_path / "key", writer.run.path / name
+    key.write_text("private")
+    file.unlink(missing_ok=True)
+    file.symlink_to(key)
+    with pytest.raises(RunFailedError, match="Not all of run") as caught:
+        send_rest(writer.run, f"file://{tmp_path}/copies", seconds=5)
+    assert caught.value.why == f"It is a link, and what it leads to is not read: {file}."
+    assert b"private" not in b"".join(path.read_bytes() for path in (tmp_path / "copies").rglob("*") if path.is_file())
+
+
+def test_what_has_become_a_link_just_before_it_is_sent_is_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("private")
+    (tmp_path / "weights").symlink_to("key")
+    with pytest.raises(OSError, match="It is a link"):
+        Store(f"file://{tmp_path}/copies").put(tmp_path / "weights", "weights")
+    assert not (tmp_path / "copies").exists()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -276,6 +277,17 @@ def test_extending_what_is_not_there_names_the_line(write: Write) -> None:
     error = refused(str(write("a.yaml", "seed: 1\nextends: ddpp\n")))
     assert "a.yaml:2" in error.why
     assert error.fix == "Did you mean 'ddp'?"
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "/dev/zero", "../../..", "https://host/preset"], ids=ascii)
+def test_what_is_extended_and_can_be_no_file_is_said(write: Write, name: str) -> None:
+    assert "a.yaml:1" in refused(str(write("a.yaml", f"extends: {json.dumps(name)}\n"))).why
+
+
+def test_a_chain_of_presets_has_an_end(write: Write) -> None:
+    for number in range(30):
+        write(f"{number}.yaml", f"extends: {number + 1}.yaml\n")
+    assert "extends too many files" in refused(str(write("a.yaml", "extends: 0.yaml\n"))).what
 
 
 def test_a_preset_extends_one_other(write: Write) -> None:

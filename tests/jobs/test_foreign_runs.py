@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+import trainkit
 from trainkit import plugins
 from trainkit.config.loading import load, to_yaml
-from trainkit.errors import RefusedError
+from trainkit.errors import RefusedError, UserError
 from trainkit.records.events import append_event
 from trainkit.records.history import life_of
 from trainkit.records.ownership import require_own_code
@@ -266,3 +267,33 @@ def test_a_runs_own_module_is_found_in_its_snapshot_before_the_folder_one_is_in(
     monkeypatch.setattr(sys, "path", list(sys.path))
     plugins.search_snapshot(tmp_path / "code", own=True)
     assert plugins.load("trainkit.models", "model_in_two_places:build")() == 2
+
+
+TRACEBACK = ("Traceback (most recent call last):", '  File "a.py", line 1, in f')
+LINKS = ("logs/0/rank-0.out", "logs/0/rank-0.err", "metrics.jsonl", "evaluations.jsonl", "summary.json", "plan.json")
+
+
+@pytest.mark.parametrize("key", ["log", "json"])
+@pytest.mark.parametrize("verb", ["logs", "logs -f", "why", "status", "report --out told", "notebook"])
+def test_no_verb_shows_a_file_of_the_users_that_a_run_links_to(
+    command: Command, forget: Callable[[], None], no_slurm: dict[str, str], tmp_path: Path, verb: str, key: str
+) -> None:
+    """A log book is for others, and what `why` says is sent to whoever helps."""
+    run = made(tmp_path / "runs" / "ddp-0001")
+    append_event(run, "submitted", executor="local", job_id="1")
+    append_event(run, "started", attempt=0, world_size=1, total_steps=9)
+    append_event(run, "ended", attempt=0, state="FAILED", job_id="1", exit_codes=[1])
+    lines = ['{"stopped_early": "hunter2", "advice": "hunter2"}', *TRACEBACK, "RuntimeError: hunter2"]
+    (tmp_path / "key").write_text("\n".join(lines if key == "log" else lines[:1]))
+    run.attempt_logs(0).mkdir(parents=True)
+    for name in LINKS:
+        (run.path / name).symlink_to(tmp_path / "key")
+    forget()
+    if verb == "notebook":
+        with pytest.raises(UserError, match="It is a link"):
+            _ = trainkit.open("ddp-0001").summary
+        return
+    name, *flags = verb.split()
+    done = command(name, "ddp-0001", *flags)
+    written = [file.read_text() for file in (tmp_path / "told").glob("*.*")]
+    assert "hunter2" not in "".join([done.out, done.err, *written])

@@ -14,6 +14,7 @@ from jobs.following import full_name
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
+from trainkit.monitor import rank_logs
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 
@@ -149,3 +150,24 @@ def test_a_reader_who_has_read_enough_is_no_fault_of_the_logs(no_slurm: dict[str
         assert done.stdout.readline() == "[rank 0] much to read\n"
         done.stdout.close()  # as `head` does
         assert (done.stderr.read(), done.wait(60)) == ("", 0)
+
+
+@pytest.mark.parametrize("flags", [(), ("-f",)])
+def test_a_log_that_holds_nothing_but_holes_has_an_end(
+    command: Command, ended: RunDir, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_logs, "LONGEST", 1 << 20)
+    with (ended.attempt_logs(1) / "rank-0.out").open("wb") as log:
+        log.truncate(300 << 30)
+        log.write(b"the end")
+    out = command("logs", "ddp-0001", *flags).out
+    assert f"--- left out: {(300 << 30) - (1 << 20):,} bytes of rank-0.out" in out
+    assert out.count("\0") == 1 << 20
+
+
+def test_a_log_that_has_become_shorter_is_not_read_again(tmp_path: Path) -> None:
+    log = rank_logs.RankLog(tmp_path / "rank-0.out")
+    log.path.write_text("words of its first life\n")
+    assert "".join(log.new()) == "words of its first life\n"
+    log.path.write_text("anew\n")
+    assert "".join(log.new()) == ""

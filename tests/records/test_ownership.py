@@ -341,6 +341,17 @@ def test_a_file_counts_for_what_it_says_itself(tmp_path: Path) -> None:
     assert "mine" not in caught.value.what.partition("would")[2]
 
 
+def test_what_was_loaded_counts_and_not_what_a_file_extends_by_now(tmp_path: Path) -> None:
+    base, file = tmp_path / "base.yaml", tmp_path / "theirs.yaml"
+    base.write_text("launch: {setup: [evil]}")
+    base.chmod(0o666)
+    file.write_text("extends: base")
+    loaded = load(str(file))
+    file.write_text("extends: ddp")
+    with pytest.raises(RefusedError, match="evil"):
+        require_own_code(file, loaded, allow_code=False)
+
+
 def test_presets_of_the_current_folder_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()

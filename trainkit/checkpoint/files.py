@@ -245,8 +245,8 @@ def _compare(file: Path, expected: FileFacts) -> None:
         size = os.fstat(data.fileno()).st_size
         if size != expected.bytes:
             raise BrokenCheckpointError(f"{file.name} has {size} bytes instead of {expected.bytes}")
-    if _sha256(file) != expected.sha256:
-        raise BrokenCheckpointError(f"the content of {file.name} has changed")
+        if _sha256(data) != expected.sha256:
+            raise BrokenCheckpointError(f"the content of {file.name} has changed")
 
 
 def _open(file: Path) -> Any:
@@ -283,10 +283,9 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(file: Path) -> str:
+def _sha256(data: BinaryIO) -> str:
     # hashlib.file_digest would be this, from Python 3.11 on.
     digest = hashlib.sha256()
-    with file.open("rb") as data:
-        while block := data.read(1 << 20):
-            digest.update(block)
+    while block := data.read(1 << 20):
+        digest.update(block)
     return digest.hexdigest()

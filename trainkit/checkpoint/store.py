@@ -10,6 +10,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+from trainkit import reading
 from trainkit.errors import UserError
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -71,8 +72,10 @@ class Store:
 
     def put(self, file: Path, name: str) -> None:
         """Send a file, which replaces one of that name."""
-        with file.open("rb"):  # that it is not here is no matter of the place
-            self._sent("put_file", name, str(file), self._path(name), limit=self._slowest_part, **self._put_options)
+        # That it is not here is no matter of the place. What is open is sent, and no link that took its name meanwhile.
+        with reading.open_regular(file) as content:
+            opened = f"/dev/fd/{content.fileno()}"
+            self._sent("put_file", name, opened, self._path(name), limit=self._slowest_part, **self._put_options)
 
     def write(self, content: bytes, name: str) -> None:
         """Send a small file, at once."""

@@ -50,6 +50,8 @@ class Uploads:
         self._asked = self._done = 0
         self._described = False
         self._failing_since: float | None = None
+        self.unreadable = ""
+        """What of the run itself could not be read, and so was not sent."""
         self._sent: dict[int, Record] = {}
         self._thread = threading.Thread(target=self._work, name="trainkit-uploads", daemon=True)
         self._thread.start()
@@ -83,9 +85,10 @@ class Uploads:
                 break
         self._over.set()
         self._wake.set()
-        if self._done < self._asked:
+        is_there = self._done >= self._asked and not self.unreadable
+        if not is_there:
             self._say("not_uploaded")
-        return self._done >= self._asked
+        return is_there
 
     def _work(self) -> None:
         tries = 0
@@ -110,8 +113,11 @@ class Uploads:
                     continue
                 except TrainkitError:  # another attempt writes the run by now
                     return
-                except OSError as error:  # the run folder is gone, or its disk full: the run itself will say so
-                    self._say("upload_failed", why=f"{error.strerror}: {error.filename}")
+                except OSError as error:  # the run folder is gone, its disk full, or there is a link in it
+                    self.unreadable = f"{error.strerror}: {error.filename}"
+                    self._say("upload_failed", why=self.unreadable)
+                else:
+                    self.unreadable = ""
                 break
             else:
                 return
@@ -187,6 +193,9 @@ class Uploads:
             shutil.rmtree(stage, ignore_errors=True)
             stage = here
         try:
+            for name in record.files:
+                if (stage / name).is_symlink():
+                    reading.open_regular(here / name).close()  # raises, and names the file that the user knows
             yield stage
         except FileNotFoundError as gone:
             raise StoreError(f"{gone.filename} was deleted meanwhile") from None
@@ -250,12 +259,12 @@ def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:
     with lease_on(run, Holder.me()) as lease:
         store = remote.claim(url, run)
         writer = Writer(Attempt(run, max(run.attempts(), default=0), lease.check), lease.check)
-        if not Uploads(store, writer).finish(seconds):
-            raise RunFailedError(
-                f"Not all of {run.name} is in {store.url}.",
-                why="It did not answer, or broke off, for a minute.",
-                fix="Give the same command again once it is back.",
-            )
+        uploads = Uploads(store, writer)
+        if not uploads.finish(seconds):
+            why, fix = "It did not answer, or broke off, for a minute.", "Give the same command again once it is back."
+            if uploads.unreadable:
+                why, fix = f"{uploads.unreadable}.", "Put the file itself there, and give the same command again."
+            raise RunFailedError(f"Not all of {run.name} is in {store.url}.", why=why, fix=fix)
     return store.url
 
 

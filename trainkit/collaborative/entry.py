@@ -85,7 +85,7 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
     if word == "-":
         found = _entry_in(sys.stdin.read(_LONGEST_FILE), "Standard input", name)
     elif not seen and os.path.isfile(word):
-        found = _entry_in(reading.read_start(Path(word), _LONGEST_FILE), word, name)
+        found = _entry_in(reading.read_start(Path(word), _LONGEST_FILE, follow=True), word, name)
     else:
         found = _entry_in(word, "", name)
     # The run has moved since it was invited to, or an anchor is nearer.

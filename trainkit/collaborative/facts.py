@@ -146,7 +146,10 @@ def code_facts(package: Path, plugins: Iterable[str]) -> dict[str, str]:
     for module in sorted(name.partition(":")[0] for name in plugins if ":" in name):
         if (file := find_module(module)) is not None:
             found[_CODE + module] = [file]
-    return {key: _hash([meaning_of(reading.read_bytes(file)) for file in files]) for key, files in found.items()}
+    return {
+        key: _hash([meaning_of(reading.read_bytes(file, follow=True)) for file in files])
+        for key, files in found.items()
+    }
 
 
 def meaning_of(source: bytes) -> bytes:

@@ -122,7 +122,7 @@ def keep_identity(run: RunDir, key: Path) -> None:
     file = identity_in(run)
     if file.exists() or file == key:
         return
-    files.write(file, reading.read_bytes(key), run.path, private=True)
+    files.write(file, reading.read_bytes(key, follow=True), run.path, private=True)
 
 
 def addresses_in(run: RunDir) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def owner_of(folder: Path) -> Owner:
                 why="Whoever has that key decides who takes part in the run.",
                 fix=f"chmod 600 {file}",
             )
-        private = serialization.load_pem_private_key(reading.read_bytes(file), password=None)
+        private = serialization.load_pem_private_key(reading.read_bytes(file, follow=True), password=None)
         if not isinstance(private, Ed25519PrivateKey):
             raise ValueError("it is a key of another kind")
         return Owner(folder, Key(private.private_bytes_raw()))

@@ -15,6 +15,8 @@ from trainkit.errors import UserError, did_you_mean
 PACKAGED = packaged.folder("configs")
 OWN = Path("configs")
 """The user's own, in the folder where the command is given; they come before the packaged ones."""
+_LONGEST_CHAIN = 20
+"""Files that extend one another."""
 SITE = "site"
 """The section of a profile that holds what is known of the site."""
 
@@ -71,6 +73,9 @@ def file_layer(path: Path, seen: tuple[Path, ...] = ()) -> Layer:
     if path.resolve() in [item.resolve() for item in seen]:
         chain = " -> ".join(str(item) for item in (*seen, path))
         raise UserError(f"{path} extends itself.", why=chain, fix="Break the circle.")
+    if len(seen) > _LONGEST_CHAIN:
+        why = f"Each of {_LONGEST_CHAIN} files extends the next."
+        raise UserError(f"{seen[0]} extends too many files.", why=why, fix="Write what they say into fewer.")
     values, lines = yaml.read(path)
     base: Layer = {}
     parent = values.pop("extends", None)
@@ -108,10 +113,11 @@ def _parent(path: Path, parent: Any, line: int) -> Path:
         )
     name = parent if parent.endswith((".yaml", ".yml")) else f"{parent}.yaml"
     beside, packaged_one = path.parent / name, PACKAGED / name
-    if beside.is_file() and beside.resolve() == path.resolve() and packaged_one.is_file():
+    is_beside = os.path.isfile(beside)  # False for a name that no file can have
+    if is_beside and beside.resolve() == path.resolve() and packaged_one.is_file():
         return packaged_one
     try:
-        return beside if beside.is_file() else find_preset(parent)
+        return beside if is_beside else find_preset(parent)
     except UserError as error:
         raise UserError(error.what, why=f"{error.why.removesuffix('.')} (file {path}:{line}).", fix=error.fix) from None
 
@@ -147,7 +153,7 @@ def find_profile(cluster: str) -> Path:
     candidates = [given] if given.suffix in (".yaml", ".yml") else []
     candidates += [folder / "clusters" / f"{cluster}.yaml" for folder in (OWN, PACKAGED)]
     for path in candidates:
-        if path.is_file():
+        if os.path.isfile(path):
             return path
     known = sorted(file.stem for folder in (OWN, PACKAGED) for file in folder.glob("clusters/*.yaml"))
     raise UserError(

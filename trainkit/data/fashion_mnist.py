@@ -82,7 +82,7 @@ def build(
 
 def train_size(root: Path, *, val_fraction: float, **others: object) -> int:
     """How many images the training split has, by the labels' file."""
-    labels = reading.read_bytes(root / FOLDER / "train-labels-idx1-ubyte", _LONGEST)[8:]
+    labels = reading.read_bytes(root / FOLDER / "train-labels-idx1-ubyte", _LONGEST, follow=True)[8:]
     return size_left(Counter(labels).values(), (val_fraction,))
 
 
@@ -140,7 +140,7 @@ def read_idx(path: Path) -> Tensor:
     import torch
 
     try:
-        data = reading.read_bytes(path, _LONGEST)
+        data = reading.read_bytes(path, _LONGEST, follow=True)
         zeros, kind, dims = struct.unpack(">HBB", data[:4])
         shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
         if zeros == 0 and kind == 8 and dims > 0:

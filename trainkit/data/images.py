@@ -69,7 +69,7 @@ def read_content(path: Path) -> numpy.ndarray[Any, Any]:
     import numpy
 
     try:
-        with reading.open_regular(path, buffering=0) as file:
+        with reading.open_regular(path, buffering=0, follow=True) as file:
             reading.require_size(file, _LONGEST)
             data = numpy.empty(os.fstat(file.fileno()).st_size, numpy.uint8)
             done = 0

@@ -50,13 +50,16 @@ class Pack:
 
         self.folder = folder
         try:
-            about: dict[str, Any] = reading.parse(reading.read_bytes(folder / ABOUT))
+            about: dict[str, Any] = reading.parse(reading.read_bytes(folder / ABOUT, follow=True))
             if about["format"] != FORMAT:
                 raise ValueError(f"its format is {about['format']}, not {FORMAT}")
             for file in (INDEX, FILES):
-                if hashlib.sha256(reading.read_bytes(folder / file, LONGEST)).hexdigest() != about["sha256"][file]:
+                if (
+                    hashlib.sha256(reading.read_bytes(folder / file, LONGEST, follow=True)).hexdigest()
+                    != about["sha256"][file]
+                ):
                     raise ValueError(f"{file} has another hash")
-            self._listing = Listing.from_bytes(reading.read_bytes(folder / FILES, LONGEST))
+            self._listing = Listing.from_bytes(reading.read_bytes(folder / FILES, LONGEST, follow=True))
             self._index = numpy.memmap(folder / INDEX, RECORD, mode="r")
             self.size = int(self._index["start"][-1]) + int(self._index["size"][-1])
             if len(self._index) != len(self._listing) or (folder / IMAGES).stat().st_size != self.size:

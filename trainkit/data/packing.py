@@ -103,7 +103,7 @@ def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int
 
 def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
     there = Pack(final)
-    was = reading.parse(reading.read_bytes(final / ABOUT))
+    was = reading.parse(reading.read_bytes(final / ABOUT, follow=True))
     if was["kind"] != about["kind"]:
         raise UserError(
             f"{final} is there already, with --pack-format {was['kind']}.",

@@ -26,7 +26,7 @@ def load(path: Path) -> Any:
     Raises UserError where the file is missing, broken, or holds anything but plain values.
     """
     try:
-        value = _PlainUnpickler(io.BytesIO(reading.read_bytes(path, 1 << 30)), encoding="bytes").load()
+        value = _PlainUnpickler(io.BytesIO(reading.read_bytes(path, 1 << 30, follow=True)), encoding="bytes").load()
         return _plain(value)
     except OSError as error:
         raise UserError(f"Cannot read {path}.", why=str(error), fix="Check the path and its permissions.") from None

@@ -31,7 +31,7 @@ def scratch(env: Mapping[str, str] | None = None) -> Path | None:
 def staged_folder(pack: Path, disk: Path) -> Path:
     """Where the copy of a pack is on a node's disk. A pack that was made anew is another one."""
     try:
-        digest = hashlib.sha256(reading.read_bytes(pack / ABOUT)).hexdigest()[:16]
+        digest = hashlib.sha256(reading.read_bytes(pack / ABOUT, follow=True)).hexdigest()[:16]
     except OSError as error:
         raise broken_pack(pack, str(error)) from None
     return disk / f"trainkit-{os.geteuid()}" / f"{pack.stem}-{digest}.pack"
@@ -41,7 +41,7 @@ def staged(pack: Path, disk: Path) -> Pack | None:
     """The copy of a pack on a node's disk, if it is there whole, and of this user's making."""
     copy = staged_folder(pack, disk)
     try:
-        is_same = reading.read_bytes(copy / ABOUT) == reading.read_bytes(pack / ABOUT)
+        is_same = reading.read_bytes(copy / ABOUT) == reading.read_bytes(pack / ABOUT, follow=True)
         return Pack(copy) if is_same and files.is_own(copy.parent, private=True) else None
     except (OSError, TrainkitError):  # there is none, or somebody has cleaned up
         return None

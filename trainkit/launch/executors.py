@@ -138,7 +138,7 @@ class _Batch(_PickleEach, SlurmExecutor):
         self._script, self._unset = script, unset
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return reading.read_text(self._script)
+        return reading.read_text(self._script, follow=True)  # the sender's own link to submit.sbatch
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         unset = [word for name in self._unset for word in ("-u", name)]

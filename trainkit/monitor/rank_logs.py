@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 from trainkit import reading
 
 PART_BYTES = 1 << 20
+LONGEST = 1 << 30
+"""Bytes that are read at once. A file of 300 GB may take no room on a disk, and hold nothing."""
 
 
 @dataclass
@@ -34,8 +37,12 @@ class RankLog:
             to_the_end: nobody writes it any more, so a line without its end is one too.
         """
         with reading.open_regular(self.path) as file:
+            end = os.fstat(file.fileno()).st_size  # what comes while it is read is for the next look
+            if end - self._offset > LONGEST:
+                yield f"{self.label}--- left out: {end - self._offset - LONGEST:,} bytes of {self.path.name}\n"
+                self._offset, self._rest = end - LONGEST, b""
             file.seek(self._offset)
-            while part := file.read(PART_BYTES):
+            while self._offset < end and (part := file.read(min(PART_BYTES, end - self._offset))):
                 self._offset += len(part)
                 yield self._shown(part)
         if to_the_end and self._rest:

@@ -118,7 +118,7 @@ def make_folder(folder: Path, within: Path | None = None) -> None:
 
 def copy(source: Path, file: Path, within: Path | None = None) -> None:
     """Write ``file`` with the content of another."""
-    with reading.open_regular(source) as content, replacing(file, within) as out:
+    with reading.open_regular(source, follow=True) as content, replacing(file, within) as out:
         shutil.copyfileobj(content, out)
 
 

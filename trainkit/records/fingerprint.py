@@ -22,7 +22,7 @@ def code_digest(files: Iterable[tuple[str, Path]]) -> str:
     found = hashlib.sha256()
     for name, file in sorted(files):
         try:
-            content = reading.read_bytes(file)
+            content = reading.read_bytes(file, follow=True)
         except OSError:  # a link that leads nowhere is no code
             continue
         found.update(f"{name}\0{len(content)}\0".encode())

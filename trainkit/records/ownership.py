@@ -25,7 +25,7 @@ from typing import Any
 from trainkit import importing
 from trainkit.config.layers import OPEN_MAPPINGS, flatten
 from trainkit.config.loading import Loaded
-from trainkit.config.presets import PACKAGED, files_of
+from trainkit.config.presets import PACKAGED
 from trainkit.config.schema import Config, reach
 from trainkit.errors import RefusedError
 from trainkit.records import index
@@ -69,7 +69,7 @@ def require_own_code(
     """
     folder = _run_folder(path)
     if folder is None:
-        strange, stranger = _strange_files(path)
+        strange, stranger = _strange_files(path, loaded)
         found = _reaching(loaded, only_loads=only_loads, files=strange) if strange else {}
         if found and not allow_code:
             raise _refusal(path, found, stranger)
@@ -127,15 +127,19 @@ def _run_folder(path: Path) -> Path | None:
     return path.parent if beside else None
 
 
-def _strange_files(path: Path) -> tuple[frozenset[str], str]:
-    """Files of settings that others could have written, of one that was given by its path and those that it extends."""
+def _strange_files(path: Path, loaded: Loaded) -> tuple[frozenset[str], str]:
+    """Files of settings that others could have written, of one that was given by its path and those that it extends.
+
+    They are those that were loaded: what one of them extends now, others may have changed.
+    """
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return frozenset(), ""
     owners = (os.geteuid(), 0)
+    read = {source.where.rpartition(":")[0] for source in loaded.sources.values() if source.kind == "file"}
     whys = {
-        str(file): why_others_may_write(file, owners=owners)
-        for file in files_of(path)
-        if not file.is_relative_to(PACKAGED)
+        file: why_others_may_write(Path(file), owners=owners)
+        for file in sorted(read)
+        if not Path(file).is_relative_to(PACKAGED)
     }
     strange = {file: why for file, why in whys.items() if why}
     return frozenset(strange), next(iter(strange.values()), "")

@@ -97,7 +97,7 @@ def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None =
         for name, source in sources.items():
             target = run_dir.code / name
             make_folder(target.parent, run_dir.path)
-            with reading.open_regular(source) as content, create(target, run_dir.path) as out:
+            with reading.open_regular(source, follow=True) as content, create(target, run_dir.path) as out:
                 shutil.copyfileobj(content, out)
     return withheld
 
@@ -200,7 +200,7 @@ def _share(run_dir: RunDir, sources: Mapping[str, Path], store: Path) -> bool:
     mode = stat.S_IMODE(run_dir.path.stat().st_mode)
     store = store.with_name(store.name + (f"-{mode:o}" if mode != 0o700 else ""))
     try:
-        content = {name: reading.read_bytes(source, LARGEST_CODE) for name, source in sources.items()}
+        content = {name: reading.read_bytes(source, LARGEST_CODE, follow=True) for name, source in sources.items()}
         if len(content) > MOST_FILES or sum(map(len, content.values())) > LARGEST_CODE:
             return False
         with suppress(FileExistsError):
@@ -443,7 +443,7 @@ def withheld_in(file: Path, name: str) -> Withheld | None:
     if secrets.is_credentials(name) or (file.is_symlink() and secrets.is_credentials(file.resolve().name)):
         return _by_name(name)
     try:
-        found = secrets.find(reading.read_text(file), python=file.suffix == ".py")
+        found = secrets.find(reading.read_text(file, follow=True), python=file.suffix == ".py")
     except OSError:
         return None
     return Withheld(name, found[0].line, found[0].kind) if found else None

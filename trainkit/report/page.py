@@ -64,7 +64,7 @@ def page(runs: Sequence[Facts]) -> str:
     about_speed = not is_sweep or comparing.is_about_speed(key for facts in runs for key in facts.point)
     in_order = sorted(runs, key=by_accuracy) if is_sweep else runs
     detailed = in_order[:MOST] if is_sweep else runs
-    style, script = (reading.read_text(_HERE / name) for name in ("page.css", "page.js"))
+    style, script = (reading.read_text(_HERE / name, follow=True) for name in ("page.css", "page.js"))
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     if is_sweep:
         title = f"Sweep {terminal.one_line(runs[0].run_dir.path.parent.name)}: {title}"
