@@ -110,7 +110,7 @@ READERS = {
     "trainkit.reading": "is the reader",
     "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
     "trainkit.diagnosis.case": "reads the tables of causes, which are part of the package",
-    "trainkit.records.snapshot": "walks a folder of code and unpacks its archive, files and bytes counted",
+    "trainkit.records.code_archive": "walks a folder of code and unpacks its archive, files and bytes counted",
     "trainkit.records.files": "is the writer: opens folders, and files to append to",
     "trainkit.lifetime": "reads a line of /proc before anything else is imported",
     "trainkit.ranks.heartbeat": "maps the page that this rank's own launcher has made",

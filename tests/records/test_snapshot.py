@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,13 +12,16 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from trainkit.errors import RefusedError, UserError
 from trainkit.records import snapshot
+from trainkit.records.code_archive import LARGEST_CODE, read_tree
+from trainkit.records.files import create as real_create
 from trainkit.records.rundir import RunDir
 
 
@@ -305,7 +309,7 @@ def another(run: RunDir, name: str = "ddp-0002") -> RunDir:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    found = snapshot.read_tree(folder)
+    found = read_tree(folder)
     assert found is not None
     return found
 
@@ -433,18 +437,89 @@ def test_a_store_that_others_may_write_to_is_not_used(run: RunDir) -> None:
     assert not second.code.is_symlink()
 
 
-def test_compiled_files_in_the_shared_copy_are_not_given_to_a_new_run(run: RunDir) -> None:
+def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:
     """The store may have come with an archive of runs; Python runs them in the place of the sources beside them."""
     first = shared(run)
     (first / "jobs" / "__pycache__").mkdir()
     (first / "jobs" / "__pycache__" / "cli.pyc").touch()
     assert shared(another(run)) == first
+    assert list(first.rglob("*.pyc")), "of this user's own runs; without them each start takes a second more"
+    packed = shutil.copytree(first.parent, tmp_path / "packed")
+    shutil.rmtree(first.parent)
+    shutil.copytree(packed, first.parent)
+    assert shared(another(run, "ddp-0003")) == first
     assert not list(first.rglob("*.pyc"))
+
+
+def test_a_link_to_compiled_files_is_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:
+    first = shared(run)
+    (first / "jobs" / "__pycache__").symlink_to(tmp_path)
+    assert shared(another(run)) != first
+
+
+@pytest.mark.parametrize("has_hard_links", [True, False])
+def test_shared_code_goes_once_no_run_has_it(
+    run: RunDir, tmp_path: Path, has_hard_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_hard_links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nothing"))
+    of_sweep = RunDir.create(run.path.parent / "ddp-0002" / "0", "seed: 0\n")
+    first = shared(run)
+    assert snapshot.write_code(of_sweep, store=first.parent) == []
+    for number in (3, 4):
+        Path("model.py").write_text(f"x = {number}\n")
+        last = shared(another(run, f"ddp-{number:04}"))
+    (last.parent / ".partial-0a1b2c3d-of-a-killed-command").mkdir()
+    shutil.rmtree(run.path.parent / "ddp-0003")
+    shutil.rmtree(run.path)
+    before = set(last.parent.iterdir())
+    assert last == shared(another(run, "ddp-0005"))
+    assert set(last.parent.iterdir()) == before, "another command may just be about to use it"
+    monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", -1.0)
+    assert last == shared(another(run, "ddp-0006"))
+    assert {path.stem for path in last.parent.iterdir()} == {first.name, last.name}
+    assert of_sweep.code.resolve() == first
+
+
+def test_shared_code_of_a_run_that_was_moved_stays(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", -1.0)
+    first = shared(run)
+    run.path.rename(tmp_path / "elsewhere")
+    Path("model.py").write_text("x = 1\n")
+    shared(another(run))
+    assert first.is_dir()
+
+
+@pytest.mark.parametrize("at", [0, 30])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+def test_half_of_a_copy_is_never_shared(
+    run: RunDir, error: BaseException, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed command leaves it, and a full disk makes it."""
+    turns = iter(range(at + 1))
+
+    def create(file: Path, *within: Path) -> BinaryIO:
+        if next(turns, None) == at:
+            raise error
+        return real_create(file, *within)
+
+    monkeypatch.setattr(snapshot, "create", create)
+    with suppress(KeyboardInterrupt):
+        snapshot.write_code(run, store=run.path.parent / ".code")
+        assert not run.code.is_symlink(), "it has a copy of its own"
+        assert "jobs/cli.py" in tree(run.code)
+    second = another(run)
+    code = tree(shared(second))
+    assert code["jobs/cli.py"] == (snapshot.INSTALLED / "jobs" / "cli.py").read_bytes()
+    snapshot.restore_code(second)
+    assert tree(second.code) == code
 
 
 def test_an_archive_that_grows_beyond_all_code_is_refused(run: RunDir) -> None:
     with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("large.py", b"\0" * (snapshot.LARGEST_CODE + 1))
+        archive.writestr("large.py", b"\0" * (LARGEST_CODE + 1))
     assert run.code_archive.stat().st_size < 1 << 20
     with pytest.raises(UserError, match=r"no snapshot of code"):
         snapshot.restore_code(run)

@@ -29,9 +29,10 @@ from trainkit.config.presets import PACKAGED
 from trainkit.config.schema import Config, reach
 from trainkit.errors import RefusedError
 from trainkit.records import index
+from trainkit.records.code_archive import code_digest
 from trainkit.records.files import make_folder, write
 from trainkit.records.rundir import RunDir
-from trainkit.records.snapshot import code_digest, has_code_in_place, not_code, read_code
+from trainkit.records.snapshot import has_code_in_place, not_code, read_code
 
 _OWN_WORDS = ("flag", "override", "environment", "default")
 _PROGRAM = ("jobs", "trainkit", "configs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -14,20 +13,20 @@ import socket
 import stat
 import subprocess
 import sys
-import zipfile
-import zlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from trainkit import packaged, reading
 from trainkit.errors import RefusedError, UserError
-from trainkit.records import secrets
+from trainkit.records import index, secrets
+from trainkit.records.code_archive import LARGEST_CODE, MOST_FILES, code_digest, packed, read_tree, unpacked
 from trainkit.records.files import copy, create, is_own, link, make_folder, write
 from trainkit.records.rundir import RunDir
 
@@ -54,11 +53,9 @@ _PYTHONS = {
     f"{name}{end}" for name in (*sys.stdlib_module_names, "sitecustomize", "usercustomize") for end in ("", ".py")
 }
 
-LARGEST_CODE = 1 << 26
-MOST_FILES = 10_000
-DEEPEST = 20
-"""Folders on the way to a file of code."""
 LONGEST_DIFF = 2_000_000
+_UNUSED_SECONDS = 3600.0
+"""After which a shared copy of code goes, that no run has any more."""
 SENT = "sent.json"
 """Beside code that came from another machine: what git said of it there, as a manifest has it."""
 
@@ -105,41 +102,19 @@ def write_code(run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None =
 def read_code(run_dir: RunDir) -> dict[str, bytes] | None:
     """Every file of a run's code by its name: of ``code.zip`` if it shares a copy, else of its own folder; None where
     there is none, or more than a run has."""
-    return _unpacked(run_dir.code_archive) if _shares(run_dir) else read_tree(run_dir.code)
+    return unpacked(run_dir.code_archive) if _shares(run_dir) else read_tree(run_dir.code)
 
 
 def has_code_in_place(run_dir: RunDir) -> bool:
     """Whether what is in ``code`` is the run's: the shared copy may be gone, or changed."""
     if not _shares(run_dir):
         return True
-    kept = _unpacked(run_dir.code_archive)
+    kept = unpacked(run_dir.code_archive)
     return kept is not None and kept == read_tree(Path(os.path.realpath(run_dir.code)))
 
 
 def _shares(run_dir: RunDir) -> bool:
     return run_dir.code_archive.exists() and (run_dir.code.is_symlink() or not run_dir.code.is_dir())
-
-
-def read_tree(top: Path) -> dict[str, bytes] | None:
-    """Every file below a folder, but for Python's caches; None where there is none, a link, or more than code has."""
-    room, found = LARGEST_CODE, dict[str, bytes]()
-    try:
-        for turn, (folder, folders, files) in enumerate(os.walk(top)):
-            folders[:] = [name for name in folders if name != "__pycache__"]
-            if turn > MOST_FILES or len(Path(folder).relative_to(top).parts) > DEEPEST:
-                return None
-            for path in [Path(folder, name) for name in files]:
-                if path.is_symlink() or len(found) >= MOST_FILES:
-                    return None
-                with reading.open_regular(path) as file:
-                    content = file.read(room + 1)
-                room -= len(content)
-                if room < 0:
-                    return None
-                found[str(path.relative_to(top))] = content
-    except OSError:
-        return None
-    return found or None
 
 
 def restore_code(run_dir: RunDir, content: Mapping[str, bytes] | None = None) -> None:
@@ -183,15 +158,6 @@ def not_code(run_dir: RunDir) -> UserError:
     )
 
 
-def code_digest(files: Mapping[str, bytes]) -> str:
-    """SHA-256 of names and contents, in hex."""
-    found = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        found.update(os.fsencode(f"{name}\0{len(content)}\0"))
-        found.update(content)
-    return found.hexdigest()
-
-
 def _share(run_dir: RunDir, sources: Mapping[str, Path], store: Path) -> bool:
     """Make ``code`` a link to the copy of equal code in ``store``, and ``code.zip`` what the run itself keeps of it.
 
@@ -210,9 +176,9 @@ def _share(run_dir: RunDir, sources: Mapping[str, Path], store: Path) -> bool:
             return False
         name = code_digest(content)[:16]
         archive = store / f"{name}.zip"
-        if _unpacked(archive) != content:
-            write(archive, _packed(content), store)
-            if _unpacked(archive) != content:  # it is too long, or has names that are no code's
+        if unpacked(archive) != content:
+            write(archive, packed(content), store)
+            if unpacked(archive) != content:  # it is too long, or has names that are no code's
                 archive.unlink()
                 return False
         folder = _shared_copy(store, name, content)
@@ -225,6 +191,8 @@ def _share(run_dir: RunDir, sources: Mapping[str, Path], store: Path) -> bool:
         for left in (run_dir.code, run_dir.code_archive):
             left.unlink(missing_ok=True)
         return False
+    with suppress(OSError):  # as another command may do at the same time
+        _remove_unused(store)
     return True
 
 
@@ -242,10 +210,38 @@ def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path:
                 if not folder.exists():  # else another command was quicker
                     raise
         if read_tree(folder) == content:
-            for compiled in list(folder.rglob("__pycache__")):  # nobody knows from what
-                shutil.rmtree(compiled, ignore_errors=True)
+            # What was compiled in it stays as long as only this user can have done that: the store may have come with
+            # an archive of runs. When a file of it came to its place nobody else can know or set.
+            file = folder / next(iter(content))
+            seal = hashlib.sha256(f"{file}\0{file.stat().st_ctime_ns}".encode(errors="surrogateescape")).hexdigest()
+            if not is_own(store, private=True) or seal not in index.vouched():
+                for compiled in list(folder.rglob("__pycache__")):
+                    shutil.rmtree(compiled)
+                index.vouch([seal])
             return folder
     raise AssertionError
+
+
+def _remove_unused(store: Path) -> None:
+    """Remove the copies that no run has any more, and what killed commands have left.
+
+    A run keeps the archive by a second name of its own, also where it was moved to. A disk without hard links has none
+    of these: there the runs beside the store are asked.
+    """
+    before = time.time() - _UNUSED_SECONDS  # a command may be about to use it
+    for left in store.glob(".partial-*"):
+        if left.lstat().st_mtime < before:
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
+    facts = [(archive, archive.stat()) for archive in store.glob("*.zip")]
+    unused = [archive for archive, fact in facts if fact.st_nlink == 1 and fact.st_ctime < before]
+    links = [link for deep in ("*/code", "*/*/code") * bool(unused) for link in store.parent.glob(deep)]
+    named = {os.path.basename(os.readlink(link)) for link in links if link.is_symlink()}
+    for archive in unused:
+        copies = [archive.with_suffix(""), *store.glob(f"{archive.stem}-*")]
+        if not named & {copy.name for copy in copies}:
+            archive.unlink()
+            for copy in copies:
+                shutil.rmtree(copy, ignore_errors=True)
 
 
 def _write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_only: bool = False) -> None:
@@ -256,49 +252,6 @@ def _write_tree(content: Mapping[str, bytes], top: Path, within: Path, *, read_o
             out.write(data)
             if read_only:  # it is that of other runs as well
                 os.fchmod(out.fileno(), os.fstat(out.fileno()).st_mode & 0o7555)
-
-
-def _packed(content: Mapping[str, bytes]) -> bytes:
-    """A zip file, of the same bytes for the same code."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in sorted(content.items()):
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
-    return packed.getvalue()
-
-
-def _unpacked(file: Path) -> dict[str, bytes] | None:
-    """What is in an archive of code; None for what `_packed` never makes: it may be a stranger's."""
-    room, found = LARGEST_CODE, dict[str, bytes]()
-    try:
-        with reading.open_regular(file) as packed:
-            reading.require_size(packed, reading.LONGEST)  # its list of names is read at once
-            with zipfile.ZipFile(packed) as archive:
-                items = archive.infolist()
-                if len(items) > MOST_FILES or not _are_of_code([item.filename for item in items]):
-                    return None
-                for item in items:
-                    if item.compress_type != zipfile.ZIP_DEFLATED:
-                        return None
-                    with archive.open(item) as data:
-                        found[item.filename] = data.read(room + 1)
-                    room -= len(found[item.filename])
-                    if room < 0:
-                        return None
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError):
-        return None
-    return found or None
-
-
-def _are_of_code(names: Sequence[str]) -> bool:
-    """Whether each names another file below one folder, and none that Python has compiled."""
-    paths = {name: PurePosixPath(name) for name in names}
-    folders = {folder for path in paths.values() if len(path.parts) <= DEEPEST for folder in path.parents}
-    return len(paths) == len(names) and all(
-        str(path) == name and 0 < len(path.parts) <= DEEPEST and path not in folders
-        and all(part not in ("/", "..", "__pycache__") and len(os.fsencode(part)) < 200 for part in path.parts)
-        for name, path in paths.items()
-    )  # fmt: skip
 
 
 def _sources(own: Sequence[str]) -> tuple[dict[str, Path], list[Withheld]]:
