@@ -17,7 +17,7 @@ SENT = ".trainkit/sent"
 BEGIN = "--- trainkit speaks ---"
 """What a profile there prints comes before this line, and is no part of the answer."""
 
-NEEDED = {"pydantic": "2.12", "yaml": "6.0.2", "submitit": "1.5.4", "rich": "14.0", "psutil": "7.0", "torch": "2.14.1"}
+NEEDED = {"pydantic": "2.12", "yaml": "6.0.3", "submitit": "1.5.4", "rich": "14.0", "psutil": "7.0", "torch": "2.14.1"}
 """Modules without which nothing goes there, and their lowest versions, as in pyproject.toml."""
 
 # Whatever Python 3 is there must be able to read this. The packages of the snapshot come before those that lie in the
