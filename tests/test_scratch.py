@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ ENDS: dict[str, tuple[str, int]] = {
     "leaves a file of ours": ("    tempfile.mkdtemp(prefix='trainkit-')\n", 1),
     "leaves a process": ("    import subprocess; subprocess.Popen(['sleep', '600'])\n", 1),
 }
+
+QUICK = ("loses a worker", "leaves a process")
 
 Session = Callable[..., "subprocess.Popen[str]"]
 
@@ -48,7 +51,7 @@ def session(tmp_path: Path) -> Session:
     return start
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [end if end in QUICK else pytest.param(end, marks=pytest.mark.long) for end in ENDS])
 def test_nothing_is_left_of_a_session_that(end: str, session: Session, tmp_path: Path) -> None:
     code, status = ENDS[end]
     process = session(code, "-n", "1", "--max-worker-restart", "0")
@@ -91,3 +94,14 @@ def test_a_tree_of_any_depth_is_removed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(scratch, "_YOUNG_SECONDS", 0.0)
     scratch.clear(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_socket_is_removed_when_nobody_listens_on_it(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as alive, socket.socket(socket.AF_UNIX) as dead:
+        alive.bind(str(tmp_path / "alive.sock"))
+        alive.listen()
+        dead.bind(str(tmp_path / "dead.sock"))
+        (tmp_path / "file.sock").touch()
+        dead.close()
+        scratch.clear_sockets(f"{tmp_path}/*.sock")
+    assert {path.name for path in tmp_path.iterdir()} == {"alive.sock", "file.sock"}
