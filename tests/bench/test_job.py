@@ -113,6 +113,7 @@ def test_the_largest_batch_is_found_where_it_is_to_be(tmp_path: Path) -> None:
     assert {one["images"] for one in samples} == {64}
 
 
+@pytest.mark.long
 def test_who_is_told_to_stop_ends_with_what_is_measured(tmp_path: Path) -> None:
     run = folder(tmp_path, "amp", "fp32", "bf16")
 

@@ -203,7 +203,13 @@ def test_a_worker_that_hangs_is_killed() -> None:
     assert not workers[0].is_running()
 
 
-@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param("raise SystemExit(3)", marks=pytest.mark.long),
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+)
 def test_a_rank_that_dies_without_closing_leaves_no_worker(ending: str, tmp_path: Path) -> None:
     script = f"""
 import psutil

@@ -144,6 +144,7 @@ def test_the_first_update_has_ten_minutes(hang_seconds: float, patience: float, 
     assert pulse.patience() == patience
 
 
+@pytest.mark.long
 def test_ranks_that_were_all_stopped_for_longer_than_a_hang_and_go_on_do_not_hang(tmp_path: Path) -> None:
     """As SLURM does with jobs that it suspends."""
     run, port = RunDir.create(tmp_path / "run", "seed: 0\n"), free_port()

@@ -61,6 +61,7 @@ def test_amp_measures_each_format_in_turns_and_the_first_one_twice(tmp_path: Pat
     assert max(map(len, done.stdout.splitlines())) < 200
 
 
+@pytest.mark.long
 def test_ranks_fail_alone_or_together_and_the_other_arms_go_on(tmp_path: Path) -> None:
     """Two ranks, of which the second raises whenever it trains with the first: what is left is one rank alone."""
     (tmp_path / "half_broken.py").write_text(

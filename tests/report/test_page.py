@@ -275,6 +275,7 @@ def test_of_many_gpus_the_mean_has_the_label(make_run: MakeRun) -> None:
     assert "GPU 3 9" not in page.text
 
 
+@pytest.mark.long
 def test_a_record_of_a_million_lines_is_reported_in_seconds(make_run: MakeRun) -> None:
     run = make_run(steps=10)
     line = (

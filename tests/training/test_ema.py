@@ -155,6 +155,7 @@ def test_both_weights_are_measured_and_told_apart(whole: Path) -> None:
         assert {"acc1", "acc5", "ema_acc1", "ema_acc5", "samples"} <= record.keys()
 
 
+@pytest.mark.long
 def test_switched_on_later_it_begins_with_the_weights_and_says_so(tmp_path: Path) -> None:
     plain = ("train.max_steps=12", "checkpoint.every_steps=6")
     run_ranks(1, train_run, tmp_path / "run", "single", plain, 7)

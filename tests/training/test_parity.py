@@ -55,6 +55,8 @@ AUGMENT = (
 )
 DROPOUT = ("model.dropout=0.3", "train.micro_batch_size=16")
 
+SLOW = {COMPILED, "train.micro_batch_size=2"}
+
 SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
     (): [
         ("ddp", 1, (), 1e-5),
@@ -113,12 +115,12 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
     ("both", "preset", "world_size", "own", "rel"),
     [
         # What two ranks do alike, four have always done alike: of each feature they are looked at by `pytest -m long`,
-        # as is what compiles for half a minute.
+        # as is what takes half a minute.
         pytest.param(
             both,
             *row,
             id="+".join((row[0], str(row[1]), *both, *row[2])),
-            marks=[pytest.mark.long] if (row[1] == 4 and (both or row[2])) or COMPILED in row[2] else [],
+            marks=[pytest.mark.long] if (row[1] == 4 and (both or row[2])) or set(row[2]) & SLOW else [],
         )
         for both, rows in SAME.items()
         for row in rows

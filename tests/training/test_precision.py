@@ -185,7 +185,9 @@ def test_all_ranks_name_the_first_parameter_that_overflowed_anywhere() -> None:
     assert run_ranks(2, _first_to_overflow) == [2, 2]
 
 
-@pytest.mark.parametrize(("preset", "world_size", "precision"), [("ddp", 2, "bf16"), ("fsdp", 2, "fp16")])
+@pytest.mark.parametrize(
+    ("preset", "world_size", "precision"), [("ddp", 2, "bf16"), pytest.param("fsdp", 2, "fp16", marks=pytest.mark.long)]
+)
 def test_mixed_precision_learns(tmp_path: Path, preset: str, world_size: int, precision: str) -> None:
     folder = tmp_path / "run"
     run_ranks(world_size, train_run, folder, preset, (f"train.precision={precision}", "train.max_steps=19"))
