@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # its workers have it from their controller
         folder, remove = scratch.make()
         config.stash[SCRATCH] = folder
-        config.add_cleanup(remove)
+        # After multiprocessing has removed its own folder there (which has priority -100), and in no forked process.
+        Finalize(None, remove, exitpriority=-200)
         if config.option.basetemp is None:
             config.option.basetemp = str(folder / "p")
     state = tempfile.mkdtemp(prefix="state-")

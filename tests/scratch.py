@@ -75,7 +75,10 @@ def _processes(folder: Path) -> Iterator[psutil.Process]:
     family = {me.pid, *(parent.pid for parent in me.parents())}
     for process in psutil.process_iter():
         try:
-            if process.pid not in family and process.environ().get("TMPDIR") == str(folder):
+            if process.pid in family or process.environ().get("TMPDIR") != str(folder):
+                continue
+            # multiprocessing's own two of a session without workers: they end with it.
+            if process.ppid() != me.pid or "from multiprocessing." not in " ".join(process.cmdline()):
                 yield process
         except psutil.Error:  # it has ended, or is another user's
             continue
