@@ -148,6 +148,11 @@ def _other_length(facts: Facts, first: Facts) -> list[str]:
     """The times of runs of unequal length say nothing about speed."""
     if unfinished := [item.label for item in (first, facts) if not item.finished]:
         return [f"{' and '.join(unfinished)} did not come to the end"]
+    still = [(item.label, item.still_seconds) for item in (first, facts)]
+    if paused := [
+        f"{label} stood still for {duration(seconds)} of its training" for label, seconds in still if seconds
+    ]:
+        return paused
     own, theirs = _images(facts), _images(first)
     return [] if own == theirs else [f"it saw {own:,} images and not {theirs:,}"]
 

@@ -22,6 +22,8 @@ from trainkit.report.points import name_of, points_of
 from trainkit.report.samples import HostSamples, cpus_taken
 
 _SHOWN_BYTES = 16384
+_STILL = 0.05
+"""From this share of its training time on a time ratio would be one of pauses."""
 _MOST_SAMPLES = 50_000
 """Of all hosts together: of a run of weeks on many nodes nobody looks at more."""
 
@@ -185,6 +187,22 @@ class Facts:
             total += (record["step"] - before) * batch / speed
             before = record["step"]
         return total or None
+
+    @property
+    def still_seconds(self) -> float:
+        """Of the time in training steps, what a suspended job (or disk) took; 0 where that does not matter.
+
+        Those are records at a tenth of the usual speed; the first one of an attempt is slow by itself.
+        """
+        begins = [step for event in read_events(self.run_dir, "started") if reading.is_whole(step := event.get("step"))]
+        batch, usual, still, before = self.count("train.global_batch_size"), self.images_per_sec, 0.0, 0
+        for record in self.train:
+            step, speed = record["step"], record.get("images_per_sec")
+            is_first = any(before <= begun < step for begun in begins)
+            if usual and reading.is_number(speed) and 0 < speed < usual / 10 and not is_first:
+                still += (step - before) * batch * (1 / speed - 1 / usual)
+            before = step
+        return still if still > _STILL * (self.train_seconds or 0.0) else 0.0
 
     @cached_property
     def spent(self) -> dict[str, float]:
