@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
 import tarfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from tests.checkpoint.bucket import Trouble
-from trainkit.checkpoint import files, remote
+from trainkit.checkpoint import fetching, files, remote
 from trainkit.checkpoint.fetching import bring_back, fetch_run
 from trainkit.checkpoint.remote import Pointers
 from trainkit.checkpoint.store import Store, StoreError
@@ -292,6 +294,44 @@ def test_code_that_would_lie_elsewhere_is_refused(uploads: Any, tmp_path: Path, 
     with pytest.raises(UserError, match="cannot be used"):
         fetch_run(store.url, tmp_path / "elsewhere")
     assert not list(tmp_path.rglob("outside"))
+
+
+def with_header(size: int) -> bytes:
+    """An archive whose first member's name is so long."""
+    name = tarfile.TarInfo("././@LongLink")
+    name.type, name.size = tarfile.GNUTYPE_LONGNAME, size
+    return gzip.compress(name.tobuf(tarfile.GNU_FORMAT) + b"a" * size + tarfile.TarInfo("code/a.py").tobuf())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        packed(f"code/{'a/' * 60}b"),
+        packed("code/__pycache__/a.pyc"),
+        packed("code/a", b"x" * (1 << 21)),
+        with_header(1 << 25),
+    ],
+    ids=["deep", "compiled", "large", "long header"],
+)
+def test_code_that_is_more_than_code_is_refused(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of any depth take minutes to make; of a header's own length nothing but memory is a bound."""
+    monkeypatch.setattr(fetching, "_LONGEST_CODE", 1 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(StoreError, match="is not what a run has written"):
+            fetching._unpack(content, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
+def test_of_code_only_files_are_taken(kind: bytes, tmp_path: Path) -> None:
+    fetching._unpack(packed("code/a", b"", kind), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_run_of_that_name_is_never_written_over(bucket: Bucket, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import shutil
@@ -19,8 +20,9 @@ from trainkit.checkpoint.record import BrokenCheckpointError, FileFacts, Record
 from trainkit.checkpoint.remote import Pointers
 from trainkit.checkpoint.store import AbsentError, Store, StoreError
 from trainkit.errors import UserError
+from trainkit.records.code_archive import are_of_code
 from trainkit.records.events import read_events
-from trainkit.records.files import create, make_folder, replacing, write
+from trainkit.records.files import make_folder, replacing, write
 from trainkit.records.rundir import RunDir, make_private
 
 T = TypeVar("T")
@@ -169,27 +171,31 @@ def _patiently(call: Callable[[], T]) -> T:
 
 
 def _unpack(packed: bytes, into: Path) -> None:
-    """Plain files and folders below ``code/`` only, of bounded size; ``tarfile``'s own filter is not in every 3.10."""
+    """Files below ``code/``, and of these only what a snapshot holds (`are_of_code`)."""
     try:
-        _unpack_all(packed, into)
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        code = _code_in(packed)
+    except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError) as error:
         raise StoreError(f"{remote.CODE} is not what a run has written ({error})") from None
+    for name, content in code.items():
+        make_folder((into / name).parent, into)
+        write(into / name, content, into)
 
 
-def _unpack_all(packed: bytes, into: Path) -> None:
-    left, count = _LONGEST_CODE, 0
-    with tarfile.open(fileobj=io.BytesIO(packed), mode="r|gz") as archive:
-        for item in archive:
-            parts = PurePosixPath(item.name).parts
-            count, left = count + 1, left - item.size
-            if left < 0 or count > _MOST_FILES or not parts or parts[0] != "code" or ".." in parts:
+def _code_in(packed: bytes) -> dict[str, bytes]:
+    # Unpacked before it is read as a tar file: a header of that may itself be as long as it likes.
+    with gzip.GzipFile(fileobj=io.BytesIO(packed)) as compressed:
+        content = compressed.read(_LONGEST_CODE + 1)
+    left, found = _LONGEST_CODE, dict[str, bytes]()
+    if len(content) > left:
+        raise tarfile.TarError("it is too long")
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+        members = [item for item in archive if item.isfile()]  # no folders, links and devices
+        for item in members:
+            left -= item.size  # of a sparse one more than its archive holds
+            data = archive.extractfile(item) if left >= 0 and item.name.startswith("code/") else None
+            if data is None:
                 raise tarfile.TarError(f"{item.name!r:.80}")
-            target = into.joinpath(*parts)
-            if item.isdir():
-                make_folder(target, into)
-            elif item.isreg():
-                make_folder(target.parent, into)
-                data = archive.extractfile(item)
-                assert data is not None
-                with create(target, into) as out:
-                    shutil.copyfileobj(data, out)
+            found[item.name] = data.read()
+    if not are_of_code([item.name.removeprefix("code/") for item in members]) or len(members) > _MOST_FILES:
+        raise tarfile.TarError("its names are no code's")
+    return found

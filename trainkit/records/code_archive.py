@@ -68,7 +68,7 @@ def unpacked(file: Path) -> dict[str, bytes] | None:
             reading.require_size(content, reading.LONGEST)  # its list of names is read at once
             with zipfile.ZipFile(content) as archive:
                 items = archive.infolist()
-                if len(items) > MOST_FILES or not _are_of_code([item.filename for item in items]):
+                if len(items) > MOST_FILES or not are_of_code([item.filename for item in items]):
                     return None
                 for item in items:
                     if item.compress_type != zipfile.ZIP_DEFLATED:
@@ -83,7 +83,7 @@ def unpacked(file: Path) -> dict[str, bytes] | None:
     return found or None
 
 
-def _are_of_code(names: Sequence[str]) -> bool:
+def are_of_code(names: Sequence[str]) -> bool:
     """Whether each names another file below one folder, and none that Python has compiled."""
     paths = {name: PurePosixPath(name) for name in names}
     folders = {folder for path in paths.values() if len(path.parts) <= DEEPEST for folder in path.parents}
