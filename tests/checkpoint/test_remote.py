@@ -279,6 +279,7 @@ def packed(name: str, content: bytes = b"x", kind: bytes = tarfile.REGTYPE) -> b
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as archive:
         item = tarfile.TarInfo(name)
+        item.pax_headers = {"path": name}  # which takes any name
         item.size, item.type, item.linkname = len(content), kind, "/etc"
         archive.addfile(item, io.BytesIO(content))
     return out.getvalue()
@@ -308,10 +309,11 @@ def with_header(size: int) -> bytes:
     [
         packed(f"code/{'a/' * 60}b"),
         packed("code/__pycache__/a.pyc"),
+        packed("code/a\0b"),
         packed("code/a", b"x" * (1 << 21)),
         with_header(1 << 25),
     ],
-    ids=["deep", "compiled", "large", "long header"],
+    ids=["deep", "compiled", "no name", "large", "long header"],
 )
 def test_code_that_is_more_than_code_is_refused(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

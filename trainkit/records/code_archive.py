@@ -88,7 +88,7 @@ def are_of_code(names: Sequence[str]) -> bool:
     paths = {name: PurePosixPath(name) for name in names}
     folders = {folder for path in paths.values() if len(path.parts) <= DEEPEST for folder in path.parents}
     return len(paths) == len(names) and all(
-        str(path) == name and 0 < len(path.parts) <= DEEPEST and path not in folders
+        str(path) == name and 0 < len(path.parts) <= DEEPEST and path not in folders and "\0" not in name
         and all(part not in ("/", "..", "__pycache__") and len(os.fsencode(part)) < 200 for part in path.parts)
         for name, path in paths.items()
     )  # fmt: skip
