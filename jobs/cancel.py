@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
-from trainkit import terminal
+from trainkit import programs, terminal
 from trainkit.cluster.queue import job_state, job_states, not_known_as_its_own, process_of
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.errors import RefusedError, SchedulerError
@@ -93,29 +92,28 @@ def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
     """Every job in one call; which it was is written down before anything is said against others of them."""
     command = ["scancel", *dict.fromkeys(state.job_id for _, state in jobs)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
-        )
-    except FileNotFoundError:
+        answer = programs.ask(command, seconds=60)
+    except programs.NoProgram:
         raise SchedulerError(
             "Nothing was cancelled: there is no scancel on this machine.",
             why=f"The jobs are SLURM's: {', '.join(command[1:])}.",
             fix="Give the same command on a login node.",
         ) from None
-    except subprocess.TimeoutExpired:
-        raise _unanswered(command, "scancel did not answer within 60 s") from None
+    except programs.NoAnswer as error:
+        raise _unanswered(command, error.words) from None
     # One line for each job that it could not end; one that has ended already needs none.
-    words = [line.strip() for line in done.stderr.splitlines() if line.strip() and not _OVER.search(line)]
-    refused = {job_id for job_id in command[1:] for line in words if re.search(rf"\b{re.escape(job_id)}\b", line)}
-    if done.returncode and words and not refused:
-        refused = set(command[1:])
+    lines = [line for line in answer.err.splitlines() if line.strip() and not _OVER.search(line)]
+    asked = set(command[1:])
+    refused = {found[0] for line in lines for found in re.finditer(r"\w+(\+\d+)?", line) if found[0] in asked}
+    if answer.code and lines and not refused:
+        refused = asked
     for run, state in jobs:
         if state.job_id not in refused:
             cancelled(run, state.job_id)
             doubt = f"; whether it still ran, nobody could tell ({state.reason})" if state.alive == "unknown" else ""
             print(f"{_shown(run)}: cancelled job {state.job_id}{doubt}.", flush=True)
     if refused:
-        text = " ".join(" ".join(words).split())
+        text = terminal.one_line(" ".join(lines), 2000)
         if _DENIED.search(text):
             raise SchedulerError("scancel refused.", why=text, fix="Only a job's owner may cancel it.")
         raise _unanswered([command[0], *sorted(refused)], text)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
 import secrets
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from trainkit.cluster.far_side import Host, Word, script
 from trainkit.cluster.remote import run_there
@@ -41,21 +42,30 @@ def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) ->
         f"if [ -d {folder} ]; then echo files; tar cf - -C {folder} .; rm -rf {folder}\n"
         'else echo words; cat "$said"; fi; rm -f "$said"; exit "$code"'
     )
-    answer = bytearray()
-    code = run_there(there, line, env, answer.extend)
-    kind, _, content = bytes(answer).partition(b"\n")
-    if code or kind == b"words":
-        show(content)
-    if code:
-        sys.exit(code)  # it has said why
-    if kind == b"words":
-        return []
-    try:
-        return list(_unpacked(content, out))
-    except (tarfile.TarError, EOFError) as error:
-        raise RunFailedError(
-            "The report did not arrive whole.", why=f"{error}.", fix="Try again: it is made anew each time."
-        ) from None
+    with tempfile.SpooledTemporaryFile(_IN_MEMORY) as answer:
+
+        def hear(chunk: bytes) -> None:
+            if answer.tell() + len(chunk) > _LONGEST:
+                raise _torn(f"it has more than {_LONGEST:,} bytes")
+            answer.write(chunk)
+
+        code = run_there(there, line, env, hear)
+        answer.seek(0)
+        has_files = answer.readline(10) == b"files\n"
+        while not has_files and (chunk := answer.read(_IN_MEMORY)):
+            show(chunk)
+        if code:
+            sys.exit(code)  # it has said why
+        try:
+            return list(_unpacked(answer, out)) if has_files else []
+        except (tarfile.TarError, EOFError) as error:
+            raise _torn(str(error)) from None
+
+
+def _torn(words: str) -> RunFailedError:
+    return RunFailedError(
+        "The report did not arrive whole.", why=f"{words}.", fix="Try again: it is made anew each time."
+    )
 
 
 def show(chunk: bytes) -> None:
@@ -64,14 +74,15 @@ def show(chunk: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-_LONGEST = 1 << 30
+_LONGEST = 1 << 28
 """Bytes of a report."""
+_IN_MEMORY = 1 << 24
 
 
-def _unpacked(packed: bytes, out: Path) -> Iterable[Path]:
+def _unpacked(packed: IO[bytes], out: Path) -> Iterable[Path]:
     """Plain files only, each by its last name: an archive from elsewhere writes nowhere else."""
     files.make_folder(out)
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+    with tarfile.open(fileobj=packed, mode="r:") as archive:
         total = 0
         for member in archive:
             total += member.size

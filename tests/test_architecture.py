@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "trainkit.packaged",
         "trainkit.terminal",
     ),
-    ("trainkit.reading",),
+    ("trainkit.programs", "trainkit.reading"),
     ("trainkit.catalogue", "trainkit.options", "trainkit.sources"),
     ("trainkit.plugins",),
     ("trainkit.config",),
@@ -136,6 +136,22 @@ READING_CALLS = re.compile(
     r"(json|yaml|numpy|np|torch|pickle|tomllib|csv|ast)\.(load|loads|load_all|safe_load|fromfile|memmap|genfromtxt|reader)"
     r"|gzip\.(decompress|open)|tarfile\.open|zipfile\.ZipFile|mmap\.mmap|urllib\.request\.urlopen|load_file|safe_open"
     r"|(?!reading\.).*\.(read_text|read_bytes)"
+)
+
+# Other programs are asked by trainkit/programs.py, which bounds what they say. What else starts one, and why:
+STARTERS = {
+    "trainkit.programs": "is who asks",
+    "trainkit.cluster.remote": "passes on what ssh says as it comes; what comes before that is bounded",
+    "trainkit.launch.node_check": "passes on what ranks of a check say as it comes; their result is bounded",
+    "trainkit.launch.processes": "starts ranks, which write to their logs",
+    "trainkit.launch.executors": "starts the controller of a local job, which writes to a log",
+    "trainkit.collaborative.ranks": "starts ranks, which write to the terminal of rank 0",
+    "trainkit.monitor.wandb": "starts a client, whose stdout is closed",
+    "jobs.launch": "becomes the program that runs its ranks in a container",
+}
+STARTING_CALLS = re.compile(
+    r"subprocess\.\w+|os\.(system|popen|fork|forkpty|(spawn|exec|posix_spawn)\w*)|pty\.(spawn|fork)"
+    r"|asyncio\.(subprocess\.)?create_subprocess_\w+|(utils\.)?CommandFunction"
 )
 
 ERRORS = {"UserError", "RefusedError", "SchedulerError", "RunFailedError", "TrainkitError"}
@@ -378,6 +394,29 @@ def test_files_are_read_by_the_one_reader_that_bounds_them() -> None:
 )
 def test_a_call_that_reads_a_file_is_told_from_others(source: str, reads: bool) -> None:
     assert reads_a_file(ast.parse(source, mode="eval").body) == reads
+
+
+def starts_a_program(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and STARTING_CALLS.fullmatch(ast.unparse(node.func)) is not None
+
+
+def test_programs_are_asked_by_the_one_who_bounds_their_answers() -> None:
+    """A squeue of 300 MB took 4 GB and became an event; one in Latin-1 ended the command with a traceback."""
+    found = {
+        name: [node.lineno for node in ast.walk(ast.parse(file.read_text("utf-8"))) if starts_a_program(node)]  # type: ignore[attr-defined]
+        for name, file in modules().items()
+    }
+    starters = {name for name, lines in found.items() if lines}
+    assert {name: found[name] for name in starters - STARTERS.keys()} == {}
+    assert listed(STARTERS.keys() - starters) == [], "starts nothing itself any longer: take it off the list"
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["subprocess.run(words)", "subprocess.check_output(words)", "os.popen(text)", "utils.CommandFunction(words)()"],
+)
+def test_a_call_that_starts_a_program_is_seen(call: str) -> None:
+    assert any(map(starts_a_program, ast.walk(ast.parse(call))))
 
 
 # Of these modules each opens, makes or links something itself, besides `trainkit.records.files`, which all others use.

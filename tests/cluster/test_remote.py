@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -175,6 +176,27 @@ def test_what_a_profile_there_prints_is_no_part_of_the_answer(
     says = f"printf 'Welcome\\033[2J! '; echo '{BEGIN}'; echo [1]; exit 3"
     assert _heard(Host("login"), "true", _env(tmp_path, says)) == (3, "[1]\n")
     assert capsys.readouterr().err == "Welcome!\n"
+
+
+def test_a_login_node_that_never_comes_to_the_point_is_left(tmp_path: Path) -> None:
+    with pytest.raises(SchedulerError, match="login does not come to the point"):
+        _heard(Host("login"), "true", _env(tmp_path, "exec yes Welcome"))
+
+
+def test_a_connection_that_is_deaf_is_killed_when_nobody_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.cluster.remote._END_SECONDS", 0.2)
+
+    def hear(chunk: bytes) -> None:
+        raise KeyboardInterrupt
+
+    deaf = f"case \"$*\" in *-G*) exit 1; esac; trap '' TERM HUP; echo '{BEGIN}'; echo"
+    env = _env(tmp_path, f"{deaf}; while :; do read -r line; sleep 0.1; done")
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_there(Host("login"), "true", env, hear)
+    assert time.monotonic() - began < 30
 
 
 def _options(tmp_path: Path, configured: str, **env: str) -> str:

@@ -483,12 +483,15 @@ def test_where_requeueing_is_forbidden_a_further_job_goes_on(
     assert (submission.job_id, submission.attempts_before) == ("11", 1)
 
 
+@pytest.mark.parametrize(
+    "sbatch", ["echo 'Socket timed out on send/recv operation' >&2; exit 1", "exit 0", r"printf 'caf\xe9\n'"]
+)
 def test_a_further_job_that_is_there_although_sbatch_had_no_answer_is_not_queued_twice(
-    run: RunDir, fake_command: FakeCommand
+    run: RunDir, fake_command: FakeCommand, sbatch: str
 ) -> None:
     queue = "12|afterany:70(unfulfilled)\\n11|afterany:7(unfulfilled),singleton(unfulfilled)\\n"
     fake_command("squeue", f"case \"$*\" in *%E*) printf '{queue}';; *) echo 'RUNNING|';; esac")
-    calls = fake_command("sbatch", "echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    calls = fake_command("sbatch", sbatch)
     (run.path / "submit.sbatch").write_text("#!/bin/bash\n")
     (run.path / ".submitit").mkdir()
     (run.path / ".submitit" / "7_submitted.pkl").write_text("the path of the run")
@@ -497,6 +500,19 @@ def test_a_further_job_that_is_there_although_sbatch_had_no_answer_is_not_queued
     assert batch_job.end(0, env, how="chain") == 1
     assert len(calls.read_text().splitlines()) == 1
     assert (run.path / ".submitit" / "11_submitted.pkl").exists()
+
+
+@pytest.mark.parametrize("squeue", ["echo nonsense", r"printf 'caf\xe9\n'", "exit 0"])
+def test_a_queue_that_speaks_nonsense_ends_no_script_with_a_traceback(
+    run: RunDir, fake_command: FakeCommand, capfd: pytest.CaptureFixture[str], squeue: str
+) -> None:
+    queue = "RUNNING|n[1-99999999999]|n[1"
+    fake_command("squeue", f"case \"$*\" in *%o*) {squeue};; *) echo '{queue}';; esac")
+    fake_command("scontrol", "printf 'caf\\xe9\\n' >&2; exit 1")
+    env = begun(run)
+    hand_back(env)
+    assert batch_job.end(0, env, how="chain") == 1
+    assert "squeue does not say what job 7 is" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(

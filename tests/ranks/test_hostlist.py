@@ -31,11 +31,23 @@ def test_a_host_list_expands_in_its_own_order(nodelist: str, hosts: list[str]) -
 
 
 @pytest.mark.parametrize(
-    "nodelist", ["", "n[1", "n1]", "n[]", "n[3-1]", "n[a-b]", "n1,", ",n1", "n1,,n2", "n1 n2", "n[1-2-3]"]
+    "nodelist",
+    ["", "n[1", "n1]", "n[]", "n[3-1]", "n[a-b]", "n1,", ",n1", "n1,,n2", "n1 n2", "n[1-2-3]"],
 )
 def test_a_malformed_host_list_is_refused(nodelist: str) -> None:
     with pytest.raises(UserError, match="Cannot read the host list"):
         expand(nodelist)
+
+
+@pytest.mark.parametrize(
+    "nodelist",
+    ["n[1-99999999999]", "n[1-9999]m[1-9999]", f"n[{'9' * 5000}]", "n[1-90000],m[1-90000]", "n," * 600_000 + "n"],
+    ids=lambda text: text[:20],
+)
+def test_a_list_of_more_hosts_than_any_machine_has_is_not_made(nodelist: str) -> None:
+    with pytest.raises(UserError, match="Cannot read the host list") as caught:
+        expand(nodelist)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,12 @@ def test_an_event_has_its_kind_its_fields_and_the_present_time(run: RunDir) -> N
     assert abs(event["time"] - time.time()) < 60
 
 
+def test_a_text_of_any_length_leaves_a_record_that_can_be_read(run: RunDir) -> None:
+    append_event(run, "unanswered", error="x" * 100_000_000)
+    assert run.events.stat().st_size < 100_000
+    assert [event["event"] for event in read_events(run)] == ["unanswered"]
+
+
 def test_events_are_in_the_order_they_happened(run: RunDir) -> None:
     for kind in ("submitted", "started", "saved"):
         append_event(run, kind)

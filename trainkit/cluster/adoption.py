@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainkit.cluster.slurm_jobs import JobState, NoAnswer
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.cluster.slurm_jobs import run as slurm
+from trainkit.programs import NoAnswer
 from trainkit.records.attempts import cancelled, submitted
 from trainkit.records.history import CutShort, Life
 from trainkit.records.rundir import RunDir
@@ -49,7 +50,7 @@ def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], No
     try:
         scripts = read_scripts(slurm("squeue", "-h", "-r", "-t", "all", "-u", me, "-o", "%i|%o"))
     except NoAnswer as error:
-        complaint = str(error)
+        complaint = error.words
     found = {folder.path: _jobs_of(folder, life, scripts) for folder, life in cut_short}
     if not all(found.values()):  # it may have ended, and be forgotten
         heard("sacct")
@@ -67,7 +68,7 @@ def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], No
             try:
                 write_down(folder, life.cut_short, found[folder.path], adopted=True)
             except NoAnswer as error:
-                reason = f"it is to be cancelled, and scancel does not do it: {error}"
+                reason = f"it is to be cancelled, and scancel does not do it: {error.words}"
                 lost[folder.path] = JobState("UNKNOWN", found[folder.path][-1], "slurm", reason)
                 continue
             adopted.add(folder.path)

@@ -9,18 +9,17 @@ import os
 import pwd
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainkit import reading
+from trainkit import programs, reading, terminal
 from trainkit.cluster import discover_read as read
 from trainkit.cluster.site import Partition, read_nodes, read_partitions
 from trainkit.cluster.site_facts import Dialect, SiteFacts, facts_of
+from trainkit.errors import UserError
 
-SECONDS = 20
-NO_ANSWER = "no answer within"
+NO_ANSWER = "no answer "
 """In a gap: a scheduler that is there, and silent."""
 _CONTAINERS = ("apptainer", "singularity", "enroot", "docker", "podman")
 _MODULES = re.compile(r"(python|py-?torch|torch|cuda|cudnn|nccl|conda|mamba|apptainer|singularity|uv)\b", re.I)
@@ -73,29 +72,25 @@ class _Ask:
         if isinstance(done, str):
             self.gaps.append(f"{words}: {done}")
             return ""
-        if done.returncode:
-            said = [" ".join(line.split()) for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-            self.gaps.append(f"{words}: {said[-1] if said else f'exit code {done.returncode}'}")
+        if done.code:
+            said = (done.err or done.out).strip().splitlines()
+            self.gaps.append(f"{words}: {terminal.one_line(said[-1]) if said else f'exit code {done.code}'}")
             return ""
-        return done.stdout
+        return done.out
 
     def where(self, program: str) -> str | None:
         return shutil.which(program, path=self.env.get("PATH"))
 
-    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str] | str:
+    def run(self, command: Sequence[str]) -> programs.Answer | str:
         """What it came to, or in words why it came to nothing."""
         if command[0] in self.silent:
             return "not asked, since it was silent before"
         try:
-            return subprocess.run(
-                command, env=dict(self.env), capture_output=True, text=True, errors="replace", timeout=SECONDS,
-                check=False, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
+            answer = programs.ask(command, env=self.env)
+            return replace(answer, out=terminal.lines(answer.out), err=terminal.lines(answer.err))
+        except programs.NoAnswer as error:
             self.silent.add(command[0])
-            return f"{NO_ANSWER} {SECONDS} s"
-        except OSError as error:
-            return str(error)
+            return error.words.removeprefix(f"{command[0]} gave ")
 
 
 def _partitions(ask: _Ask) -> tuple[Partition, ...]:
@@ -105,19 +100,19 @@ def _partitions(ask: _Ask) -> tuple[Partition, ...]:
         nodes = read_nodes(ask("scontrol", "show", "node", "-o")) if told else {}
         if nodes:
             return read_partitions(told, nodes)
-    except ValueError as error:  # cut off, or of a version to come
-        ask.gaps.append(f"scontrol show: cannot be read: {error}")
+    except (ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
+        ask.gaps.append(f"scontrol show: cannot be read: {terminal.one_line(error)}")
     try:
         return read.sinfo(ask("sinfo", "-h", "-e", "-o", read.SINFO_FORMAT))
-    except ValueError as error:
-        ask.gaps.append(f"sinfo: cannot be read: {error}")
+    except (ValueError, KeyError, UserError) as error:
+        ask.gaps.append(f"sinfo: cannot be read: {terminal.one_line(error)}")
         return ()
 
 
 def _version(ask: _Ask) -> str:
     """As sinfo says it of itself, which asks nobody: ``slurm 23.02.7``; Debian's is ``slurm-wlm 22.05.8``."""
     done = ask.run(("sinfo", "--version")) if ask.where("sinfo") else ""
-    return "" if isinstance(done, str) or done.returncode else (done.stdout.split() or [""])[-1]
+    return "" if isinstance(done, str) or done.code else (done.out.split() or [""])[-1]
 
 
 def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dialect:
@@ -131,13 +126,10 @@ def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dial
 def has_pyxis(env: Mapping[str, str] | None = None) -> bool | None:
     """Whether srun has the options that pyxis adds, by its own help, which asks nobody; None if it does not say."""
     try:
-        done = subprocess.run(
-            ("srun", "--help"), env=env, capture_output=True, text=True, errors="replace", timeout=SECONDS,
-            check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
+        said = programs.ask(("srun", "--help"), env=env)
+    except programs.NoAnswer:
         return None
-    return None if done.returncode else "--container-image" in done.stdout + done.stderr
+    return None if said.code else "--container-image" in said.out + said.err
 
 
 def _containers(ask: _Ask) -> tuple[str, ...]:
@@ -162,7 +154,7 @@ def _modules(ask: _Ask) -> tuple[str, ...]:
     if isinstance(done, str):
         ask.gaps.append(f"module avail: {done}")
         return ()
-    names = [line.strip().removesuffix("(default)") for line in done.stderr.splitlines()]
+    names = [line.strip().removesuffix("(default)") for line in done.err.splitlines()]
     wanted = [name for name in names if _MODULES.match(name.rpartition("/")[0].rpartition("/")[2] or name)]
     if len(wanted) > _MOST_MODULES:
         ask.gaps.append(f"module avail: the first {_MOST_MODULES} of {len(wanted)}")

@@ -29,7 +29,7 @@ def config(text: str) -> dict[str, str]:
 
 def leading_number(text: str) -> int | None:
     """``5 sec`` is 5."""
-    match = re.match(r"\d+", text)
+    match = re.match(r"\d{1,18}", text)
     return int(match[0]) if match else None
 
 
@@ -64,6 +64,7 @@ def qos(text: str) -> tuple[Qos, ...]:
 def sinfo(text: str) -> tuple[Partition, ...]:
     """Partitions from ``sinfo -h -e -o`` `SINFO_FORMAT`: one line for nodes of a kind and a state."""
     found: dict[str, Partition] = {}
+    members: dict[str, list[Node]] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) != SINFO_FORMAT.count("|") + 1:
@@ -79,18 +80,16 @@ def sinfo(text: str) -> tuple[Partition, ...]:
             gpu_types=gpu_types(gres),
             features=names_in(features),
         )
-        nodes = tuple(replace(node, name=host) for host in (expand(names) if names else []))
-        before = found.get(name.rstrip("*"))
+        members.setdefault(name.rstrip("*"), []).extend(replace(node, name=host) for host in names and expand(names))
         largest = size.rpartition("-")[2]
         found[name.rstrip("*")] = Partition(
             name.rstrip("*"),
-            (before.nodes if before else ()) + nodes,
             default=name.endswith("*"),
             max_time_min=_minutes(limit),
             max_nodes=int(largest) if largest.isdigit() else None,
             up=up == "up",
         )
-    return tuple(found.values())
+    return tuple(replace(partition, nodes=tuple(members[name])) for name, partition in found.items())
 
 
 def shared_folders(mounts: str) -> tuple[str, ...]:

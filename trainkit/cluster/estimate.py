@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-SECONDS = 30
+from trainkit import programs, terminal
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,10 @@ def earliest_start(script: str, partition: str, env: Mapping[str, str]) -> Start
     """Ask sbatch when the script would start in a partition. ``env`` has no variables of a job around this process."""
     command = ["sbatch", "--test-only", f"--partition={partition}"]
     try:
-        done = subprocess.run(
-            command, input=script, env=dict(env), capture_output=True, text=True, timeout=SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Start(refusal=f"sbatch did not answer within {SECONDS} s")
-    except OSError as error:
-        return Start(refusal=str(error))
-    return read_start(done.stderr + done.stdout)
+        answer = programs.ask(command, text=script, env=env)
+    except programs.NoAnswer as error:
+        return Start(refusal=error.words)
+    return read_start(answer.err + answer.out)
 
 
 def read_start(text: str) -> Start:
@@ -40,7 +35,7 @@ def read_start(text: str) -> Start:
     match = re.search(r"to start at (\S+)(?: on cluster \S+)?(?: a)? using \d+ processors on (?:nodes )?(\S+)", text)
     if match is None:
         lines = [re.sub(r"^(sbatch|allocation failure): (error: )?", "", line) for line in text.splitlines()]
-        return Start(refusal=" ".join(lines[-1].split()) if lines else "sbatch said nothing")
+        return Start(refusal=terminal.one_line(lines[-1]) if lines else "sbatch said nothing")
     try:
         return Start(datetime.fromisoformat(match[1]), match[2])
     except ValueError:  # "Unknown"

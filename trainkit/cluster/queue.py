@@ -14,9 +14,10 @@ from dataclasses import replace
 from trainkit import terminal
 from trainkit.cluster.adoption import Search, adopt, is_job_of, read_scripts
 from trainkit.cluster.recent import ask_seldom, mark
-from trainkit.cluster.slurm_jobs import Answer, JobState, NoAnswer, ask
+from trainkit.cluster.slurm_jobs import Answer, JobState, ask
 from trainkit.cluster.slurm_jobs import run as slurm
 from trainkit.errors import UserError
+from trainkit.programs import NoAnswer
 from trainkit.records import index
 from trainkit.records.history import Life, Submission, life_of
 from trainkit.records.process_id import ProcessId

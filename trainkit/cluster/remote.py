@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from trainkit import programs
 from trainkit import terminal as printable
 from trainkit.cluster.far_side import BEGIN, Host
 from trainkit.errors import SchedulerError
@@ -30,6 +31,10 @@ _PERSIST = "10m"
 _ALIVE_SECONDS = 20
 """A connection that does not answer three times is lost."""
 _LONGEST_SOCKET = 100
+_LONGEST_GREETING = 1 << 20
+"""Bytes that a shell there prints before it does what it was told to."""
+_END_SECONDS = 5.0
+"""How long ssh has to end once nobody listens any more."""
 _FAILED = 255
 """ssh's own exit code; every other one is the command's."""
 
@@ -71,10 +76,13 @@ def run_there(
         try:
             if process.stdin is not None:
                 threading.Thread(target=_feed, args=(process.stdin, content), daemon=True).start()
-            begun = _listen(process, hear)
+            begun = _listen(process, host, hear)
             code = process.wait()
         except BaseException:
             process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            process.kill()
             raise
         finally:
             if process.stdin is not None:
@@ -101,14 +109,23 @@ def _feed(stdin: IO[bytes], content: bytes) -> None:
         stdin.flush()
 
 
-def _listen(process: subprocess.Popen[bytes], hear: Callable[[bytes], None]) -> bool:
-    """Pass on what comes after the first line of ours; whether that came."""
+def _listen(process: subprocess.Popen[bytes], host: Host, hear: Callable[[bytes], None]) -> bool:
+    """Pass on what comes after the first line of ours; whether that came.
+
+    Raises SchedulerError if too much comes before it.
+    """
     assert process.stdout is not None
     before, begun = b"", False
     while chunk := os.read(process.stdout.fileno(), 65536):
         if not begun:
             before += chunk
             noise, mark, after = before.partition(BEGIN.encode())
+            if len(before) > _LONGEST_GREETING:
+                raise SchedulerError(
+                    f"{host.name} does not come to the point.",
+                    why=f"Its shell has printed {printable.size(len(before))}, and has not begun with the command.",
+                    fix=f"Look at what the shell's profile there prints: `ssh {host.name} true`.",
+                )
             if not mark or b"\n" not in after:
                 continue
             begun, chunk = True, after.partition(b"\n")[2]
@@ -131,14 +148,10 @@ def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str
     """Options with which the connection is shared, and its loss is noticed; none where the user's configuration says
     so itself."""
     try:
-        done = subprocess.run(
-            [*ssh, "-G", "--", host.name], env=dict(env), capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
+        settings = programs.ask([*ssh, "-G", "--", host.name], env=env).require()
+    except programs.NoAnswer:
         return []
-    if done.returncode:
-        return []
-    said = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+    said = dict(line.partition(" ")[::2] for line in settings.splitlines())
     options = []
     if said.get("serveraliveinterval", "0") == "0":
         options += ["-o", f"ServerAliveInterval={_ALIVE_SECONDS}"]

@@ -10,11 +10,12 @@ import grp
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainkit import programs, terminal
 from trainkit.config.times import time_minutes
+from trainkit.errors import UserError
 from trainkit.ranks.hostlist import expand
 
 # A node that is powered down is none of these: SLURM boots it for the job, as clouds do.
@@ -94,8 +95,8 @@ def discover(env: Mapping[str, str]) -> Site:
     try:
         nodes = read_nodes(_ask("scontrol", "show", "node", "-o"))
         partitions = read_partitions(_ask("scontrol", "show", "partition", "-o"), nodes)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:  # cut off, or of a version to come
-        words = " ".join((getattr(error, "stderr", None) or str(error)).split())
+    except (programs.NoAnswer, ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
+        words = error.words if isinstance(error, programs.NoAnswer) else f"scontrol: {terminal.one_line(error)}"
         # SLURM's packages alone make no cluster: such a machine runs jobs itself.
         here = _NO_CLUSTER not in words
         return Site(
@@ -111,8 +112,8 @@ def largest_array() -> int:
     MaxArraySize is one more than the highest index.
     """
     try:
-        told = re.search(r"^MaxArraySize\s*=\s*(\d+)", _ask("scontrol", "show", "config"), flags=re.MULTILINE)
-    except (OSError, subprocess.SubprocessError):
+        told = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})", _ask("scontrol", "show", "config"), flags=re.MULTILINE)
+    except programs.NoAnswer:
         told = None
     return max(int(told[1]), 1) if told else 1001
 
@@ -124,7 +125,7 @@ def read_partitions(text: str, nodes: Mapping[str, Node]) -> tuple[Partition, ..
 
 def read_nodes(text: str) -> dict[str, Node]:
     """Nodes by name from ``scontrol show node -o``."""
-    found = [_node(_fields(line)) for line in text.splitlines() if line.startswith("NodeName=")]
+    found = (_node(_fields(line)) for line in text.splitlines() if line.startswith("NodeName="))
     return {node.name: node for node in found}
 
 
@@ -194,8 +195,7 @@ def _own_groups() -> tuple[str, ...]:
 
 
 def _ask(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, stdin=subprocess.DEVNULL)
-    return done.stdout
+    return terminal.lines(programs.ask(command).require())
 
 
 def _fields(line: str) -> dict[str, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from trainkit import programs, terminal
+from trainkit.programs import NoAnswer
 
 Alive = Literal["yes", "no", "unknown"]
 """Whether a job may still write, now or after waiting in the queue. Unknown is never taken for no."""
@@ -17,9 +19,9 @@ ENDED = frozenset(
         *("REVOKED", "TIMEOUT"),
     )
 )
-PATIENCE_SECONDS = 30
-"""For one answer."""
 _SQUEUE_FORMAT = "%i|%T|%r|%M|%N|%S"
+_LONGEST = 5000
+"""Characters of a list of nodes."""
 _ALIVE: Sequence[Alive] = ("no", "unknown", "yes")
 
 
@@ -72,10 +74,6 @@ class Answer:
     """Why somebody has not answered."""
 
 
-class NoAnswer(Exception):
-    """SLURM did not answer; with its words."""
-
-
 def ask(
     job_ids: Iterable[str], *, only_if_queued: Iterable[str] = (), heard: Callable[[str], None] = lambda command: None
 ) -> Answer:
@@ -96,8 +94,8 @@ def ask(
     try:
         found = read_squeue(run("squeue", "-h", "-r", "-t", "all", "-j", ids, "-o", _SQUEUE_FORMAT))
     except NoAnswer as error:
-        if "invalid job id" not in str(error).lower():  # which only means that the queue has forgotten it
-            complaint, has_answered = str(error), False
+        if "invalid job id" not in error.words.lower():  # which only means that the queue has forgotten it
+            complaint, has_answered = error.words, False
     # An ended job's own word is in the accounts: squeue shows COMPLETING and forgets.
     missing = {job for job in (wanted if has_answered else wanted | others) if job not in found}
     if missing:
@@ -108,7 +106,7 @@ def ask(
             told = {job: state for job, state in accounts.items() if job in missing}
             found |= told if has_answered else {job: _doubted(state) for job, state in told.items()}
         except NoAnswer as error:
-            complaint = complaint or f"the queue has forgotten it, and there is no accounting here ({error})"
+            complaint = complaint or f"the queue has forgotten it, and there is no accounting here ({error.words})"
     return Answer(found, has_answered, complaint)
 
 
@@ -124,7 +122,7 @@ def read_squeue(text: str) -> dict[str, JobState]:
     """Jobs by id from ``squeue -h -r -o "%i|%T|%r|%M|%N|%S"``."""
     found = {}
     for line in text.splitlines():
-        fields = line.strip().split("|")
+        fields = [terminal.one_line(field, _LONGEST) for field in line.strip().split("|")]
         if len(fields) in (5, 6):
             job_id, state, reason, _, nodes, start = [*fields, ""][:6]
             start = start if state == "PENDING" and re.fullmatch(r"[\dT:-]{16,}", start) else ""
@@ -136,7 +134,7 @@ def read_sacct(text: str) -> dict[str, JobState]:
     """Jobs by id from ``sacct -X -n -P -D -o JobID,State,ExitCode,NodeList``; of a requeued job the newest run."""
     found = {}
     for line in text.splitlines():
-        fields = line.strip().split("|")
+        fields = [terminal.one_line(field, _LONGEST) for field in line.strip().split("|")]
         if len(fields) == 4 and "[" not in fields[0]:
             job_id, state, exit_code, nodes = fields
             reason = f"exit code {exit_code}" if exit_code not in ("", "0:0") else ""
@@ -148,19 +146,4 @@ def read_sacct(text: str) -> dict[str, JobState]:
 
 def run(*command: str) -> str:
     """What a command of SLURM's prints. Raises `NoAnswer`."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise NoAnswer(f"there is no {command[0]} on this machine") from None
-    except OSError as error:
-        raise NoAnswer(f"{command[0]} cannot be started: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{command[0]} did not answer within {PATIENCE_SECONDS} s") from None
-    if done.returncode:
-        raise NoAnswer(
-            re.sub(r"\s+", " ", done.stderr).strip() or f"{command[0]} failed with exit code {done.returncode}"
-        )
-    return done.stdout
+    return programs.ask(command).require()

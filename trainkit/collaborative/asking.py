@@ -6,7 +6,6 @@ python -m trainkit.collaborative.asking      where the swarm is, in a line of st
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit import reading
+from trainkit import programs, reading
 from trainkit.collaborative.entry import Entry, entry_of
 from trainkit.config import yaml
 from trainkit.config.loading import Loaded, load
@@ -40,26 +39,22 @@ def run_at(entry: Entry) -> Run:
     """
     what = "The swarm could not be asked for its settings."
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "trainkit.collaborative.asking"],
-            input=f"{entry.text}\n",
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
+        answer = programs.ask(
+            [sys.executable, "-m", "trainkit.collaborative.asking"], text=f"{entry.text}\n", seconds=_SECONDS
         )
-    except subprocess.TimeoutExpired:
+    except programs.NoAnswer as error:
+        words = error.words.replace(sys.executable, "The process that asks")
         raise RunFailedError(
             what,
-            why=f"There was no answer within {_SECONDS:.0f} s: this machine is overloaded, or its network is.",
+            why=f"{words}: this machine is overloaded, or its network is.",
             fix="Try again; `python -m jobs.swarm doctor` with the same token says what is in the way.",
         ) from None
     try:
-        told: dict[str, Any] = reading.parse(done.stdout)
+        told: dict[str, Any] = reading.parse(answer.out)
     except ValueError:
         raise RunFailedError(
             what,
-            why=(done.stderr.strip().splitlines() or ["Nothing was said."])[-1][:200],
+            why=(answer.err.strip().splitlines() or ["Nothing was said."])[-1][:200],
             fix="Try `python -m jobs.swarm status` with the same token; that traceback is ours to mend.",
         ) from None
     if "error" in told:

@@ -21,7 +21,6 @@ from typing import Literal
 
 from trainkit import reading, terminal
 from trainkit.cluster.adoption import write_down
-from trainkit.cluster.slurm_jobs import NoAnswer
 from trainkit.diagnosis.stderr import words_of
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.launch import scheduler
@@ -35,6 +34,7 @@ from trainkit.launch.restarts import (
     passing_failure,
     spared,
 )
+from trainkit.programs import NoAnswer
 from trainkit.ranks.hostlist import expand
 from trainkit.ranks.rendezvous import free_port, start_for
 from trainkit.ranks.secret import Secret

@@ -6,8 +6,6 @@ Each task's pickle holds one path. The script's text, signals, requeueing and lo
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import subprocess
 import sys
@@ -19,10 +17,11 @@ from submitit.core import utils
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
-from trainkit import reading
+from trainkit import programs, terminal
+from trainkit.cluster.adoption import SBATCH_SECONDS
 from trainkit.errors import SchedulerError
-from trainkit.launch.environment import leaked, scrubbed
-from trainkit.launch.scheduler import unclaimed
+from trainkit.launch.environment import scrubbed
+from trainkit.launch.scheduler import job_id_in, unclaimed
 from trainkit.records import files
 from trainkit.records.process_id import ProcessId
 from trainkit.records.rundir import RunDir, as_open_as
@@ -62,22 +61,9 @@ def submit_to_slurm(
     Raises:
         SbatchError: it failed; with its own words.
     """
-    executor = _Batch(folder / ".submitit", script, leaked(env))
+    executor = _Batch(folder / ".submitit", script, env)
     executor.update_parameters(nodes=nodes, ntasks_per_node=ntasks_per_node)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
-            return [job.job_id for job in executor.submit_each(function, runs)]
-    except utils.FailedJobError as error:
-        words = str(error).strip() or "It gave no reason."
-        failed = SbatchError(
-            "sbatch refused the job.",
-            why=" ".join(words.replace("sbatch: ", "").split()),
-            fix="`--dry-run` shows what is submitted.",
-        )
-        code = getattr(error.__cause__, "returncode", -1)
-        killed = code < 0 or 128 < code <= 192  # 255 is sbatch's own, for an option that it does not know
-        failed.is_answer = not killed and bool(str(error).strip()) and not _NO_ANSWER.search(words)
-        raise failed from None
+    return [job.job_id for job in executor.submit_each(function, runs)]
 
 
 def submit_locally(
@@ -132,28 +118,30 @@ class _PickleEach:
 class _Batch(_PickleEach, SlurmExecutor):
     """submitit's SLURM executor with our script, and sbatch called without the variables of a job around it."""
 
-    def __init__(self, folder: Path, script: Path, unset: Sequence[str]) -> None:
+    def __init__(self, folder: Path, script: Path, env: Mapping[str, str]) -> None:
         files.make_folder(folder, folder.parent)  # submitit would make it as open as the umask has it
         super().__init__(folder)
-        self._script, self._unset = script, unset
+        self._script, self._env = script, scrubbed(env)
 
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return reading.read_text(self._script, follow=True)  # the sender's own link to submit.sbatch
+    def _submit_command(self, command: str) -> Any:
+        call = ["sbatch", "--parsable", str(self._script)]
+        try:
+            answer = programs.ask(call, env=self._env, seconds=SBATCH_SECONDS)
+        except programs.NoAnswer as error:
+            raise _failed(error.words) from None
+        if answer.code:
+            killed = answer.code < 0 or 128 < answer.code <= 192  # 255 is its own, for an option that it does not know
+            refusal = _failed(answer.words.replace("sbatch: ", ""))
+            refusal.is_answer = not killed and bool(answer.err.strip()) and not _NO_ANSWER.search(answer.words)
+            raise refusal
+        if not (job_id := job_id_in(answer.out)):
+            words = repr(terminal.one_line(answer.out, 200))
+            raise SbatchError("sbatch gave no job id.", why=words, fix="`python -m jobs.status` looks for it.")
+        return self.job_class(folder=self.folder, job_id=job_id, tasks=list(range(self._num_tasks())))
 
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        unset = [word for name in self._unset for word in ("-u", name)]
-        return ["env", *unset, "sbatch", "--parsable", str(self._script)]
 
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        # `--parsable` prints the id, or id;cluster; a site's wrapper may have its say before it.
-        text = string if isinstance(string, str) else string.decode()
-        match = re.search(r"^(\d+)(?:;.*)?$", text, flags=re.MULTILINE)
-        if match is None:
-            raise SbatchError(
-                "sbatch gave no job id.", why=repr(text.strip()), fix="`python -m jobs.status` looks for it."
-            )
-        return match[1]
+def _failed(words: str) -> SbatchError:
+    return SbatchError("sbatch refused the job.", why=words, fix="`--dry-run` shows what is submitted.")
 
 
 class _Local(_PickleEach, LocalExecutor):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit import reading
+from trainkit import programs, reading, terminal
 from trainkit.cluster.check import FOLDER
 from trainkit.cluster.site import Site
 from trainkit.config.launch import LaunchConfig
@@ -68,13 +68,23 @@ def check_nodes(
     try:
         first = processes[0].stdout
         assert first is not None
-        for line in first:
-            if line.startswith('{"ranks"'):
-                report: dict[str, Any] = reading.parse(line)
+        heard = 0
+        while line := first.readline(programs.MOST):
+            heard += len(line)
+            if heard > programs.MOST:
+                raise _no_answer(f"Its first rank has said {terminal.size(heard)} and no result.")
+            report = reading.parse_object(line) if line.startswith('{"ranks"') else None
+            if report is not None and reading.is_time(report.get("time")):
                 return report, time.time() - report["time"]
-            print(line, end="", file=sys.stderr)
+            print(terminal.log_text(line, sys.stderr), end="", file=sys.stderr)
         code = processes[0].wait()
-        raise _no_answer(plan, code)
+        if plan.executor == "slurm" and code == 1:  # srun's own, before anything was started
+            raise SchedulerError(
+                "The check has no nodes to run on, or its first node ended it.",
+                why="srun has said above what is wrong.",
+                fix="Give --partition or --account, or other nodes with --nodelist and --exclude.",
+            )
+        raise _no_answer(f"Its first rank ended with exit code {code}; what it said is above.")
     finally:
         for process in processes:
             _end(process)
@@ -119,7 +129,7 @@ def _start(plan: Plan, env: Mapping[str, str]) -> list[subprocess.Popen[str]]:
 
 
 def _popen(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, errors="replace")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -136,15 +146,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def _no_answer(plan: Plan, code: int) -> RefusedError | SchedulerError:
-    if plan.executor == "slurm" and code == 1:  # srun's own, before anything was started
-        return SchedulerError(
-            "The check has no nodes to run on, or its first node ended it.",
-            why="srun has said above what is wrong.",
-            fix="Give --partition or --account, or other nodes with --nodelist and --exclude.",
-        )
+def _no_answer(why: str) -> RefusedError:
     return RefusedError(
-        "The check gave no answer.",
-        why=f"Its first rank ended with exit code {code}; what it said is above.",
-        fix="Leave that node out with --exclude, and check again.",
+        "The check gave no answer.", why=why, fix="Leave that node out with --exclude, and check again."
     )

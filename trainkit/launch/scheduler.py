@@ -9,17 +9,18 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.cluster.slurm_jobs import NoAnswer
+from trainkit import programs, terminal
 from trainkit.cluster.slurm_jobs import run as slurm
+from trainkit.errors import UserError
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.sweeps import PART
+from trainkit.programs import NoAnswer
 from trainkit.ranks.hostlist import expand
 from trainkit.records import files
 from trainkit.records.attempts import job_of, submitted
@@ -34,7 +35,7 @@ PATIENCE = (15.0, 30.0, 60.0, 60.0, 60.0)
 two minutes (SlurmctldTimeout), an upgrade takes as long. One that answers, and refuses, is not asked so long."""
 _GONE = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Connection (refused|timed out)"
-    r"|backup controller|standby mode|timed out after",
+    r"|backup controller|standby mode|gave no answer",
     re.IGNORECASE,
 )
 
@@ -65,18 +66,11 @@ def ask(
         if number and (answer := done_already()):
             return answer
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False, env=env, cwd=cwd,
-                stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except FileNotFoundError as error:
-            raise NotDone(str(error)) from None
-        except (OSError, subprocess.SubprocessError) as error:
-            words = str(error)
-            continue
-        if done.returncode == 0:
-            return done.stdout.strip()
-        words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+            return programs.ask(command, env=env, cwd=cwd, seconds=ASK_SECONDS).require().strip()
+        except programs.NoProgram as error:
+            raise NotDone(error.words) from None
+        except NoAnswer as error:
+            words = error.words
     if answer := done_already():
         return answer
     raise NotDone(words)
@@ -218,7 +212,7 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
         f"--dependency=afterany:{old},singleton", *more, str(script), env=scrubbed(env), cwd=folder,
         done_already=lambda: _link_after(old, name),
     )  # fmt: skip
-    new = answer.splitlines()[-1].partition(";")[0] + ("" if index is None else f"_{index}")
+    new = _queued(answer, old, name) + ("" if index is None else f"_{index}")
     pickle = folder / ".submitit" / f"{old}_submitted.pkl"
     files.copy(
         pickle, pickle.with_name(f"{new}_submitted.pkl"), folder
@@ -239,13 +233,15 @@ def _queue_template(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     """The same for a template: the script that sbatch was given, with its arguments and what SLURM has granted."""
     old = job_of(env)
     *granted, command = ask("squeue", "-h", "-j", old, "-o", "%a|%P|%q|%l|%D|%f|%o").split("|", 6)
+    if len(granted) < 6:
+        raise NotDone(f"squeue does not say what job {old} is: {terminal.one_line(command, 200)}")
     if ARGUMENTS in env:
         arguments = env[ARGUMENTS].splitlines()
         script = command.removesuffix(" " + " ".join(arguments))  # before 23.11 SLURM adds them, without quotes
     else:  # a copy of the template from before
         script, *arguments = command.split() or [""]
     if not os.path.isfile(script):
-        raise NotDone(f"there is no {script or 'script'} to be queued again")
+        raise NotDone(f"there is no {terminal.one_line(script) or 'script'} to be queued again")
     flags = dict(zip(("account", "partition", "qos", "time", "nodes", "constraint"), granted, strict=True))
     for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem-per-node"):
         flags[name.replace("mem-per-node", "mem")] = env.get("SLURM_" + name.upper().replace("-", "_"), "")
@@ -257,9 +253,22 @@ def _queue_template(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
         env={**scrubbed(env), CONTINUE: str(run.path)}, cwd=Path(env.get("SLURM_SUBMIT_DIR", ".")),
         done_already=lambda: _link_after(old, run.path.name),
     )  # fmt: skip
-    new = answer.splitlines()[-1].partition(";")[0]
+    new = _queued(answer, old, run.path.name)
     submitted(run, "slurm", new, continues=old)
     return new
+
+
+def job_id_in(text: str) -> str:
+    """What ``sbatch --parsable`` has queued: it prints the id, or id;cluster; a site's wrapper may have its say before
+    it. Empty if there is none."""
+    match = re.search(r"^(\d{1,20})(?:;.*)?$", text, flags=re.MULTILINE)
+    return match[1] if match is not None else ""
+
+
+def _queued(answer: str, old: str, name: str) -> str:
+    if job_id := job_id_in(answer) or _link_after(old, name):
+        return job_id
+    raise NotDone(f"sbatch gave no job id: {terminal.one_line(answer, 200)!r}")
 
 
 def _link_after(old: str, name: str) -> str:
@@ -274,7 +283,7 @@ def names(nodelist: str) -> tuple[str, ...]:
     """The nodes of a list as SLURM writes it; none for what is no list."""
     try:
         return tuple(expand(nodelist)) if nodelist not in ("", "(null)", "N/A") else ()
-    except ValueError:
+    except UserError:
         return ()
 
 

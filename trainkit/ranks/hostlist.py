@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 
+from trainkit import terminal
 from trainkit.errors import UserError
 
+_MOST = 100_000
+"""Hosts in one list; SLURM itself knows at most 65,533."""
+_LONGEST = 1 << 20
+"""Characters of a list."""
 _ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")  # a comma inside brackets does not end an item
 _NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)  # the last one of a host name
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -17,11 +23,11 @@ def expand(nodelist: str) -> list[str]:
     """The host names of ``nodelist`` in its order, which is SLURM's order of nodes.
 
     ``rack[1-2]-n[03-04]`` is ``rack1-n03, rack1-n04, rack2-n03, rack2-n04``; leading zeros are kept.
-    Raises UserError if it is empty or malformed.
+    Raises UserError if it is empty, malformed, or longer than any machine's.
     """
     hosts: list[str] = []
     position = 0
-    while position < len(nodelist):
+    while position < len(nodelist) <= _LONGEST and len(hosts) <= _MOST:
         item = _ITEM.match(nodelist, position)
         if item is None:
             raise _malformed(nodelist)
@@ -31,7 +37,7 @@ def expand(nodelist: str) -> list[str]:
             if nodelist[position] != "," or position + 1 == len(nodelist):
                 raise _malformed(nodelist)
             position += 1
-    if not hosts:
+    if position < len(nodelist) or not 0 < len(hosts) <= _MOST:
         raise _malformed(nodelist)
     return hosts
 
@@ -78,17 +84,19 @@ def _expand_item(item: str, nodelist: str) -> Iterator[str]:
     # re.split with a group alternates text, bracket content, text, ...
     parts = re.split(r"\[([^\]]*)\]", item)
     choices = [[part] if i % 2 == 0 else _expand_ranges(part, nodelist) for i, part in enumerate(parts)]
+    if math.prod(map(len, choices)) > _MOST:
+        raise _malformed(nodelist)
     return map("".join, itertools.product(*choices))
 
 
 def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
     numbers: list[str] = []
     for piece in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", piece)
         if match is None:
             raise _malformed(nodelist)
         first, last = match[1], match[2] or match[1]
-        if int(last) < int(first):
+        if not 0 <= int(last) - int(first) < _MOST:
             raise _malformed(nodelist)
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return numbers
@@ -96,7 +104,7 @@ def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
 
 def _malformed(nodelist: str) -> UserError:
     return UserError(
-        f"Cannot read the host list '{nodelist}'.",
+        f"Cannot read the host list '{terminal.one_line(nodelist, 200)}'.",
         why="SLURM writes them like 'n1,n2' or 'gpu[03-05,9]'.",
         fix="Give host names, or a list that 'scontrol show hostnames' can read.",
     )

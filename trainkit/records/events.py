@@ -14,10 +14,14 @@ from trainkit import reading, terminal
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
+_LONGEST = 20_000
+"""Characters of one text: whatever went wrong, the record of a run stays one that can be read."""
+
 
 def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
     """Write one event with the present time (seconds since 1970)."""
-    jsonl.append(run_dir.events, {"time": round(time.time(), 3), "event": kind, **fields})
+    short = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in fields.items()}
+    jsonl.append(run_dir.events, {"time": round(time.time(), 3), "event": kind, **short})
 
 
 LIFE = (

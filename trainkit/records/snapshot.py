@@ -11,7 +11,6 @@ import re
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from trainkit import packaged, reading
+from trainkit import packaged, programs, reading
 from trainkit.errors import RefusedError, UserError
 from trainkit.records import index, secrets
 from trainkit.records.code_archive import LARGEST_CODE, MOST_FILES, code_digest, packed, read_tree, unpacked
@@ -445,9 +444,6 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", *arguments], capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=False
-        )  # files need not be in UTF-8
-    except (OSError, subprocess.TimeoutExpired):
+        return programs.ask(["git", *arguments], seconds=10).require().strip("\n")
+    except programs.NoAnswer:
         return None
-    return done.stdout.strip("\n") if done.returncode == 0 else None

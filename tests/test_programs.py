@@ -1,0 +1,139 @@
+"""Programs that misbehave, asked by `trainkit.programs`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainkit import programs
+from trainkit.errors import SchedulerError
+
+
+def shell(script: str, seconds: float = 30.0, text: str = "") -> programs.Answer:
+    return programs.ask(["bash", "-c", script], seconds=seconds, text=text)
+
+
+def gone(file: Path) -> bool:
+    """Whether the process whose number a program has written there is dead."""
+    number = int(file.read_text())
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_an_answer_is_a_code_and_two_texts() -> None:
+    answer = shell("echo here; echo there >&2; exit 3")
+    assert (answer.code, answer.out, answer.err) == (3, "here\n", "there\n")
+
+
+def test_bytes_that_are_no_text_are_replaced() -> None:
+    answer = shell(r"printf 'caf\xe9\n'; printf '\xff' >&2")
+    assert (answer.out, answer.err) == ("caf\N{REPLACEMENT CHARACTER}\n", "\N{REPLACEMENT CHARACTER}")
+
+
+def test_what_is_said_of_a_failure_moves_no_terminal() -> None:
+    assert shell(r"printf '\033[2Jno\033]0;title\007\n such\0job\n' >&2; exit 1").words == "no such job"
+
+
+def test_what_is_said_of_a_failure_is_the_end_and_short() -> None:
+    answer = shell("yes warning | head -c 100000 >&2; echo refused >&2; exit 1")
+    assert answer.words.endswith("warning refused")
+    assert len(answer.words) <= 2000
+    with pytest.raises(programs.NoAnswer) as caught:
+        answer.require()
+    assert caught.value.words == answer.words
+
+
+def test_a_failure_without_words_has_its_exit_code() -> None:
+    with pytest.raises(programs.NoAnswer, match="bash failed with exit code 3"):
+        shell("exit 3").require()
+
+
+def test_a_program_that_is_not_here_is_told_from_one_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(programs.NoProgram, match="there is no no-such-program on this machine"):
+        programs.ask(["no-such-program"])
+    with pytest.raises(programs.NoProgram, match="there is no folder"):
+        programs.ask(["true"], cwd=tmp_path / "gone")
+    (tmp_path / "text").write_text("")
+    with pytest.raises(programs.NoAnswer, match="cannot be started: Permission denied"):
+        programs.ask([str(tmp_path / "text")])
+    with pytest.raises(programs.NoAnswer, match="cannot be started: embedded null byte"):
+        programs.ask(["echo", "\0"])
+
+
+def test_an_error_has_three_lines() -> None:
+    with pytest.raises(SchedulerError, match=r"\n  why: .*\n  fix: ") as caught:
+        shell("exit 1").require()
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("script", ["exec yes", "exec yes >&2", "exec tr '\\0' x < /dev/zero"])
+def test_an_endless_answer_is_cut_off(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "MOST", 2_000_000)
+    began = time.monotonic()
+    with pytest.raises(programs.NoAnswer, match=r"gave no answer in its first 2\.0 MB"):
+        shell(f"echo $$ > {tmp_path}/pid; {script}")
+    assert time.monotonic() - began < 20
+    assert gone(tmp_path / "pid")
+
+
+def test_who_is_too_slow_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+    deaf = f"trap '' TERM HUP INT; (echo $BASHPID > {tmp_path}/inner; while :; do sleep 1; done) & "
+    with pytest.raises(programs.NoAnswer, match=r"bash gave no answer within 0\.5 s"):
+        shell(f"{deaf} echo $$ > {tmp_path}/outer; while :; do sleep 1; done", seconds=0.5)
+    assert gone(tmp_path / "outer")
+    assert gone(tmp_path / "inner")
+
+
+def test_who_hangs_up_and_stays_is_too_slow(tmp_path: Path) -> None:
+    with pytest.raises(programs.NoAnswer, match="within"):
+        shell(f"echo $$ > {tmp_path}/pid; exec sleep 60 >&- 2>&-", seconds=0.5)
+    assert gone(tmp_path / "pid")
+
+
+def test_what_an_ended_program_has_left_running_lives_and_is_not_waited_for(tmp_path: Path) -> None:
+    began = time.monotonic()
+    answer = shell(f"sleep 60 & echo $! > {tmp_path}/left; echo 4711")
+    left = psutil.Process(int((tmp_path / "left").read_text()))
+    try:
+        assert (answer.code, answer.out) == (0, "4711\n")
+        assert time.monotonic() - began < 20
+        assert left.is_running()
+    finally:
+        left.kill()
+
+
+def test_output_after_the_end_of_stderr_is_heard() -> None:
+    assert shell("exec 2>&-; sleep 0.2; echo 4711").out == "4711\n"
+
+
+def test_a_program_reads_what_it_is_given_or_not() -> None:
+    text = "x" * 1_000_000
+    assert shell("wc -c", text=text).out.strip() == "1000000"
+    assert shell("cat", text=text).out == text
+    assert shell("exec 0<&-; sleep 0.2; echo done", text=text).out == "done\n"
+
+
+def test_ctrl_c_ends_the_program_too(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            shell(f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert gone(tmp_path / "pid")
+
+
+def test_the_environment_is_the_one_that_is_given() -> None:
+    env = {"PATH": os.environ["PATH"], "ONLY": "this"}
+    assert programs.ask(["env"], env=env).out.splitlines() == [f"PATH={env['PATH']}", "ONLY=this"]
