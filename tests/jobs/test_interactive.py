@@ -43,9 +43,10 @@ def test_a_run_is_submitted_waited_for_and_read(here: Path, capsys: pytest.Captu
 
 @pytest.mark.long
 def test_one_that_fails_raises_why(here: Path) -> None:
-    run = trainkit.submit("single", ["train.global_batch_size=4096", *QUICK], executor="local")
+    (here / "broken_model.py").write_text("def build(info):\n    raise RuntimeError('no such layer')\n")
+    run = trainkit.submit("single", ["model.name=broken_model:build", *QUICK], executor="local")
     assert isinstance(run, trainkit.Run)
-    with pytest.raises(RunFailedError, match="larger than the training data"):
+    with pytest.raises(RunFailedError, match="no such layer"):
         run.wait()
     assert run.status == "FAILED"
     assert run.summary == {}

@@ -54,6 +54,10 @@ class Laptop:
         assert done.returncode == 0, done.stdout + done.stderr + self.log.read_text()[-2000:]
         return done.stdout
 
+    def newest(self, name: str) -> Path:
+        """The run of that name that was made last."""
+        return max((self.there / "runs").glob(f"{name}-*"))
+
 
 @pytest.fixture(scope="module")
 def laptop(devcluster: Cluster) -> Iterator[Laptop]:
@@ -140,14 +144,13 @@ def test_a_bench_is_made_and_shown_from_a_laptop(laptop: Laptop) -> None:
     few = ("--arms", "fp32,bf16", "--rounds", "3", "--updates", "2", "train.global_batch_size=16")
     told = laptop.job("bench", "amp", "single", "--gpus-per-node", "0", *few, "--wait")
     assert "Does mixed precision help here? amp, preset single; 1 rank on n1, cpu." in told
-    folder = laptop.there / "runs" / "bench-amp-0001"
+    folder = laptop.newest("bench-amp")
     assert json.loads(laptop.job("bench", "--show", folder.name, "--json"))["bench"] == "amp"
     queued = laptop.job("bench", "amp", "single", "--gpus-per-node", "0", *few)
-    assert (
-        f"python -m jobs.bench --show {laptop.there / 'runs' / 'bench-amp-0002'} --host login:{laptop.there}\n"
-        in queued
-    )
-    laptop.job("cancel", "bench-amp-0002")
+    second = laptop.newest("bench-amp")
+    assert second != folder
+    assert f"python -m jobs.bench --show {second} --host login:{laptop.there}\n" in queued
+    laptop.job("cancel", second.name)
 
 
 def test_the_readmes_commands_for_a_login_node_work_as_they_stand(laptop: Laptop) -> None:
@@ -156,7 +159,7 @@ def test_the_readmes_commands_for_a_login_node_work_as_they_stand(laptop: Laptop
         python, m, module, *words, flag, host = shlex.split(line)
         assert (python, m, flag, host) == ("python", "-m", "--host", "me@login.example.org")
         laptop.job(module.removeprefix("jobs."), *words)
-    laptop.job("cancel", "single-0002")
+    laptop.job("cancel", laptop.newest("single").name)
 
 
 def test_a_job_is_cancelled_resumed_and_explained_from_a_laptop(laptop: Laptop, devcluster: Cluster) -> None:
