@@ -60,6 +60,7 @@ def test_a_cancelled_local_run_leaves_no_process(
     assert [pid for pid in pids if ProcessId.of(pid).started] == []
 
 
+@pytest.mark.long
 def test_one_run_of_a_sweep_can_be_cancelled_while_the_others_go_on(
     command: Command,
     no_slurm: dict[str, str],

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o000, "750"), pytest.param(0o077, "2770", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("umask", "mode"), [(0o000, "750"), (0o077, "2770")])
 def test_all_of_a_job_is_as_open_as_its_mode_says(umask: int, mode: str, devcluster: Cluster) -> None:
     small = ["train.epochs=1", "monitor.loggers=[jsonl,tensorboard]"]
     flags = ["--nodes", "2", "--gpus-per-node", "0", "--run-dir", f"runs/mode-{mode}", "--wait"]

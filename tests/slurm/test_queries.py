@@ -70,6 +70,7 @@ def test_cancel_ends_every_job_of_a_run_though_nobody_can_tell_which_live(
     assert [devcluster.wait(job_id) for job_id in ids] == ["CANCELLED"] * 2
 
 
+@pytest.mark.long
 def test_a_run_whose_submitter_was_killed_is_adopted_and_trains(
     devcluster: Cluster, silent: dict[str, str], light: dict[str, str]
 ) -> None:

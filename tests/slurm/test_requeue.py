@@ -87,6 +87,7 @@ def runs(devcluster: Cluster, light: dict[str, str]) -> Runs:
     return all_runs
 
 
+@pytest.mark.long
 def test_a_scheduler_that_does_not_answer_at_the_end_of_an_attempt_loses_no_training(
     devcluster: Cluster, runs: Runs
 ) -> None:

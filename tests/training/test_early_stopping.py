@@ -51,6 +51,7 @@ def test_what_counts_as_better_for_stopping_does_not_change_which_model_is_best(
     assert (progress.best, progress.best_step, progress.reference) == (50.9, 3, 50.0)
 
 
+@pytest.mark.long
 def test_two_ranks_that_were_interrupted_anywhere_stop_at_the_same_step_as_two_that_were_not(tmp_path: Path) -> None:
     """No validation after the first is 100 percent better, so that the third is the second that is not."""
     small = ("data.name=synthetic", "data.train_size=160", "data.val_size=40", "data.test_size=20", "train.epochs=9")

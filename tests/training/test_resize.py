@@ -70,6 +70,7 @@ def test_the_data_come_in_the_same_order_on_one_rank_two_four_and_three(resized:
     assert order == [sample for step in range(UPDATES) for sample in global_batch(size, 0, step, BATCH)]
 
 
+@pytest.mark.long
 def test_with_equal_micro_batches_the_losses_are_those_of_one_rank_dropout_included(
     resized: Resized, tmp_path: Path
 ) -> None:
