@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jobs import cli
-from trainkit import lifetime, terminal
+from trainkit import terminal
 from trainkit.bench.folder import refuse_bench
 from trainkit.checking import check
 from trainkit.cluster.queue import require_no_job
@@ -158,7 +158,6 @@ def _train(
             config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret, token=token
         )
         return outcome, writer.run if writer is not None else None
-    lifetime.share_cores()
     prepared = prepare_loggers(config) if rank_env.is_main else {}
     from trainkit import experiment  # and with it torch
 

@@ -112,7 +112,6 @@ READERS = {
     "trainkit.diagnosis.case": "reads the tables of causes, which are part of the package",
     "trainkit.records.code_archive": "walks a folder of code and unpacks its archive, files and bytes counted",
     "trainkit.records.files": "is the writer: opens folders, and files to append to",
-    "trainkit.lifetime": "reads a line of /proc before anything else is imported",
     "trainkit.ranks.heartbeat": "maps the page that this rank's own launcher has made",
     "trainkit.data.pack": "maps a pack into memory, of the size that its verified index says",
     "trainkit.data.fashion_mnist": "unpacks an archive, of which it takes a bounded part",

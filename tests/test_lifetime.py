@@ -121,44 +121,13 @@ def test_a_collector_that_somebody_has_switched_off_stays_off() -> None:
     )
 
 
-SPINS = "import os; print(os.environ.get('GOMP_SPINCOUNT'))"
-BEGUN = "import os, time; from trainkit import lifetime; lifetime.begin(); "
-
-
-def spins(code: str, **env: str) -> str:
-    own = {name: value for name, value in os.environ.items() if name not in lifetime._WAITING}
-    command = [sys.executable, "-c", f"{BEGUN}{code}; {SPINS}"]
-    return subprocess.run(
-        command, cwd=PROJECT, env=own | env, capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
-def test_threads_wait_awake_for_a_moment_only() -> None:
-    assert spins("pass") == lifetime._SPINS
-
-
-@pytest.mark.parametrize("name", lifetime._WAITING)
-def test_how_threads_wait_is_as_the_user_has_said(name: str) -> None:
-    expected = "7" if name == "GOMP_SPINCOUNT" else "None"
-    assert spins("lifetime.share_cores(busy=True)", **{name: "7"}) == expected
-
-
-def test_libgomp_takes_the_number_that_is_given_before_torch_is_loaded() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-c", BEGUN + "import torch"],
-        cwd=PROJECT, env={**os.environ, "OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True, text=True, check=True,
-    ).stderr  # fmt: skip
-    assert f"GOMP_SPINCOUNT = '{lifetime._SPINS}'" in shown
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux says how long a process has waited")
-def test_threads_sleep_while_they_wait_where_others_have_the_core() -> None:
-    one = f"os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})"
-    busy = [subprocess.Popen([sys.executable, "-c", f"import os; {one}\nwhile True: pass"]) for _ in range(4)]
-    try:
-        work = f"{one}; [sum(range(10000)) for _ in range(2000)]; lifetime.share_cores()"
-        assert spins(work) == "0"
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
+@pytest.mark.parametrize("name", ["", *lifetime._WAITING])
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in lifetime._WAITING:
+        monkeypatch.delenv(each, raising=False)
+    if name:
+        monkeypatch.setenv(name, "7")
+    lifetime.share_cores()
+    assert os.environ.get("GOMP_SPINCOUNT") == {"": "0", "GOMP_SPINCOUNT": "7"}.get(name)

@@ -22,14 +22,6 @@ from typing import NoReturn
 _WHILE_STARTING = 200_000
 """New objects before the collector looks for garbage; Python's own number is 700."""
 _PR_SET_PDEATHSIG = 1
-_SPINS = "5000"
-"""How often a thread of OpenMP looks whether the others are done before it sleeps (0.2 ms); its own number is 300,000.
-
-Where the others are waiting for a core that another program has, a thread that looks on takes the time that they need:
-with four busy programs a core a small model trained at 58 images/s instead of 3,109. Where the cores are free the
-others are done sooner than that. Fewer threads would serve as well there, but a sum's last bits go by their number, and
-a run that was interrupted ends with those of one that was not.
-"""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """By which a user says how threads wait; read when torch is loaded."""
 
@@ -49,32 +41,20 @@ _PROCESS = _Process()
 
 def begin() -> None:
     """To be called before anything large is imported."""
-    if not any(name in os.environ for name in _WAITING):
-        os.environ["GOMP_SPINCOUNT"] = _SPINS
     _PROCESS.thresholds = gc.get_threshold()
     gc.set_threshold(_WHILE_STARTING)
     atexit.register(_end)  # the first to be registered is the last to be called
 
 
-def share_cores(*, busy: bool | None = None) -> None:
-    """Threads of OpenMP sleep at once while they wait, if others want the same cores. Called before torch is loaded.
-
-    Args:
-        busy: whether others do; None: by how long this process has waited for a core since it began.
-    """
-    own = os.environ.get("GOMP_SPINCOUNT") == _SPINS or not any(name in os.environ for name in _WAITING)
-    if own and (_waits_for_cores() if busy is None else busy):
+def share_cores() -> None:
+    """Threads of OpenMP sleep at once while they wait, unless the user says otherwise. Called before torch is there."""
+    if not user_says_how_threads_wait():
         os.environ["GOMP_SPINCOUNT"] = "0"
 
 
-def _waits_for_cores() -> bool:
-    """Whether this process was ready and had no core for longer than it had one."""
-    try:
-        with open("/proc/self/schedstat", encoding="ascii") as file:
-            on_core, waited = (int(number) for number in file.read(100).split()[:2])
-    except (OSError, ValueError):  # not Linux
-        return False
-    return waited > on_core
+def user_says_how_threads_wait() -> bool:
+    """By a variable that OpenMP reads."""
+    return any(name in os.environ for name in _WAITING)
 
 
 def settled() -> None:

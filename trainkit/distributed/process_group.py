@@ -6,7 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from trainkit.distributed.cores import sharing_cores
 from trainkit.distributed.device import intra_op_threads
 from trainkit.distributed.interfaces import interfaces_set
 from trainkit.distributed.meeting import meet
@@ -208,7 +209,8 @@ def distributed(
         )
         try:
             dist = Distributed(env, device)
-            yield dist
+            with nullcontext() if use_gpu else sharing_cores():
+                yield dist
             # On a clean exit only: a rank that leaves early can abort the others while the interpreter shuts down;
             # after an exception the others may never arrive, and waiting would turn a crash into a hang.
             dist.barrier()
