@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -104,8 +105,10 @@ def test_a_scheduler_that_does_not_answer_at_the_end_of_an_attempt_loses_no_trai
 
 
 def test_where_requeueing_is_forbidden_a_chain_of_jobs_trains_the_run(devcluster: Cluster, runs: Runs) -> None:
+    submitted = functools.partial(devcluster.events, runs.path("forbidden"), "submitted")
+    devcluster.wait_for("the job that goes on", lambda: len(submitted()) == 2, timeout=150)
     assert runs.wait("forbidden") == "COMPLETED", devcluster.logs()
-    first, second = devcluster.events(runs.path("forbidden"), "submitted")
+    first, second = submitted()
     assert second["continues"] == first["job_id"] == runs.jobs["forbidden"]
     assert devcluster.wait(first["job_id"]) == "FAILED", "what waits for a finished training must not start"
     assert len(devcluster.events(runs.path("forbidden"), "started")) == 2
