@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -349,6 +349,22 @@ def test_the_environment_is_read_by_the_commands_and_a_named_few() -> None:
     assert listed(set(ENVIRONMENT) - readers) == [], "reads it no longer: take it off the list"
 
 
+def where(does: Callable[[ast.AST], bool]) -> dict[str, list[int]]:
+    """The modules in which a node of the syntax tree does that, with its lines."""
+    found = {
+        name: [node.lineno for node in ast.walk(ast.parse(file.read_text("utf-8"))) if does(node)]  # type: ignore[attr-defined]
+        for name, file in modules().items()
+    }
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def require_only(does: Callable[[ast.AST], bool], may: Iterable[str]) -> None:
+    """These modules do that, all of them, and no other one does."""
+    found = where(does)
+    assert {name: lines for name, lines in found.items() if name not in may} == {}
+    assert listed(set(may) - found.keys()) == [], "does so no longer: take it off the list"
+
+
 def reads_a_file(node: ast.AST) -> bool:
     """Whether a call reads a file, or parses what may be one, by other means than `trainkit.reading`."""
     if not isinstance(node, ast.Call):
@@ -367,13 +383,7 @@ def reads_a_file(node: ast.AST) -> bool:
 
 def test_files_are_read_by_the_one_reader_that_bounds_them() -> None:
     """A sparse file of 300 GB takes no space, and one reader without a bound hangs or kills all who list runs."""
-    found = {
-        name: [node.lineno for node in ast.walk(ast.parse(file.read_text("utf-8"))) if reads_a_file(node)]  # type: ignore[attr-defined]
-        for name, file in modules().items()
-    }
-    readers = {name for name, lines in found.items() if lines}
-    assert {name: found[name] for name in readers - READERS.keys()} == {}
-    assert listed(READERS.keys() - readers) == [], "reads nothing itself any longer: take it off the list"
+    require_only(reads_a_file, READERS)
 
 
 @pytest.mark.parametrize(
@@ -401,13 +411,7 @@ def starts_a_program(node: ast.AST) -> bool:
 
 def test_programs_are_asked_by_the_one_who_bounds_their_answers() -> None:
     """A squeue of 300 MB took 4 GB and became an event; one in Latin-1 ended the command with a traceback."""
-    found = {
-        name: [node.lineno for node in ast.walk(ast.parse(file.read_text("utf-8"))) if starts_a_program(node)]  # type: ignore[attr-defined]
-        for name, file in modules().items()
-    }
-    starters = {name for name, lines in found.items() if lines}
-    assert {name: found[name] for name in starters - STARTERS.keys()} == {}
-    assert listed(STARTERS.keys() - starters) == [], "starts nothing itself any longer: take it off the list"
+    require_only(starts_a_program, STARTERS)
 
 
 @pytest.mark.parametrize(
@@ -456,14 +460,7 @@ def _writes(node: ast.AST) -> bool:
 
 def test_one_module_writes_files() -> None:
     """Links are followed, partial files foreseen, and modes left to the umask wherever somebody opens one by hand."""
-    found = {
-        name
-        for name, file in modules().items()
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if _writes(node)
-    }
-    assert listed(found - set(WRITERS) - {"trainkit.records.files"}) == []
-    assert listed(set(WRITERS) - found) == [], "writes nothing by itself: take it off the list"
+    require_only(_writes, {*WRITERS, "trainkit.records.files"})
 
 
 @pytest.mark.parametrize(
