@@ -158,13 +158,13 @@ def _submit(
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
     from trainkit.launch.validation import validate
-    from trainkit.records.fingerprint import code_digest, fingerprint
+    from trainkit.records.fingerprint import digest_of, fingerprint
     from trainkit.records.snapshot import code_files
 
     asked = loadeds, variants
     cwd, points = Path.cwd(), len(loadeds)
     configs = [submission.stored_config(loaded, cwd) for loaded in loadeds]
-    digest = code_digest(code_files())
+    digest = digest_of(code_files())
     marks = [fingerprint(config, digest) for config in configs]
     wants_new = args.again or args.dry_run or args.run_dir is not None or configs[0].launch.executor == "debug"
     there = {} if wants_new or _is_named(args) else _there(marks)

@@ -7,7 +7,7 @@ import pytest
 
 from trainkit.config.loading import load
 from trainkit.records import index
-from trainkit.records.fingerprint import code_digest, fingerprint, same_runs
+from trainkit.records.fingerprint import digest_of, fingerprint, same_runs
 from trainkit.records.rundir import RunDir
 
 
@@ -32,10 +32,10 @@ def test_any_other_setting_makes_it_another(override: str) -> None:
 def test_other_code_makes_it_another(tmp_path: Path) -> None:
     file = tmp_path / "my_model.py"
     file.write_text("width = 3\n")
-    before = code_digest([("my_model.py", file)])
-    assert code_digest([("other.py", file)]) != before
+    before = digest_of([("my_model.py", file)])
+    assert digest_of([("other.py", file)]) != before
     file.write_text("width = 4\n")
-    assert code_digest([("my_model.py", file)]) != before
+    assert digest_of([("my_model.py", file)]) != before
     assert mark_of(code="d") != mark_of(code="c")
 
 

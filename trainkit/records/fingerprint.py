@@ -6,28 +6,26 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit import reading
 from trainkit.config.schema import Config
 from trainkit.records import index
+from trainkit.records.code_archive import code_digest
 from trainkit.records.rundir import RunDir
 
 _LOOKED_AT = 1000
 """Entries of a data folder; a folder with more of them is told by its own time of change."""
 
 
-def code_digest(files: Iterable[tuple[str, Path]]) -> str:
-    """Of names and contents."""
-    found = hashlib.sha256()
-    for name, file in sorted(files):
-        try:
-            content = reading.read_bytes(file, follow=True)
-        except OSError:  # a link that leads nowhere is no code
-            continue
-        found.update(f"{name}\0{len(content)}\0".encode())
-        found.update(content)
-    return found.hexdigest()
+def digest_of(files: Iterable[tuple[str, Path]]) -> str:
+    """The `code_digest` of files by their names; a link that leads nowhere is no code."""
+    content: dict[str, bytes] = {}
+    for name, file in files:
+        with suppress(OSError):
+            content[name] = reading.read_bytes(file, follow=True)
+    return code_digest(content)
 
 
 def fingerprint(config: Config, code: str) -> str:
