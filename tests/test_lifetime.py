@@ -129,5 +129,5 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
         monkeypatch.delenv(each, raising=False)
     if name:
         monkeypatch.setenv(name, "7")
-    lifetime.share_cores()
+    lifetime.sleep_while_waiting()
     assert os.environ.get("GOMP_SPINCOUNT") == {"": "0", "GOMP_SPINCOUNT": "7"}.get(name)

@@ -46,8 +46,8 @@ def begin() -> None:
     atexit.register(_end)  # the first to be registered is the last to be called
 
 
-def share_cores() -> None:
-    """Threads of OpenMP sleep at once while they wait, unless the user says otherwise. Called before torch is there."""
+def sleep_while_waiting() -> None:
+    """Threads of OpenMP sleep at once when they wait, unless a user says otherwise. Called before torch is loaded."""
     if not user_says_how_threads_wait():
         os.environ["GOMP_SPINCOUNT"] = "0"
 

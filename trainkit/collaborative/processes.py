@@ -55,7 +55,7 @@ def require_hivemind() -> None:
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
     # Peers share their cores with helpers, and with other peers when somebody tries it on a laptop. Threads that wait
     # by spinning take the cores from those that work: 30 images/s instead of 1,900 with three peers on two cores.
-    lifetime.share_cores()
+    lifetime.sleep_while_waiting()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside hivemind that no user of ours can mend
