@@ -130,9 +130,8 @@ def _no_python(file: Path, error: SyntaxError | ValueError, key: str | None) -> 
 
 @cache
 def _parsed(file: Path) -> ast.Module:
-    return ast.parse(
-        reading.read_bytes(file, follow=True), filename=str(file)
-    )  # as bytes: the file itself may say its encoding
+    content = reading.read_bytes(file, follow=True)  # as bytes: the file itself may say its encoding
+    return ast.parse(content, filename=str(file))
 
 
 def _imports(body: list[ast.stmt], package: str) -> Iterator[tuple[int, str, list[str]]]:
