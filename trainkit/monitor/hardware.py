@@ -10,8 +10,8 @@ Keys of a sample::
     load                  processes that run or are ready to, mean of the last minute (Unix's load average)
     cpu_pressure          percent of the time since the last sample in which some process was ready and had no CPU;
                           absent where the kernel does not tell (Linux's /proc/pressure)
-    cpu_taken             percent of the CPU time that this rank wanted since then which other programs had instead, not
-                          the run's own ranks and workers; absent where the kernel does not tell (/proc/PID/schedstat)
+    cpu_taken             percent of the CPU time that the run wanted here since then which other programs had instead,
+                          not its own ranks and workers; absent where the kernel does not tell (/proc/PID/schedstat)
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not tell
     gpu_kwh, cpu_kwh      energy of the run on this host until now (`trainkit.monitor.energy`); absent if nobody tells
@@ -143,7 +143,8 @@ class CpuWaits:
 
     def __init__(self, ranks: int = 1) -> None:
         self._root = psutil.Process(os.getppid() if ranks > 1 else os.getpid())
-        self._threads: dict[str, tuple[float, float]] = {}
+        self._threads: dict[str, float] = {}
+        self._used: set[int] = set()
         self._pressure = time.monotonic(), _waited()
         self._cpus = self._counted()
 
@@ -156,39 +157,37 @@ class CpuWaits:
             found["cpu_pressure"] = round(min(100 * (waited - before) / (now - then), 100.0), 1)
         earlier, self._cpus = self._cpus, self._counted()
         if earlier is not None and self._cpus is not None:
-            busy, own, ran, waits = (max(new - old, 0.0) for new, old in zip(self._cpus, earlier, strict=True))
-            others = max(busy - own, 0.0)
-            # Who waits does so for all that runs there, its own threads as well; and others had no more than they had.
-            lost = min(waits * others / max(busy, 1e-9), others * ran / max(own, 1e-9))
-            found["cpu_taken"] = round(100 * lost / max(ran + lost, 1e-9), 1)
+            (before_all, *before_run), (now_all, *now_run) = earlier, self._cpus
+            own, waits = (max(new - old, 0.0) for new, old in zip(now_run, before_run, strict=True))
+            busy = sum(now_all[cpu] - before_all[cpu] for cpu in self._used & now_all.keys() & before_all.keys())
+            # Of what others had, the run wanted as large a part as it waited of its time. The waits themselves do not
+            # tell how long it was held up: a rank that sleeps until another one had its turn does not wait for a CPU.
+            lost = max(busy - own, 0.0) * waits / max(own + waits, 1e-9)
+            found["cpu_taken"] = round(100 * lost / max(own + lost, 1e-9), 1)
         return found
 
-    def _counted(self) -> tuple[float, float, float, float] | None:
-        """Seconds: the run's CPUs were busy, all of it ran, this process and its children ran, and waited for one."""
+    def _counted(self) -> tuple[dict[int, float], float, float] | None:
+        """Seconds that each CPU was busy, that the processes of the run here ran, and that they waited for a CPU."""
+        busy = {}
         try:
-            lines = dict(line.partition(" ")[::2] for line in reading.read_start(_STAT, 1 << 20).splitlines())
+            for name, *ticks in (line.split() for line in reading.read_start(_STAT, 1 << 20).splitlines()):
+                if name.startswith("cpu") and name != "cpu":
+                    # user, nice, system, idle, iowait, irq, softirq, steal
+                    spent = [int(word) for word in ticks[:3] + ticks[5:8]]
+                    busy[int(name[3:])] = sum(spent) / os.sysconf("SC_CLK_TCK")
             me = psutil.Process()
-            own = {process.pid for process in (me, *me.children(recursive=True))}
             run = [*self._root.children(recursive=True), *([me] if self._root == me else [])]
-            cpus: set[int] = set()
-            seconds = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # of those that have ended
-            for process in run:
-                with suppress(psutil.Error, OSError):  # it may end at any moment; its parent has its time then
-                    seconds += sum(process.cpu_times()[:4])
-                    cpus |= os.sched_getaffinity(process.pid)
-            ticks = [[int(word) for word in lines[f"cpu{cpu}"].split()] for cpu in cpus]
-        except (psutil.Error, OSError, ValueError, KeyError):  # no Linux, or a container that hides its CPUs
+            own = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # of those that have ended
+        except (psutil.Error, OSError, ValueError):  # no Linux, or a container that hides this
             return None
-        for path in (path for pid in own for path in Path(f"/proc/{pid}/task").glob("*/schedstat")):
-            with suppress(OSError, ValueError, IndexError):  # of threads that have ended their last words stay
-                words = reading.read_start(path, 200).split()
-                self._threads[path.parent.name] = int(words[0]) / 1e9, int(words[1]) / 1e9
-        if not self._threads:
-            return None
-        # user, nice, system, idle, iowait, irq, softirq, steal
-        busy = sum(sum(each[:3]) + sum(each[5:8]) for each in ticks) / os.sysconf("SC_CLK_TCK")
-        ran, waited = (sum(times) for times in zip(*self._threads.values(), strict=True))
-        return busy, seconds, ran, waited
+        for process in run:
+            with suppress(psutil.Error, OSError):  # it may end at any moment; its parent has its time then
+                own += sum(process.cpu_times()[:4])
+                self._used |= os.sched_getaffinity(process.pid)
+            for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+                with suppress(OSError, ValueError, IndexError):  # of threads that have ended their last words stay
+                    self._threads[path.parent.name] = int(reading.read_start(path, 200).split()[1]) / 1e9
+        return (busy, own, sum(self._threads.values())) if self._used & busy.keys() and self._threads else None
 
 
 def _waited() -> float | None:
