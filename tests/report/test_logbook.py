@@ -246,6 +246,14 @@ def test_a_comparison_says_what_does_not_compare(make_run: MakeRun, tmp_path: Pa
     assert "Cost" not in text, "the comparison alone"
 
 
+def test_no_sentence_of_a_comparison_is_markup(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [make_run(), make_run("[a](http", "model.name=resnet18")]
+    runs[1].config.write_text("model: {name: '<img src=x> [a](http://b)'}\n")
+    text = written(runs, tmp_path / "out")
+    assert "model.name \\<img src=x> [a\\](http://b) and not fashion_cnn" in text
+    assert not re.search(r"(?<!\\)<img|(?<!\\)\]\(http", re.sub("`[^`]*`", "", text))
+
+
 def test_a_run_whose_checkpoints_are_in_a_bucket_says_where(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run()
     assert "bucket" not in written([run], tmp_path / "before")

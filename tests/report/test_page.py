@@ -191,6 +191,16 @@ def test_nothing_that_a_run_says_becomes_markup(make_run: MakeRun, tmp_path: Pat
     assert """</script><script>alert(1)</script><b onclick=1>""" in page.text
 
 
+def test_what_a_run_says_stands_there_as_it_was_written_and_in_its_order(make_run: MakeRun) -> None:
+    run, other = make_run(), make_run("ddp-0002")
+    run.config.write_text("model: {name: 'a`b`c', '\u202efdp.x': 1}\nstrategy: {name: '\u202egnp.exe'}\n")
+    run.hardware("node1").rename(run.hardware("\u202eh"))
+    page = page_of(run, other)
+    assert page.text.count("a`b`c") == 4, "in the lead, what does not compare, what differs and the settings"
+    assert "\u202e" not in page.text
+    assert page.text.count("gnp.exe") == 4
+
+
 def test_the_page_may_load_nothing_and_run_nothing_but_its_own_script(make_run: MakeRun) -> None:
     page = page_of(make_run())
     (policy,) = [str(a["content"]) for a in page.named("meta") if a.get("http-equiv") == "Content-Security-Policy"]

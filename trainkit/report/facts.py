@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from trainkit import plugins, reading, terminal
+from trainkit import markdown, plugins, reading, terminal
 from trainkit.config import yaml
 from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
@@ -39,7 +39,7 @@ class Facts:
     def config(self) -> dict[str, Any]:
         """The resolved configuration as plain values; empty if it cannot be read."""
         try:
-            return yaml.read(self.run_dir.config)[0]
+            return dict(reading.plain(yaml.read(self.run_dir.config)[0], 8))
         except UserError:
             return {}
 
@@ -107,7 +107,7 @@ class Facts:
             records = jsonl.read_thinned(file, max(_MOST_SAMPLES // len(files), 500)).records
             samples = [sample for sample in records if reading.is_time(sample.get("time"))]
             if samples:
-                found.append(HostSamples(file.stem.removeprefix("system-"), samples))
+                found.append(HostSamples(terminal.one_line(file.stem.removeprefix("system-")), samples))
         return found
 
     @cached_property
@@ -271,17 +271,17 @@ class Facts:
 
     @property
     def missing(self) -> list[str]:
-        """What a reader may look for and this run does not have, each with the reason."""
+        """What a reader may look for and this run does not have, each with the reason; with `markdown.code` in it."""
         found = []
         if not self.train:
             found.append("training metrics: metrics.jsonl has none")
         if not self.val:
             found.append("validation metrics: no evaluation was reached")
         if self.test is None:
-            found.append(f"test metrics: `{terminal.command('evaluate', self.run_dir.path)}` measures them")
+            found.append(f"test metrics: {markdown.code(terminal.command('evaluate', self.run_dir.path))} measures them")
         if self.val and not self.run_dir.mistakes("val").exists():
-            measure = terminal.command("evaluate", self.run_dir.path, "--split", "val")
-            found.append(f"images that were told wrong: `{measure}` keeps them")
+            measure = markdown.code(terminal.command("evaluate", self.run_dir.path, "--split", "val"))
+            found.append(f"images that were told wrong: {measure} keeps them")
         if not self.summary:
             found.append("final numbers (summary.json): the run has not ended, or was stopped; times are estimates")
         if self.summary.get("energy", 0) is None:

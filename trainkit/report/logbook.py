@@ -158,7 +158,7 @@ def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
         " are (ranks, or GPUs under DataParallel). Time ratio: training time of"
         f" {first} divided by that of the run, where both saw the same number of images to the end. Memory saved: of"
         f" the rank that needs most, relative to {first}, where a rank takes as many images in one pass.",
-        "\n".join(f"- {sentence}" for sentence in comparing.not_comparable(runs)),
+        "\n".join(f"- {markdown.literal(sentence)}" for sentence in comparing.not_comparable(runs)),
         f"The nodes of {', '.join(simulated)} were simulated on one machine, whose processors their ranks share:"
         " speed-up and efficiency say nothing of real nodes."
         if simulated

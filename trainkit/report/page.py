@@ -21,7 +21,7 @@ from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.page_classes import classes
 from trainkit.report.page_costs import hardware, scaling, spent
 from trainkit.report.page_curves import MOST, curves
-from trainkit.report.page_markup import Html, cell, section, table, tag
+from trainkit.report.page_markup import Html, section, table, tag, with_code
 from trainkit.report.page_sweep import outcome, swept
 from trainkit.report.page_timeline import timeline
 from trainkit.report.sweep import by_accuracy
@@ -176,7 +176,7 @@ def _comparison(runs: Sequence[Facts]) -> Html:
     note = f"Speed-up and time ratio are relative to {runs[0].label}."
     parts: list[Html] = [table(comparing.COMPARISON, rows, numbers_from=2)]
     if missing := comparing.not_comparable(runs):
-        parts.append(tag("ul", *(tag("li", cell(sentence)) for sentence in missing)))
+        parts.append(tag("ul", *(tag("li", sentence) for sentence in missing)))
     return section("comparison", "Comparison", *parts, *diff, note=note)
 
 
@@ -211,7 +211,7 @@ def _missing(runs: Sequence[Facts]) -> Html:
     for facts in runs:
         if facts.missing:
             lists += [tag("h3", facts.label)] if len(runs) > 1 else []
-            lists.append(tag("ul", *(tag("li", cell(line)) for line in facts.missing)))
+            lists.append(tag("ul", *(tag("li", with_code(line)) for line in facts.missing)))
     return section("missing", "Not recorded", *lists)
 
 

@@ -45,9 +45,9 @@ def table(header: Row, rows: Sequence[Row], *, numbers_from: int | None = None, 
     first_number = len(header) if numbers_from is None else numbers_from
 
     def cells(row: Row) -> list[Html]:
-        head = tag("th", cell(row[0]), scope="row")
+        head = tag("th", row[0], scope="row")
         others = enumerate(row[1:], start=1)
-        return [head, *(tag("td", cell(text), class_="number" if at >= first_number else None) for at, text in others)]
+        return [head, *(tag("td", text, class_="number" if at >= first_number else None) for at, text in others)]
 
     top = [
         tag("th", text, scope="col", class_="number" if at >= first_number else None) for at, text in enumerate(header)
@@ -59,11 +59,10 @@ def table(header: Row, rows: Sequence[Row], *, numbers_from: int | None = None, 
     return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=caption or header[0] or "table")
 
 
-def cell(text: str) -> Html:
-    """What the tables of the log book write for Markdown: `code`, and backslashes before what Markdown would take."""
-    parts = re.split(r"(?<!\\)`([^`]*)`", text)
-    plain = (re.sub(r"\\([\\`<>\[\]*|])", r"\1", part) for part in parts)
-    return join(tag("code", part) if at % 2 else part for at, part in enumerate(plain))
+def with_code(text: str) -> Html:
+    """Text with spans of code in it, as `trainkit.markdown.code` writes them."""
+    parts = re.split(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", text)  # text, fence, code, text, ...
+    return join(tag("code", part.strip()) if at % 3 == 2 else part for at, part in enumerate(parts) if at % 3 != 1)
 
 
 def section(name: str, title: str, *content: object, note: str = "") -> Html:
