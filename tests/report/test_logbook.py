@@ -111,6 +111,26 @@ def test_runs_of_one_name_do_not_overwrite_each_others_plots(make_run: MakeRun, 
     assert len(set(pictures(text))) == len(pictures(text)) == 8
 
 
+def test_pictures_have_file_names_that_every_file_system_takes(make_run: MakeRun, tmp_path: Path) -> None:
+    run, labels = make_run(steps=10), ("x" * 400 + "1", "x" * 400 + "2", "\N{CJK UNIFIED IDEOGRAPH-65E5}", "../-rf")
+    text = write_logbook([Facts(run, label) for label in labels], tmp_path / "out")[0].read_text()
+    names = [name for name in pictures(text) if name.endswith("-curves.png")]
+    assert len(set(names)) == 4
+    assert all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{1,120}", name) for name in names)
+
+
+def test_of_very_many_runs_those_named_first_have_pictures(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.report.logbook._MOST_PICTURED", 1)
+    first, second, third = make_run("a", steps=10), make_run("b", steps=10), make_run("c", "seed=1", steps=10)
+    text = written([first, second, third], tmp_path / "out")
+    assert not [name for name in pictures(text) if name.startswith(("b-", "c-"))]
+    assert text.count("### Cost") == 3, "their text is there"
+    assert f"of the first 1; every other has its own by `python -m jobs.report {second.path}`." in text
+    assert [name for name in pictures(text) if name.startswith("a-")]
+
+
 def test_a_second_report_replaces_the_first(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run()
     assert written([run_dir], tmp_path / "out") == written([run_dir], tmp_path / "out")

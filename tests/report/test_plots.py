@@ -10,6 +10,7 @@ from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 from trainkit.report import drawing, plots
 from trainkit.report.facts import Facts, collect
+from trainkit.report.tables import TIMES
 
 MakeRun = Callable[..., RunDir]
 
@@ -117,6 +118,22 @@ def test_where_the_loss_was_no_number_the_plot_says_so(
     assert "loss nan" in drawn_text(monkeypatch, lambda: plots.draw_curves(facts, tmp_path / "a.png"))
     jsonl.append(run_dir.metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": 0.5})  # and went on
     assert "loss nan" in drawn_text(monkeypatch, lambda: plots.draw_curves(Facts(run_dir, "r"), tmp_path / "b.png"))
+
+
+def test_a_speed_that_is_not_compared_has_no_ratio_in_the_picture(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(*runs: RunDir) -> str:
+        facts = [Facts(run, run.name) for run in runs]
+        return " ".join(drawn_text(monkeypatch, lambda: plots.draw_comparison(facts, tmp_path / "a.png")))
+
+    first = make_run("a")
+    assert f"2.00{TIMES}" in drawn(first, make_run("b", ranks=4, speed=4000.0))
+    assert "linear" in drawn(first, make_run("c", ranks=4, speed=4000.0))
+    held_up = drawn(first, make_run("d", ranks=4, speed=4000.0, taken=50.0))
+    assert TIMES not in held_up
+    assert "linear" not in held_up
+    assert TIMES not in drawn(make_run("e", steps=0, finished=False), first, make_run("f"))
 
 
 def test_a_long_name_is_whole_and_leaves_room_for_its_bar(

@@ -187,7 +187,16 @@ def test_settings_that_differ_are_listed_and_equal_ones_are_not(make_run: MakeRu
         make_run("ddp-0001"),
         make_run("ddp-0002", "optim.lr=0.01", "launch.nodes=2", "launch.time=10", "data.root=/x"),
     ]
-    assert comparing.difference_rows(collect(runs)) == [("optim.lr", "0.002", "0.01"), ("launch.nodes", "1", "2")]
+    assert comparing.differences(collect(runs))[1] == [("optim.lr", "0.002", "0.01"), ("launch.nodes", "1", "2")]
+
+
+def test_of_many_runs_each_has_a_row_of_what_differs_and_sentences_end(make_run: MakeRun) -> None:
+    run, other = make_run(), make_run("b", "model.name=resnet18")
+    runs = [*collect([run]), *(Facts(other, f"r{number}") for number in range(50))]
+    header, rows = comparing.differences(runs)
+    assert header == ("run", "model.name")
+    assert rows[:2] == [("ddp-0001", "fashion_cnn"), ("r0", "resnet18")]
+    assert comparing.not_comparable(runs)[-1] == "And 10 more like these."
 
 
 def test_each_gpu_has_a_row_of_its_own(make_run: MakeRun) -> None:

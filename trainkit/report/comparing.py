@@ -34,6 +34,9 @@ _FEWEST = 3
 """Records of a speed, so that the median is not that of the first updates."""
 
 
+_MOST_COLUMNS, _MOST_SENTENCES = 8, 40
+
+
 def is_about_speed(keys: Iterable[str]) -> bool:
     """Whether settings that differ are a reason to compare speeds: a learning rate or a seed is none."""
     return any(key.startswith(_FOR_SPEED) for key in keys)
@@ -45,7 +48,13 @@ def comparison_rows(runs: Sequence[Facts]) -> list[Row]:
 
 
 def not_comparable(runs: Sequence[Facts]) -> list[str]:
-    """In sentences, what of which run was not set against the first, and what differs."""
+    """In sentences, what of which run was not set against the first, and what differs; of many the first."""
+    found = _not_comparable(runs)
+    more = len(found) - _MOST_SENTENCES
+    return [*found[:_MOST_SENTENCES], f"And {more} more like these."] if more > 0 else found
+
+
+def _not_comparable(runs: Sequence[Facts]) -> list[str]:
     found = [f"{facts.label} has not begun." for facts in runs if not facts.begun]
     for facts in runs[1:]:
         if not (facts.begun and runs[0].begun):
@@ -96,17 +105,23 @@ def _also_differs(facts: Facts, first: Facts) -> list[str]:
     return found
 
 
-def difference_rows(runs: Sequence[Facts]) -> list[Row]:
-    """Settings of the training, and nodes and ranks, that are not the same in all runs: key, then its value in each."""
+def differences(runs: Sequence[Facts]) -> tuple[Row, list[Row]]:
+    """Settings of the training, and nodes and ranks, that are not the same in all runs: header, and rows of a key and
+    its value in each run; of many runs a row for each."""
     ignored = ("launch.", "monitor.", "collaborative.", "data.root", "data.workers")
     flat = [dict(flatten(facts.config)) for facts in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings if not key.startswith(ignored))
     nodes = ["launch.nodes", "launch.ntasks_per_node", "launch.gpus_per_node"]
-    return [
+    rows = [
         (key, *(_text(settings.get(key)) for settings in flat))
         for key in [*keys, *nodes]
         if len({repr(settings.get(key)) for settings in flat}) > 1
     ]
+    labels = [facts.label for facts in runs]
+    if not rows or len(runs) <= _MOST_COLUMNS:
+        return ("setting", *labels), rows
+    header, *turned = zip(("run", *labels), *rows, strict=True)
+    return header, turned
 
 
 def _compared(facts: Facts, first: Facts) -> Row:

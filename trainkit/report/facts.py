@@ -278,7 +278,8 @@ class Facts:
         if not self.val:
             found.append("validation metrics: no evaluation was reached")
         if self.test is None:
-            found.append(f"test metrics: {markdown.code(terminal.command('evaluate', self.run_dir.path))} measures them")
+            measure = markdown.code(terminal.command("evaluate", self.run_dir.path))
+            found.append(f"test metrics: {measure} measures them")
         if self.val and not self.run_dir.mistakes("val").exists():
             measure = markdown.code(terminal.command("evaluate", self.run_dir.path, "--split", "val"))
             found.append(f"images that were told wrong: {measure} keeps them")

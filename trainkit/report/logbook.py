@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from trainkit import markdown, reading, terminal
@@ -20,6 +21,10 @@ from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.sweep import by_accuracy, sweep_tables
 
 _MOST_OF_A_SWEEP = 8
+_MOST_PICTURED = 20
+"""Runs: a picture takes a third of a second, and one of two hundred curves or bars nobody reads."""
+_LONGEST_SLUG = 100
+"""No file system takes a name of more than 255 bytes, and a sweep of many settings makes long ones."""
 _SPENT_NOTE = (
     "start: until the ranks have met and the data is there, before their clock begins; data: waiting for images;"
     " exposed: waiting for gradients of other ranks that nothing hides; other: records and the loop itself."
@@ -44,7 +49,7 @@ class _Pages:
 
     def slug(self, label: str) -> str:
         """A run's name for its files; of two that would be alike, each has its own."""
-        slug = re.sub(r"[^A-Za-z0-9_.]+", "-", label).strip("-")
+        slug = re.sub(r"[^A-Za-z0-9_.]+", "-", label)[:_LONGEST_SLUG].strip("-.") or "run"
         taken = {path.name.rpartition("-")[0] for path in self.written}
         return next(name for n in itertools.count(1) if (name := f"{slug}-{n}" if n > 1 else slug) not in taken)
 
@@ -66,7 +71,10 @@ def write_logbook(runs: Runs, out: Path) -> list[Path]:
             parts = [_run(found[0], pages, "# Log book: ", "##")]
         else:
             parts = [f"# Log book of {len(found)} runs", _comparison(found, pages)]
-            parts += [_run(facts, pages, "## ", "###") for facts in found]
+            if rest := found[_MOST_PICTURED:]:
+                one = markdown.code(terminal.command("report", rest[0].run_dir.path))
+                parts.append(f"Here are pictures of the first {_MOST_PICTURED}; every other has its own by {one}.")
+            parts += [_run(facts, pages, "## ", "###", number < _MOST_PICTURED) for number, facts in enumerate(found)]
         files.write(path, "\n\n".join([MARK, *parts]) + "\n", run_at(out))
     return pages.written
 
@@ -149,7 +157,7 @@ def write_comparison(runs: Runs, out: Path) -> tuple[str, list[Path]]:
 
 
 def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
-    first = markdown.literal(runs[0].label)
+    first, shown = markdown.literal(runs[0].label), runs[:_MOST_PICTURED]
     simulated = [markdown.literal(facts.label) for facts in runs if story.is_simulated(facts)]
     parts = [
         "## Comparison",
@@ -163,24 +171,24 @@ def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
         " speed-up and efficiency say nothing of real nodes."
         if simulated
         else "",
-        pages.picture("throughput", "images per second of every run", lambda path: plots.draw_comparison(runs, path)),
-        pages.picture("val-acc1", "validation accuracy of every run", lambda path: plots.draw_accuracies(runs, path)),
+        pages.picture("throughput", "images per second of every run", partial(plots.draw_comparison, shown)),
+        pages.picture("val-acc1", "validation accuracy of every run", partial(plots.draw_accuracies, shown)),
     ]
-    different = comparing.difference_rows(runs)
+    header, different = comparing.differences(runs)
     if different:
-        header = ("setting", *(facts.label for facts in runs))
         parts += ["### Settings that differ", markdown.table(header, different)]
     return "\n\n".join(part.rstrip() for part in parts if part)
 
 
-def _run(facts: Facts, pages: _Pages, title: str, heading: str) -> str:
+def _run(facts: Facts, pages: _Pages, title: str, heading: str, pictured: bool = True) -> str:
     slug = pages.slug(facts.label)
     results, costs = tables.results_rows(facts), tables.cost_rows(facts)
-    pictures = [
-        pages.picture(f"{slug}-curves", "loss and accuracy", lambda path: plots.draw_curves(facts, path)),
-        pages.picture(f"{slug}-pace", "learning rate and throughput", lambda path: plots.draw_pace(facts, path)),
-        pages.picture(f"{slug}-hardware", "use of the hardware", lambda path: plots.draw_hardware(facts, path)),
-    ]
+    drawn = (
+        ("curves", "loss and accuracy", plots.draw_curves),
+        ("pace", "learning rate and throughput", plots.draw_pace),
+        ("hardware", "use of the hardware", plots.draw_hardware),
+    )
+    pictures = [pages.picture(f"{slug}-{name}", text, partial(draw, facts)) for name, text, draw in drawn if pictured]
     parts = [f"{title}{markdown.literal(facts.label)}", _outcome(facts), *_asked(facts, heading)]
     if where := story.where_rows(facts):
         parts += [f"{heading} Where it ran", markdown.table(("", "what"), where)]

@@ -169,8 +169,7 @@ def _figures(facts: Facts) -> Html:
 def _comparison(runs: Sequence[Facts]) -> Html:
     if len(runs) < 2:
         return Html()
-    different = comparing.difference_rows(runs)
-    header = ("setting", *(facts.label for facts in runs))
+    header, different = comparing.differences(runs)
     diff = [tag("h3", "Settings that differ"), table(header, different)] if different else []
     rows = comparing.comparison_rows(runs)
     note = f"Speed-up and time ratio are relative to {runs[0].label}."

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainkit.report.comparing import no_speed_up
 from trainkit.report.drawing import (
     BLUE,
     CYCLE,
@@ -169,7 +170,8 @@ def draw_hardware(facts: Facts, path: Path) -> bool:
 
 
 def draw_comparison(runs: Sequence[Facts], path: Path) -> bool:
-    """Images per second of every run as bars, the first being the reference. False if no run has any."""
+    """Images per second of every run as bars, the first being the reference; no ratio where speeds do not compare.
+    False if no run has any."""
     known = [(facts, speed) for facts in runs if (speed := facts.images_per_sec)]
     if not known:
         return False
@@ -180,16 +182,18 @@ def draw_comparison(runs: Sequence[Facts], path: Path) -> bool:
         axes.grid(axis="x", visible=True)
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
+        compared = [reference is runs[0] and not no_speed_up(facts, reference) for facts, _ in known]
         linear = [
             reference_speed * facts.processors / reference.processors
-            if facts.processors and reference.processors and facts.processors != reference.processors
+            if same and facts.processors and reference.processors and facts.processors != reference.processors
             else None
-            for facts, _ in known
+            for same, (facts, _) in zip(compared, known, strict=True)
         ]
         widest = max(*(speed for _, speed in known), *(place or 0.0 for place in linear))
         for row, ((_, speed), place) in enumerate(zip(known, linear, strict=True)):
             axes.barh(row, speed, height=0.62, color=BLUE if row else GREY)
-            text = f" {speed:{speed_spec(speed)}}" + (f"   {speed / reference_speed:.2f}{TIMES} " if row else " ")
+            ratio = f"   {speed / reference_speed:.2f}{TIMES} " if row and compared[row] else " "
+            text = f" {speed:{speed_spec(speed)}}{ratio}"
             if place:
                 axes.plot([place, place], [row - 0.38, row + 0.38], color=VERMILION, linewidth=2)
             if speed > widest / 3:  # room in the bar; beside it the number could be taken for that of the mark
