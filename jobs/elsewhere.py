@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import secrets
 import sys
 import tarfile
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from trainkit import reading, terminal
 from trainkit.cluster.far_side import Host, Word, script
 from trainkit.cluster.remote import run_there
 from trainkit.errors import RunFailedError
@@ -53,13 +55,13 @@ def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) ->
         answer.seek(0)
         has_files = answer.readline(10) == b"files\n"
         while not has_files and (chunk := answer.read(_IN_MEMORY)):
-            show(chunk)
+            print(terminal.lines(chunk.decode(errors="replace")), end="")
         if code:
             sys.exit(code)  # it has said why
         try:
             return list(_unpacked(answer, out)) if has_files else []
-        except (tarfile.TarError, EOFError) as error:
-            raise _torn(str(error)) from None
+        except reading.BROKEN_TAR as error:
+            raise _torn(terminal.one_line(error)) from None
 
 
 def _torn(words: str) -> RunFailedError:
@@ -76,13 +78,15 @@ def show(chunk: bytes) -> None:
 
 _LONGEST = 1 << 28
 """Bytes of a report."""
+_OF_A_REPORT = re.compile(r"(logbook|comparison|results)\.md|report\.html|[\w.-]+\.png", re.ASCII)
 _IN_MEMORY = 1 << 24
 
 
 def _unpacked(packed: IO[bytes], out: Path) -> Iterable[Path]:
-    """Plain files only, each by its last name: an archive from elsewhere writes nowhere else."""
-    files.make_folder(out)
-    with tarfile.open(fileobj=packed, mode="r:") as archive:
+    """Files that a report has, by their last names: with ``--out .`` they lie beside the user's code."""
+    from trainkit.report.logbook import written_to  # not at the top: of all verbs this one alone needs it
+
+    with tarfile.open(fileobj=packed, mode="r:", tarinfo=reading.TarMember) as archive:
         total = 0
         for member in archive:
             total += member.size
@@ -90,8 +94,11 @@ def _unpacked(packed: IO[bytes], out: Path) -> Iterable[Path]:
                 raise tarfile.TarError(f"it holds more than {_LONGEST:,} bytes")
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None:
-                target = out / Path(member.name).name
-                files.write(target, content.read())
+                name = Path(member.name).name
+                if not _OF_A_REPORT.fullmatch(name):
+                    raise tarfile.TarError(f"{name!r:.100} is no file of a report")
+                with written_to(out / name) as target:
+                    files.write(target, content.read())
                 yield target
 
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         asked = [*args.runs, *["--compare"] * args.compare]
         for path in elsewhere.report(asked, args.host, args.out or Path("report"), env):
             if path.name == FILE:
-                print(reading.read_text(path))
+                print(terminal.lines(reading.read_text(path)))
             print(terminal.path(path.absolute()))
         return 0
     found = [find_runs(reference, env) for reference in args.runs]

@@ -13,11 +13,17 @@ import errno
 import json
 import os
 import stat
+import tarfile
+import zlib
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from trainkit import terminal
 from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LARGEST = 1e18
 """Beyond it a number is a mistake, or a run that has diverged: like infinity it counts as none."""
@@ -28,6 +34,16 @@ LONGEST = 1 << 24
 _AT_ONCE = 1 << 16
 _MOST_VALUES = 2_000_000
 """In one JSON text: each takes up to 64 bytes of memory."""
+_LONGEST_HEADER = 1 << 14
+"""Bytes of what an archive says of one member: two of the longest paths that a system allows, and some more."""
+BROKEN_TAR: tuple[type[Exception], ...] = (
+    tarfile.TarError, EOFError, OSError, ValueError, RecursionError, zlib.error
+)  # fmt: skip
+"""What tarfile raises for archives that are cut short, or made to break their reader."""
+with suppress(ImportError):  # a Python that was built without it reads no such archives
+    from lzma import LZMAError
+
+    BROKEN_TAR += (LZMAError,)
 
 
 def open_regular(path: Path, *, buffering: int = -1, follow: bool = False) -> BinaryIO:
@@ -91,6 +107,23 @@ def require_size(file: BinaryIO, most: int) -> int:
 
 def _too_large(size: int, most: int) -> OSError:
     return OSError(errno.EFBIG, f"It has {size:,} bytes, and a file of its kind at most {most:,}")
+
+
+class TarMember(tarfile.TarInfo):
+    """A member of an archive with headers of bounded length. Python reads each of them whole: hundreds of megabytes,
+    through which it then searches for minutes."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Raises ReadError for a header that is too long."""
+        found = super().frombuf(buf, encoding, errors)
+        if found.size > _LONGEST_HEADER and found.type in _OF_THE_NEXT:
+            raise tarfile.ReadError(f"a header of {found.size:,} bytes")
+        return found
+
+
+_OF_THE_NEXT = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, b"X")
+"""Kinds of headers that say more of the member after them. X is that of Solaris."""
 
 
 def parse(text: str | bytes) -> Any:

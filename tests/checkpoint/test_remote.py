@@ -297,11 +297,11 @@ def test_code_that_would_lie_elsewhere_is_refused(uploads: Any, tmp_path: Path, 
     assert not list(tmp_path.rglob("outside"))
 
 
-def with_header(size: int) -> bytes:
-    """An archive whose first member's name is so long."""
+def with_header(size: int, times: int = 1) -> bytes:
+    """An archive whose first member's name is so long, and said so often."""
     name = tarfile.TarInfo("././@LongLink")
     name.type, name.size = tarfile.GNUTYPE_LONGNAME, size
-    return gzip.compress(name.tobuf(tarfile.GNU_FORMAT) + b"a" * size + tarfile.TarInfo("code/a.py").tobuf())
+    return gzip.compress(name.tobuf(tarfile.GNU_FORMAT) * times + b"a" * size + tarfile.TarInfo("code/a.py").tobuf())
 
 
 @pytest.mark.parametrize(
@@ -312,8 +312,9 @@ def with_header(size: int) -> bytes:
         packed("code/a\0b"),
         packed("code/a", b"x" * (1 << 21)),
         with_header(1 << 25),
+        with_header(0, times=1500),
     ],
-    ids=["deep", "compiled", "no name", "large", "long header"],
+    ids=["deep", "compiled", "no name", "large", "long header", "names of names"],
 )
 def test_code_that_is_more_than_code_is_refused(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

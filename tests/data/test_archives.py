@@ -107,7 +107,9 @@ def stop_half_way(final: Path, *, keep: bool) -> None:
 def test_a_folder_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         stop_half_way(tmp_path / "data", keep=False)
-    assert not (tmp_path / "data").exists()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "data.partial").mkdir()
+    (tmp_path / "data.partial" / "of a killed process").touch()
     with complete_folder(tmp_path / "data") as folder:
         assert list(folder.iterdir()) == []  # the leftover is gone
         (folder / "whole").touch()
@@ -212,6 +214,72 @@ def test_an_absolute_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"evil\.tar is refused"), opened_tar(archive) as tar:
         extract(tar, tar.getmembers()[0], tmp_path / "into", str(tmp_path / "outside"))
     assert not (tmp_path / "outside").exists()
+
+
+def pax(*records: bytes) -> bytes:
+    """A header that says more of the member after it."""
+    said = b"".join(records)
+    return header("pax", tarfile.XHDTYPE, len(said)) + said + bytes(-len(said) % 512)
+
+
+def header(name: str, kind: bytes, size: int) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+_SPARSE = pax(b"22 GNU.sparse.major=1\n", b"22 GNU.sparse.minor=0\n")
+HOSTILE = {
+    "names of names": header("name", tarfile.GNUTYPE_LONGNAME, 0) * 3000,
+    "a length of 5,000 digits": pax(b"1" * 5000, b" a=b\n"),
+    "a sparse file without a map": _SPARSE + header("file", tarfile.REGTYPE, 512) + b"no number\n".ljust(512, b"\0"),
+    "letters that are none": pax(b"26 hdrcharset=\xff\xff\xff\xff\xff\xff\n"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("what", HOSTILE)
+def test_headers_made_to_break_their_reader_are_an_error_for_the_user(tmp_path: Path, what: str, stream: bool) -> None:
+    archive = tar_of(tmp_path / "plain.tar", tarfile.TarInfo("file"))
+    archive.write_bytes(header("first", tarfile.REGTYPE, 0) + HOSTILE[what] + archive.read_bytes())
+    with (
+        pytest.raises(UserError, match="cannot be read as a tar archive") as caught,
+        opened_tar(archive, stream=stream) as tar,
+    ):
+        list(regular(tar, 1 << 20))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, b"g", b"X"])
+def test_a_header_longer_than_any_path_is_not_read(tmp_path: Path, kind: bytes) -> None:
+    archive = tmp_path / "long.tar"
+    archive.write_bytes(header("first", tarfile.REGTYPE, 0) + header("long", kind, 300 << 20))
+    with pytest.raises(UserError, match="a header of 314,572,800 bytes"), opened_tar(archive) as tar:
+        list(regular(tar, 1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a", "comes twice"),
+        ("a/1", "cannot be made: Not a directory"),
+        ("a" * 300, "cannot be made: File name too long"),
+        ("a\0b", "leads out of"),
+        ("/", "leads out of"),
+    ],
+)
+def test_a_member_that_cannot_be_made_is_the_archives_fault(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "into").mkdir()
+    (tmp_path / "into" / "a").touch()
+    archive = tar_of(tmp_path / "odd.tar", tarfile.TarInfo("file"))
+    with opened_tar(archive) as tar, pytest.raises(UserError, match=why):
+        extract(tar, tar.getmembers()[0], tmp_path / "into", name)
+
+
+def test_a_folder_that_has_lost_files_since_is_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with pytest.raises(UserError, match=f"mv {tmp_path}/data {tmp_path}/data.old"), complete_folder(tmp_path / "data"):
+        pass
 
 
 @pytest.mark.parametrize("keep", [0, 100, 700])

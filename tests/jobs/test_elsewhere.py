@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from trainkit.cluster.far_side import BEGIN
 from trainkit.config.loading import load, to_yaml
 from trainkit.records.events import append_event
 from trainkit.records.process_id import ProcessId
@@ -65,8 +67,8 @@ def run_there(there: Path, name: str = "ddp-0001") -> RunDir:
 def command(there: Path, tmp_path: Path) -> Command:
     """``command("status", ...)`` is ``python -m jobs.status ... --host me@login`` in the test's folder."""
 
-    def call(verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", f"jobs.{verb}", *arguments, *HOST]
+    def call(verb: str, *arguments: str | bytes) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", f"jobs.{verb}", *arguments, *(() if "--host" in arguments else HOST)]
         return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
 
     return call
@@ -155,6 +157,42 @@ def test_the_results_of_a_sweep_there_are_printed_here(command: Command, there: 
     said = command("report", "ddp-0001")
     assert (said.returncode, "| folder | seed |" in said.stdout) == (0, True), said.stderr
     assert {"results.md", "logbook.md"} <= {Path(line).name for line in said.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("name", ["torch.py", ".bashrc", "a/..", "logbook.md", "a\x1b[2J.png", "link.png"])
+def test_a_report_from_there_replaces_no_file_of_the_users(
+    command: Command, there: Path, tmp_path: Path, name: str
+) -> None:
+    packed, mine = tmp_path / "packed", {"torch.py": "import sys\n", ".bashrc": "PS1=x\n", "logbook.md": "by hand\n"}
+    for file, text in mine.items():
+        (tmp_path / file).write_text(text)
+    with packed.open("wb") as out:
+        out.write(f"{BEGIN}\nfiles\n".encode())
+        with tarfile.open(fileobj=out, mode="w") as archive:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = (tarfile.SYMTYPE if "link" in name else tarfile.REGTYPE), "/etc/passwd"
+            archive.addfile(member)
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\ncase " $* " in *" -G "*) exit 1 ;; esac\ncat {packed}\n')
+    said = command("report", "ddp-0001", "--out", ".")
+    assert said.returncode == (2 if name == "logbook.md" else 0 if "link" in name else 1), said.stderr
+    assert (said.stdout, len(said.stderr.splitlines()), "\x1b" in said.stderr) == ("", 3 * (said.returncode > 0), False)
+    assert {file: (tmp_path / file).read_text() for file in mine} == mine
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_folders_and_words_reach_the_other_side_as_they_were_typed(
+    command: Command, there: Path, tmp_path: Path
+) -> None:
+    (there.parent / ".bash_profile").write_text("export CDPATH=/usr; cd /usr; echo Welcome\n")
+    run_there(there)
+    for folder in ("~/trainkit", "trainkit", str(there)):
+        said = command("status", "ddp-0001", "--json", "--host", f"me@login:{folder}")
+        assert [run["run"] for run in json.loads(said.stdout)] == ["ddp-0001"], said.stderr
+    said = command("status", b"no \xff run")
+    assert (said.returncode, len(said.stderr.splitlines())) == (2, 4), said.stderr  # Welcome, and three lines
+    for odd in (b"\xff", b"a\x1b[2Jb", b"a\xc2\x9bb"):
+        said = command("status", "--host", b"me@login:" + odd)
+        assert (said.returncode, "is not a machine" in said.stderr, "\x1b" in said.stderr) == (2, True, False)
 
 
 def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import shutil
 import sys
 import tarfile
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from trainkit import reading, terminal
 from trainkit.checkpoint import files, remote
 from trainkit.checkpoint.record import BrokenCheckpointError, FileFacts, Record
 from trainkit.checkpoint.remote import Pointers
@@ -174,8 +174,8 @@ def _unpack(packed: bytes, into: Path) -> None:
     """Files below ``code/``, and of these only what a snapshot holds (`are_of_code`)."""
     try:
         code = _code_in(packed)
-    except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError) as error:
-        raise StoreError(f"{remote.CODE} is not what a run has written ({error})") from None
+    except reading.BROKEN_TAR as error:
+        raise StoreError(f"{remote.CODE} is not what a run has written ({terminal.one_line(error)})") from None
     for name, content in code.items():
         make_folder((into / name).parent, into)
         write(into / name, content, into)
@@ -188,7 +188,7 @@ def _code_in(packed: bytes) -> dict[str, bytes]:
     left, found = _LONGEST_CODE, dict[str, bytes]()
     if len(content) > left:
         raise tarfile.TarError("it is too long")
-    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:", tarinfo=reading.TarMember) as archive:
         members = [item for item in archive if item.isfile()]  # no folders, links and devices
         for item in members:
             left -= item.size  # of a sparse one more than its archive holds

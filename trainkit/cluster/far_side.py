@@ -75,14 +75,14 @@ class Host:
     def parse(cls, text: str) -> Host:
         """Raises UserError for what ssh would take for something else."""
         name, _, folder = text.partition(":")
-        if not re.fullmatch(r"[\w][\w.@%+-]*", name) or any(ord(char) < 32 for char in folder):
+        if not re.fullmatch(r"[\w][\w.@%+-]*", name) or not folder.isprintable():
             raise UserError(
                 f"--host {text!r} is not a machine.",
                 why="It is what ssh takes: a name of ~/.ssh/config, or user@login; with :FOLDER if that is not "
                 f"~/{FOLDER}.",
                 fix="For example --host me@login.example.org, or --host me@login.example.org:work/trainkit.",
             )
-        return cls(name, folder or FOLDER)
+        return cls(name, folder.removeprefix("~/") or FOLDER)
 
     def __str__(self) -> str:
         return self.name if self.folder == FOLDER else f"{self.name}:{self.folder}"
@@ -118,7 +118,8 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: Sent |
         sent: the code; the module runs in its folder. None: the latest that was sent, else what lies in the host's
             folder; the module runs in that one.
     """
-    folder = shlex.quote(host.folder)
+    # Below the home folder wherever a profile there goes, and whatever CDPATH it sets.
+    folder = ("" if host.folder.startswith("/") else "~/") + shlex.quote(host.folder)
     lines = [
         f"cd {folder} 2>/dev/null || {{ {_no_folder(host)} >&2; exit 2; }}",
         "root=$PWD",

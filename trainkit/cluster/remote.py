@@ -7,6 +7,7 @@ user's. One connection is shared by the commands of ten minutes, unless the user
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ from typing import IO
 from trainkit import programs
 from trainkit import terminal as printable
 from trainkit.cluster.far_side import BEGIN, Host
-from trainkit.errors import SchedulerError
+from trainkit.errors import SchedulerError, UserError
 from trainkit.records.files import make_own
 
 SSH = "TRAINKIT_SSH"
@@ -57,7 +58,7 @@ def run_there(
     """
     ssh = shlex.split(env.get(SSH) or "ssh")
     # In base64 it is the same for every login shell: csh takes no line breaks in quotes, fish knows other escapes.
-    packed = base64.b64encode(line.encode()).decode()
+    packed = base64.b64encode(os.fsencode(line)).decode()
     options = ["-t"] if terminal else ["-T"]
     command = [*ssh, *options, *_lasting(ssh, host, env), "--", host.name]
     command.append(f"exec bash -lc 'eval \"$(echo {packed} | base64 -d)\"'")
@@ -66,6 +67,9 @@ def run_there(
             command, env=dict(env), stdin=None if terminal else subprocess.PIPE, stdout=subprocess.PIPE
         )
     except OSError as error:
+        if error.errno == errno.E2BIG:
+            fix = "Put the settings into a preset, which is sent as a file."
+            raise UserError("The command is too long for ssh.", why=f"{error.strerror}.", fix=fix) from None
         raise SchedulerError(
             "There is no ssh here.",
             why=f"{ssh[0]}: {error.strerror}.",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shlex
 import shutil
 import tarfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit import terminal
+from trainkit import reading, terminal
 from trainkit.errors import UserError
 from trainkit.records import files
 
@@ -82,7 +83,16 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
     """A folder to fill that gets its final name once the block ends well.
 
     A leftover of an earlier call is removed, or, with ``keep``, handed out again so that the work goes on where it was.
+
+    Raises:
+        UserError: there is a folder of that name, from which something is missing; or the leftover is somebody else's.
     """
+    if final.exists():
+        raise UserError(
+            f"{final} is there, but not complete.",
+            why="A folder gets that name once all is in it; something has gone since.",
+            fix=f"Move it away, and give this command again: {shlex.join(['mv', str(final), f'{final}.old'])}",
+        )
     partial = final.with_name(final.name + ".partial")
     if not keep:
         shutil.rmtree(partial, ignore_errors=True)
@@ -90,8 +100,13 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
     if not files.is_own(partial):  # somebody else may have filled it, in a folder that several write to
         fix = "Remove it, or prepare the data in a folder of your own: data.root=FOLDER."
         raise UserError(f"{partial} is not yours.", why="What is in it would be taken for the data.", fix=fix)
-    yield partial
-    os.replace(partial, final)
+    try:
+        yield partial
+        os.replace(partial, final)
+    except BaseException:
+        if not keep:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 @contextmanager
@@ -103,14 +118,14 @@ def opened_tar(archive: Path | IO[bytes] | HashingReader, *, stream: bool = Fals
     name = archive if isinstance(archive, Path) else getattr(archive, "name", "The archive")
     source: Any = {"name": archive} if isinstance(archive, Path) else {"fileobj": archive}
     try:
-        with tarfile.open(mode="r|*" if stream else "r:*", **source) as tar:
+        with tarfile.open(mode="r|*" if stream else "r:*", tarinfo=reading.TarMember, **source) as tar:
             yield tar
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+    except reading.BROKEN_TAR as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's or the permissions' fault, not the archive's
         raise UserError(
             f"{name} cannot be read as a tar archive.",
-            why=f"{error or type(error).__name__}.",
+            why=f"{terminal.one_line(error) or type(error).__name__}.",
             fix="Check that it was copied completely: its size, or its checksum.",
         ) from None
 
@@ -146,16 +161,23 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
     """
     target = Path(name)
     file = tar.extractfile(member) if member.isfile() else None
-    if file is None or target.is_absolute() or ".." in target.parts:
-        raise UserError(
-            f"{tar.name!s} is refused.",
-            why=f"Its member '{terminal.one_line(member.name, 100)}' leads out of {folder}, or is no file.",
-            fix="Get the archive from the data set's own site.",
-        )
-    files.make_folder(folder)
-    files.make_folder((folder / target).parent, folder)
-    with file, files.create(folder / target, folder) as out:
-        shutil.copyfileobj(file, out, CHUNK)
+    why = f"leads out of {folder}, or is no file"
+    try:
+        if file is not None and target.name and not target.is_absolute() and not {"..", "\0"} & {*target.parts, *name}:
+            files.make_folder(folder)
+            files.make_folder((folder / target).parent, folder)
+            with file, files.create(folder / target, folder) as out:
+                shutil.copyfileobj(file, out, CHUNK)
+            return
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
+        why = "comes twice" if error.errno == errno.EEXIST else f"cannot be made: {error.strerror}"
+    raise UserError(
+        f"{tar.name!s} is refused.",
+        why=f"Its member '{terminal.one_line(member.name, 100)}' {why}.",
+        fix="Get the archive from the data set's own site.",
+    )
 
 
 class HashingReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,12 +81,6 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     if all((final / file).is_file() for file in FILES):
         say(f"{final} is already there.")
         return
-    if final.exists():
-        raise UserError(
-            f"{final} is there, but not complete.",
-            why=f"It has not all of: {', '.join(FILES)}.",
-            fix=f"Move it away, and give this command again: {shlex.join(['mv', str(final), f'{final}.old'])}",
-        )
     require_names(archives, (ARCHIVE,))
     archive = verified(URL, root / ARCHIVE, MD5, archives, say)
     say(f"Unpacking {archive}")

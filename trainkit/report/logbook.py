@@ -29,7 +29,8 @@ _SPENT_NOTE = (
     "start: until the ranks have met and the data is there, before their clock begins; data: waiting for images;"
     " exposed: waiting for gradients of other ranks that nothing hides; other: records and the loop itself."
 )
-MARK = "<!-- Written by `python -m jobs.report`. A new report replaces this file: copy it before you edit it. -->"
+_BY = "<!-- Written by `python -m jobs.report`"
+MARK = f"{_BY}. A new report replaces this file: copy it before you edit it. -->"
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def written_to(path: Path) -> Iterator[Path]:
     """Its folder is made. Raises UserError where it cannot be written, or would replace what somebody else wrote."""
     try:
         files.make_folder(path.parent)
-        if path.is_file() and not path.is_symlink() and not reading.read_start(path, 400).startswith(MARK):
+        marked = path.name in ("logbook.md", "comparison.md", "report.html")
+        if marked and path.is_file() and not path.is_symlink() and _BY not in reading.read_start(path, 400):
             raise UserError(
                 f"{path} was not written by this command.",
                 why="It would be replaced.",
@@ -136,7 +138,7 @@ def written_to(path: Path) -> Iterator[Path]:
         yield path
     except OSError as error:
         raise UserError(
-            f"Cannot write the log book in {path.parent}.",
+            f"Cannot write {path}.",
             why=f"{error.strerror}: {error.filename}",
             fix="Choose another folder with --out FOLDER.",
         ) from None

@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 
 from trainkit import reading, terminal
-from trainkit.errors import UserError
 from trainkit.records import files
 from trainkit.records.rundir import run_at
 from trainkit.report import comparing, contributors, tables
 from trainkit.report.facts import Facts, Runs, collect
+from trainkit.report.logbook import written_to
 from trainkit.report.page_classes import classes
 from trainkit.report.page_costs import hardware, scaling, spent
 from trainkit.report.page_curves import MOST, curves
@@ -41,20 +41,8 @@ def write_page(runs: Runs, out: Path) -> Path:
     Raises:
         UserError: it cannot be written, or a ``report.html`` there is somebody else's.
     """
-    path = out / FILE
-    try:
-        files.make_folder(out)
-        if path.is_file() and not path.is_symlink() and MARK not in reading.read_start(path, 400):
-            raise UserError(
-                f"{path} was not written by this command.",
-                why="It would be replaced.",
-                fix="Choose another folder with --out FOLDER, or move that file away.",
-            )
+    with written_to(out / FILE) as path:
         files.write(path, page(collect(runs)).encode(errors="replace"), run_at(out))
-    except OSError as error:
-        raise UserError(
-            f"Cannot write {path}.", why=f"{error.strerror}: {error.filename}", fix="Choose another with --out FOLDER."
-        ) from None
     return path
 
 
