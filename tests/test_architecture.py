@@ -81,6 +81,7 @@ HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "ma
 
 # os.environ is read once, in jobs/cli.py and jobs/train.py, and handed down as a mapping. Other readers, and why:
 ENVIRONMENT = {
+    "trainkit.programs": "hands this process's own environment on, less what changes the answers",
     "trainkit.interactive": "is what notebooks and scripts call, in their own process",
     "trainkit.records.rundir": "TRAINKIT_RUN_MODE: who may enter a new run folder; the user's, like their umask",
     "trainkit.records.index": "XDG_STATE_HOME: where this user's state is, whatever the run",

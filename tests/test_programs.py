@@ -137,3 +137,13 @@ def test_ctrl_c_ends_the_program_too(tmp_path: Path) -> None:
 def test_the_environment_is_the_one_that_is_given() -> None:
     env = {"PATH": os.environ["PATH"], "ONLY": "this"}
     assert programs.ask(["env"], env=env).out.splitlines() == [f"PATH={env['PATH']}", "ONLY=this"]
+
+
+def test_what_changes_slurm_s_answers_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCANCEL_STATE", "RUNNING")
+    monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
+    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
+    told = programs.ask(["env"]).out
+    assert "SCANCEL_STATE" not in told
+    assert "SLURM_CLUSTERS" not in told
+    assert "SLURM_CONF=/etc/here.conf" in told

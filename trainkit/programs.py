@@ -7,6 +7,7 @@ started here and asked nothing (ranks, a controller, a connection) is started el
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -26,6 +27,9 @@ MOST = 32_000_000
 _LONGEST = 2000
 """Characters of what a program says of its failure: it is shown, and written down."""
 _AT_ONCE = 1 << 16
+# What users set for their own eyes: SLURM's programs take from these which jobs are shown or ended, how, and of which
+# cluster. Jobs are submitted to the cluster of SLURM_CONF, and the same number is another job elsewhere.
+_HABITS = re.compile(r"(SQUEUE|SACCT|SINFO|SCANCEL|SCONTROL)_.*|SLURM_(CLUSTERS|TIME_FORMAT|BITSTR_LEN)")
 _LOOK_SECONDS = 0.1
 """So often a program is looked at that has ended while another process holds its pipes."""
 
@@ -75,7 +79,7 @@ def ask(
     lives on, and is not waited for.
 
     Args:
-        env: its environment; None: this process's own.
+        env: its environment; None: this process's own. What would change SLURM's answers is left out.
         text: what it reads from stdin.
         seconds: how long it may take; None: `PATIENCE_SECONDS`.
 
@@ -85,6 +89,7 @@ def ask(
     """
     program, pipe = command[0], subprocess.PIPE
     seconds = PATIENCE_SECONDS if seconds is None else seconds
+    env = {name: value for name, value in (os.environ if env is None else env).items() if not _HABITS.fullmatch(name)}
     try:
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdin=pipe if text else subprocess.DEVNULL, stdout=pipe, stderr=pipe,

@@ -167,6 +167,7 @@ def test_sbatchs_own_variables_count_as_they_do_for_sbatch(variable: str, text: 
         ("SBATCH_NO_REQUEUE", "launch.requeue"),
         ("SBATCH_ARRAY_INX", "--sweep"),
         ("SBATCH_CLUSTERS", "cluster of this machine"),
+        ("SLURM_CLUSTERS", "cluster of this machine"),
         ("SBATCH_WAIT", "--wait"),
         ("SBATCH_GPUS_PER_TASK", "--gpus-per-node"),
     ],

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slurm
 
+# What users set so that squeue, sacct, sinfo and scancel show them, or end, what they want to.
+HABITS = {
+    "SQUEUE_FORMAT": "%j", "SQUEUE_USERS": "nobody", "SQUEUE_PARTITION": "low", "SACCT_FORMAT": "User",
+    "SINFO_PARTITION": "low", "SCANCEL_STATE": "RUNNING", "SCANCEL_NAME": "other",
+    "SLURM_TIME_FORMAT": "relative", "SLURM_CLUSTERS": "elsewhere",
+}  # fmt: skip
 TINY = ("model.name=light_model:build", "monitor.loggers=[jsonl]")
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0")
 COMMANDS = ("sbatch", "scontrol", "squeue", "sacct", "sinfo", "sacctmgr", "scancel")
@@ -53,6 +59,18 @@ def test_submit_status_and_cancel_ask_little(devcluster: Cluster, light: dict[st
         calls.write_text("")
         devcluster.job(verb, "later", env=env)
         assert len(calls.read_text().splitlines()) <= most, calls.read_text()
+
+
+def test_a_user_s_habits_change_neither_what_is_read_nor_what_is_ended(devcluster: Cluster) -> None:
+    later = ("--sbatch", "begin=now+1hour", *ONE_RANK, "--again", "--run-dir", "runs/habits")
+    said = devcluster.job("submit", "ddp", *TINY, *later, env=HABITS)
+    assert "SLURM_CLUSTERS=elsewhere is not passed on" in said.stdout + said.stderr
+    (job_id,) = jobs_of(devcluster, devcluster.home / "runs" / "habits")
+    told = devcluster.job("status", "habits", env=HABITS).stdout
+    assert "PENDING" in told
+    assert "to start about 20" in told, "a time that can be read"
+    assert f"cancelled job {job_id}" in devcluster.job("cancel", "habits", env=HABITS).stdout
+    assert devcluster.wait(job_id) == "CANCELLED"
 
 
 def test_cancel_ends_every_job_of_a_run_though_nobody_can_tell_which_live(

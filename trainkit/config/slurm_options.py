@@ -154,6 +154,7 @@ _SETTINGS = {
 }
 _OTHER_NAMES = {
     "SBATCH_ARRAY_INX": "array", "SBATCH_DEBUG": "verbose", "SBATCH_REQ_SWITCH": "switches", "SBATCH_TIMELIMIT": "time",
+    "SLURM_CLUSTERS": "clusters",
 }  # fmt: skip
 _WITHOUT_VALUE = ("ignore-pbs", "overcommit", "spread-job", "use-min-nodes")
 
@@ -165,7 +166,8 @@ def settings_of(env: Mapping[str, str]) -> tuple[list[tuple[str, str, Any]], lis
     notes = []
     for name, text in sorted(env.items()):
         option = _OTHER_NAMES.get(name, name.removeprefix("SBATCH_").lower().replace("_", "-"))
-        if not name.startswith("SBATCH_") or not text or (name not in _SETTINGS and option not in _NAMES["sbatch"]):
+        is_option = name in _OTHER_NAMES or (name.startswith("SBATCH_") and option in _NAMES["sbatch"])
+        if not text or (name not in _SETTINGS and not is_option):
             continue
         if name == "SBATCH_GPUS_PER_NODE":
             kind, colon, count = text.rpartition(":")
