@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit import terminal
@@ -24,6 +24,8 @@ PATIENCE_SECONDS = 30.0
 """For one answer, unless who asks says otherwise."""
 MOST = 32_000_000
 """Bytes of one answer, on both streams together. 10,000 nodes or 100,000 jobs of a user take half of it."""
+_LONGEST_LINE = 100_000
+"""Characters: a partition of 10,000 nodes whose names have nothing in common."""
 _LONGEST = 2000
 """Characters of what a program says of its failure: it is shown, and written down."""
 _AT_ONCE = 1 << 16
@@ -61,6 +63,14 @@ class Answer:
         """What it says of its failure, as one line; of a long one the end."""
         said = terminal.one_line(self.err.strip()[-_LONGEST:], _LONGEST)
         return said or f"{self.program} failed with exit code {self.code}"
+
+    def shown(self) -> Answer:
+        """The same as lines that move no terminal. Raises NoAnswer if one of them is too long to be a fact."""
+        out, err = terminal.lines(self.out), terminal.lines(self.err)
+        if (longest := max(map(len, [*out.splitlines(), *err.splitlines()]), default=0)) > _LONGEST_LINE:
+            words = f"{self.program} gave no answer that can be read: a line of it has {terminal.size(longest)}"
+            raise _no_answer(self.program, words)
+        return replace(self, out=out, err=err)
 
     def require(self) -> str:
         """What it has printed. Raises NoAnswer if it has failed."""

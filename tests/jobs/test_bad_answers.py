@@ -101,6 +101,29 @@ def test_a_line_without_end_is_cut_where_it_is_shown(command: Command, fake_slur
     assert len(done.out) < 10_000
 
 
+@pytest.mark.parametrize("told", ["ClusterName = %s", "PartitionName=%s Nodes=n[1-2] State=UP"])
+def test_a_line_too_long_to_be_a_fact_of_a_site_is_no_answer(
+    command: Command, fake_slurm: Path, first: Path, told: str
+) -> None:
+    long = "$(head -c 2000000 /dev/zero | tr '\\0' r)"
+    all_say(fake_slurm, f'echo "NodeName=n1 CPUTot=8 State=IDLE"; echo "{told.replace("%s", long)}"', "scontrol")
+    for verb in ("show", "dry run"):
+        done = command(*VERBS[verb])
+        assert "no answer that can be read: a line of it has 2.0 MB" in done.out + done.err
+        assert len(done.out + done.err) < 20_000
+
+
+def test_what_srun_says_in_a_check_of_nodes_is_cut_where_nobody_reads_on(
+    command: Command, fake_slurm: Path, first: Path
+) -> None:
+    all_say(fake_slurm, "echo first words >&2; yes | head -c 20000000 >&2; exit 1", "srun")
+    done = command("cluster", "check")
+    assert done.code == 4
+    assert done.err.startswith("first words\n")
+    assert "srun has said above what is wrong" in done.err
+    assert len(done.err) < 1_010_000
+
+
 def test_a_list_of_more_nodes_than_any_machine_has_is_not_made(command: Command, fake_slurm: Path, first: Path) -> None:
     all_say(fake_slurm, "echo 'PartitionName=main Default=YES Nodes=n[1-99999999999] State=UP'", "scontrol")
     done = command("submit", "ddp", "--estimate")

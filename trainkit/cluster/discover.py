@@ -10,7 +10,7 @@ import pwd
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit import programs, reading, terminal
@@ -86,8 +86,7 @@ class _Ask:
         if command[0] in self.silent:
             return "not asked, since it was silent before"
         try:
-            answer = programs.ask(command, env=self.env)
-            return replace(answer, out=terminal.lines(answer.out), err=terminal.lines(answer.err))
+            return programs.ask(command, env=self.env).shown()
         except programs.NoAnswer as error:
             self.silent.add(command[0])
             return error.words.removeprefix(f"{command[0]} gave ")

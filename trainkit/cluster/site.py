@@ -195,7 +195,7 @@ def _own_groups() -> tuple[str, ...]:
 
 
 def _ask(*command: str) -> str:
-    return terminal.lines(programs.ask(command).require())
+    return programs.ask(command).shown().require()
 
 
 def _fields(line: str) -> dict[str, str]:

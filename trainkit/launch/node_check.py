@@ -6,10 +6,11 @@ import math
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainkit import programs, reading, terminal
 from trainkit.cluster.check import FOLDER
@@ -25,6 +26,8 @@ from trainkit.ranks.secret import Secret
 LIMIT_MINUTES = 3
 _END_SECONDS = 5.0
 """After the report the ranks have nothing left to do; one that hangs does not hold the answer."""
+_MOST_SAID = 1_000_000
+"""Characters of what srun or a rank says beside the report; nobody reads more."""
 _MODULE = ("-u", "-m", "trainkit.distributed.health")
 # What decides which nodes these are and what a rank gets of them. The rest of a plan is about trainings.
 _RESOURCES = (
@@ -65,7 +68,10 @@ def check_nodes(
         RefusedError: the ranks started and gave no answer.
     """
     processes = _start(plan, _environment(plan, folder, env, interface))
+    listeners = [threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True) for process in processes]
     try:
+        for listener in listeners:
+            listener.start()
         first = processes[0].stdout
         assert first is not None
         heard = 0
@@ -86,8 +92,18 @@ def check_nodes(
             )
         raise _no_answer(f"Its first rank ended with exit code {code}; what it said is above.")
     finally:
-        for process in processes:
+        for process, listener in zip(processes, listeners, strict=True):
             _end(process)
+            listener.join(_END_SECONDS)  # its last words come before what is said of its end
+
+
+def _pass_on(words: IO[str]) -> None:
+    """Show what is said as it comes, up to where nobody reads it; it is heard to its end, so that nobody waits."""
+    left = _MOST_SAID
+    with words:
+        while part := words.readline(_MOST_SAID):
+            print(terminal.log_text(part[:left], sys.stderr), end="", file=sys.stderr)
+            left -= len(part[:left])
 
 
 def srun_command(plan: Plan) -> list[str]:
@@ -129,7 +145,8 @@ def _start(plan: Plan, env: Mapping[str, str]) -> list[subprocess.Popen[str]]:
 
 
 def _popen(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, errors="replace")
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
