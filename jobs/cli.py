@@ -118,11 +118,13 @@ class Parser(argparse.ArgumentParser):
             if "|" in names[0] and names[0].islower():
                 what = f"One of {names[0].replace('|', ', ')} is missing"
                 fix = f"`{self.prog} --help` says what each of them does."
+            elif names[0].startswith("PRESET") and "--join" in self._option_string_actions:
+                fix = f"Name it first: `{self.prog} ddp`, or to join a swarm `{self.prog} hivemind --join TOKEN`."
         elif rest == "expected one argument":
             what, why, fix = f"{name} has no value", "It takes one, and none follows it.", f"Write {name} VALUE."
         elif match := re.fullmatch(r"invalid (\w+) value: '(.*)'", rest):
             wanted = {"int": "a whole number", "float": "a number"}.get(match[1], f"a {match[1]}")
-            what, why, fix = f"{name} {match[2]} is not valid", f"It must be {wanted}.", f"Give {wanted}."
+            what, why, fix = f"{name} {match[2]} is not valid", f"It must be {wanted}.", f"Give {wanted}: {name} 4."
         elif match := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", rest):
             choices = match[2].replace("'", "").split(", ")
             what, why = f"'{match[1]}' is not possible", f"{name} is one of: {', '.join(choices)}."

@@ -111,7 +111,7 @@ def test_flags_and_overrides_may_stand_in_any_order(parser: cli.Parser) -> None:
         (["ddp", "--nodes"], "--nodes has no value.", "Write --nodes VALUE."),
         (["ddp", "--mode", "fats"], "'fats' is not possible.", "Did you mean 'fast'?"),
         (["ddp", "--mode", "x"], "'x' is not possible.", "Use fast."),
-        (["ddp", "--rank", "x"], "--rank x is not valid.", "Give a whole number."),
+        (["ddp", "--rank", "x"], "--rank x is not valid.", "Give a whole number: --rank 4."),
         ([], "Preset missing.", "--help"),
     ],
 )

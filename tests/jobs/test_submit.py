@@ -333,6 +333,8 @@ def test_flags_and_overrides_may_come_in_any_order(command: Command, no_slurm: d
         (["ddp", "strategy.bucket=3"], 2, "Unknown key 'strategy.bucket'"),
         (["single", "--nodes", "2"], 2, "one process"),
         (["ddp", "data.name=cifar10", "data.root=nosuch"], 2, "jobs.prepare cifar10"),
+        (["--join", "token"], 2, "submit hivemind --join TOKEN"),
+        (["hivemind", "--join", "token", "--array", "0-3"], 2, "Give a whole number: --array 4."),
         (["broken.yaml"], 2, "broken.yaml:2"),
         (["nosuch.yaml"], 2, "No file"),
         (["ddp", "--run-dir", "taken"], 2, "exists already"),
