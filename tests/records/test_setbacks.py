@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainkit.records.setbacks import Setbacks, setbacks_of
+from trainkit.records import jsonl
+from trainkit.records.rundir import RunDir
+from trainkit.records.setbacks import Setbacks, divergence_of, setbacks_of
 
 
 def event(kind: str, step: int, **more: Any) -> dict[str, Any]:
@@ -57,3 +60,13 @@ def test_updates_that_a_rollback_has_undone_were_tried() -> None:
 )
 def test_odd_events_are_passed_over(odd: dict[str, Any]) -> None:
     assert setbacks_of([odd], [], 5).lost == 0
+
+
+def test_updates_that_were_saved_and_not_recorded_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step, loss in enumerate((2.3, None, None), start=1):
+        jsonl.append(run.metrics, {"step": step, "split": "train", "loss": loss})
+    for step in (2, 3, 4):
+        jsonl.append(run.events, {"event": "nonfinite", "step": step})
+    jsonl.append(run.events, {"event": "saved", "step": 4})
+    assert divergence_of(run) == "loss nan from step 2, 3 of 4 updates skipped"

@@ -18,6 +18,7 @@ from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 from trainkit.report.page import write_page
+from trainkit.report.page_chart import Axes, Series, line_chart
 
 MakeRun = Callable[..., RunDir]
 
@@ -160,6 +161,22 @@ def test_classes_are_told_with_what_they_are_taken_for(make_run: MakeRun) -> Non
         next(label for label in labels if "by class" in label)
         == "Accuracy by class: cat 80.0 % of 10; dog 100.0 % of 5; owl 100.0 % of 9"
     )
+
+
+def test_of_several_runs_each_says_of_which_step_its_classes_are(make_run: MakeRun) -> None:
+    runs = [make_run(), make_run("ddp-0002")]
+    for run, step in zip(runs, (20, 40), strict=True):
+        confusion(run, ["cat", "dog"], [[0, 0, 8], [0, 1, 2], [1, 1, 5]])
+        run.confusion.write_text(json.dumps(json.loads(run.confusion.read_text()) | {"step": step}))
+    page = page_of(*runs)
+    assert "ddp-0001, test, step 20 " in page.text
+    assert "ddp-0002, test, step 40 " in page.text
+
+
+def test_the_numbers_at_an_axis_are_those_of_its_lines() -> None:
+    axes = Axes("Loss", "", "step", "curves")
+    chart = line_chart(axes, [Series("a", [(0.0, 2.31), (1.0, 2.312)])], x_from=0.0, x_to=1.0)
+    assert re.findall(r"tick end.>([^<]*)", chart) == ["2.31", "2.3105", "2.311", "2.3115", "2.312", "step"]
 
 
 def test_a_thousand_classes_are_a_list_and_no_picture_of_a_million_cells(make_run: MakeRun) -> None:

@@ -100,7 +100,53 @@ def test_of_a_run_that_has_not_begun_nothing_is_told_but_that(make_run: MakeRun,
 def test_of_a_large_sweep_the_best_runs_are_shown_in_detail(make_run: MakeRun) -> None:
     page = page_of(*sweep(make_run, {(f"seed={n}",): 80.0 + n for n in range(10)}))
     assert "Below the results are the best 8 of them." in page.text
+    assert "In percent, over the seeds: val acc1 84.50 ± 3.03, test acc1" not in page.text, "none was tested"
+    assert "In percent, over the seeds: val acc1 84.50 ± 3.03." in page.text
     assert page.text.count("1 attempt,") == 8
+
+
+def test_the_results_of_very_many_runs_stand_folded_below_what_they_come_to(make_run: MakeRun) -> None:
+    points: dict[tuple[str, ...], float | None] = {
+        (f"optim.lr={rate}", f"seed={seed}"): 50.0 + seed for rate in (1e-3, 1e-2, 1e-1) for seed in range(7)
+    }
+    page = page_of(*sweep(make_run, points))
+    assert page.text.index("mean ± sd") < page.text.index("All 21 runs") < page.text.index("folder")
+
+
+def test_runs_that_are_equally_good_share_the_first_place(make_run: MakeRun) -> None:
+    page = page_of(*sweep(make_run, {(f"schedule.name={name}",): 90.0 for name in ("wsd", "cosine", "step")}))
+    assert "Best by validation: schedule=wsd and 2 others, val acc1 90.00 %. It has not finished." in page.text
+
+
+def test_a_sweep_without_validation_claims_no_order(make_run: MakeRun) -> None:
+    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
+    for run in runs:
+        run.metrics.write_text(re.sub('(?m)^.*"val".*\n', "", run.metrics.read_text()))
+    page = page_of(*runs)
+    assert "No validation was reached." in page.text
+    assert "The best" not in page.text
+    assert "Thick" not in page.text
+    assert page.text.count("peak") == 2
+    assert [a for a in page.named("path") if a.get("class") == "line faint"] == [], "training is all that there is"
+
+
+def test_a_sweep_that_has_not_begun_has_trained_for_no_time_at_all(make_run: MakeRun) -> None:
+    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): None})
+    for run, seconds in ((runs[1], (0,)), (runs[1], (0, 30))):
+        run.events.write_text("")
+        for second in seconds:
+            jsonl.append(run.events, {"time": 1.7e9 + second, "event": "submitted", "executor": "slurm"})
+        page = page_of(runs[1])
+        assert "It has not begun" in page.text
+        assert not re.search(r"0 attempts|0\.0 s of training", page.text)
+    assert "It has not begun, 30.0 s after it was queued." in page.text
+
+
+def test_a_run_that_finished_and_diverged_says_so_in_its_row(make_run: MakeRun) -> None:
+    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
+    jsonl.append(runs[0].metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": None})
+    runs[0].summary.write_text('{"outcome": "finished", "steps": 50}')
+    assert re.search(r"0\s+1e-3\s+90\.00\s[^A-Z]*diverged", page_of(*runs).text)
 
 
 def test_the_page_of_a_sweep_keeps_to_its_folder_name(make_run: MakeRun, tmp_path: Path) -> None:

@@ -25,7 +25,14 @@ def compared(*runs: RunDir) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.04, "0.0 s"), (12.34, "12.3 s"), (59.97, "1 min 00 s"), (245, "4 min 05 s"), (5440, "1 h 30 min")],
+    [
+        (0.0, "0.0 s"),
+        (0.04, "40 ms"),
+        (12.34, "12.3 s"),
+        (59.97, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (5440, "1 h 30 min"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert tables.duration(seconds) == text

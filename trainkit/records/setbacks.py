@@ -78,7 +78,10 @@ def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str
 def divergence_of(run: RunDir) -> str:
     """How a run has diverged, in words; empty if it has not. Reads all of its records."""
     train = [record for record in read_thinned(run).records if record["split"] == "train"]
-    setbacks = setbacks_of(read_events(run, KINDS), train, train[-1]["step"] if train else 0)
+    events = read_events(run, (*KINDS, "saved"))
+    # The last updates may be in no record yet.
+    saved = [event for event in events if event["event"] == "saved" and "step" in event]
+    setbacks = setbacks_of(events, train, max((item["step"] for item in (*train[-1:], *saved)), default=0))
     return setbacks.in_words() if setbacks.diverged else ""
 
 

@@ -121,7 +121,7 @@ def _grid(axes: Axes, x: Scale, y: Scale) -> list[Html]:
     for value in y.ticks():
         at = f"{y(value):.1f}"
         found.append(tag("path", d=f"M{LEFT} {at}H{x.end:.1f}", class_="grid"))
-        found.append(tag("text", shown(value), x=LEFT - 6, y=at, dy="0.35em", class_="tick end"))
+        found.append(tag("text", shown(value, 6), x=LEFT - 6, y=at, dy="0.35em", class_="tick end"))
     found.append(tag("path", d=f"M{LEFT} {HEIGHT - BOTTOM}H{x.end:.1f}", class_="axis"))
     last_end = -1e9
     for value in x.ticks(6):

@@ -42,10 +42,11 @@ def classes(runs: Sequence[Facts]) -> Html:
     parts: list[object] = []
     for facts, counts in told:
         if len(runs) > 1:
-            parts.append(tag("h3", facts.label))
+            parts.append(tag("h3", f"{facts.label}, {counts.where}"))
         left = join([_matrix(counts), _pairs(counts)])
         parts.append(tag("div", tag("div", left), tag("div", _bars(counts)), class_="side"))
-    note = f"Of the best weights, on {told[0][1].where}." if told else ""
+    note = f"Of the best weights, on {told[0][1].where}." if len(runs) == 1 and told else "Of the best weights."
+    note += f" The first {_MOST_RUNS} runs." * (len(runs) > _MOST_RUNS)
     return join([section("classes", "Classes", *parts, note=note), _gallery(runs)])
 
 

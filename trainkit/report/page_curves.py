@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -43,6 +44,8 @@ def curves(runs: Sequence[Facts]) -> Html:
             for split in splits
             if (item := _series(records[facts.label][split], by, key, split, facts.label, colour, len(shown))).points
         ]
+        if not any(item.label for item in series):  # of runs that were never validated
+            series = [replace(item, faint=False, label=_end_value(key, item.points)) for item in series]
         axes = Axes(
             title, unit, by, "curves", low=0.0 if key in ("lr", "images_per_sec") else None,
             may_be_log=key == "loss", lost="not finite" if key == "loss" else "",
@@ -51,7 +54,7 @@ def curves(runs: Sequence[Facts]) -> Html:
     if not any(charts):
         return NOTHING
     notes = ["Dotted lines: a later attempt went on."] if marks else []
-    if len(shown) > 1:
+    if len(shown) > 1 and any(facts.val for facts in shown):
         notes.insert(0, "Thick: validation. Thin: training.")
     if any(facts.metrics.every > 1 for facts in shown):
         notes.append(

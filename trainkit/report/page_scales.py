@@ -54,14 +54,14 @@ def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [round(at * step, 12 - math.floor(math.log10(step)) if step < 1 else 6) for at in range(first, last + 1)]
 
 
-def shown(value: float) -> str:
+def shown(value: float, digits: int = 4) -> str:
     """A number for a tick or a label: ``0.05``, ``1,500``, ``12k``, ``3e-05``."""
     if value == 0:
         return "0"
     size = abs(value)
     if size >= 1e5:
         return f"{value / 1e6:g}M" if size >= 1e6 else f"{value / 1e3:g}k"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}" if size >= 1e-3 else f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.{digits}g}" if size >= 1e-3 else f"{value:.3g}"
 
 
 def is_wide(values: Sequence[float], above: float = 20) -> bool:

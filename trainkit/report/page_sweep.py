@@ -10,18 +10,29 @@ from trainkit.report.facts import Facts
 from trainkit.report.page_chart import COLOURS, Axes, Series, line_chart
 from trainkit.report.page_markup import NOTHING, Html, section, table, tag
 from trainkit.report.points import name_of
-from trainkit.report.sweep import best_accuracy, sweep_tables
-from trainkit.report.tables import number
+from trainkit.report.sweep import best_accuracy, spread, sweep_tables, test_accuracy
+from trainkit.report.tables import NONE
+
+_MOST_ROWS = 20
 
 
 def outcome(runs: Sequence[Facts]) -> list[str]:
     """How far the sweep came, and its best run; ``runs`` has the best first."""
     done = sum(facts.finished for facts in runs)
     lines = [f"{done} of {len(runs)} runs have finished."]
-    if (best := best_accuracy(runs[0])) is not None:
-        test = runs[0].test or {}
-        measured = f", test acc1 {number(test['acc1'], '.2f', ' %')}" if reading.is_number(test.get("acc1")) else ""
-        lines.append(f"Best by validation: {runs[0].label}, val acc1 {best:.2f} %{measured}.")
+    best = best_accuracy(runs[0])
+    if best is not None and set(runs[0].point) == {"seed"}:
+        val, test = spread(map(best_accuracy, runs)), spread(map(test_accuracy, runs))
+        lines.append(f"In percent, over the seeds: val acc1 {val}" + f", test acc1 {test}" * (test != NONE) + ".")
+    elif best is not None:
+        tested = test_accuracy(runs[0])
+        measured = f", test acc1 {tested:.2f} %" if tested is not None else ""
+        equal = sum(best_accuracy(facts) == best for facts in runs) - 1
+        others = f" and {equal} other{'s' * (equal > 1)}" if equal else ""
+        unfinished = "" if runs[0].finished else " It has not finished."
+        lines.append(f"Best by validation: {runs[0].label}{others}, val acc1 {best:.2f} %{measured}.{unfinished}")
+    elif any(facts.begun for facts in runs):
+        lines.append("No validation was reached.")
     if diverged := [facts.label for facts in runs if facts.setbacks.diverged]:
         lines.append(f"Diverged: {', '.join(diverged)}.")
     return lines
@@ -29,16 +40,18 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
 
 def swept(runs: Sequence[Facts]) -> Html:
     """The section with the results; ``runs`` has the best first."""
-    tables = sweep_tables(runs[0].run_dir.path.parent, runs)
+    (header, rows), *means = sweep_tables(runs[0].run_dir.path.parent, runs)
     keys = [key for key in runs[0].point if key != "seed"]
     charts = [chart for key in keys if (chart := _against(key, runs))]
-    return section(
-        "results",
-        "Results",
-        *(table(header, rows, numbers_from=1) for header, rows in tables),
-        tag("div", *charts, class_="charts") if charts else None,
-        note="The best by validation first." + " Dots: single runs; lines: their means." * bool(charts),
-    )
+    said = [table(*each, numbers_from=1) for each in means]
+    said += [tag("div", *charts, class_="charts")] if charts else []
+    every = table(header, rows, numbers_from=1)
+    if len(rows) > _MOST_ROWS and said:  # they would push what they come to off the screen
+        parts = [*said, tag("details", tag("summary", f"All {len(rows)} runs"), every)]
+    else:
+        parts = [every, *said]
+    note = "The best by validation first." if best_accuracy(runs[0]) is not None else ""
+    return section("results", "Results", *parts, note=note + " Dots: single runs; lines: their means." * bool(charts))
 
 
 def _against(key: str, runs: Sequence[Facts]) -> Html:

@@ -62,8 +62,8 @@ def timeline(runs: Sequence[Facts]) -> Html:
     for lane in lanes[:_MOST_LANES]:
         head = f"{lane.facts.label}: {_said(lane)}" if len(runs) > 1 else _said(lane)
         pictures.append(tag("p", head, class_="note"))
-        pictures.append(_picture(lane, longest))
-    pictures.append(_axis(longest))
+        pictures += [_picture(lane, longest)] * (lane.ended > lane.began)
+    pictures += [_axis(longest)] * (longest > 0)
     happened = [_rows(lane) for lane in lanes]
     marked = {event["event"] for lane in lanes[:_MOST_LANES] for event in _apart(lane.marks, longest)}
     note = "From the first submission. Bars: training; dotted: waiting; ticks: checkpoints. " + " ".join(
@@ -110,6 +110,9 @@ def _lane(facts: Facts) -> _Lane | None:
 
 def _said(lane: _Lane) -> str:
     facts = lane.facts
+    if not facts.begun:
+        waited = lane.ended - lane.began
+        return f"It has not begun, {duration(waited)} after it was queued." if waited > 0 else "It has not begun."
     running = sum(attempt.ended - attempt.began for attempt in lane.attempts)
     words = [f"{facts.attempts} attempt{'s' if facts.attempts != 1 else ''}", f"{duration(running)} of training"]
     waited = lane.ended - lane.began - running

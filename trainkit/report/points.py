@@ -24,8 +24,8 @@ def points_of(sweep: Path) -> dict[str, Point]:
 
 
 def name_of(point: Mapping[str, str]) -> str:
-    """``lr=1e-3, seed=1``: a key by its last part, where no other of them has the same."""
-    short = [key.rpartition(".")[2] for key in point]
+    """``lr=1e-3, schedule=wsd``: a key by its last part that says something, where no other of them has the same."""
+    short = [key.removesuffix(".name").rpartition(".")[2] for key in point]
     return ", ".join(
         f"{last if short.count(last) == 1 else key}={value}"
         for last, (key, value) in zip(short, point.items(), strict=True)

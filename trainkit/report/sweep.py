@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from trainkit import markdown, reading
@@ -36,8 +36,8 @@ def sweep_tables(sweep: Path, runs: Runs) -> list[tuple[Row, list[Row]]]:
             (
                 *values,
                 str(len(group)),
-                _spread([best_accuracy(facts) for facts in group]),
-                _spread([_test(f) for f in group]),
+                spread([best_accuracy(facts) for facts in group]),
+                spread([test_accuracy(facts) for facts in group]),
             )
             for values, group in ordered
         ]
@@ -70,13 +70,15 @@ def _row(facts: Facts, values: Sequence[str]) -> Row:
         *values,
         number(best_accuracy(facts), ".2f"),
         number(best.get("epoch") if best else None, ".1f"),
-        number(_test(facts), ".2f"),
+        number(test_accuracy(facts), ".2f"),
         duration(seconds) if seconds is not None else NONE,
-        "" if facts.finished else _unfinished(facts),
+        _remark(facts),
     )
 
 
-def _unfinished(facts: Facts) -> str:
+def _remark(facts: Facts) -> str:
+    if facts.finished:
+        return "diverged" if facts.setbacks.diverged else ""
     last: Mapping[str, object] = next(
         (event for event in reversed(facts.events) if event.get("event") in ("failed", "ended")), {}
     )
@@ -102,7 +104,8 @@ def best_accuracy(facts: Facts) -> float | None:
     return _accuracy(facts.best_val)
 
 
-def _test(facts: Facts) -> float | None:
+def test_accuracy(facts: Facts) -> float | None:
+    """Test accuracy in percent; None where there is none."""
     return _accuracy(facts.test)
 
 
@@ -111,9 +114,11 @@ def _accuracy(record: dict[str, object] | None) -> float | None:
     return float(value) if isinstance(value, int | float) and reading.is_number(value) else None
 
 
-def _spread(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
+def spread(values: Iterable[float | None]) -> str:
+    """``91.00 ± 1.41``: mean and standard deviation of those that are known, and of how many where not of all."""
+    told = list(values)
+    known = [value for value in told if value is not None]
     if not known:
         return NONE
-    spread = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
-    return f"{statistics.fmean(known):.2f}{spread}" + (f" (of {len(known)})" if len(known) < len(values) else "")
+    deviation = f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.2f}{deviation}" + (f" (of {len(known)})" if len(known) < len(told) else "")

@@ -123,9 +123,11 @@ def number(value: Any, spec: str, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """``12.3 s``, ``4 min 05 s``, ``1 h 30 min``."""
+    """``12.3 s``, ``4 min 05 s``, ``1 h 30 min``; ``40 ms``, for nothing that took time took 0.0 s."""
     if not reading.is_number(seconds):
         return NONE
+    if 0 < seconds < 0.05:
+        return f"{seconds * 1000:.2g} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)
