@@ -70,12 +70,17 @@ def book(student: Student, folder: str) -> str:
     return (student.home / folder / "logbook.md").read_text("utf-8")
 
 
-def two_machines(lines: list[str], nodes: list[Student]) -> list[str]:
-    """The lines for two machines that are both this one; what each said."""
-    assert [re.findall(r"--node-rank (\d)", line) for line in lines] == [["0"], ["1"]]
+def share_secret(nodes: list[Student]) -> None:
+    """The file that the page tells users to make on both machines."""
     for node in nodes:
         (node.home / "run.secret").write_text("known to this test only")
         (node.home / "run.secret").chmod(0o600)
+
+
+def two_machines(lines: list[str], nodes: list[Student]) -> list[str]:
+    """The lines for two machines that are both this one; what each said."""
+    assert [re.findall(r"--node-rank (\d)", line) for line in lines] == [["0"], ["1"]]
+    share_secret(nodes)
     port = free_port()
     here = [f"{line} --master-port {port}".replace("node0.example.org", "127.0.0.1") for line in lines]
     return together(list(zip(nodes, here, strict=True)))
@@ -127,7 +132,8 @@ def test_imagenet_trains_on_two_machines_in_containers(student: Callable[..., St
     image = containers.install(tmp_path)
     vms, words = [student(f"vm{number}", "imagenet") for number in (0, 1)], docker.split()
     assert words[-1] == "nvcr.io/nvidia/pytorch:25.03-py3"
-    assert setup[0] == "pip install --quiet -e ."  # which CI does, with the README's first block
+    assert setup[0] == "PIP_CONSTRAINT= pip install --quiet -e ."  # which CI does, with the README's first block
+    share_secret(vms)
     port = free_port()
     inside = []
     for vm, node in zip(vms, nodes, strict=True):

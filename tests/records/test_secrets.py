@@ -212,6 +212,7 @@ def test_one_enormous_line_does_not_hold_it_up() -> None:
         "id_rsa", "id_ed25519", ".npmrc", ".pypirc", ".git-credentials", "kaggle.json", "service-account-1.json",
         "service_account.json", ".htpasswd", ".aws/config", "home/.ssh/known_hosts", "token", "hf_token", "token.txt",
         "wandb-token.txt", "secrets.yaml", "client_secret_12.json", ".NETRC", "credentials.py", "x/.docker/config.json",
+        "run.secret",
     ],
 )  # fmt: skip
 def test_a_file_is_one_of_credentials_by_its_name(name: str) -> None:

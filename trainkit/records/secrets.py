@@ -42,7 +42,7 @@ _TOKENS = {  # in one pass: each of its own would cost as much as all
 }
 _FILES = re.compile(
     r"(?i)[._]netrc|\.env(?:rc|\..*)?|credentials?(?:[._-].*)?|.*[._-]credentials?|\.git-credentials|id_[a-z0-9]+(?:_sk)?"
-    r"|.*\.(?:pem|key|p12|pfx|jks|keystore|kdbx|ppk|ovpn|token)|\.(?:npmrc|yarnrc|pypirc|pgpass|my\.cnf|boto|s3cfg)"
+    r"|.*\.(?:pem|key|p12|pfx|jks|keystore|kdbx|ppk|ovpn|tokens?|secrets?)|\.(?:npmrc|yarnrc|pypirc|pgpass|my\.cnf|boto|s3cfg)"
     r"|\.(?:htpasswd|dockercfg|vault-token)|kaggle\.json|service[_-]?account.*\.json|client_secrets?.*\.json"
     r"|secrets?\.(?:ya?ml|json|toml|ini|txt|env|sh)|\.?(?:.*[._-])?tokens?(?:\.(?:txt|json))?"
 )
