@@ -372,6 +372,16 @@ def test_the_code_of_a_run_that_is_whole_stays_where_it_is(run: RunDir) -> None:
     assert run.code.resolve() == first
 
 
+def test_what_a_killed_command_has_left_of_code_goes_with_time(run: RunDir) -> None:
+    shared(run)
+    fresh, old = (run.path / f".partial-{number * 8}-code" for number in "01")
+    for folder in (fresh, old):
+        (folder / "jobs").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    snapshot.restore_code(run)
+    assert (fresh.exists(), old.exists()) == (True, False)
+
+
 @pytest.mark.parametrize("name", ["../out.py", "/tmp/out.py", "a/../../out.py", "./out.py"])
 def test_an_archive_that_leads_out_of_the_run_is_refused(run: RunDir, name: str) -> None:
     with zipfile.ZipFile(run.code_archive, "w") as archive:

@@ -122,6 +122,7 @@ def restore_code(run_dir: RunDir, content: Mapping[str, bytes] | None = None) ->
 
     ``content``, which was looked at, takes the place of anything: of compiled files too, which Python would run.
     """
+    _remove_left(run_dir.path, time.time() - _UNUSED_SECONDS)
     if content is None:
         if has_code_in_place(run_dir):
             return
@@ -221,6 +222,14 @@ def _shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path:
     raise AssertionError
 
 
+def _remove_left(folder: Path, before: float) -> None:
+    """Remove what killed commands have left half-written."""
+    for left in folder.glob(".partial-*"):
+        with suppress(OSError):  # another command was quicker
+            if left.lstat().st_mtime < before:
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
+
+
 def _remove_unused(store: Path) -> None:
     """Remove the copies that no run has any more, and what killed commands have left.
 
@@ -228,9 +237,7 @@ def _remove_unused(store: Path) -> None:
     of these: there the runs beside the store are asked.
     """
     before = time.time() - _UNUSED_SECONDS  # a command may be about to use it
-    for left in store.glob(".partial-*"):
-        if left.lstat().st_mtime < before:
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
+    _remove_left(store, before)
     facts = [(archive, archive.stat()) for archive in store.glob("*.zip")]
     unused = [archive for archive, fact in facts if fact.st_nlink == 1 and fact.st_ctime < before]
     links = [link for deep in ("*/code", "*/*/code") * bool(unused) for link in store.parent.glob(deep)]
