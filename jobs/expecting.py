@@ -110,7 +110,7 @@ def _memory(plan: Plan, config: Config) -> Row:
 
 def _settings(run: RunDir) -> Mapping[str, Any] | None:
     try:
-        return yaml.read(run.config)[0]
+        return yaml.read(run.config, follow=False)[0]
     except TrainkitError:
         return None
 

@@ -237,7 +237,7 @@ def _store(run: RunDir, config: Config, *, own: bool) -> None:
     if own:
         vouch(run, config)
     path = run.config
-    stored, _ = yaml.read(path)
+    stored, _ = yaml.read(path, follow=False)
     default = {"launch": type(config.launch)().model_dump(mode="json")}
     dumped = config.model_dump(mode="json")
     tree = {name: _known(value, stored[name], default.get(name)) for name, value in dumped.items() if name in stored}

@@ -20,6 +20,7 @@ from trainkit.records.events import append_event
 from trainkit.records.history import life_of
 from trainkit.records.ownership import require_own_code
 from trainkit.records.rundir import RunDir
+from trainkit.report.facts import Facts
 
 Command = Callable[..., Any]
 MARK = "it-ran"
@@ -297,3 +298,23 @@ def test_no_verb_shows_a_file_of_the_users_that_a_run_links_to(
     done = command(name, "ddp-0001", *flags)
     written = [file.read_text() for file in (tmp_path / "told").glob("*.*")]
     assert "hunter2" not in "".join([done.out, done.err, *written])
+
+
+@pytest.mark.parametrize("words", ["status RUN", "report RUN --out told", "evaluate RUN", "resume RUN", "submit RUN"])
+def test_settings_are_not_read_through_a_link_in_a_run(
+    command: Command, no_slurm: dict[str, str], tmp_path: Path, words: str
+) -> None:
+    run = made(tmp_path / "runs" / "ddp-0001")
+    run.config.rename(tmp_path / "mine.yaml")
+    run.config.symlink_to(tmp_path / "mine.yaml")
+    done = command(*words.replace("RUN", str(run.path)).split())
+    assert done.code == 2
+    assert "config.yaml is a link" in done.err
+
+
+def test_a_report_reads_no_settings_through_a_link_in_a_run(tmp_path: Path) -> None:
+    """Those of a sweep are looked at without being opened one by one."""
+    run = made(tmp_path / "0")
+    run.config.rename(tmp_path / "mine.yaml")
+    run.config.symlink_to(tmp_path / "mine.yaml")
+    assert Facts(run, "0").config == {}

@@ -92,11 +92,11 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in a YAML file, and the line (from 1) of every dotted key in it."""
+def read(path: Path, *, follow: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in a YAML file, and the line (from 1) of every dotted key in it. ``follow``: it may be a link."""
     try:
         # Some editors begin a file with a mark.
-        text = reading.read_bytes(path, LONGEST, follow=True).decode("utf-8-sig")
+        text = reading.read_bytes(path, LONGEST, follow=follow).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         why = f"It is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}."
         raise UserError(f"Cannot read {path}.", why=why, fix="Give a YAML file, or save this one as UTF-8.") from None

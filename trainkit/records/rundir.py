@@ -204,6 +204,9 @@ class RunDir:
             if is_sweep(path):
                 fix = f"It is a sweep: name one of its runs, such as {path.name}/0."
             raise UserError(f"{path} is not a run folder, or only half of one.", why="It has no config.yaml.", fix=fix)
+        if run_dir.config.is_symlink():
+            why = "It may lead to any file of yours, and what a run says of itself is shown and sent."
+            raise UserError(f"{run_dir.config} is a link.", why=why, fix="Put the file itself there.")
         return run_dir
 
 

@@ -39,7 +39,7 @@ class Facts:
     def config(self) -> dict[str, Any]:
         """The resolved configuration as plain values; empty if it cannot be read."""
         try:
-            return dict(reading.plain(yaml.read(self.run_dir.config)[0], 8))
+            return dict(reading.plain(yaml.read(self.run_dir.config, follow=False)[0], 8))
         except UserError:
             return {}
 
