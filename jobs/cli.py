@@ -75,11 +75,19 @@ def preset_or_run(name: str, env: Mapping[str, str]) -> str:
 
 @contextmanager
 def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
-    """The run of a folder or name; of a URL, a copy without the optimizer's state, for as long as it takes."""
-    from trainkit.records.rundir import find_run, is_url
+    """The run of a folder or name; of a URL, a copy without the optimizer's state, for as long as it takes.
+
+    What is closed to this user in a run of somebody else, its checkpoints say, is told as a closed run is.
+    """
+    from trainkit.records.rundir import closed, find_run, is_url
 
     if not is_url(reference):
-        yield find_run(reference, env)
+        try:
+            yield find_run(reference, env)
+        except PermissionError as error:
+            if not error.filename:
+                raise
+            raise closed(Path(os.fsdecode(error.filename))) from None
         return
     from trainkit.checkpoint.fetching import fetch_run
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,22 @@ def test_other_letters_are_no_mistake_of_a_text_processor(command: Command, no_s
 
 def test_a_section_that_was_written_as_a_flag_is_told_as_a_setting(command: Command) -> None:
     assert "without dashes: optim.lr=3." in command("submit", "ddp", "--optim", "lr=3").err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_closed_checkpoints_of_somebody_else_are_told_as_a_closed_run_is() -> None:
+    with tempfile.TemporaryDirectory() as shared:
+        run = RunDir.create(Path(shared, "ddp-0001"), to_yaml(load("ddp").config))
+        run.checkpoints.mkdir(mode=0o700)
+        for path in (Path(shared), run.path, *run.path.glob("*.yaml")):
+            path.chmod(0o755)
+        os.seteuid(65534)
+        try:
+            with (
+                pytest.raises(UserError, match=r"Permission denied: .*checkpoints") as caught,
+                cli.run_to_read(str(run.path), {}) as found,
+            ):
+                list(found.checkpoints.iterdir())
+        finally:
+            os.seteuid(0)
+    assert caught.value.why.startswith("It belongs to root (mode 700)")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,8 @@ from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.contributions import Contributions, Counted
 from trainkit.records.rundir import RunDir
-from trainkit.report import story, tables
-from trainkit.report.facts import Facts
+from trainkit.report import logbook, story, tables
+from trainkit.report.facts import Facts, collect
 from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
 
 MakeRun = Callable[..., RunDir]
@@ -327,3 +329,22 @@ def test_a_pipe_in_the_place_of_the_record_is_no_record_and_is_not_waited_for(
     os.mkfifo(run_dir.metrics)
     with pytest.raises(UserError, match="Cannot read"):
         write_logbook([run_dir], tmp_path / "out")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_run_of_somebody_else_is_reported_without_what_is_closed_in_it(make_run: MakeRun) -> None:
+    with tempfile.TemporaryDirectory() as shared:
+        run = RunDir(Path(shutil.copytree(make_run().path, Path(shared, "ddp-0001"))))
+        run.checkpoints.mkdir(mode=0o700, exist_ok=True)
+        (Path(shared) / "store").mkdir(mode=0o700)
+        run.code.symlink_to(Path(shared) / "store" / "code")
+        (facts,) = collect([run])
+        for path in (Path(shared), run.path):
+            path.chmod(0o755)
+        os.seteuid(65534)
+        try:
+            listed = logbook._files(facts)
+        finally:
+            os.seteuid(0)
+    assert str(run.path) in listed
+    assert not {str(run.code), str(run.checkpoints)} & set(listed.split("`"))

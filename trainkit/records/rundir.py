@@ -193,7 +193,7 @@ class RunDir:
         try:
             is_run = stat.S_ISREG(run_dir.config.stat().st_mode)
         except PermissionError:
-            raise _closed(path) from None
+            raise closed(path) from None
         except (OSError, ValueError):  # also a name that no file can have
             is_run = False
         if not is_run and not os.path.isdir(path):
@@ -355,8 +355,8 @@ def _folder_of(reference: str, env: Mapping[str, str]) -> Path:
     )
 
 
-def _closed(path: Path) -> UserError:
-    """The error for a folder that this user may not enter."""
+def closed(path: Path) -> UserError:
+    """The error for a folder or a file that this user may not read."""
     try:
         found = path.stat()
         mode = f"mode {stat.S_IMODE(found.st_mode):o}"

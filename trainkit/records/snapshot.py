@@ -128,7 +128,7 @@ def restore_code(run_dir: RunDir, content: Mapping[str, bytes] | None = None) ->
             return
         if (content := read_code(run_dir)) is None:
             raise not_code(run_dir)
-        if run_dir.code.exists():
+        if os.path.exists(run_dir.code):  # which may be closed to this user
             _say_once(f"{run_dir.name}: its code was changed in {run_dir.code.resolve()}; code.zip is used.")
     new, old = (run_dir.path / f".partial-{token_hex(4)}-code" for _ in range(2))
     try:

@@ -266,12 +266,12 @@ def _files(facts: Facts) -> str:
     run_dir = facts.run_dir
     lines = [f"- run folder: {markdown.code(terminal.path(run_dir.path))}"]
     best = run_dir.checkpoints / "best"
-    if best.is_symlink() and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
+    if os.path.islink(best) and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
         lines.append(f"- best checkpoint: {markdown.code(str(best))} (step {int(step[1])})")
     place = reading.plain(reading.read_object(run_dir.path / "remote.json")).get("url")
     if isinstance(place, str):
         lines.append(f"- in the bucket: {markdown.code(place)}, with the best weights")
-    if run_dir.code.is_dir():
+    if os.path.isdir(run_dir.code):
         lines.append(f"- code as it ran: {markdown.code(str(run_dir.code))}")
     if run_dir.tensorboard.is_dir():
         lines.append(f"- curves: {markdown.code(f'tensorboard --logdir {run_dir.tensorboard}')}")
