@@ -195,6 +195,24 @@ def test_folders_and_words_reach_the_other_side_as_they_were_typed(
         assert (said.returncode, "is not a machine" in said.stderr, "\x1b" in said.stderr) == (2, True, False)
 
 
+def test_an_older_version_there_is_told(command: Command, there: Path) -> None:
+    (there / ".venv").unlink()
+    python = there / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    packages = ":".join(folder for folder in sys.path if folder.endswith("site-packages"))
+    # Without -S it would know the kit that is installed for these tests.
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    for package in ("trainkit", "jobs"):
+        (there / package).mkdir()
+        (there / package / "__init__.py").touch()
+    (there / "jobs" / "status.py").touch()
+    for verb in ("status", "why"):
+        said = command(verb)
+        assert (said.returncode, len(said.stderr.splitlines())) == (3, 4), said.stderr  # Welcome, and three lines
+        assert "The trainkit there is older than the one here." in said.stderr
+
+
 def test_who_follows_there_ends_with_who_asked_here(there: Path, tmp_path: Path) -> None:
     run_there(there)
     line = [sys.executable, "-m", "jobs.logs", "ddp-0001", "-f", *HOST]

@@ -47,6 +47,8 @@ for name, lowest in {NEEDED!r}.items():
         refuse("%s there has %s %s, and trainkit needs %s." % (sys.executable, name, there, lowest))
 if util.find_spec(module.partition(".")[0]) is None:
     refuse("%s there has no trainkit." % sys.executable)
+if None in (util.find_spec("trainkit.importing"), util.find_spec(module)):
+    refuse("The trainkit there is older than the one here.")
 if not os.isatty(0):
     asker = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
