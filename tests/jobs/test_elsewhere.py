@@ -207,8 +207,8 @@ def test_an_older_version_there_is_told(command: Command, there: Path) -> None:
         (there / package).mkdir()
         (there / package / "__init__.py").touch()
     (there / "jobs" / "status.py").touch()
-    for verb in ("status", "why"):
-        said = command(verb)
+    for words in (("status",), ("why", "ddp-0001")):
+        said = command(*words)
         assert (said.returncode, len(said.stderr.splitlines())) == (3, 4), said.stderr  # Welcome, and three lines
         assert "The trainkit there is older than the one here." in said.stderr
 
