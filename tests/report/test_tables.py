@@ -55,11 +55,30 @@ def test_the_settings_that_a_reader_asks_for(make_run: MakeRun) -> None:
         "precision": "fp32",
         "batch size": "64 = 2 ranks × 32",  # noqa: RUF001
         "optimizer": "sgd, lr 0.002, weight_decay 0.05, momentum 0.9, nesterov False",
-        "schedule": "onecycle, warm-up 1 epochs",
+        "schedule": "onecycle, warm-up 1 epoch",
         "length": "400 steps = 20 epochs of 20",
         "seed": "3",
         "code": "commit 0123456789ab, with uncommitted changes",
     }
+
+
+def test_a_warm_up_that_the_run_is_too_short_for_is_that_of_the_run(make_run: MakeRun) -> None:
+    def schedule(**told: Any) -> str:
+        run = make_run(f"r{told}", "schedule.warmup_epochs=5", told=told)
+        return dict(tables.settings_rows(collect([run])[0]))["schedule"]
+
+    assert schedule() == "onecycle, warm-up 5 epochs"
+    assert schedule(total_steps=40) == "onecycle, warm-up 5 epochs, here 20 steps"
+    assert schedule(total_steps=1) == "onecycle, warm-up 5 epochs, here 0 steps"
+
+
+def test_a_difference_of_nothing_in_memory_has_no_sign_of_less(make_run: MakeRun) -> None:
+    runs = [make_run("a"), make_run("b")]
+    summary = json.loads(runs[1].summary.read_text())
+    for run in runs:
+        jsonl.append(run.events, {"event": "started", "world_size": 2, "device": "cpu", "micro_batch_size": 32})
+    runs[1].summary.write_text(json.dumps(summary | {"max_memory_mb": 812.5}))
+    assert compared(*runs)[1]["memory saved"] == "+0 %"
 
 
 def test_what_fine_tuning_started_from_and_left_alone_is_told(make_run: MakeRun) -> None:

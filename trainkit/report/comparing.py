@@ -149,7 +149,7 @@ def _compared(facts: Facts, first: Facts) -> Row:
         number(speed_up / more * 100 if speed_up and more else None, ".0f", " %"),
         number(ratio, ".2f", TIMES),
         memory(used),
-        number(saved, "+.0f", " %"),
+        number(saved if saved is None else round(saved), "+", " %"),
     )
 
 

@@ -30,7 +30,7 @@ def settings_rows(facts: Facts) -> list[Row]:
         ("precision", _text(facts.started("precision") or get("train.precision"))),
         ("batch size", _batch(facts)),
         ("optimizer", _optimizer(get("optim"))),
-        ("schedule", _schedule(get("schedule"))),
+        ("schedule", _schedule(facts)),
         ("length", _length(facts)),
         ("seed", _text(get("seed"))),
         ("code", _commit(facts)),
@@ -212,10 +212,19 @@ def _optimizer(optim: Any) -> str:
     return f"{optim.get('name')}, " + ", ".join(f"{key} {optim[key]}" for key in keys if key in optim)
 
 
-def _schedule(schedule: Any) -> str:
+def _schedule(facts: Facts) -> str:
+    schedule, total, per_epoch = (
+        facts.setting("schedule"),
+        facts.started("total_steps"),
+        facts.started("steps_per_epoch"),
+    )
     if not isinstance(schedule, dict):
         return NONE
-    return f"{schedule.get('name')}, warm-up {number(schedule.get('warmup_epochs', 0), 'g')} epochs"
+    epochs = schedule.get("warmup_epochs", 0)
+    told = f"{schedule.get('name')}, warm-up {number(epochs, 'g')} epoch{'s' * (epochs != 1)}"
+    known = all(reading.is_number(value) for value in (epochs, total, per_epoch))
+    # Training warms up for at most half of a run, and not at all for a single update.
+    return f"{told}, here {total // 2} steps" if known and epochs * per_epoch > total / 2 else told
 
 
 def _length(facts: Facts) -> str:
