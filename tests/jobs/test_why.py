@@ -165,6 +165,18 @@ def test_different_errors_of_a_sweep_are_not_the_same(command: Command, failed: 
     assert [line for line in said if "The same" in line] == ["The same: 1."]
 
 
+def test_runs_of_a_sweep_of_which_nothing_is_known_say_that_once(command: Command, failed: RunDir) -> None:
+    sweep = failed.path.parent / "new"
+    sweep.mkdir()
+    (sweep / "sweep.json").write_text("{}")
+    for name in "01":
+        RunDir.create(sweep / name, to_yaml(load("ddp").config))
+    said = command("why", "new").out.splitlines()
+    assert said[0] == "2 runs: 2 NOT SUBMITTED."
+    assert said[1].startswith("0: NOT SUBMITTED. It has never been queued: `python -m jobs.resume ")
+    assert [line.strip() for line in said[2:]] == ["The same: 1."]
+
+
 def why_with_mounts(run: RunDir, env: dict[str, str], mounts: str) -> str:
     """What `why` says where some folder is mounted otherwise; the mounts are of that process alone."""
     script = f'{mounts}exec "$1" -m jobs.why "$0"'

@@ -65,7 +65,7 @@ def test_the_settings_that_a_reader_asks_for(make_run: MakeRun) -> None:
 def test_a_warm_up_that_the_run_is_too_short_for_is_that_of_the_run(make_run: MakeRun) -> None:
     def schedule(**told: Any) -> str:
         run = make_run(f"r{told}", "schedule.warmup_epochs=5", told=told)
-        return dict(tables.settings_rows(collect([run])[0]))["schedule"]
+        return next(value for name, value in tables.settings_rows(collect([run])[0]) if name == "schedule")
 
     assert schedule() == "onecycle, warm-up 5 epochs"
     assert schedule(total_steps=40) == "onecycle, warm-up 5 epochs, here 20 steps"
