@@ -89,7 +89,7 @@ def test_every_row_of_the_tables_has_a_recorded_text() -> None:
     known = {row.name for row in rows()}
     told = {item["cause"] for item in [*RECORDED, *IN_THE_WILD]} | {answer.name for answer in answers()}
     unrecorded = {"requeue-refused", "no-progress", "hang", "controller-gone"}  # our own words: below
-    unrecorded |= {"signalled", "batch-script-killed", "run-read-only"}
+    unrecorded |= {"signalled", "batch-script-killed", "run-read-only", "code-gone"}
     assert told - known == WITHOUT_TEXT
     assert known - told == unrecorded
     assert len(told) >= 25
@@ -500,3 +500,20 @@ def test_of_a_job_of_this_machine_slurm_is_not_asked(run: RunDir) -> None:
     assert cause is not None
     assert cause.name == "waits"
     assert cause.command == f"python -m jobs.status {run.path}"
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["FileNotFoundError: [Errno 2] No such file or directory", "ModuleNotFoundError: No module named 'jobs.cli'"],
+)
+def test_code_that_was_removed_as_a_run_began_is_the_cause(run: RunDir, said: str) -> None:
+    run.code.symlink_to(run.path.parent / ".code" / "0123456789abcdef")
+    traceback = f'Traceback (most recent call last):\n  File "a.py", line 1, in f\n{said}'
+    for words in ({"batch": traceback}, {"rank": traceback}):
+        cause = diagnose(run, **words)
+        assert cause is not None
+        assert (cause.name, cause.command) == ("code-gone", f"python -m jobs.resume {run.path}")
+    run.code.unlink()
+    run.code.mkdir()
+    cause = diagnose(run, rank=traceback)
+    assert cause is None or cause.name != "code-gone"

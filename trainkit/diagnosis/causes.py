@@ -28,6 +28,7 @@ from trainkit.diagnosis.texts import (
     facts_of,
     of_logs_elsewhere,
     of_the_batch,
+    of_the_code,
     of_the_folder,
     of_the_job,
     of_the_rank,
@@ -118,6 +119,7 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
             *of_logs_elsewhere(run, state, failure),
             *of_the_rank(run, failure),
         ]
+        sources += of_the_code(run, number, failure) if newest else []
         sources += of_the_folder(run) if newest and (failure is None or not failure.traceback) else []
     tried = rows()
     if attempt is None and state.state == "RUNNING":  # it may wait for a rank that never started

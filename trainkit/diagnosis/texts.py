@@ -108,6 +108,19 @@ def of_the_folder(run: RunDir) -> list[Source]:
     return []
 
 
+_GONE = re.compile(
+    r"^(ModuleNotFoundError: No module named '(trainkit|jobs)\b.*|FileNotFoundError: \[Errno 2\] No such file or \w+$)",
+    re.MULTILINE,
+)
+
+
+def of_the_code(run: RunDir, attempt: int, failure: Failure | None) -> list[Source]:
+    """A run whose code was removed as it began: ``code`` leads nowhere, and what is the kit's own was not found."""
+    leads_nowhere = run.code.is_symlink() and not run.code.exists()
+    said = _GONE.search(failure.error if failure else batch_text(run, attempt)) if leads_nowhere else None
+    return [Source("job", "code", f"leads nowhere; {said[0]}")] if said else []
+
+
 def of_the_batch(run: RunDir, attempt: int, failure: Failure | None = None) -> list[Source]:
     text = batch_text(run, attempt)
     raised = failure is not None and bool(failure.traceback) and not is_lost_connection(failure.error)
