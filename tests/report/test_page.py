@@ -19,6 +19,7 @@ from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 from trainkit.report.page import write_page
 from trainkit.report.page_chart import Axes, Series, line_chart
+from trainkit.report.page_markup import table
 
 MakeRun = Callable[..., RunDir]
 
@@ -216,6 +217,12 @@ def test_what_a_run_says_stands_there_as_it_was_written_and_in_its_order(make_ru
     assert page.text.count("a`b`c") == 4, "in the lead, what does not compare, what differs and the settings"
     assert "\u202e" not in page.text
     assert page.text.count("gnp.exe") == 4
+
+
+def test_a_long_name_leaves_room_for_the_other_columns() -> None:
+    whole = Document(table(("run", "val", "test"), [("x" * 300, "1.0", "y" * 300), ("a", "b", "2")], numbers_from=1))
+    assert [cell.get("class") for cell in whole.named("td")] == ["number", "long", "number", "number"]
+    assert [head.get("class") for head in whole.named("th")[3:]] == ["long", None]
 
 
 def test_the_page_may_load_nothing_and_run_nothing_but_its_own_script(make_run: MakeRun) -> None:

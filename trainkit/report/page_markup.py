@@ -16,6 +16,8 @@ class Html(str):
 
 
 NOTHING = Html()
+_LONG = 60
+"""Letters from which on a cell is broken into lines: one long name would push the other columns off the page."""
 _ATTRIBUTES = {"class_": "class", "name_": "name", "viewBox": "viewBox"}
 _VOID = {"br", "img", "meta", "link"}
 
@@ -45,9 +47,12 @@ def table(header: Row, rows: Sequence[Row], *, numbers_from: int | None = None, 
     first_number = len(header) if numbers_from is None else numbers_from
 
     def cells(row: Row) -> list[Html]:
-        head = tag("th", row[0], scope="row")
+        head = tag("th", row[0], scope="row", class_="long" if len(row[0]) > _LONG else None)
         others = enumerate(row[1:], start=1)
-        return [head, *(tag("td", text, class_="number" if at >= first_number else None) for at, text in others)]
+        return [head, *(tag("td", text, class_=style(at, text)) for at, text in others)]
+
+    def style(at: int, text: str) -> str | None:
+        return "long" if len(text) > _LONG else "number" if at >= first_number else None
 
     top = [
         tag("th", text, scope="col", class_="number" if at >= first_number else None) for at, text in enumerate(header)
