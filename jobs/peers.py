@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,8 @@ MOST = 1000
 
 def loaded_to_join(
     args: argparse.Namespace, flags: Mapping[str, tuple[Any, str]], env: Mapping[str, str]
-) -> tuple[Loaded, int]:
-    """What each peer of ``submit --join TOKEN --array N`` is configured as, and how many there are.
+) -> tuple[Loaded, int, dict[str, str]]:
+    """What each peer of ``submit --join TOKEN --array N`` is configured as, how many there are, and their environment.
 
     Raises UserError when the swarm does not answer, or the flags do not go together.
     """
@@ -47,11 +46,11 @@ def loaded_to_join(
         )
     require_collaborative(load(args.preset).config)
     entry = warned(entry_of([args.join] if args.join else [], env, name="submit"))
-    if entry.invited:
-        os.environ[VARIABLE] = entry.text  # jobs have it from there, so that it is in no command line and in no folder
     run = asking.run_at(entry)
     peers = entry.addresses
-    return asking.as_peer(run, peers, args.overrides, flags=flags, env=env, allow_code=args.allow_code), count
+    loaded = asking.as_peer(run, peers, args.overrides, flags=flags, env=env, allow_code=args.allow_code)
+    # Jobs have the token from their environment, so that it is in no command line and in no folder.
+    return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else dict(env)
 
 
 def loaded_rank(

@@ -110,7 +110,7 @@ def _join(
 ) -> int:  # fmt: skip
     from jobs.peers import loaded_to_join, without_token
 
-    loaded, count = loaded_to_join(args, flags, env)
+    loaded, count, env = loaded_to_join(args, flags, env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
     args.again = True  # such a run may be there as often as you like
     command = ["python", "-m", "jobs.submit", *without_token(argv, args.join)]

@@ -91,8 +91,10 @@ class Story:
     """Joined, and left on SIGTERM."""
     public: Command
     """Joined as one that others can reach, and stayed to the end."""
+    submitted: Command
+    """Waited for a job that joined, with a token from a file."""
     asked: Command
-    """Asked for the swarm's status, with three peers in it."""
+    """Asked for the swarm's status, with four peers in it."""
     refused: dict[str, Command]
     tokens: tuple[str, ...]
     seen: list[str]
@@ -110,6 +112,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         trusted = commands.invite("trusted", "--reduce")
         (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
         public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
+        (commands.folder / "invited.txt").write_text(f"{token}\n", encoding="utf-8")
+        here = ("--executor", "local", "--gpus-per-node", "0", "--wait", "--allow-code", "data.workers=0")
+        submitted = commands.start("submit", "hivemind", "--join", "invited.txt", *here)
         refused = {
             "dead": commands.start("join", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
             "stranger": commands.start("join", f"{machine}/{STRANGER}"),
@@ -118,19 +123,19 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             "reduce": commands.start("join", token, "--public", "--host", "127.0.0.1"),
             "data": commands.join(token, "data.root=/nowhere", "optim.lr=1"),
         }
-        creator.says("3 peers averaged")
-        for command in (guest, public):
+        creator.says("4 peers averaged")
+        for command in (guest, public, submitted):
             command.note_family()
-        seen = [word for command in (guest, public) for one in command.alive() for word in one.cmdline()]
+        seen = [word for command in (guest, public, submitted) for one in command.alive() for word in one.cmdline()]
         asked = commands.type_in(ask)
         asked.ends()
         guest.process.terminate()
         guest.ends()
         creator.says("guest has left")
         creator.process.send_signal(signal.SIGINT)
-        for command in (creator, public, *refused.values()):
+        for command in (creator, public, submitted, *refused.values()):
             command.ends()
-        yield Story(commands, creator, guest, public, asked, refused, (token, trusted), seen)
+        yield Story(commands, creator, guest, public, submitted, asked, refused, (token, trusted), seen)
 
 
 def test_the_readmes_commands_for_volunteers_work_as_they_stand(story: Story) -> None:
@@ -140,7 +145,7 @@ def test_the_readmes_commands_for_volunteers_work_as_they_stand(story: Story) ->
     assert re.search(TOKEN, story.creator.output, re.MULTILINE)
     assert "Joined hivemind-0001" in story.guest.output
     assert story.asked.process.returncode == 0
-    assert re.search(r"^hivemind-0001: running, round \d+/500, 3 peers", story.asked.output, re.MULTILINE)
+    assert re.search(r"^hivemind-0001: running, round \d+/500, 4 peers", story.asked.output, re.MULTILINE)
 
 
 def test_a_token_is_in_no_list_of_processes_and_in_nothing_that_is_kept(story: Story) -> None:
@@ -167,6 +172,12 @@ def test_the_creator_leaves_cleanly_on_ctrl_c(story: Story) -> None:
 def test_when_the_creator_leaves_the_others_are_told_and_end_too(story: Story) -> None:
     assert story.public.process.returncode == 0
     assert "The creator ended the run." in story.public.output
+
+
+def test_a_submitted_peer_joins_with_its_token_and_ends_with_the_run(story: Story) -> None:
+    assert story.submitted.process.returncode == 0
+    (run,) = story.commands.runs_root.glob("hivemind-peer-*")
+    assert summary(run)["outcome"] == "stopped"  # as the run was
 
 
 def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
@@ -199,8 +210,8 @@ def test_what_cannot_work_is_refused_with_exit_code_2_and_three_lines(story: Sto
 
 
 def test_who_was_refused_has_written_nothing(story: Story) -> None:
-    names = sorted(path.name for path in story.commands.runs_root.iterdir())
-    assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer"]
+    names = sorted(path.name for path in story.commands.runs_root.glob("[!.]*"))
+    assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer", "hivemind-peer"]
 
 
 def test_a_peer_whose_training_diverges_ends_as_failed(commands: Commands) -> None:
