@@ -17,13 +17,10 @@ import tarfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from trainkit import terminal
 from trainkit.errors import UserError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 LARGEST = 1e18
 """Beyond it a number is a mistake, or a run that has diverged: like infinity it counts as none."""
@@ -114,7 +111,7 @@ class TarMember(tarfile.TarInfo):
     through which it then searches for minutes."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> TarMember:
         """Raises ReadError for a header that is too long."""
         found = super().frombuf(buf, encoding, errors)
         if found.size > _LONGEST_HEADER and found.type in _OF_THE_NEXT:
