@@ -101,8 +101,10 @@ _TWO_RANKS = """
 import os, time
 from trainkit.monitor.hardware import CpuWaits
 
-to_first, from_second = os.pipe()
+result, computed = os.pipe()
+measured, measuring = os.pipe()
 first, second = sorted(os.sched_getaffinity(0))[:2]
+TIMES = 20
 
 def compute(seconds):
     began = time.process_time()
@@ -111,19 +113,21 @@ def compute(seconds):
 
 if os.fork() == 0:
     os.sched_setaffinity(0, {second})
-    for _ in range(20):
+    os.close(measuring)
+    for _ in range(TIMES):
         compute(0.02)
-        os.write(from_second, b"x")
+        os.write(computed, b"x")
+    os.read(measured, 1)
     os._exit(0)
 if os.fork() == 0:  # sleeps until the second rank has its result, as in an all-reduce
     os.sched_setaffinity(0, {first})
-    os.close(from_second)
     waits = CpuWaits(ranks=2)
-    while os.read(to_first, 1):
+    for _ in range(TIMES):
+        os.read(result, 1)
         compute(0.002)
     print(waits.since()["cpu_taken"], flush=True)
     os._exit(0)
-os.close(from_second)
+os.close(measuring)
 os.wait(), os.wait()
 """
 
@@ -132,14 +136,17 @@ os.wait(), os.wait()
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each rank is bound to a core of its own")
 def test_what_others_had_of_another_ranks_core_counts_too() -> None:
     second = sorted(os.sched_getaffinity(0))[1]
-    bound = f"import os; os.sched_setaffinity(0, {{{second}}})\nwhile True: pass"
-    loops = [subprocess.Popen([sys.executable, "-c", bound]) for _ in range(8)]
+    bound = f"import os; os.sched_setaffinity(0, {{{second}}}); print(flush=True)\nwhile True: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", bound], stdout=subprocess.PIPE) for _ in range(8)]
     try:
+        for process in loops:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has begun
         told = subprocess.run([sys.executable, "-c", _TWO_RANKS], capture_output=True, check=True, text=True).stdout
     finally:
         for process in loops:
             process.kill()
-            process.wait()
+            process.communicate()
     assert float(told) > 50
 
 
