@@ -30,6 +30,7 @@ def test_purge_deletes_only_what_it_has_made(tmp_path: Path) -> None:
     mine.mkdir()
     (mine / "chapter1.tex").write_text("x")
     assert devcluster(mine, "down", "--purge").returncode == 0
+    assert not Path(f"{mine}.lock").exists()
     assert (mine / "chapter1.tex").exists()
 
 
