@@ -231,9 +231,17 @@ def test_paths_in_a_command_are_quoted(tmp_path: Path, config: str) -> None:
 
 
 def test_words_of_a_log_stay_one_word_of_a_command(run: RunDir) -> None:
-    cause = diagnose(run, rank="ModuleNotFoundError: No module named 'x; touch y'")
+    cause = diagnose(run, rank="FileNotFoundError: [Errno 2] No such file or directory: '/data/x; touch y'")
     assert cause is not None
-    assert cause.command == "python -m pip install 'x; touch y'"
+    assert cause.command.endswith(" ls -ld '/data/x; touch y'")
+
+
+@pytest.mark.parametrize("module", ["trainkit", "my_model", "utils", "torchvision_of_somebody"])
+def test_nobody_is_told_to_install_a_package_that_may_be_a_strangers(run: RunDir, module: str) -> None:
+    cause = diagnose(run, rank=f"ModuleNotFoundError: No module named '{module}'")
+    assert cause is not None
+    assert cause.name == "missing-module"
+    assert "pip" not in cause.command + cause.fix
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/lab/train.py", line 9, in <module>\n    main()\n{}\n'
