@@ -75,13 +75,17 @@ def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str
     return Setbacks(_nan_from(train), skipped, len(lost) - skipped, steps + skipped + undone, rollbacks)
 
 
+def steps_done(events: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]) -> int:
+    """Optimizer updates of a run, by its records and by what it has saved: the last ones may be in no record yet."""
+    saved = (event for event in events if event["event"] == "saved" and event.get("step") is not None)
+    return max((item["step"] for item in (*records, *saved)), default=0)
+
+
 def divergence_of(run: RunDir) -> str:
     """How a run has diverged, in words; empty if it has not. Reads all of its records."""
     train = [record for record in read_thinned(run).records if record["split"] == "train"]
     events = read_events(run, (*KINDS, "saved"))
-    # The last updates may be in no record yet.
-    saved = [event for event in events if event["event"] == "saved" and "step" in event]
-    setbacks = setbacks_of(events, train, max((item["step"] for item in (*train[-1:], *saved)), default=0))
+    setbacks = setbacks_of(events, train, steps_done(events, train))
     return setbacks.in_words() if setbacks.diverged else ""
 
 

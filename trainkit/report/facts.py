@@ -17,7 +17,7 @@ from trainkit.records.contributions import Contribution, Contributions
 from trainkit.records.events import read_events
 from trainkit.records.metrics import Thinned, best_evaluation, best_of, read_thinned
 from trainkit.records.rundir import RunDir
-from trainkit.records.setbacks import Setbacks, setbacks_of
+from trainkit.records.setbacks import Setbacks, setbacks_of, steps_done
 from trainkit.report.points import name_of, points_of
 from trainkit.report.samples import HostSamples, cpus_taken
 
@@ -146,8 +146,7 @@ class Facts:
         steps = self.summary.get("steps")
         if reading.is_whole(steps):
             return steps
-        saved = [event["step"] for event in read_events(self.run_dir, "saved") if isinstance(event.get("step"), int)]
-        return max([record["step"] for record in self.train + self.val] + saved, default=0)
+        return steps_done(self.events, self.train + self.val)
 
     @property
     def begun(self) -> bool:
