@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -134,6 +134,15 @@ def _sample_until(
         print(f"No more hardware samples in {path.name}: {error}", file=sys.stderr, flush=True)
 
 
+class _Seconds(NamedTuple):
+    busy: dict[int, float]
+    """Of each CPU, with whatever it ran."""
+    ran: float
+    """Of all processes of the run on this machine."""
+    waited: float
+    """Of their threads, for a CPU."""
+
+
 class CpuWaits:
     """What a run waited for CPUs since it was asked last, and what of that was because others had them.
 
@@ -157,19 +166,20 @@ class CpuWaits:
             found["cpu_pressure"] = round(min(100 * (waited - before) / (now - then), 100.0), 1)
         earlier, self._cpus = self._cpus, self._counted()
         if earlier is not None and self._cpus is not None:
-            (before_all, *before_run), (now_all, *now_run) = earlier, self._cpus
-            own, waits = (max(new - old, 0.0) for new, old in zip(now_run, before_run, strict=True))
-            busy = sum(now_all[cpu] - before_all[cpu] for cpu in self._used & now_all.keys() & before_all.keys())
+            known = self._used & earlier.busy.keys() & self._cpus.busy.keys()
+            busy = sum(self._cpus.busy[cpu] - earlier.busy[cpu] for cpu in known)
+            own, waits = max(self._cpus.ran - earlier.ran, 0.0), max(self._cpus.waited - earlier.waited, 0.0)
             # Of what others had, the run wanted as large a part as it waited of its time. The waits themselves do not
             # tell how long it was held up: a rank that sleeps until another one had its turn does not wait for a CPU.
             lost = max(busy - own, 0.0) * waits / max(own + waits, 1e-9)
             found["cpu_taken"] = round(100 * lost / max(own + lost, 1e-9), 1)
         return found
 
-    def _counted(self) -> tuple[dict[int, float], float, float] | None:
-        """Seconds that each CPU was busy, that the processes of the run here ran, and that they waited for a CPU."""
+    def _counted(self) -> _Seconds | None:
+        """Until now; None where the kernel does not tell."""
         busy = {}
         try:
+            # Not psutil's list, which has no numbers: CPUs that are switched off are not in it.
             for name, *ticks in (line.split() for line in reading.read_start(_STAT, 1 << 20).splitlines()):
                 if name.startswith("cpu") and name != "cpu":
                     # user, nice, system, idle, iowait, irq, softirq, steal
@@ -177,17 +187,17 @@ class CpuWaits:
                     busy[int(name[3:])] = sum(spent) / os.sysconf("SC_CLK_TCK")
             me = psutil.Process()
             run = [*self._root.children(recursive=True), *([me] if self._root == me else [])]
-            own = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # of those that have ended
+            ran = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # of those that have ended
         except (psutil.Error, OSError, ValueError):  # no Linux, or a container that hides this
             return None
         for process in run:
             with suppress(psutil.Error, OSError):  # it may end at any moment; its parent has its time then
-                own += sum(process.cpu_times()[:4])
+                ran += sum(process.cpu_times()[:4])
                 self._used |= os.sched_getaffinity(process.pid)
             for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
                 with suppress(OSError, ValueError, IndexError):  # of threads that have ended their last words stay
                     self._threads[path.parent.name] = int(reading.read_start(path, 200).split()[1]) / 1e9
-        return (busy, own, sum(self._threads.values())) if self._used & busy.keys() and self._threads else None
+        return _Seconds(busy, ran, sum(self._threads.values())) if self._used & busy.keys() and self._threads else None
 
 
 def _waited() -> float | None:
