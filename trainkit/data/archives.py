@@ -161,19 +161,23 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
     """
     target = Path(name)
     file = tar.extractfile(member) if member.isfile() else None
-    why = f"leads out of {folder}, or is no file"
+    if file is None or not target.name or target.is_absolute() or ".." in target.parts or "\0" in name:
+        raise _refused(tar, member, f"leads out of {folder}, or is no file")
+    files.make_folder(folder)
     try:
-        if file is not None and target.name and not target.is_absolute() and not {"..", "\0"} & {*target.parts, *name}:
-            files.make_folder(folder)
-            files.make_folder((folder / target).parent, folder)
-            with file, files.create(folder / target, folder) as out:
-                shutil.copyfileobj(file, out, CHUNK)
-            return
+        files.make_folder((folder / target).parent, folder)
+        with file, files.create(folder / target, folder) as out:
+            shutil.copyfileobj(file, out, CHUNK)
+    except FileExistsError:
+        raise _refused(tar, member, "comes twice") from None
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG):
-            raise
-        why = "comes twice" if error.errno == errno.EEXIST else f"cannot be made: {error.strerror}"
-    raise UserError(
+        if error.errno not in (errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise  # the disk's or the permissions' fault, not the archive's
+        raise _refused(tar, member, f"cannot be made: {error.strerror}") from None
+
+
+def _refused(tar: tarfile.TarFile, member: tarfile.TarInfo, why: str) -> UserError:
+    return UserError(
         f"{tar.name!s} is refused.",
         why=f"Its member '{terminal.one_line(member.name, 100)}' {why}.",
         fix="Get the archive from the data set's own site.",
