@@ -77,7 +77,7 @@ def preset_or_run(name: str, env: Mapping[str, str]) -> str:
 def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
     """The run of a folder or name; of a URL, a copy without the optimizer's state, for as long as it takes.
 
-    What is closed to this user in a run of somebody else, its checkpoints say, is told as a closed run is.
+    Raises UserError too where the block meets a part of somebody else's run that this user may not read.
     """
     from trainkit.records.rundir import closed, find_run, is_url
 

@@ -18,7 +18,7 @@ MOST = 1000
 
 def loaded_to_join(
     args: argparse.Namespace, flags: Mapping[str, tuple[Any, str]], env: Mapping[str, str]
-) -> tuple[Loaded, int, dict[str, str]]:
+) -> tuple[Loaded, int, Mapping[str, str]]:
     """What each peer of ``submit --join TOKEN --array N`` is configured as, how many there are, and their environment.
 
     Raises UserError when the swarm does not answer, or the flags do not go together.
@@ -50,7 +50,7 @@ def loaded_to_join(
     peers = entry.addresses
     loaded = asking.as_peer(run, peers, args.overrides, flags=flags, env=env, allow_code=args.allow_code)
     # Jobs have the token from their environment, so that it is in no command line and in no folder.
-    return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else dict(env)
+    return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else env
 
 
 def loaded_rank(

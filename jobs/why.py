@@ -11,7 +11,7 @@ from jobs.forecasting import forecast_of, words
 from trainkit import terminal
 from trainkit.cluster.queue import job_state, job_states
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.diagnosis.causes import cause_of
+from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.running import course_of
 from trainkit.errors import UserError
 from trainkit.records.history import life_of
@@ -58,7 +58,7 @@ def _print_sweep(runs: Sequence[RunDir]) -> None:
     states = job_states(runs)
     counts = Counter(state.state for state in states)
     print(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts.most_common())}.")
-    same: dict[tuple[str, str], list[tuple[RunDir, JobState, object]]] = {}
+    same: dict[tuple[str, str], list[tuple[RunDir, JobState, Cause | str]]] = {}
     for run, state in zip(runs, states, strict=True):
         if cause := cause_of(run, state):
             same.setdefault(cause.gist(run), []).append((run, state, cause))

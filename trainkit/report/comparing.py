@@ -32,9 +32,9 @@ _MOST_EFFICIENT = 1.05
 
 _FEWEST = 3
 """Records of a speed, so that the median is not that of the first updates."""
-
-
-_MOST_COLUMNS, _MOST_SENTENCES = 8, 40
+_MOST_COLUMNS = 8
+"""Runs beside each other in a table; more are rows of it."""
+_MOST_SENTENCES = 40
 
 
 def is_about_speed(keys: Iterable[str]) -> bool:

@@ -213,14 +213,11 @@ def _optimizer(optim: Any) -> str:
 
 
 def _schedule(facts: Facts) -> str:
-    schedule, total, per_epoch = (
-        facts.setting("schedule"),
-        facts.started("total_steps"),
-        facts.started("steps_per_epoch"),
-    )
+    schedule = facts.setting("schedule")
     if not isinstance(schedule, dict):
         return NONE
     epochs = schedule.get("warmup_epochs", 0)
+    total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
     told = f"{schedule.get('name')}, warm-up {number(epochs, 'g')} epoch{'s' * (epochs != 1)}"
     known = all(reading.is_number(value) for value in (epochs, total, per_epoch))
     # Training warms up for at most half of a run, and not at all for a single update.
