@@ -5,8 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.config.task import LOSS
 from trainkit.records import jsonl
-from trainkit.records.metrics import best_evaluation, best_of, read_metrics, read_thinned
+from trainkit.records.metrics import (
+    Described,
+    Metric,
+    best_evaluation,
+    best_of,
+    describe,
+    described,
+    read_metrics,
+    read_thinned,
+)
 from trainkit.records.rundir import RunDir
 
 
@@ -119,3 +129,49 @@ def test_the_newest_evaluation_of_the_best_weights_with_the_runs_own_settings_co
     ):  # fmt: skip
         jsonl.append(run.evaluations, {**own, "acc1": acc1, **other})
     assert (best_evaluation(run) or {})["acc1"] == 2.0
+
+
+REGRESSION = Described("mae", {"loss": LOSS, "mae": Metric("years", False, "Mean absolute error")})
+
+
+def test_a_run_describes_its_metrics(run: RunDir) -> None:
+    describe(run, REGRESSION)
+    assert described(run) == REGRESSION
+
+
+def test_a_run_made_before_has_the_metrics_of_classification(run: RunDir) -> None:
+    found = described(run)
+    assert (found.headline, list(found.metrics)) == ("acc1", ["loss", "acc1", "acc5"])
+    assert found.metrics["acc5"] == Metric("%", True, "Top-5 accuracy")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"headline": ["acc1"], "metrics": {}}', '{"headline": "x", "metrics": {"x": 1}}']
+)
+def test_a_damaged_description_is_passed_over(run: RunDir, content: str) -> None:
+    run.task.write_text(content)
+    assert described(run).headline == "acc1"
+
+
+def test_what_a_stranger_describes_is_one_line_each_and_bounded(run: RunDir) -> None:
+    about = {"unit": "\x1b[2J" * 50, "label": "two\nlines", "higher_is_better": "yes"}
+    named = {f"m{number}": about for number in range(1000)} | {"<script>": about}
+    run.task.write_text(json.dumps({"headline": "m0", "metrics": named}))
+    found = described(run)
+    assert len(found.metrics) <= 51
+    assert found.metrics["m0"].label == "two lines"
+    assert "\x1b" not in found.metrics["m0"].unit
+    assert len(found.metrics["m0"].unit) < 50
+
+
+def test_without_a_best_step_the_lowest_error_is_the_best(run: RunDir) -> None:
+    val = [{"split": "val", "step": step, "mae": mae} for step, mae in ((1, 3.0), (2, 1.0), (3, 2.0))]
+    found = best_of(val, None, REGRESSION)
+    assert found is not None
+    assert found["step"] == 2
+
+
+def test_an_error_may_be_over_100_and_a_percentage_may_not(run: RunDir) -> None:
+    describe(run, REGRESSION)
+    jsonl.append(run.metrics, {"split": "val", "step": 1, "mae": 250.0, "loss": "low"})
+    assert read_metrics(run) == [{"split": "val", "step": 1, "mae": 250.0}]

@@ -72,6 +72,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def task(self) -> Path:
+        """The metrics in `metrics`: unit, direction and label of each."""
+        return self.path / "task.json"
+
+    @property
     def evaluations(self) -> Path:
         """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
         return self.path / "evaluations.jsonl"
