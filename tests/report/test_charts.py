@@ -1,0 +1,110 @@
+"""Charts: where values are, what is named, and that files with them stand alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from trainkit.report.charts import Axes, Bar, Picture, Scale, Series, bar_chart, drawing, line_chart, time_unit
+
+LOSS = Axes("Loss", "", "epoch", may_be_log=True, lost="not finite")
+
+
+def body(picture: Picture | None) -> str:
+    assert picture is not None
+    return picture.svg()
+
+
+def ticks(picture: Picture | None, side: str) -> list[str]:
+    """Numbers at the vertical ("end") or horizontal ("middle") axis."""
+    return re.findall(rf'class="tick {side}">([^<]*)', body(picture))
+
+
+def test_without_a_number_there_is_no_chart() -> None:
+    assert line_chart(LOSS, [Series("a", [])]) is None
+    assert line_chart(LOSS, [Series("a", [(0.0, float("nan"))]), Series("b", [(0.0, 1e999)])]) is None
+    assert bar_chart("Speed", "", []) is None
+    assert bar_chart("Speed", "", [Bar("a", 0.0)]) is None
+    assert drawing([None]) == ""
+
+
+def test_the_numbers_at_an_axis_are_those_of_its_lines() -> None:
+    chart = line_chart(Axes("Loss", "", "step"), [Series("a", [(0.0, 2.31), (1.0, 2.312)])])
+    assert ticks(chart, "end") == ["2.31", "2.3105", "2.311", "2.3115", "2.312", "step"]
+
+
+@pytest.mark.parametrize("least", [0.02, 1e-7])
+def test_a_logarithmic_axis_has_room_for_its_numbers(least: float) -> None:
+    chart = line_chart(LOSS, [Series("a", [(0.0, 2.0), (1.0, least)])])
+    assert chart is not None
+    assert chart.data["data_log"] == "y"
+    assert 4 <= len(ticks(chart, "end")) - 1 <= 7
+
+
+@pytest.mark.parametrize(("longest", "named"), [(10, [0, 2, 4, 6, 8, 10]), (25, [0, 5, 10, 15, 20, 25]), (3, None)])
+def test_an_axis_is_counted_in_round_numbers(longest: int, named: list[float] | None) -> None:
+    assert Scale(0.0, float(longest), 0, 1).ticks(6) == (named or [0, 0.5, 1, 1.5, 2, 2.5, 3])
+
+
+def paths(drawn: str, style: str) -> list[str]:
+    return re.findall(rf'<path d="([^"]*)" class="{style}"', drawn)
+
+
+def test_a_long_curve_keeps_its_extremes_and_its_trend_has_no_spikes() -> None:
+    points = [(float(x), 1.0) for x in range(5000)]
+    points[1234] = (1234.0, 99.0)
+    drawn = body(line_chart(LOSS, [Series("a", points)]))
+    places = re.findall('data-name="a" data-x="([^"]*)"', drawn)[0].split()
+    assert "1234" in places
+    assert len(places) < 1000
+    (trend,) = paths(drawn, "line")
+    assert len(set(re.findall(r"[ML]\S+ ([\d.]+)", trend))) == 1
+
+
+def test_no_line_is_drawn_over_a_place_without_a_value() -> None:
+    whole, broken = Series("a", [(0.0, 1.0), (1.0, 2.0), (3.0, 3.0)]), [2.0]
+    assert paths(body(line_chart(LOSS, [whole])), "line")[0].count("M") == 1
+    assert paths(body(line_chart(LOSS, [replace(whole, lost=broken)])), "line")[0].count("M") == 2
+
+
+def test_labels_at_the_end_of_equal_curves_are_apart() -> None:
+    equal = [Series(f"run {n}", [(0.0, 1.0), (1.0, 2.0)], n, label=f"run {n}") for n in range(3)]
+    places = [float(y) for y in re.findall(r'y="([\d.]+)" dy="0.35em" class="label"', body(line_chart(LOSS, equal)))]
+    assert min(b - a for a, b in pairwise(places)) >= 14
+
+
+def test_bars_are_as_long_as_their_values_and_say_them() -> None:
+    picture = bar_chart("Speed", "images/s", [Bar("a", 50.0, "50"), Bar("b", 100.0, mark=80.0, spread=(90.0, 110.0))])
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)%" height="13" class="part', body(picture))]
+    assert widths[0] * 2 == pytest.approx(widths[1], abs=0.02)
+    assert picture is not None
+    assert picture.words == "Speed: a 50; b 100"
+    assert body(picture).count("mark c1") == 1
+
+
+def test_a_long_name_is_whole_and_leaves_room_for_its_bar() -> None:
+    name = "strategy.name=fsdp, train.micro_batch_size=auto"
+    drawn = body(bar_chart("Speed", "", [Bar(name, 1.0)]))
+    assert f">{name}</text>" in drawn
+    assert 'x="0%" y="20"' in drawn, "the bar is below it"
+
+
+def test_a_file_stands_alone_and_what_a_run_says_in_it_is_text() -> None:
+    hostile = "</text><script>alert(1)</script>\x1b[31m\ud800 & <b>"
+    bars, lines = bar_chart(hostile, hostile, [Bar(hostile, 1.0)]), line_chart(LOSS, [Series(hostile, [(0.0, 1.0)])])
+    text = drawing([bars, lines], title=hostile, legend=[(hostile, 0)], foot=hostile)
+    whole = ElementTree.fromstring(text.encode())
+    names = {element.tag.rpartition("}")[2] for element in whole.iter()}
+    assert names <= {"svg", "style", "rect", "text", "tspan", "path", "line", "circle", "g"}
+    assert not re.search(r"(?:href|src|url\()", text)
+    words = [element.text for element in whole.iter() if element.text]
+    assert len([word for word in words if "<script>alert(1)</script>" in word]) >= 4
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(10, "s"), (600, "min"), (5 * 3600, "h")])
+def test_time_has_a_fitting_unit(seconds: float, unit: str) -> None:
+    assert time_unit(seconds)[0] == unit
