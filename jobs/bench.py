@@ -113,7 +113,7 @@ def _loaded(bench: Bench, request: Request, args: argparse.Namespace, env: Mappi
     """The configuration, checked. A bench starts again from nothing, so its job is not queued again."""
     from trainkit.checking import check
     from trainkit.config import loading
-    from trainkit.config.traits import strategy_traits
+    from trainkit.config.checks import strategy_traits
     from trainkit.records.ownership import require_own_code
 
     flags = cli.launch_flags(args)

@@ -47,7 +47,7 @@ RESOURCES: dict[str, tuple[str | None, str, str]] = {
 
 def new_folder(text: str) -> Path:
     """The type of a flag that names a folder to make; its name goes into scripts and onto terminals."""
-    from trainkit.config.launch import is_one_line
+    from trainkit.config.schema import is_one_line
 
     if not text.strip():
         why = "A variable of the shell may be unset."
@@ -63,7 +63,7 @@ def new_folder(text: str) -> Path:
 
 def preset_or_run(name: str, env: Mapping[str, str]) -> str:
     """``name`` of a preset or a file as it is; where there is none, but a run of that name, the run's folder."""
-    from trainkit.config.presets import find_preset, presets_named
+    from trainkit.config.loading import find_preset, presets_named
     from trainkit.records.rundir import find_run, folders_named
 
     try:
@@ -168,7 +168,7 @@ _SAME = {
 
 def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> str:
     """What to write for a flag that there is not: one of other programs, or a setting as if it were a flag."""
-    from trainkit.config.mistakes import meant_by, setting_named  # needed for this mistake alone
+    from trainkit.config.refusals import meant_by, setting_named  # needed for this mistake alone
     from trainkit.config.schema import SECTIONS
 
     name = flag.lstrip("-").lower().replace("_", "-")

@@ -42,7 +42,7 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.cluster.discover import NO_ANSWER, ask_site
     from trainkit.cluster.site_facts import renewed, to_profile
     from trainkit.cluster.site_text import lines
-    from trainkit.config.presets import OWN
+    from trainkit.config.loading import OWN
 
     if args.name is not None:
         _require_free(OWN / "clusters" / f"{_plain(args.name)}.yaml", force=args.force)
@@ -74,7 +74,7 @@ def _show(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.name is None:
         print("\n".join(lines(_require_slurm(ask_site(env)))))
         return 0
-    from trainkit.config.presets import find_profile, profile_layer
+    from trainkit.config.loading import find_profile, profile_layer
 
     print(f"{find_profile(args.name)}")
     for key, (value, _) in profile_layer(args.name).items():

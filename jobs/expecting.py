@@ -8,9 +8,8 @@ from typing import Any
 from jobs.following import full_name
 from trainkit import reading
 from trainkit.config import yaml
-from trainkit.config.precision import ON_CPUS, ON_GPUS, auto_precision
-from trainkit.config.schema import Config
-from trainkit.config.traits import strategy_traits
+from trainkit.config.checks import strategy_traits
+from trainkit.config.schema import ON_CPUS, ON_GPUS, Config, auto_precision
 from trainkit.data import train_size
 from trainkit.data.order import steps_per_epoch
 from trainkit.errors import TrainkitError

@@ -18,8 +18,7 @@ from trainkit import reading, terminal
 from trainkit.cluster.far_side import Host, Sent, Word, script
 from trainkit.cluster.remote import run_there
 from trainkit.config import yaml
-from trainkit.config.loading import Loaded
-from trainkit.config.presets import OWN, PACKAGED, file_layer, files_of, find_preset
+from trainkit.config.loading import OWN, PACKAGED, Loaded, file_layer, files_of, find_preset
 from trainkit.errors import UserError
 from trainkit.records import files
 from trainkit.records.rundir import RunDir

@@ -122,11 +122,11 @@ def _submit_there(
     env: Mapping[str, str],
 ) -> int:  # fmt: skip
     from jobs import sending
-    from trainkit.config import loading, presets
+    from trainkit.config import loading
 
     flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
     try:
-        presets.find_preset(args.preset)
+        loading.find_preset(args.preset)
     except UserError:
         if "/" not in args.preset or args.preset.endswith((".yaml", ".yml")):
             raise

@@ -14,9 +14,9 @@ from trainkit import terminal
 from trainkit.bench.folder import refuse_bench
 from trainkit.checking import check
 from trainkit.cluster.queue import require_no_job
+from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
-from trainkit.config.traits import strategy_traits
 from trainkit.distributed.stop import StopFlag, stop_on_signal
 from trainkit.errors import TrainkitError, UserError
 from trainkit.ranks.heartbeat import heartbeat

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.schema import SECTIONS, field_of
-from trainkit.config.section import PluginSection
+from trainkit.config.schema import SECTIONS, PluginSection, field_of
 from trainkit.errors import RefusedError, RunFailedError, SchedulerError, TrainkitError, UserError, did_you_mean
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainkit import plugins
+from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
-from trainkit.config.traits import strategy_traits
 from trainkit.data import check_data, train_size
 from trainkit.data.order import steps_per_epoch
 from trainkit.errors import UserError

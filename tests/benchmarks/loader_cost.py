@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import v2
 
 from tests.benchmarks.measuring import Figure, against, cpu_seconds, take_turns
-from trainkit.config.augment import AugmentConfig
+from trainkit.config.schema import AugmentConfig
 from trainkit.data import synthetic
 from trainkit.data.base import Splits, normalize
 from trainkit.data.loader import train_batches

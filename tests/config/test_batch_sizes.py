@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.config.batch_sizes import check_accumulation
+from trainkit.config.checks import check_accumulation
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 

@@ -11,7 +11,7 @@ import pytest
 
 from trainkit import plugins
 from trainkit.config import json_schema, yaml
-from trainkit.config.presets import PACKAGED
+from trainkit.config.loading import PACKAGED
 
 SCHEMA = json.loads((PACKAGED / "schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)

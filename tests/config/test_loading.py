@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.config.layers import DEFAULT, Source
-from trainkit.config.loading import load, to_yaml
-from trainkit.config.presets import PACKAGED
+from trainkit.config.loading import DEFAULT, PACKAGED, Source, load, to_yaml
 from trainkit.config.schema import SECTIONS
 from trainkit.errors import UserError
 

@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from trainkit.config.schema import SECTIONS, field_of, reach
-from trainkit.config.section import PLAIN, Reach
+from trainkit.config.schema import PLAIN, SECTIONS, Reach, field_of, reach
 
 
 def holds_text(annotation: Any) -> bool:
@@ -27,7 +26,7 @@ def texts() -> Iterator[str]:
 
 @pytest.mark.parametrize("key", list(texts()))
 def test_a_setting_that_holds_text_says_what_it_can_do(key: str) -> None:
-    """A new one cannot be forgotten: mark it IMPORTS, STARTS, SENDS or PLAIN (`trainkit.config.section.Reach`)."""
+    """A new one cannot be forgotten: mark it IMPORTS, STARTS, SENDS or PLAIN (`trainkit.config.schema.Reach`)."""
     field = field_of(key)
     assert field is not None
     assert [item for item in field.metadata if isinstance(item, Reach)], key

@@ -6,9 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from trainkit.config.json_schema import field_docs
-from trainkit.config.launch import LaunchConfig
-from trainkit.config.schema import SECTIONS, Config, ModelConfig, field_of
-from trainkit.config.times import time_minutes
+from trainkit.config.schema import SECTIONS, Config, LaunchConfig, ModelConfig, field_of
+from trainkit.config.slurm_options import time_minutes
 
 
 @pytest.mark.parametrize(

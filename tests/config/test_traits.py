@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.traits import StrategyTraits, strategy_traits
+from trainkit.config.checks import StrategyTraits, strategy_traits
 from trainkit.errors import UserError
 
 

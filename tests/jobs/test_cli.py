@@ -15,8 +15,8 @@ import pytest
 
 from jobs import cli, status, submit
 from jobs.__main__ import verbs
-from trainkit.config.launch import LaunchConfig
 from trainkit.config.loading import load, to_yaml
+from trainkit.config.schema import LaunchConfig
 from trainkit.errors import RefusedError, UserError
 from trainkit.records.rundir import RunDir, find_run
 

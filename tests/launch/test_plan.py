@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from trainkit.cluster.site import Site
-from trainkit.config.layers import Source
-from trainkit.config.loading import Loaded, load
-from trainkit.config.times import slurm_time
+from trainkit.config.loading import Loaded, Source, load
+from trainkit.config.slurm_options import slurm_time
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan, make_plan
 

@@ -11,7 +11,7 @@ from timm.loss import cross_entropy
 from torch.nn import functional
 
 from tests.training.parts import parts_of
-from trainkit.config.augment import AugmentConfig
+from trainkit.config.schema import AugmentConfig
 from trainkit.data import draws
 from trainkit.data.batch import Batch
 from trainkit.errors import UserError

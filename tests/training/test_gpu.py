@@ -17,7 +17,7 @@ from tests.training import hungry
 from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
 from trainkit.checkpoint.saving import Checkpoints
-from trainkit.config.batch_sizes import micro_batch_sizes
+from trainkit.config.checks import micro_batch_sizes
 from trainkit.data.batch import Batch
 from trainkit.data.loader import train_batches
 from trainkit.data.prefetch import on_gpu

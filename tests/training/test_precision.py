@@ -37,20 +37,20 @@ def test_auto_on_cpu_is_bf16_exactly_where_torch_finds_instructions_for_it() -> 
 
 
 def test_auto_is_fp32_on_a_processor_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.config.precision.cpu_flags", lambda: {"avx2", "avx512f"})
+    monkeypatch.setattr("trainkit.config.schema.cpu_flags", lambda: {"avx2", "avx512f"})
     assert choose_precision("auto", CPU) == "fp32"
 
 
 @pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16"])
 def test_auto_is_bf16_on_a_processor_that_multiplies_it(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    monkeypatch.setattr("trainkit.config.precision.cpu_flags", lambda: {"avx2", flag})
+    monkeypatch.setattr("trainkit.config.schema.cpu_flags", lambda: {"avx2", flag})
     assert choose_precision("auto", CPU) == "bf16"
 
 
 def test_a_bench_says_that_a_cpu_emulates_bf16_only_of_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     config, where = load("single").config, Where((Place(0, 0, 0, "n1", "cpu"),))
     for flag, notes in (("avx512_bf16", 0), ("amx_bf16", 0), ("avx512f", 1)):
-        monkeypatch.setattr("trainkit.config.precision.cpu_flags", partial(set, [flag]))
+        monkeypatch.setattr("trainkit.config.schema.cpu_flags", partial(set, [flag]))
         assert len(amp.notes(config, where)) == notes
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.bench import columns, words
 from trainkit.bench.arms import Arm, Bench, LeftOut, Where
-from trainkit.config.precision import cpu_has_bf16
+from trainkit.config.schema import cpu_has_bf16
 
 if TYPE_CHECKING:
     from trainkit.bench.results import Results

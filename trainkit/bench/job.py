@@ -19,7 +19,7 @@ from trainkit.bench.folder import BenchDir
 from trainkit.bench.team import ArmFailedError, Team
 from trainkit.bench.work import Worker
 from trainkit.bench.written import write_results
-from trainkit.config.batch_sizes import micro_batch_sizes
+from trainkit.config.checks import micro_batch_sizes
 from trainkit.config.schema import Config
 from trainkit.data.order import largest_power_of_two
 from trainkit.distributed.device import device_name, visible_cpus

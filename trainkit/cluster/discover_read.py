@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trainkit.cluster.site import Node, Partition, count_gpus, gpu_types, names_in
 from trainkit.cluster.site_facts import Account, Qos
-from trainkit.config.times import time_minutes
+from trainkit.config.slurm_options import time_minutes
 from trainkit.ranks.hostlist import expand
 
 ACCOUNT_FIELDS = ("User", "DefaultAccount", "Cluster", "Account", "Partition", "QOS")

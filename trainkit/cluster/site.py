@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainkit import programs, terminal
-from trainkit.config.times import time_minutes
+from trainkit.config.slurm_options import time_minutes
 from trainkit.errors import UserError
 from trainkit.ranks.hostlist import expand
 

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainkit.cluster.site import Node, Partition
 from trainkit.config import yaml
-from trainkit.config.presets import SITE, find_profile
-from trainkit.config.times import slurm_time
+from trainkit.config.loading import SITE, find_profile
+from trainkit.config.slurm_options import slurm_time
 from trainkit.errors import UserError
 
 Dialect = Literal["gpus-per-node", "gres", "constraint"]

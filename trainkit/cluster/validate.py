@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trainkit.cluster.site import Partition
 from trainkit.cluster.site_facts import Account, SiteFacts
 from trainkit.config.loading import Loaded
-from trainkit.config.times import slurm_time, time_minutes
+from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import RefusedError, UserError, did_you_mean
 
 PLACEHOLDER = "CHANGE_ME"

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import plugins
-from trainkit.config.layers import flatten
-from trainkit.config.loading import load
+from trainkit.config.checks import strategy_traits
+from trainkit.config.loading import flatten, load
 from trainkit.config.schema import SECTIONS, Config, reach
-from trainkit.config.traits import strategy_traits
 from trainkit.errors import UserError
 from trainkit.records import files
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainkit import catalogue, plugins
-from trainkit.config.presets import PACKAGED
+from trainkit.config.loading import PACKAGED
 from trainkit.config.schema import SECTIONS, Config
 
 OWN = {"type": "string", "pattern": ":", "description": "package.module:function of your own."}

@@ -2,21 +2,280 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from trainkit import packaged
 from trainkit.config import yaml
-from trainkit.config.launch import ALWAYS_WRITTEN, is_one_line
-from trainkit.config.layers import DEFAULT, OPEN_MAPPINGS, Layer, Source, merge, moved, override_layer
-from trainkit.config.presets import file_layer, find_preset, profile_layer
-from trainkit.config.schema import SECTIONS, Config
+from trainkit.config.schema import ALWAYS_WRITTEN, SECTIONS, Config, PluginSection, Section, field_of, is_one_line
 from trainkit.config.slurm_options import long_name, settings_of
-from trainkit.errors import TrainkitError, UserError
+from trainkit.errors import TrainkitError, UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value came from: a kind and, for a person, the place."""
+
+    kind: str  # flag, override, environment, file, cluster profile, default; in a plan also discovered, derived, ...
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.where}".strip()
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """The source that `str` wrote. The kind is one word, but for ``cluster profile``."""
+        kind, where = re.fullmatch(r"(cluster profile|\w*) ?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+        return cls(kind, where)
+
+
+DEFAULT = Source("default")
+
+Layer = dict[str, tuple[Any, Source]]
+"""Dotted key -> its value and where that was written."""
+
+# Mappings whose keys are the user's own: merged and validated as one value.
+OPEN_MAPPINGS = ("launch.sbatch", "launch.srun")
+
+
+def override_layer(overrides: Iterable[str]) -> Layer:
+    """The layer of overrides, ``section.key=value``. The last one of a key counts."""
+    layer: Layer = {}
+    texts = list(overrides)
+    for index, text in enumerate(texts):
+        key, equals, value = text.partition("=")
+        shown = text if text.isprintable() else repr(text)
+        meant = _meant(text, texts[index + 1 : index + 3])
+        if not equals or not key or key.startswith("-") or meant:
+            raise UserError(
+                f"'{shown}' is not an override.",
+                why="Overrides are written section.key=value.",
+                fix=f"Write {meant}." if meant else "For example optim.lr=3e-4.",
+            )
+        parsed = {key: _typed(key, value)}
+        for mapping in OPEN_MAPPINGS:
+            if key.startswith(f"{mapping}."):  # launch.sbatch.comment=thesis
+                parsed = {mapping: {key.removeprefix(f"{mapping}."): value}}
+        layer = merge(layer, {item: (given, Source("override", shown)) for item, given in flatten(parsed)})
+    return layer
+
+
+def _meant(text: str, following: Sequence[str]) -> str:
+    """What a setting with spaces, a colon or two signs was to be: of ``optim.lr = 3``, ``optim.lr:3``; else empty."""
+    match = re.match(r"([\w.]+)( ?==? ?|:=?)(\S+)", " ".join([text, *following]))
+    if match is None or match[2] == "=" or "=" in match[3] or match[1] in SECTIONS or field_of(match[1]) is None:
+        return ""
+    return f"{match[1]}={match[3]}"
+
+
+def _typed(key: str, text: str) -> Any:
+    """The value of an override. What must be text stays as it was typed: account 0123 is no number."""
+    value, field = yaml.parse_value(text), field_of(key)
+    is_text = field is not None and field.annotation in (str, str | None)
+    return value if value is None or not is_text or text[0] in "'\"" else text
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Nested mappings as dotted keys and values."""
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, dict) and dotted not in OPEN_MAPPINGS and (value or not prefix):
+            yield from flatten(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def merge(low: Layer, high: Layer) -> Layer:
+    """``low`` with everything that ``high`` says."""
+    merged = dict(low)
+    for key, (value, source) in high.items():
+        # Another plugin has other options: those of the one it replaces must not follow it.
+        section, _, name = key.partition(".")
+        if name == "name" and issubclass(SECTIONS.get(section, Section), PluginSection):
+            fields = SECTIONS[section].model_fields
+            if low.get(key, (fields["name"].default,))[0] != value:
+                for other in [item for item in merged if item.startswith(f"{section}.")]:
+                    if other.split(".")[1] not in fields and other not in high:
+                        del merged[other]
+        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(low.get(key, (None,))[0], dict):
+            value = {**low[key][0], **value}
+        merged[key] = (value, source)
+    return merged
+
+
+def moved(layer: Layer, before: Layer, there: Layer) -> Layer:
+    """``layer`` at another site: what the profile of the one ``before`` has said gives way to what is said ``there``.
+
+    What differs from that profile, its user has said, of a mapping each entry. It stays.
+    """
+    kept: Layer = {}
+    for key, (value, source) in layer.items():
+        said = before[key][0] if key in before else None
+        if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(said, dict):
+            kept[key] = ({name: item for name, item in value.items() if str(said.get(name)) != str(item)}, source)
+        elif key not in before or str(said) != str(value):
+            kept[key] = (value, source)
+    return merge(kept, there)
+
+
+PACKAGED = packaged.folder("configs")
+OWN = Path("configs")
+"""The user's own, in the folder where the command is given; they come before the packaged ones."""
+_LONGEST_CHAIN = 20
+"""Files that extend one another."""
+SITE = "site"
+"""The section of a profile that holds what is known of the site."""
+
+
+def find_preset(preset: str) -> Path:
+    """The YAML file of a preset name, a path, or a run folder."""
+    if not preset.strip():
+        raise UserError(
+            "The name of the preset is empty.",
+            why="A variable of the shell may be unset.",
+            fix="For example python -m jobs.submit ddp.",
+        )
+    given = Path(preset).expanduser()  # os.path takes names that are too long for a file, too: a token, by mistake
+    folders = [folder for folder in (OWN, PACKAGED) if folder.is_dir()]
+    named = presets_named(preset)
+    if os.path.isfile(given / "config.yaml"):
+        if named:
+            raise UserError(
+                f"'{preset}' is a preset and a run.",
+                why=f"There are {named[0]} and {given.absolute()}.",
+                fix=f"Give the path of one of them: ./{preset} is the run.",
+            )
+        return given / "config.yaml"
+    if given.suffix in (".yaml", ".yml"):
+        if os.path.isfile(given):
+            return given
+        raise UserError(f"No file {preset}.", why=f"It is not in {Path.cwd()}.", fix="Check the path.")
+    if named:
+        return named[0]
+    if os.path.isdir(given):
+        raise UserError(
+            f"{preset} is not a run folder, or only half of one.",
+            why="It has no config.yaml.",
+            fix="Give a preset, a YAML file, or a run folder.",
+        )
+    known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+    known += sorted({f"recipes/{file.stem}" for folder in folders for file in folder.glob("recipes/*.yaml")})
+    raise UserError(
+        f"Unknown preset '{preset}'.",
+        why=f"There are: {', '.join(known)}.",
+        fix=did_you_mean(preset, known, otherwise="Use one of them, or the path of a YAML file."),
+    )
+
+
+def presets_named(name: str) -> list[Path]:
+    """The files of the presets of that name, the first of which counts; of a path none."""
+    if name.startswith(("/", "./", "../", "~")):
+        return []
+    return [folder / f"{name}.yaml" for folder in (OWN, PACKAGED) if os.path.isfile(folder / f"{name}.yaml")]
+
+
+def file_layer(path: Path, seen: tuple[Path, ...] = ()) -> Layer:
+    """What a preset's file says, on top of what it extends. ``seen``: the files that extend it."""
+    if path.resolve() in [item.resolve() for item in seen]:
+        chain = " -> ".join(str(item) for item in (*seen, path))
+        raise UserError(f"{path} extends itself.", why=chain, fix="Break the circle.")
+    if len(seen) > _LONGEST_CHAIN:
+        why = f"Each of {_LONGEST_CHAIN} files extends the next."
+        raise UserError(f"{seen[0]} extends too many files.", why=why, fix="Write what they say into fewer.")
+    values, lines = yaml.read(path)
+    base: Layer = {}
+    parent = values.pop("extends", None)
+    if parent is not None:
+        base = file_layer(_parent(path, parent, lines["extends"]), (*seen, path))
+    own: Layer = {}
+    for key, value in flatten({key: {} if _is_bare(key, value) else value for key, value in values.items()}):
+        own[key] = (value, Source("file", f"{path}:{lines.get(key, 1)}"))
+    return merge(base, own)
+
+
+def files_of(path: Path) -> list[Path]:
+    """A preset's file, and those that it extends, nearest first."""
+    found = [path]
+    while True:
+        values, lines = yaml.read(found[-1])
+        if values.get("extends") is None:
+            return found
+        parent = _parent(found[-1], values["extends"], lines["extends"])
+        if parent.resolve() in [item.resolve() for item in found]:
+            return found  # which `file_layer` says
+        found.append(parent)
+
+
+def _parent(path: Path, parent: Any, line: int) -> Path:
+    """The file that ``path`` extends: beside it first, then as `find_preset` knows it.
+
+    What extends its own name extends the packaged preset that it stands before.
+    """
+    if not isinstance(parent, str):
+        raise UserError(
+            f"extends={parent} is not valid (file {path}:{line}).",
+            why="It must be the name of one preset.",
+            fix="For example extends: ddp.",
+        )
+    name = parent if parent.endswith((".yaml", ".yml")) else f"{parent}.yaml"
+    beside, packaged_one = path.parent / name, PACKAGED / name
+    is_beside = os.path.isfile(beside)  # False for a name that no file can have
+    if is_beside and beside.resolve() == path.resolve() and packaged_one.is_file():
+        return packaged_one
+    try:
+        return beside if is_beside else find_preset(parent)
+    except UserError as error:
+        raise UserError(error.what, why=f"{error.why.removesuffix('.')} (file {path}:{line}).", fix=error.fix) from None
+
+
+def _is_bare(key: str, value: Any) -> bool:
+    # `optim:` with nothing but comments below it says nothing, rather than that there is no optimizer.
+    return value is None and key in SECTIONS
+
+
+def profile_layer(cluster: str) -> Layer:
+    """What the site profile of that name, or in that file, says of a launch.
+
+    What it knows of the site itself, below ``site:``, is no setting (`trainkit.cluster.site_facts`).
+    """
+    path = find_profile(cluster)
+    values, lines = yaml.read(path)
+    values.pop(SITE, None)
+    layer: Layer = {}
+    for key, value in flatten({key: {} if _is_bare(key, value) else value for key, value in values.items()}):
+        if not key.startswith("launch.") or key == "launch.cluster":
+            raise UserError(
+                f"'{key}' does not belong into a cluster profile.",
+                why=f"{path}:{lines.get(key, 1)}; a profile describes a site, so it holds launch.* only.",
+                fix="Move it to a preset.",
+            )
+        layer[key] = (value, Source("cluster profile", f"{path}:{lines.get(key, 1)}"))
+    return layer
+
+
+def find_profile(cluster: str) -> Path:
+    """The file of a site profile: a name in a folder ``configs/clusters``, or a path."""
+    given = Path(cluster).expanduser()
+    candidates = [given] if given.suffix in (".yaml", ".yml") else []
+    candidates += [folder / "clusters" / f"{cluster}.yaml" for folder in (OWN, PACKAGED)]
+    for path in candidates:
+        if os.path.isfile(path):
+            return path
+    known = sorted(file.stem for folder in (OWN, PACKAGED) for file in folder.glob("clusters/*.yaml"))
+    raise UserError(
+        f"Unknown cluster profile '{cluster}'.",
+        why=f"There are: {', '.join(dict.fromkeys(known)) or 'none'}.",
+        fix=did_you_mean(cluster, known, otherwise="Write configs/clusters/NAME.yaml, or give the path of a file."),
+    )
+
 
 CLUSTER = "TRAINKIT_CLUSTER"
 """Names the site's profile."""
@@ -138,20 +397,20 @@ def _validate(layer: Layer) -> Config:
         for parent in parents:
             child = node.setdefault(parent, {})
             if not isinstance(child, dict):
-                from trainkit.config import mistakes
+                from trainkit.config import refusals
 
                 if parent in SECTIONS and node is tree:
-                    raise mistakes.value_for_section(parent, child, layer[parent][1])
-                raise mistakes.below_a_value(key, layer)
+                    raise refusals.value_for_section(parent, child, layer[parent][1])
+                raise refusals.below_a_value(key, layer)
             node = child
         if last in SECTIONS and node is tree:
-            from trainkit.config import mistakes
+            from trainkit.config import refusals
 
-            raise mistakes.value_for_section(last, value, source)
+            raise refusals.value_for_section(last, value, source)
         node[last] = value
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        from trainkit.config import mistakes  # what only a mistake needs
+        from trainkit.config import refusals  # what only a mistake needs
 
-        raise mistakes.explain(error, layer) from None
+        raise refusals.explain(error, layer) from None

@@ -6,26 +6,398 @@ Frozen means that a value printed at submission is the value used at step 10,000
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 
-from trainkit.config.augment import AugmentConfig
-from trainkit.config.checkpoint import CheckpointConfig
-from trainkit.config.combinations import check_combinations
-from trainkit.config.launch import LaunchConfig
-from trainkit.config.section import IMPORTS, PLAIN, SENDS, Fraction, ImpossibleError, PluginSection, Reach, Section
-from trainkit.config.train import TrainConfig
+from trainkit import reading
+from trainkit.config.slurm_options import long_name, time_minutes
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the text of a setting can do beyond training, noted where the setting is defined: ``Annotated[str, SENDS]``.
+
+    A setting that starts or sends something counts only from a file that is the user's own
+    (`trainkit.records.ownership`).
+    """
+
+    does: Literal["imports", "starts", "sends", "nothing"]
+
+
+IMPORTS = Reach("imports")
+"""It may name a function, ``package.module:function``."""
+STARTS = Reach("starts")
+"""It becomes a command, a flag of one, or the place that programs come from."""
+SENDS = Reach("sends")
+"""It says where weights, code, records or messages go, or lets somebody in."""
+PLAIN = Reach("nothing")
+"""A name, a size, a folder to read."""
+
+
+class ImpossibleError(ValueError):
+    """Settings that are each well-formed and cannot hold together.
+
+    ``keys``: those that one may change; ``secret``: what was written must not be repeated.
+    """
+
+    def __init__(self, what: str, *, keys: tuple[str, ...], why: str, fix: str, secret: bool = False) -> None:
+        super().__init__(what)
+        self.keys, self.why, self.fix, self.secret = keys, why, fix, secret
+
+
+class Section(BaseModel):
+    """A section whose keys are exactly its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would take true for 1: `train.epochs=true` is a mistake.
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError
+        return value
+
+
+class PluginSection(Section):
+    """A section that names a plugin; keys beyond its fields are that plugin's options."""
+
+    model_config = ConfigDict(extra="allow")  # added to what `Section` says
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the plugin, as written in the configuration."""
+        return dict(self.model_extra or {})
+
+
+class TrainConfig(Section):
+    epochs: PositiveInt = 20
+    """Passes over the training data."""
+    max_steps: PositiveInt | None = None
+    """Optimizer updates; replaces `epochs` when given."""
+    global_batch_size: PositiveInt = 64
+    """Samples per optimizer update over all ranks. Keep it fixed when you change the number of GPUs."""
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
+    """Samples per rank per forward pass; null: the rank's whole share at once; auto: as many as fit into memory, found
+    before the first update. Lower it when memory runs out."""
+    memory_limit_mb: PositiveFloat | None = None
+    """MiB that a rank may use, for micro_batch_size=auto; null: all that is free: of its GPU, or on CPU its share of
+    what the job (SLURM's --mem) or the machine has."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "o2"] = "auto"
+    """auto picks what the device is fast at; fp16 scales the loss; o2: all of the model in fp16 but its BatchNorm, with
+    fp32 weights for the optimizer, and gradients of half the size."""
+    channels_last: bool = False
+    """Images as [N, H, W, C] in memory: convolutions are faster that way on GPUs and on CPUs with bf16."""
+    activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
+    """What blocks have computed is computed again in the backward pass instead of being kept: less memory, a third more
+    time. full: of all blocks; a number: of every so manyth."""
+    compile: Literal["off", "model", "blocks"] = "off"
+    """torch.compile of the whole model, or of each repeated block, which starts sooner. CPUs need a C++ compiler."""
+    deterministic: bool = False
+    """The same numbers from the same GPUs each time, at some cost; on CPUs they always are."""
+    grad_clip_norm: PositiveFloat | None = None
+    """Largest global norm of the gradients; null: no clipping."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do about gradients that are infinite or not a number, which never reach the weights. stop: end the run
+    after 3 such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint
+    and go on with the data after them, at most 3 times."""
+    label_smoothing: Fraction = 0.0
+    class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
+    """How much a sample's loss counts, by its class: one number for each, or balanced: rare classes as much as common
+    ones. The loss is the weighted mean over the global batch."""
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
+    measure both: `ema_acc1`. null: no average."""
+    eval_every_epochs: PositiveInt = 1
+    """Validate after every so many epochs, and always at the end."""
+    early_stopping_patience: PositiveInt | None = None
+    """Stop after so many validations in a row that were no better, by `checkpoint.best`; null: train to the end. A
+    schedule that comes down towards the end (onecycle, cosine, wsd) is not finished then: constant and step are."""
+    early_stopping_min_delta: NonNegativeFloat = 0.0
+    """How much better a validation must be to count as better, in the metric's own unit (accuracies: percent)."""
+
+    @property
+    def given_micro_batch_size(self) -> int | None:
+        """`micro_batch_size`, if it is a number."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
+
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class AugmentConfig(Section):
+    """Of whole batches on the device, after what the data set does itself (shift or crop, mirror)."""
+
+    rand_augment_ops: Annotated[int, Field(ge=0, le=10)] = 0
+    """RandAugment: operations an image, 2 as a rule; 0: none."""
+    rand_augment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    """How strong each of them is."""
+    random_erasing_prob: Probability = 0.0
+    """Of an image to lose a random rectangle."""
+    random_erasing_mode: Literal["const", "rand", "pixel"] = "const"
+    """What comes there: the mean colour, a random one, or noise."""
+    mixup_alpha: NonNegativeFloat = 0.0
+    """Mixup: of the Beta distribution that the share of an image is drawn from, 0.2 to 1 as a rule; 0: none."""
+    cutmix_alpha: NonNegativeFloat = 0.0
+    """CutMix, the same; 1 as a rule. With mixup, each pair of images gets one of the two."""
+    mixup_prob: Probability = 1.0
+    """Of a pair to be mixed by either."""
+    mixup_switch_prob: Probability = 0.5
+    """Of CutMix instead of mixup, where both are on."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed, in pairs."""
+        return (self.mixup_alpha > 0 or self.cutmix_alpha > 0) and self.mixup_prob > 0
+
+
+class CheckpointConfig(Section):
+    every_steps: PositiveInt | None = None
+    """Save after every so many updates as well."""
+    every_epochs: PositiveInt | None = 1
+    """Save after every so many epochs."""
+    every_minutes: PositiveFloat | None = 15.0
+    """Save when so many minutes have passed since the last time: what a power cut may cost at most."""
+    keep: PositiveInt = 3
+    """How many checkpoints to keep besides the best."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
+    best: Literal["val/acc1", "val/acc5", "val/loss", "val/ema_acc1", "val/ema_acc5", "val/ema_loss"] = "val/acc1"
+    """What `best` is judged by; ema_: of the averaged weights (train.ema_decay)."""
+    remote: Annotated[str | None, SENDS] = None
+    """Send `best` and `latest` there behind the training, below the run's name: s3://bucket/prefix, gs://bucket/prefix
+    or file:///folder. Credentials come from the environment only."""
+
+    @field_validator("remote")
+    @classmethod
+    def _place_without_secrets(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if "@" in value or "?" in value or "#" in value:
+            raise ImpossibleError(
+                "checkpoint.remote holds more than a place",
+                keys=("checkpoint.remote",),
+                why="Configurations are kept, so that no key and no password may be in them.",
+                fix="Use s3://bucket/prefix, and put credentials into the environment.",
+                secret=True,
+            )
+        if re.fullmatch(r"(s3|gs)://[a-z0-9][\w.-]+(/(?!\.\.?(/|$))[\w.=+-]+)*/?|file:///[^\x00-\x1f]*", value) is None:
+            raise ValueError("s3://bucket/prefix, gs://bucket/prefix or file:///folder")
+        return value
+
+
+ALWAYS_WRITTEN = (
+    *("executor", "cluster", "nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task", "mem", "time", "partition"),
+    *("account", "qos", "constraint", "nodelist", "exclude", "reservation", "gres", "job_name", "dependency"),
+    *("mail_user", "mail_type", "requeue", "signal_seconds", "setup", "sbatch", "srun"),
+)
+"""What every version has written into the configuration that a run keeps, and nobody writes by hand. Keys that came
+later an older run does not have."""
+
+
+class LaunchConfig(Section):
+    """Resources. The names are those of sbatch's flags, with underscores."""
+
+    executor: Literal["auto", "slurm", "local", "debug"] = "auto"
+    """auto: slurm where sbatch is found, else local. debug: in the calling process."""
+    cluster: Annotated[str | None, STARTS] = None
+    """A site profile: a name in configs/clusters or the path of a YAML file."""
+    nodes: PositiveInt = 1
+    gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
+    """auto: what this machine or the partition has; 0: train on CPU."""
+    gpu_dialect: Literal["gpus-per-node", "gres", "constraint"] = "gpus-per-node"
+    """How the site wants GPUs asked for: --gpus-per-node, --gres=gpu:N, or by its --constraint alone."""
+    gpu_type: Annotated[str | None, PLAIN] = None
+    """Type of the GPUs, as the site calls it: a100. null: any."""
+    ntasks_per_node: PositiveInt | None = None
+    """Ranks per node; null: one per GPU, or one on CPU."""
+    cpus_per_task: PositiveInt | None = None
+    mem: Annotated[str | None, PLAIN] = None
+    """Memory per node, as sbatch writes it: 32G, 500M; 0 for all."""
+    time: Annotated[str, PLAIN] = "1:00:00"
+    """Time limit, as sbatch writes it: minutes, H:MM:SS, D-HH:MM:SS."""
+    partition: Annotated[str | None, PLAIN] = None
+    account: Annotated[str | None, PLAIN] = None
+    qos: Annotated[str | None, PLAIN] = None
+    constraint: Annotated[str | None, PLAIN] = None
+    nodelist: Annotated[str | None, PLAIN] = None
+    exclude: Annotated[str | None, PLAIN] = None
+    reservation: Annotated[str | None, PLAIN] = None
+    gres: Annotated[str | None, PLAIN] = None
+    """Generic resources, for sites that do not know --gpus-per-node: gpu:4, gpu:a100:4."""
+    job_name: Annotated[str | None, PLAIN] = None
+    """null: the preset's name."""
+    dependency: Annotated[str | None, PLAIN] = None
+    interface: Annotated[str | None, PLAIN] = None
+    """Network interface for what the ranks of several nodes exchange, as in ib0; null: that of the route to the head
+    node. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME outrank it."""
+    max_parallel: PositiveInt | None = None
+    """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
+    mail_user: Annotated[str | None, SENDS] = None
+    mail_type: Annotated[str | None, PLAIN] = None
+    requeue: bool | Literal["chain"] = True
+    """Requeue after a time limit, a preemption or a failure that another start may mend, and go on from the newest
+    checkpoint. chain: by a further job each time, for sites that forbid requeueing."""
+    preflight: bool = False
+    """Check the nodes before the ranks start, in the job itself; a bad one is named and excluded, and the job queued
+    again."""
+    hang_seconds: PositiveInt = 600
+    """Ranks that make no progress for so long hang: the attempt is ended, and the one that is behind is named."""
+    signal_seconds: PositiveInt | None = None
+    """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
+    internet: bool = True
+    """Whether compute nodes reach the internet; false keeps W&B and model hubs offline there."""
+    setup: Annotated[tuple[str, ...], STARTS] = ()
+    """Shell lines before the job starts: module load, source ..."""
+    modules: Annotated[tuple[str, ...], STARTS] = ()
+    """Environment modules that a batch job loads first: [cuda/12.4]."""
+    environment: Annotated[str | None, STARTS] = None
+    """The Python of a batch job. null: the one that submits; venv:FOLDER, conda:NAME, uv:PROJECT."""
+    container_image: Annotated[str | None, STARTS] = None
+    """Run the ranks in a container: image.sif, image.sqsh, nvcr.io#nvidia/pytorch:25.01-py3, docker://..."""
+    container_runtime: Literal["auto", "pyxis", "apptainer", "docker"] = "auto"
+    """auto: apptainer for .sif files and URLs; of the rest pyxis on SLURM, docker without (jobs.launch)."""
+    container_mounts: Annotated[tuple[str, ...], STARTS] = ()
+    """Further folders that it sees, SOURCE:TARGET[:ro]; those of run, submission and data it sees anyway."""
+    container_python: Annotated[str, STARTS] = "python3"
+    """The interpreter inside, which has torch and the other packages that trainkit needs."""
+    sbatch: Annotated[dict[str, str], STARTS] = {}
+    """Further sbatch options without their dashes: {comment: thesis}."""
+    srun: Annotated[dict[str, str], STARTS] = {}
+    """Further srun options without their dashes."""
+
+    def lead_seconds(self) -> int:
+        """Seconds before the time limit at which the job is told to save."""
+        return self.signal_seconds or max(5, min(90, int(time_minutes(self.time) * 60 / 3)))
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _on_one_line(cls, value: Any) -> Any:
+        # All of it goes into the batch script: a line break would begin a line of its own there.
+        if not all(is_one_line(text) for text in _texts(value)):
+            raise ValueError("text on one line, without control characters")
+        return value
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _minutes_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("time")
+    @classmethod
+    def _is_a_time(cls, value: str) -> str:
+        time_minutes(value)
+        return value
+
+    @field_validator("mem", mode="before")
+    @classmethod
+    def _mem_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("mem")
+    @classmethod
+    def _is_a_size(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d+[KMGT]?B?", value):
+            raise ValueError("a size as sbatch writes it: 32G, 500M, 0")
+        return value
+
+    @field_validator("sbatch", "srun", mode="before")
+    @classmethod
+    def _values_as_text(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
+            return {
+                str(key): "" if item is None or item is True else str(item)
+                for key, item in value.items()
+                if item is not False
+            }
+        return value
+
+    @field_validator("sbatch", "srun")
+    @classmethod
+    def _are_option_names(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        if not all(re.fullmatch(r"[A-Za-z][\w-]*", key) for key in value):
+            raise ValueError("options without their dashes, as in {comment: thesis}")
+        return {long_name(str(info.field_name), key): text for key, text in value.items()}
+
+    @field_validator("environment")
+    @classmethod
+    def _is_an_environment(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"(venv|conda|uv):.+", value):
+            raise ValueError("venv:FOLDER, conda:NAME or uv:PROJECT")
+        return value
+
+    @field_validator("container_image")
+    @classmethod
+    def _or_none(cls, value: str | None) -> str | None:
+        return None if value in ("", "none") else value  # against a profile's or a run's own
+
+    @model_validator(mode="after")
+    def _combinations(self) -> LaunchConfig:
+        if self.gres is not None and "gpu" in self.gres and isinstance(self.gpus_per_node, int):
+            raise ImpossibleError(
+                "launch.gres and launch.gpus_per_node both ask for GPUs",
+                keys=("launch.gres", "launch.gpus_per_node"),
+                why="A site knows one of them.",
+                fix="Give one of them.",
+            )
+        memory = [name for name in ("mem-per-cpu", "mem-per-gpu") if name in self.sbatch] + ["mem"] * (
+            self.mem is not None
+        )
+        if len(memory) > 1:
+            raise ImpossibleError(
+                f"--{' and --'.join(memory)} both ask for memory",
+                keys=("launch.sbatch", "launch.mem"),
+                why="sbatch takes one of them.",
+                fix="Give one of them; unset a variable SBATCH_MEM_PER_... that is in the way.",
+            )
+        seconds = time_minutes(self.time) * 60
+        if self.signal_seconds is not None and self.signal_seconds * 2 > seconds:
+            raise ImpossibleError(
+                f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}",
+                keys=("launch.signal_seconds", "launch.time"),
+                why="The job would be told to save soon after it starts.",
+                fix=f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or ask for more time.",
+            )
+        return self
+
+
+def is_one_line(text: str) -> bool:
+    """Whether it has no line break and no other control character, but for tabs."""
+    return all(char == "\t" or unicodedata.category(char) not in ("Cc", "Cs", "Zl", "Zp") for char in text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value as YAML gives it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _texts(item)
+
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what torch, numpy and scikit-learn all take
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -195,6 +567,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Config:
+        from trainkit.config.checks import check_combinations  # which stands on this module
+
         check_combinations(self)
         return self
 
@@ -230,3 +604,34 @@ def reach(key: str, value: Any) -> Reach:
         return IMPORTS if any(":" in str(name) for name in names) else PLAIN
     default = field.get_default()
     return PLAIN if value in (default, None, "") or (not value and not default) else found
+
+
+ON_GPUS = "bf16 on GPUs from Ampere on, fp16 on Volta and Turing, else fp32"
+ON_CPUS = "bf16 on CPUs with AVX512-BF16 or AMX, else fp32"
+
+
+def auto_precision(capability: tuple[int, int] | None) -> str:
+    """The fastest format that trains well: on a GPU of that compute capability; None: on this machine's CPU.
+
+    Ampere has bf16, which was emulated before; Volta and Turing have fp16. A CPU has bf16 where it multiplies that
+    natively.
+    """
+    if capability is not None:
+        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    return "bf16" if cpu_has_bf16() else "fp32"
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this machine's processor multiplies bf16 itself."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16"})
+
+
+def cpu_flags() -> set[str]:
+    """What this machine's processor can do, in Linux's words; empty elsewhere."""
+    try:
+        for line in reading.read_text(Path("/proc/cpuinfo")).splitlines():
+            if line.startswith("flags"):
+                return set(line.split())
+    except OSError:
+        pass
+    return set()

@@ -1,6 +1,7 @@
-"""sbatch's and srun's own options, by their manuals: which stand for a flag of ours, and which break what we promise.
+"""sbatch's and srun's own words, by their manuals: times, options, and variables of the environment.
 
-Whatever is in neither list is passed on, options of plugins and of later versions included.
+Some options stand for a flag of ours, some break what we promise. Whatever is in neither list is passed on, options of
+plugins and of later versions included.
 """
 
 from __future__ import annotations
@@ -10,6 +11,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.config import yaml
+
+
+def time_minutes(text: str) -> float:
+    """Minutes of a time as sbatch writes it: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``.
+
+    Raises ValueError for anything else, and for zero.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ValueError("a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00")
+    days, *rest = match.groups()
+    a, b, c = (int(part) if part else 0 for part in rest)
+    if days is not None:
+        minutes = int(days) * 1440 + a * 60 + b + c / 60
+    elif rest[2] is not None:
+        minutes = a * 60 + b + c / 60
+    else:
+        minutes = a + b / 60
+    if minutes <= 0:
+        raise ValueError("a time above zero")
+    return minutes
+
+
+def slurm_time(minutes: float) -> str:
+    """A time as sbatch writes it: ``30:00``, ``2:00:00``, ``1-12:00:00``."""
+    seconds = round(minutes * 60)
+    days, rest = divmod(seconds, 86400)
+    hours, rest = divmod(rest, 3600)
+    text = f"{hours}:{rest // 60:02}:{rest % 60:02}"
+    return f"{days}-{text}" if days else re.sub(r"^0:", "", text)
+
 
 # Long options of 22.05, with their short forms. getopt takes every beginning of a name that no other name has.
 _SHORT = {

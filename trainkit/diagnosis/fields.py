@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit import reading
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.config.batch_sizes import smaller
+from trainkit.config.checks import smaller
 from trainkit.config.schema import SECTIONS
 from trainkit.diagnosis.evidence import Failure, lagging_ranks
 from trainkit.diagnosis.stderr import places_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainkit.config.launch import LaunchConfig
+from trainkit.config.schema import LaunchConfig
 from trainkit.errors import UserError
 from trainkit.launch.environment import leaked
 

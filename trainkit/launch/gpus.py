@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainkit.cluster.site import Partition, Site, count_gpus
-from trainkit.config.layers import Source
-from trainkit.config.loading import Loaded
-from trainkit.config.traits import strategy_traits
+from trainkit.config.checks import strategy_traits
+from trainkit.config.loading import Loaded, Source
 from trainkit.errors import RefusedError, UserError, did_you_mean
 from trainkit.launch.resources import DERIVED, Decision
 

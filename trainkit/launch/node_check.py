@@ -15,8 +15,8 @@ from typing import IO, Any
 from trainkit import programs, reading, terminal
 from trainkit.cluster.check import FOLDER
 from trainkit.cluster.site import Site
-from trainkit.config.launch import LaunchConfig
 from trainkit.config.loading import load
+from trainkit.config.schema import LaunchConfig
 from trainkit.errors import RefusedError, SchedulerError
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.plan import Plan, make_plan

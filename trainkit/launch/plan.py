@@ -16,12 +16,9 @@ from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from trainkit import reading, terminal
 from trainkit.cluster.site import Site
-from trainkit.config.batch_sizes import check_accumulation
-from trainkit.config.layers import Source
-from trainkit.config.loading import Loaded
-from trainkit.config.slurm_options import objection
-from trainkit.config.times import time_minutes
-from trainkit.config.traits import strategy_traits
+from trainkit.config.checks import check_accumulation, strategy_traits
+from trainkit.config.loading import Loaded, Source
+from trainkit.config.slurm_options import objection, time_minutes
 from trainkit.errors import UserError
 from trainkit.launch.containers import Container, container_of
 from trainkit.launch.gpus import decide_gpus, gpu_directives

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.cluster.site import Node, Partition, Site
-from trainkit.config.layers import Source
-from trainkit.config.loading import Loaded
-from trainkit.config.times import slurm_time, time_minutes
-from trainkit.config.traits import strategy_traits
+from trainkit.config.checks import strategy_traits
+from trainkit.config.loading import Loaded, Source
+from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import RefusedError, UserError, did_you_mean
 
 DERIVED = Source("derived")

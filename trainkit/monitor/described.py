@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainkit import reading
-from trainkit.config.layers import flatten
+from trainkit.config.loading import flatten
 from trainkit.config.schema import Config
 from trainkit.monitor.base import Start
 from trainkit.records.rundir import RunDir

@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import importing
-from trainkit.config.layers import OPEN_MAPPINGS, flatten
-from trainkit.config.loading import Loaded
-from trainkit.config.presets import PACKAGED
+from trainkit.config.loading import OPEN_MAPPINGS, PACKAGED, Loaded, flatten
 from trainkit.config.schema import Config, reach
 from trainkit.errors import RefusedError
 from trainkit.records import index

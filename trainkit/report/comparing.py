@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainkit.config.layers import flatten
+from trainkit.config.loading import flatten
 from trainkit.report.facts import Facts
 from trainkit.report.tables import NONE, TIMES, Row, duration, memory, number, speed_spec
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit import markdown, plugins, reading, terminal
 from trainkit.config import yaml
-from trainkit.config.traits import strategy_traits
+from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
 from trainkit.records import jsonl
 from trainkit.records.contributions import Contribution, Contributions

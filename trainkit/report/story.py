@@ -11,8 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from trainkit import terminal
-from trainkit.config.layers import flatten
-from trainkit.config.loading import load
+from trainkit.config.loading import flatten, load
 from trainkit.errors import TrainkitError
 from trainkit.ranks.hostlist import fold
 from trainkit.report.facts import Facts

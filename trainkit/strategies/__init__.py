@@ -2,7 +2,7 @@
 
 Its function ``build(dist, *, <options>)`` gives a `Strategy`; with a second argument, ``build(dist, precision, ...)``,
 it is told in which format the model computes. What others must know of it without loading it the file states:
-``RANKS = "one"``, ``GPUS_PER_RANK = "all"``, ``LOOP = "collaborative"`` (see `trainkit.config.traits`).
+``RANKS = "one"``, ``GPUS_PER_RANK = "all"``, ``LOOP = "collaborative"`` (see `trainkit.config.checks`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import options, plugins
-from trainkit.config.traits import strategy_traits
+from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.config.augment import AugmentConfig
+from trainkit.config.schema import AugmentConfig
 from trainkit.data.base import DataInfo
 from trainkit.data.batch import Batch
 from trainkit.data.erasing import RandomErasing

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from trainkit.config.batch_sizes import check_accumulation, micro_batch_sizes
+from trainkit.config.checks import check_accumulation, micro_batch_sizes
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.order import steps_per_epoch

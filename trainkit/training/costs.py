@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.config.traits import strategy_traits
+from trainkit.config.checks import strategy_traits
 from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb, reserved_memory_mb, visible_cpus
 from trainkit.monitor.advice import Place, advice
 from trainkit.monitor.energy import energy_of

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainkit.config.batch_sizes import smaller
+from trainkit.config.checks import smaller
 from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler  # before torch 2.10 torch.amp does not export it to mypy
 
-from trainkit.config.precision import auto_precision
+from trainkit.config.schema import auto_precision
 from trainkit.distributed.device import is_free_to_ask
 from trainkit.distributed.process_group import Distributed
 from trainkit.distributed.sharded import is_sharded, local_part
@@ -21,7 +21,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
-    """What ``auto`` means on this device: `trainkit.config.precision.auto_precision`.
+    """What ``auto`` means on this device: `trainkit.config.schema.auto_precision`.
 
     Raises RefusedError when tf32 is asked for on a device without it.
     """

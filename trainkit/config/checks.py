@@ -1,13 +1,45 @@
-"""Which settings of different sections cannot hold together."""
+"""Which settings cannot hold together, and what a strategy says of itself to those who never load it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
-from trainkit.config.section import ImpossibleError
+from trainkit import plugins
+from trainkit.config.schema import Config, ImpossibleError
+from trainkit.errors import UserError
 
-if TYPE_CHECKING:
-    from trainkit.config.schema import Config
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "RANKS": ("any", "one"),
+    "GPUS_PER_RANK": (1, "all"),
+    "LOOP": ("updates", "collaborative"),
+}
+
+
+@dataclass(frozen=True)
+class StrategyTraits:
+    """What planning, starting and reporting must know of a strategy."""
+
+    ranks: str = "any"
+    """``RANKS``: any, or one process on one node."""
+    gpus_per_rank: int | str = 1
+    """``GPUS_PER_RANK``: 1, or all that the process sees."""
+    loop: str = "updates"
+    """``LOOP``: updates of all ranks together, or collaborative: every rank is a peer with batches of its own."""
+
+
+def strategy_traits(name: str) -> StrategyTraits:
+    """What the file of strategy ``name`` states, else the defaults. Raises UserError for values that do not exist."""
+    stated = plugins.stated("trainkit.strategies", name)
+    for trait, choices in _CHOICES.items():
+        if trait in stated and stated[trait] not in choices:
+            raise UserError(
+                f"Strategy '{name}' states {trait} = {stated[trait]!r}.",
+                why=f"It is one of: {', '.join(map(repr, choices))}.",
+                fix="Correct it in the file of the strategy, or leave it out.",
+                key="strategy.name",
+            )
+    return StrategyTraits(**{trait.lower(): stated[trait] for trait in _CHOICES if trait in stated})
 
 
 def check_combinations(config: Config) -> None:
@@ -115,4 +147,31 @@ def _check_gradients(config: Config) -> None:
             keys=("train.class_weights", "collaborative.sync"),
             why="They are weighed against those of the whole update, which no peer sees.",
             fix="Use collaborative.sync=diloco, or leave train.class_weights out.",
+        )
+
+
+def micro_batch_sizes(share: int, *, even: bool = False) -> list[int]:
+    """Sizes that divide ``share``, ascending; ``even``: those that mixing pairs of images takes."""
+    return [size for size in range(1, share + 1) if share % size == 0 and not (even and size % 2)]
+
+
+def smaller(micro: int, share: int, *, even: bool = False) -> int:
+    """The largest of them that is at most half as large as ``micro``; 0 if none is."""
+    return max((size for size in micro_batch_sizes(share, even=even) if size <= micro // 2), default=0)
+
+
+def check_accumulation(config: Config, world_size: int) -> None:
+    """Raises UserError where an update is of several micro batches, and `strategy.static_graph` would meet them.
+
+    torch fails an assertion of its own then, in the first backward pass.
+    """
+    train, static = config.train, config.strategy.options.get("static_graph") is True
+    share = train.global_batch_size // world_size
+    if static and train.given_micro_batch_size not in (None, share):
+        raise UserError(
+            f"strategy.static_graph=true cannot accumulate gradients over micro batches of {train.micro_batch_size}.",
+            why="torch learns the graph from a first backward pass that exchanges gradients; one of several micro "
+            "batches does not.",
+            fix=f"Leave out strategy.static_graph, or use train.micro_batch_size={share}.",
+            key="strategy.static_graph",
         )

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from trainkit.config.layers import DEFAULT, Layer, Source
-from trainkit.config.schema import SECTIONS, Config, field_of
-from trainkit.config.section import ImpossibleError, PluginSection
+from trainkit.config.loading import DEFAULT, Layer, Source
+from trainkit.config.schema import SECTIONS, Config, ImpossibleError, PluginSection, field_of
 from trainkit.errors import UserError
 
 # A setting, and what it is called elsewhere.
