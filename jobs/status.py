@@ -18,7 +18,7 @@ from trainkit.cluster import recent
 from trainkit.cluster.queue import job_states
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
-from trainkit.diagnosis.running import course_of
+from trainkit.diagnosis.live import course_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.records import index, space
 from trainkit.records.events import read_events

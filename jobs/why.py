@@ -12,7 +12,7 @@ from trainkit import terminal
 from trainkit.cluster.queue import job_state, job_states
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
-from trainkit.diagnosis.running import course_of
+from trainkit.diagnosis.live import course_of
 from trainkit.errors import UserError
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir, find_runs

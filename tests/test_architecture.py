@@ -110,7 +110,7 @@ ENVIRONMENT = {
 READERS = {
     "trainkit.reading": "is the reader",
     "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
-    "trainkit.diagnosis.case": "reads the tables of causes, which are part of the package",
+    "trainkit.diagnosis.causes": "reads causes.yaml, which is part of the package",
     "trainkit.records.code_archive": "walks a folder of code and unpacks its archive, files and bytes counted",
     "trainkit.records.files": "is the writer: opens folders, and files to append to",
     "trainkit.ranks.heartbeat": "maps the page that this rank's own launcher has made",
@@ -161,6 +161,9 @@ LONG = {
     "slurm/devcluster": "one file that can be copied to any machine",
     "configs/schema.json": "generated",
     "trainkit/config/schema.py": "every setting, with its documentation: 380 lines of code",
+    "trainkit/diagnosis/causes.yaml": "data: a row with the texts that prove it is one row of one table",
+    "trainkit/diagnosis/causes.py": "reads the table and fills in its sentences: 460 lines of code",
+    "trainkit/diagnosis/evidence.py": "reads what ranks and srun leave in their logs: 380 lines of code",
 }
 
 # `logbook` is where the recipes put what is handed in.

@@ -129,7 +129,7 @@ def test_ages_are_given_in_the_largest_unit_that_fits(seconds: float, text: str)
 
 
 def test_a_command_in_a_message_is_quoted_whatever_the_names_in_it_are() -> None:
-    """By one function: a folder may be called ``my runs``. The tables of causes have fields that are quoted already."""
+    """By one function: a folder may be called ``my runs``. The causes have fields that are quoted already."""
     command = re.compile(r"""python -m jobs\.\w+ [^`"'\n]*\{""")
     files = [file for room in ("jobs", "trainkit") for file in (PROJECT / room).rglob("*.py")]
     found = {str(file.relative_to(PROJECT)) for file in files if command.search(file.read_text(encoding="utf-8"))}

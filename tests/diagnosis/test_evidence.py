@@ -1,12 +1,16 @@
+"""What ranks leave in their stderr is seldom as tidy as in a book."""
+
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.diagnosis.evidence import failure_of
+from trainkit.diagnosis.evidence import crash_of, failure_of, last_error, tail_of, traceback_of
 from trainkit.records.events import append_event
 from trainkit.records.rundir import RunDir
 
@@ -81,3 +85,122 @@ def test_a_rank_that_was_killed_is_known_from_sruns_words(run: RunDir) -> None:
 
 def test_a_run_that_says_nothing_of_a_failure_has_none(run: RunDir) -> None:
     assert failure_of(run) is None
+
+
+RAISED = """\
+Traceback (most recent call last):
+  File "/home/me/lab/train.py", line 9, in <module>
+    main()
+{}
+"""
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+HANDLED = "\nDuring handling of the above exception, another exception occurred:\n\n"
+LOADER = """\
+ValueError: Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/home/me/lab/data.py", line 44, in __getitem__
+    raise ValueError("bad image 7")
+ValueError: bad image 7
+"""
+BAR = "  0%|          | 0/10 [00:00<?, ?it/s]\r 10%|#         | 1/10 [00:01<00:09, 1.0s/it]"
+NOISE = (
+    "[W1106 12:00:00.000000000 socket.cpp:464] [c10d] The server socket has failed to bind: Address already in use\n"
+)
+
+
+@pytest.fixture
+def stderr(tmp_path: Path) -> Path:
+    return tmp_path / "rank-1.err"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        pytest.param(BAR + RAISED.format("KeyError: 'x'"), "KeyError: 'x'", id="behind a progress bar"),
+        pytest.param(
+            RAISED.replace("\n", "\x1b[0m\n\x1b[31m").format("KeyError: 'x'"), "KeyError: 'x'", id="in colours"
+        ),
+        pytest.param(
+            RAISED.replace("\n", "\n[default1]:").format("KeyError: 'x'"), "KeyError: 'x'", id="torchrun --tee"
+        ),
+        pytest.param(RAISED.format(LOADER), "ValueError: bad image 7", id="of a loader's worker"),
+        pytest.param(
+            RAISED.format("AssertionError: \nThe driver is too old"),
+            "AssertionError: The driver is too old",
+            id="said on the next line",
+        ),
+        pytest.param(RAISED.format("KeyError: 'x'") + NOISE * 20, "KeyError: 'x'", id="with others after it"),
+        pytest.param(
+            RAISED.format("KeyError: 'x'") + "It wrote Traceback (most recent call last) somewhere\n",
+            "KeyError: 'x'",
+            id="with a heading in another line",
+        ),
+    ],
+)
+def test_the_error_is_found(stderr: Path, text: str, error: str) -> None:
+    stderr.write_text("some warning\n" + text)
+    assert last_error(stderr) == error
+
+
+def test_what_others_say_while_the_process_ends_is_no_part_of_its_error(stderr: Path) -> None:
+    stderr.write_text(RAISED.format("KeyError: 'x'") + NOISE)
+    found = traceback_of(stderr)
+    assert found is not None
+    assert found.message == "KeyError: 'x'"
+
+
+def test_bytes_that_are_no_text_hide_nothing(stderr: Path) -> None:
+    stderr.write_bytes(os.urandom(10_000) + b"\n" + RAISED.format("KeyError: 'x'").encode() + os.urandom(1000))
+    assert last_error(stderr) == "KeyError: 'x'"
+
+
+def test_a_traceback_cut_off_is_none_and_an_older_one_ended_no_rank(stderr: Path) -> None:
+    stderr.write_text(RAISED.format("KeyError: 'dealt with'") + RAISED[:70])
+    assert traceback_of(stderr) is None
+
+
+def test_an_error_is_caused_by_what_it_was_raised_from_not_what_it_handled(stderr: Path) -> None:
+    first, last = RAISED.format("OSError: disk"), RAISED.format("RuntimeError: not saved")
+    stderr.write_text(first + CAUSE + last)
+    found = traceback_of(stderr)
+    assert found is not None
+    assert (found.error, found.first, "OSError" in found.causes) == ("RuntimeError: not saved", "OSError: disk", True)
+    stderr.write_text(first + HANDLED + last)
+    found = traceback_of(stderr)
+    assert found is not None
+    assert (found.error, found.first, "OSError" in found.causes) == ("RuntimeError: not saved", "OSError: disk", False)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="ExceptionGroup came with Python 3.11")
+def test_of_a_group_of_errors_the_first_is_the_error(stderr: Path) -> None:
+    code = "try: 1 / 0\nexcept Exception as error: raise ExceptionGroup('two', [error, KeyError('x')]) from None"
+    with stderr.open("w") as file:
+        subprocess.run([sys.executable, "-c", code], stderr=file, check=False)
+    assert last_error(stderr) == "ZeroDivisionError: division by zero"
+
+
+def test_a_crash_in_compiled_code_is_known_from_faulthandler(stderr: Path) -> None:
+    with stderr.open("w") as file:
+        subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-c", "import os; os.kill(os.getpid(), 11)"],
+            stderr=file,
+            check=False,
+        )
+    assert crash_of(stderr)[0] == "Segmentation fault"
+    assert 'File "<string>", line 1' in "\n".join(crash_of(stderr))
+
+
+def test_what_cpp_says_when_it_aborts_is_an_error(stderr: Path) -> None:
+    stderr.write_text(
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: bad\nframe #0"
+    )
+    assert last_error(stderr) == "CUDA error: bad"
+
+
+def test_of_an_endless_log_only_the_end_is_read(stderr: Path) -> None:
+    with stderr.open("wb") as file:
+        file.truncate(1 << 36)  # takes no room on the disk
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + RAISED.format("KeyError: 'x'").encode())
+    assert last_error(stderr) == "KeyError: 'x'"
+    assert tail_of(stderr)[-1] == (0, "KeyError: 'x'")

@@ -14,7 +14,7 @@ import torch
 from tests.rank_functions import run_ranks
 from tests.training.hungry import BATCH, train_and_tell
 from trainkit.config.loading import load
-from trainkit.diagnosis.case import rows
+from trainkit.diagnosis.causes import rows
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv

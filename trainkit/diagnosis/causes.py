@@ -1,54 +1,142 @@
-"""Why a run failed, or does not start: one cause of the tables, the lines that show it, and one command to mend it."""
+"""Why a run failed, or does not start: a row of ``causes.yaml``, the lines that show it, and a command to mend it."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
 
-from trainkit import terminal
+import yaml
+
+from trainkit import reading, terminal
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.diagnosis.case import AGAIN, LOG, RESUME, Case, rows
+from trainkit.config.checks import smaller
+from trainkit.config.schema import SECTIONS
 from trainkit.diagnosis.evidence import (
     STEPD,
     Failure,
-    failure_of,
-    is_lost_connection,
-    until_ended,
-)
-from trainkit.diagnosis.fields import asked_for, fields, for_a_shell, host_of_task, hosts_of
-from trainkit.diagnosis.launched import EVERYWHERE, on_every_machine
-from trainkit.diagnosis.remedy import settings_of
-from trainkit.diagnosis.stderr import last_error, tail_of, traceback_of
-from trainkit.diagnosis.texts import (
     Quote,
     Source,
     facts_of,
+    failure_of,
+    is_lost_connection,
+    lagging_ranks,
+    last_error,
     of_logs_elsewhere,
     of_the_batch,
     of_the_code,
     of_the_folder,
     of_the_job,
     of_the_rank,
+    places_of,
+    tail_of,
+    traceback_of,
+    until_ended,
     words_of_state,
 )
+from trainkit.errors import UserError
+from trainkit.ranks.hostlist import expand
+from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
 
+RESUME = "python -m jobs.resume {run}"
+AGAIN = "python -m jobs.submit {run}"
+LOG = "python -m jobs.logs {run} --attempt {attempt} --rank {rank} --err"
+_COMMANDS = {"RESUME": RESUME, "AGAIN": AGAIN, "LOG": LOG, "WITHOUT": RESUME + " --exclude {host}"}
+"""Commands that the rows abbreviate."""
+_RECORDED = re.compile(r"^  recorded:\n(?:(?:   .*)?\n)*", re.MULTILINE)
+"""The texts that prove a row: half of the file, and only the tests read them."""
 _TOLD = re.compile(rf"^(srun: error|{STEPD}|srun: fatal|bash:|.*No such file|.*not found).*", re.MULTILINE)
 """Lines of a batch script's log that are worth showing."""
 _ERROR = re.compile(r"^\S*(Error|Exception|ERROR|error)\b.*: .+", re.MULTILINE)
 """Lines of a rank that left no traceback which may say why."""
 _ASKS_SLURM = re.compile(r"(squeue|sacct|sinfo|scontrol|sshare|sstat) ")
-
 EVERY_NODE = (
     "Every node of the job says so, so it is none of them: look at the environment, the mask and the driver. Then:"
 )
+EVERYWHERE = "On each of its machines, with its own --node-rank and one secret for all:"
 _IN_OWN_WORDS = {"exception", "failed", "said-by-the-kit", "no-words"}
-"""Answers that tell what was said, where no row is known."""
+"""Answers that repeat what was said, where no row is known."""
 _SHOWN = 6
 """Lines of evidence."""
+_PATH = re.compile(r"""['"](?P<path>/[^'"\n]+)['"]""")
+_CACHES = (
+    ("huggingface", ".cache/huggingface", "HF_HOME"),
+    ("torch/hub", ".cache/torch", "TORCH_HOME"),
+    ("matplotlib", ".cache/matplotlib", "MPLCONFIGDIR"),
+    ("triton", ".triton", "TRITON_CACHE_DIR"),
+    ("wandb", ".cache/wandb", "WANDB_CACHE_DIR"),
+    ("/.cache/", ".cache", "XDG_CACHE_HOME"),
+    ("_inductor", "/tmp", "TMPDIR"),
+    ("/tempfile.py", "/tmp", "TMPDIR"),
+)
+"""A part of a path or traceback, the folder that is written to then, and the variable that moves it."""
+_QUOTED = frozenset({"run", "runs", "logs", "there", "more_memory"})
+"""Fields that are quoted for a shell already."""
+_KEY = rf"(?<![\w.])(?P<section>{'|'.join(SECTIONS)})\.(?P<key>(?!py\b)[a-z_][a-z0-9_]*)"
+_GIVEN = re.compile(rf"{_KEY}=(?P<value>\[(?:\"[^\"]*\"|[^\]\"])*\]|[^\s,;`]+)")
+_LEAVE_OUT = re.compile(rf"[Ll]eave (?:out )?{_KEY}")
+_NAMED = re.compile(rf"{_KEY}\b(?!\.py\b)")
+_EXAMPLE = re.compile(r"\b(?:[Ff]or example|such as|e\.g\.)")
+TO_FILL_IN = "..."
+"""Stands for a value that only the user knows; every setting that can be meant refuses it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of ``causes.yaml``, which says what the fields mean."""
+
+    name: str
+    seen: frozenset[str]
+    says: tuple[str, ...]
+    what: str
+    command: str
+    fix: str = ""
+    unless: str = ""
+    vague: bool = False
+    of_code: bool = False
+
+    def find(self, text: str) -> re.Match[str] | None:
+        """The match with the most named groups: which node, which module."""
+        found = [match for pattern in self.says if (match := re.search(pattern, text, re.MULTILINE))]
+        return max(found, key=_named_groups, default=None)
+
+    def match(self, source: Source) -> re.Match[str] | None:
+        """Where a source shows this cause."""
+        if source.place == "batch" and source.raised and "rank" in self.seen and "job" not in self.seen:
+            return None  # a script grumbles of much that ends no rank; the one that ended has said why
+        if source.of_code and not self.of_code:
+            return None
+        places = {"end", "rank"} if source.place == "end" else {source.place}
+        return self.find(source.text) if places & self.seen else None
+
+
+def _named_groups(match: re.Match[str]) -> int:
+    return sum(map(bool, match.groupdict().values()))
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All rows, in the order in which they are tried. Patterns are compiled when they are first tried."""
+    text = _RECORDED.sub("", Path(__file__).with_name("causes.yaml").read_text("utf-8"))
+    return tuple(_row(item) for item in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
+
+def _row(item: dict[str, Any]) -> Row:
+    says = item.pop("says")
+    return Row(
+        seen=frozenset(item.pop("seen").split()),
+        says=(says,) if isinstance(says, str) else tuple(says),
+        command=re.sub(r"\b[A-Z]{3,}\b", lambda word: _COMMANDS.get(word[0], word[0]), item.pop("command")),
+        **item,
+    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +154,8 @@ class Cause:
     """The rank that failed first, where one did."""
     why: str = ""
     """The reason in a rank's own words, where it has given one: the kit's own errors do."""
+    row: Row | None = None
+    """None where no row explains it."""
 
     @property
     def shown(self) -> str:
@@ -79,7 +169,7 @@ class Cause:
     def gist(self, run: RunDir) -> tuple[str, str]:
         """Equal for runs that ended for the same reason, wherever that was and whichever rank met it.
 
-        Of an error that no row knows its own words and its line count; of a known cause no number in its sentence does.
+        The words and line of an error that no row knows count; the numbers in the sentence of a known cause do not.
         """
         host = self.failure.host if self.failure is not None else ""
         words = re.sub(r"\b[Rr]ank \d+( on \S+)?|\b0x[0-9a-f]+", "", self.what.replace(str(run.path), ""))
@@ -98,7 +188,7 @@ class Cause:
 
 
 def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause | None:
-    """The one cause for what has become of an attempt (the newest if None); None where nothing speaks of one.
+    """The one cause of what has become of an attempt (the newest if None); None where nothing speaks of one.
 
     Facts of the machine come first, then what ended or holds the job, then the rank that failed first.
 
@@ -112,13 +202,11 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     waits = attempt is None and state.alive == "yes" and state.state != "COMPLETING"
     newest = attempt is None or (state.alive != "yes" and number == (attempts[-1] if attempts else 0))
     failure = None if waits else failure_of(run, number)
-    sources = [*of_the_job(run, state, number)] if newest else []
+    sources = of_the_job(run, state, number) if newest else []
     if not waits:
-        sources += [
-            *of_the_batch(run, number, failure),
-            *of_logs_elsewhere(run, state, failure),
-            *of_the_rank(run, failure),
-        ]
+        sources += of_the_batch(run, number, failure)
+        sources += of_logs_elsewhere(run, state, failure)
+        sources += of_the_rank(run, failure)
         sources += of_the_code(run, number, failure) if newest else []
         sources += of_the_folder(run) if newest and (failure is None or not failure.traceback) else []
     tried = rows()
@@ -131,22 +219,24 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
 
 
 def _first_that_fits(
-    tried: Sequence[Case], sources: list[Source], facts: str
-) -> tuple[Case, re.Match[str], Source] | None:
-    """Rows that name a cause go before those that name a consequence, and what was said last before what led to it."""
+    tried: Sequence[Row], sources: list[Source], facts: str
+) -> tuple[Row, re.Match[str], Source] | None:
+    """Try rows that name a cause before those that name a consequence, and the last words before what led to them."""
     texts = [facts, *(source.text for source in sources)]
     for vague, aside in product((False, True), (False, True)):
-        looked_at = [source for source in sources if source.aside == aside]
         for row in tried:
-            if row.vague != vague or row.contradicted(texts):
-                continue
-            if fits := [(row, match, source) for source in looked_at if (match := source.match(row))]:
-                return max(fits, key=lambda fit: sum(map(bool, fit[1].groupdict().values())))
+            fits = [
+                (row, match, source)
+                for source in sources
+                if row.vague == vague and source.aside == aside and (match := row.match(source))
+            ]
+            if fits and not (row.unless and any(re.search(row.unless, text, re.MULTILINE) for text in texts)):
+                return max(fits, key=lambda fit: _named_groups(fit[1]))
     return None
 
 
 def _cause(
-    row: Case, match: re.Match[str], source: Source, run: RunDir, state: JobState, attempt: int,
+    row: Row, match: re.Match[str], source: Source, run: RunDir, state: JobState, attempt: int,
     failure: Failure | None, sources: list[Source],
 ) -> Cause:  # fmt: skip
     found = fields(run, state, attempt, failure)
@@ -156,44 +246,46 @@ def _cause(
         found["error"] = source.quote(match.start()).text.rstrip(".")  # srun only knows that it exited
     if row.name == "missing-module":
         found["module"] = found["module"].partition(".")[0]
-    if "{host}" in row.command and _on_every_node(row, run, attempt, failure, found["hosts"]):
+    fix, command = row.fix, row.command
+    if "{host}" in command and _on_every_node(row, run, attempt, failure, found["hosts"]):
         found["host"] = ""
-        row = replace(row, fix=EVERY_NODE)
+        fix = EVERY_NODE
     if "task" in groups:
-        found["unseeing"] = host_of_task(run, found["hosts"], int(groups["task"]))
+        found["unseeing"] = _host_of_task(run, found["hosts"], int(groups["task"]))
     if "failed" in groups:
-        found["failed_hosts"] = hosts_of(groups["failed"])
-    # What srun said of a rank is quoted from the batch log.
+        found["failed_hosts"] = _hosts_of(groups["failed"])
     quotes = [*([source.quote(match.start())] if source.where else []), *_around(run, failure, sources)]
-    command = row.command.format_map(for_a_shell(found))
-    command = re.sub(r" --exclude(?= *$)", "", command).rstrip()  # no node is known
-    fix = row.fix.format_map(found).strip()
+    for_shell = {key: text if key in _QUOTED or not text else shlex.quote(text) for key, text in found.items()}
+    command = re.sub(r" --exclude(?= *$)", "", command.format_map(Fields(for_shell))).rstrip()  # no node is known
+    fix = fix.format_map(found).strip()
     fix = fix[:1].upper() + fix[1:]
-    if state.executor != "slurm" and _ASKS_SLURM.match(command):  # of a job of this machine SLURM knows nothing
+    if state.executor != "slurm" and _ASKS_SLURM.match(command):  # SLURM knows nothing of a job of this machine
         command, fix = terminal.command("status", run.path), ""
-    if asked_for(run) & set(hosts_of(found["failed_hosts"] or found["host"]).split(",")) and " --exclude " in command:
+    asked_for = set(_hosts_of(_directive(reading.read_object(run.plan), "nodelist") or "").split(",")) - {""}
+    excluded = set(_hosts_of(found["failed_hosts"] or found["host"]).split(","))
+    if asked_for & excluded and " --exclude " in command:
         command = re.sub(r" --exclude \S+", "", command)  # sbatch refuses a node that is asked for and excluded
         fix = "It asks for that very node (--nodelist): name another, or, when it is well again:"
-    return _for(run, Cause(
-        row.name, row.what.format_map(found), _once(quotes), fix, command, failure
-    ))  # fmt: skip
+    return _where_it_started(
+        run, Cause(row.name, row.what.format_map(found), _once(quotes), fix, command, failure, row=row)
+    )
 
 
-def _on_every_node(row: Case, run: RunDir, attempt: int, failure: Failure | None, hosts: str) -> bool:
+def _on_every_node(row: Row, run: RunDir, attempt: int, failure: Failure | None, hosts: str) -> bool:
     """Whether a rank of each node of the job, of several, ended with the same: then no single node is to blame."""
     nodes = set(hosts.split(","))
     if failure is None or len(nodes) < 2:
         return False
-    one_of_each = {host_of_task(run, hosts, failure.rank): True}
+    one_of_each = {_host_of_task(run, hosts, failure.rank): True}
     for path in sorted(run.attempt_logs(attempt).glob("rank-*.err")):
         rank = path.stem.removeprefix("rank-")
-        host = host_of_task(run, hosts, int(rank)) if rank.isascii() and rank.isdecimal() else ""
+        host = _host_of_task(run, hosts, int(rank)) if rank.isascii() and rank.isdecimal() else ""
         if host and host not in one_of_each:
             one_of_each[host] = row.find(last_error(path)) is not None
     return all(one_of_each.get(node, False) for node in nodes)
 
 
-def _for(run: RunDir, cause: Cause) -> Cause:
+def _where_it_started(run: RunDir, cause: Cause) -> Cause:
     """The cause with the command that mends it where the run was started."""
     if "-m jobs.resume " in cause.command and (run.path / "bench.json").is_file():
         show = terminal.command("bench", "--show", run.path)
@@ -218,31 +310,32 @@ def _otherwise(
         said = f": {told[0].strip()}" if told is not None else "."
         what = f"The job ended ({words_of_state(state)}) before a rank of it said anything{said}"
         return Cause("no-words", what, quotes, "", f"python -m jobs.logs {found['run']}", None)
+    err = run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"
     if len(failure.traceback) > 1 and failure.traceback[1].startswith("  why: "):
         fix = next((line[7:] for line in failure.traceback if line.startswith("  fix: ")), "")
         what, why = failure.traceback[0], failure.traceback[1][7:]
         changes = settings_of(what, fix)
-        again = AGAIN if changes or "submit again" in fix else RESUME
-        command = " ".join([again.format_map(found), *(map(shlex.quote, changes) if again == AGAIN else ())])
-        return _for(run, Cause("said-by-the-kit", what, quotes, fix, command, failure, why))
+        command = RESUME.format_map(found)
+        if changes or "submit again" in fix:
+            command = " ".join([AGAIN.format_map(found), *map(shlex.quote, changes)])
+        return _where_it_started(run, Cause("said-by-the-kit", what, quotes, fix, command, failure, why))
     if is_lost_connection(failure.error):
         what = f"{found['who']} lost the connection to the others, and no other rank has said why it went."
-        return _for(run, Cause("lost-connection", what, quotes, "", RESUME.format_map(found), failure))
+        return _where_it_started(run, Cause("lost-connection", what, quotes, "", RESUME.format_map(found), failure))
     if failure.traceback:
         at = f", at {found['at']}" if found["at"] else ""
-        traceback = traceback_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err")
+        traceback = traceback_of(err)
         first = traceback.first if traceback is not None else failure.error
         after = f" It began with {first.rstrip('.')}." if traceback is not None and first != traceback.error else ""
         what = f"{found['who']} raised {failure.error.rstrip('.')}{at}.{after}"
-        return _for(run, Cause("exception", what, quotes, found["mend"], AGAIN.format_map(found), failure))
-    tail = [text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err") if text.strip()]
+        return _where_it_started(run, Cause("exception", what, quotes, found["mend"], AGAIN.format_map(found), failure))
+    tail = [text for _, text in tail_of(err) if text.strip()]
     words = [text for text in tail if _ERROR.search(text)][-1:] or tail[-1:]
     mute = failure.error.lower().startswith(("exited", "exit code"))
     last = f"; its last words: {words[0].strip()}" if words and mute else ""
     what = f"{found['who']} failed: {failure.error.rstrip('.')}{last.rstrip('.')}."
-    here = (run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err").exists()
-    fix = "Its last words:" if here else f"Its log is not here, but where it ran ({found['on_node']}); there:"
-    return _for(run, Cause("failed", what, quotes, fix, LOG.format_map(found), failure))
+    fix = "Its last words:" if err.exists() else f"Its log is not here, but where it ran ({found['on_node']}); there:"
+    return _where_it_started(run, Cause("failed", what, quotes, fix, LOG.format_map(found), failure))
 
 
 def _once(quotes: list[Quote]) -> tuple[Quote, ...]:
@@ -270,3 +363,234 @@ def _around(run: RunDir, failure: Failure | None, sources: list[Source]) -> list
         numbered = f"logs/{failure.attempt}/{err}" + (f":{tail[-1][0]}" if tail and tail[-1][0] else "")
         found += [Quote(numbered, text.strip()) for _, text in tail[-1:]]
     return found
+
+
+class Fields(dict[str, str]):
+    """Fields of a sentence; one that is not known leaves it readable."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) -> Fields:
+    """What the sentences of the rows may name: the run, its job, the rank that failed and its node."""
+    life = life_of(run)
+    plan, config = reading.read_object(run.plan), _settings(run)
+    hosts = _hosts_of(state.nodes) or ",".join(map(str, life.started.get("hosts") or ()))
+    host = ""
+    if failure is not None:
+        told = (item.host for item in life.failures if (item.attempt, item.rank) == (attempt, failure.rank))
+        host = failure.host or next(filter(None, told), "") or _host_of_task(run, hosts, failure.rank)
+    host = host or hosts.partition(",")[0]
+    rank = f"Rank {failure.rank}" if failure is not None else "A rank"
+    seconds = plan.get("time_limit_seconds")
+    ranks = max(int(life.started.get("world_size") or plan.get("world_size") or 1), 1)
+    share = max(int(config.get("global_batch_size") or 64) // ranks, 1)
+    micro = int(config.get("micro_batch_size") or life.started.get("micro_batch_size") or share)
+    memory = _more_memory(plan) if state.executor == "slurm" else ""
+    behind = lagging_ranks(run, attempt)
+    places, own = places_of(failure.traceback if failure is not None else ())
+    at, own_at = [f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else "" for found in (own or places, own)]
+    mend = f"Mend {own_at}:" if own[-1:] == places[-1:] else f"Look at {own_at}, which called this:"
+    place, moved_by = _place_of(failure)
+    return Fields(
+        {
+            "run": shlex.quote(str(run.path)),
+            "runs": shlex.quote(str(run.path.parent)),
+            "logs": shlex.quote(str(run.logs)),
+            "job": state.job_id,
+            "state": state.state,
+            "reason": state.reason,
+            "nodes": state.nodes or "The node",
+            "hosts": hosts,
+            "unseeing": hosts.partition(",")[0] or "the node",
+            "host": host,
+            "on_node": host or "the node",
+            "failed": f"One of {state.nodes}" if "," in hosts else state.nodes or "A node",
+            "failed_hosts": "" if "," in hosts else hosts,
+            "who": f"{rank} on {host}" if host else rank,
+            "rank": str(failure.rank) if failure is not None else "0",
+            "error": failure.error.rstrip(".") if failure is not None else "",
+            "attempt": str(attempt),
+            "at": at,
+            "mend": mend if own else "",
+            "place": place or str(run.path),
+            "folder": _folder(place) if place else str(run.path.parent),
+            "moves": f" ({moved_by}=FOLDER puts it elsewhere)" if moved_by else "",
+            "full": _full(place or str(run.path)),
+            "crashed_at": f", at {at}" if at else "",
+            "there": f"srun -N1 -n1 -w {shlex.quote(host)} " if state.executor == "slurm" and host else "",
+            "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
+            "behind": _ranks(behind) if behind else "another rank",
+            "lagging": str(behind[0]) if behind else "0",
+            "more_memory": memory,
+            "all_of_it": " (0: all that it has)" if memory == " --mem 0" else "",
+            "unless_memory": _unless_memory(state),
+            "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
+            "half_the_batch": str(smaller(micro, share)),
+            "half_the_lr": _smaller_lr(config.get("lr")),
+        }
+    )
+
+
+def _directive(plan: Mapping[str, Any], name: str) -> str | None:
+    """What sbatch was given for an option; None if nothing."""
+    given = plan.get("directives")
+    items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+    return next((str(item.get("value")) for item in items if item.get("name") == name), None)
+
+
+def _more_memory(plan: Mapping[str, Any]) -> str:
+    """Twice what each node was asked for; all that it has where that is not known; nothing if that was not enough."""
+    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", _directive(plan, "mem") or "")
+    if size is None:
+        return " --mem 0"
+    return f" --mem {2 * int(size[1])}{size[2]}" if int(size[1]) else ""
+
+
+def _unless_memory(state: JobState) -> str:
+    """Where to see whether memory ran out, and what to do then."""
+    if state.executor == "slurm":
+        return (
+            f"If `sacct -j {state.job_id} -o NodeList,MaxRSS,ReqMem` shows that memory ran out, with more --mem; else:"
+        )
+    return "If `dmesg` shows that memory ran out, with a smaller batch or fewer data.workers in a new run; else:"
+
+
+def _settings(run: RunDir) -> dict[str, float]:
+    """The numbers of the configuration that a fix may halve."""
+    try:
+        text = reading.read_text(run.config)
+    except OSError:
+        return {}
+    found = re.findall(r"^\s+(global_batch_size|micro_batch_size|lr): ([0-9.e+-]+)$", text, re.MULTILINE)
+    values: dict[str, float] = {}
+    for key, value in found:
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            values.setdefault(key, number)
+    return values
+
+
+def _host_of_task(run: RunDir, hosts: str, task: int) -> str:
+    """The node of a task that has not named its own."""
+    each = reading.read_object(run.plan).get("ntasks_per_node")
+    names = hosts.split(",")
+    index = task // each if reading.is_whole(each) and each else len(names)
+    return names[index] if index < len(names) else names[0]
+
+
+def _hosts_of(nodelist: str) -> str:
+    """Names with commas between them; many nodes as SLURM writes them."""
+    try:
+        names = expand(nodelist) if nodelist else []
+    except UserError:
+        return ""
+    return ",".join(names) if len(names) <= 8 else nodelist
+
+
+def _place_of(failure: Failure | None) -> tuple[str, str]:
+    """The file or folder that an error is about, and the variable that moves it; each empty if not known.
+
+    The error names it, or it follows from what was about to be written: a cache of the home folder, or the node's /tmp.
+    """
+    if failure is None:
+        return "", ""
+    named = _PATH.findall(failure.error)
+    seen = named[-1] if named else "\n".join(failure.traceback)
+    for part, folder, variable in _CACHES:
+        if part in seen:
+            return (named[-1] if named else os.path.expanduser(os.path.join("~", folder))), variable
+    if named and named[-1].startswith("/tmp/"):
+        return named[-1], "TMPDIR"
+    return (named[-1], "") if named else ("", "")
+
+
+def _folder(place: str) -> str:
+    """The folder of a file."""
+    return place if os.path.isdir(place) or not os.path.splitext(place)[1] else os.path.dirname(place)
+
+
+def _full(place: str) -> str:
+    """What a full disk has run out of, where it can be asked from here."""
+    try:
+        room = os.statvfs(_folder(place))
+    except OSError:
+        return "full, of bytes or of files"
+    if room.f_files and room.f_favail == 0 and room.f_bavail:
+        return "out of inodes: it has room for bytes, and for no further file"
+    return "full" if room.f_bavail == 0 else "full, of bytes or of files"
+
+
+def _smaller_lr(lr: float | None) -> str:
+    """Half of it; the default in place of one that no optimizer trains with."""
+    return f"{lr / 2 if lr and lr <= 10 else SECTIONS['optim'].model_fields['lr'].default:g}"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = [str(number) for number in numbers[:8]]
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(shown)}{more}"
+
+
+def _clock(seconds: int) -> str:
+    minutes = max(seconds // 60, 1)
+    return f"{minutes // 60}:{minutes % 60:02d}:00"
+
+
+def on_every_machine(run: RunDir, command: str) -> str:
+    """The command to give on every machine of a run that `jobs.launch` started on several; else the same command.
+
+    Args:
+        command: may resume the run by ``jobs.resume`` or start it anew by ``jobs.submit``.
+    """
+    submission = life_of(run).submission
+    nodes = reading.read_object(run.plan).get("nodes")
+    typed = reading.read_object(run.manifest).get("command")
+    one = submission is None or submission.executor != "launch" or not reading.is_whole(nodes) or nodes < 2
+    # `NCCL_DEBUG=INFO python -m jobs.resume RUN`: variables, or `env -u NAME`, go before the command of each machine.
+    before, _, after = command.partition("python -m jobs.")
+    verb = after.partition(" ")[0]
+    if one or not isinstance(typed, list) or "jobs.launch" not in typed or verb not in ("resume", "submit"):
+        return command
+    words: list[str] = []
+    options: list[str] = []
+    rest = [str(word) for word in typed[typed.index("jobs.launch") + 1 :]]
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            words.append(word)
+            continue
+        both = [word, rest.pop(0)] if "=" not in word and rest and word != "--allow-code" else [word]
+        if word.partition("=")[0] not in ("--run-dir", "--master-port"):  # a further start gets these anew
+            options += both
+    if verb == "resume":
+        return before + shlex.join(["python", "-m", "jobs.launch", str(run.path), *options])
+    settings = [word for word in shlex.split(after)[2:] if "=" in word]
+    return before + shlex.join(["python", "-m", "jobs.launch", *words, *options, *settings])
+
+
+def settings_of(what: str, fix: str) -> list[str]:
+    """``section.key=value`` of the change that ``fix`` asks for, the first one where it offers several.
+
+    A setting that it names without a value gets its default where it is to be left out, else ``...``; so does the one
+    that ``what`` complains of. Empty where the words name no setting: the machine or the data is to be mended then.
+    """
+    advice = _EXAMPLE.split(fix)[0]
+    given = [match for match in _GIVEN.finditer(advice) if not re.fullmatch(r"[A-Z_]+\.?", match["value"])]
+    if given:
+        chosen = given[:1]
+        for before, after in pairwise(given):
+            if advice[before.end() : after.start()].strip() not in ("", "and"):
+                break  # from here on it is another way
+            chosen.append(after)
+        return [f"{match['section']}.{match['key']}={match['value'].rstrip('.')}" for match in chosen]
+    if (match := _LEAVE_OUT.search(advice)) and match["key"] in SECTIONS[match["section"]].model_fields:
+        default = str(SECTIONS[match["section"]].model_fields[match["key"]].default)
+        text = {"None": "null", "True": "true", "False": "false"}.get(default, default)
+        return [f"{match['section']}.{match['key']}={text}"]
+    match = _NAMED.search(fix) or _NAMED.search(what)
+    return [f"{match['section']}.{match['key']}={TO_FILL_IN}"] if match else []

@@ -1,16 +1,236 @@
-"""Which rank failed first, and what it said."""
+"""What an attempt has left that tells why it ended: which rank failed first, what it said, and who else speaks of it.
+
+Ranks write what they like to stderr, for hours: progress bars, colours, bytes that are no text. Only the end is read.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from trainkit import reading
-from trainkit.diagnosis.stderr import crash_of, last_error, tail_of, text_of, traceback_of, words_of
+from trainkit import reading, terminal
+from trainkit.cluster.slurm_jobs import JobState
 from trainkit.records.history import life_of
 from trainkit.records.rundir import RunDir
+
+_LONGEST = 1 << 20
+"""Bytes at the end of a log that are read. No more than that follows a traceback."""
+_CHAIN = 1 << 16
+"""Bytes before a traceback in which those may stand that led to it."""
+_LONG = 4000
+"""Characters of a line, at its end."""
+_TAIL = 40
+"""Lines at the end that may say why a rank was ended."""
+_RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # of torch.distributed, and of torchrun's --tee
+# A progress bar does not end its line, so what comes next is glued to it.
+_GLUED = re.compile(r"^(?! *\|).*(?:[|%\])…]|\.\.\.) *(?=Traceback \(most recent call last\))")
+_GROUP = re.compile(r"^[ |+]*\| ?")  # the frame that Python draws around the errors of an ExceptionGroup
+_START = re.compile(r"^(?: |Original |  \+ Exception Group )?Traceback \(most recent call last\)")
+_CAUSE = "The above exception was the direct cause of the following exception:"
+_HANDLED = "During handling of the above exception, another exception occurred:"
+# What others say while the process ends: torch's C++ log, warnings, srun, wandb, threads.
+_OTHERS = re.compile(
+    r"\[[WEI][\d ]|\S+: \w*Warning: |(srun|slurmstepd\S*|wandb|WARNING|INFO|ERROR)\b.*:|Exception ignored"
+    r"|\[[^]]*\] error: "  # of slurmstepd in SLURM 25.11
+)
+_CRASH = re.compile(r"^(?:Fatal Python error: | *what\(\): +|FATAL: +)(.+)")  # of faulthandler, of C++, of apptainer
+
+_AT = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_OURS = ("/trainkit/", "/jobs/", "/site-packages/", "/dist-packages/", "<", "/lib/python", "/usr/lib/", ".pyx")
+"""Parts of the names of files that no user can mend."""
+
+
+@dataclass(frozen=True)
+class Traceback:
+    """A traceback, and those before it that led to it."""
+
+    lines: tuple[str, ...]
+    """All of them, from the first one's heading to the last one's error."""
+    error: str
+    """The exception's own line, with what it says below it if the line itself says nothing."""
+    message: str
+    """The exception's own lines: some say their reason below."""
+    first: str
+    """The error before all others of the chain; ``error`` itself where there is only one."""
+    causes: str
+    """The text from the first error on that this one was raised ``from``; what was only being handled is none."""
+
+
+def text_of(path: Path) -> str:
+    """The end of a rank's stderr as it wrote it; empty if it cannot be read."""
+    try:
+        return reading.read_end(path, _LONGEST)
+    except OSError:
+        return ""
+
+
+def last_error(stderr: Path) -> str:
+    """What a rank said last: its exception's own line, the first of our three lines, or how it crashed; or empty."""
+    text = text_of(stderr)
+    if found := _traceback(text):
+        return found.error
+    return (_three(text) or _crash(text) or ("",))[0]
+
+
+def words_of(stderr: Path) -> tuple[str, ...]:
+    """A rank's last traceback, the three lines of our last error, or those of a crash; empty if none is there."""
+    text = text_of(stderr)
+    found = _traceback(text)
+    return found.lines if found is not None else _three(text) or _crash(text)
+
+
+def crash_of(stderr: Path) -> tuple[str, ...]:
+    """What faulthandler or C++ said of a crash in compiled code, the reason first; empty if they said nothing."""
+    return _crash(text_of(stderr))
+
+
+def traceback_of(stderr: Path) -> Traceback | None:
+    """The last complete traceback."""
+    return _traceback(text_of(stderr))
+
+
+def tail_of(stderr: Path) -> list[tuple[int, str]]:
+    """The last lines of a rank's stderr with their numbers from 1; 0 where a log is too long to count."""
+    text = text_of(stderr)
+    last = text.rstrip().rsplit("\n", _TAIL)[-_TAIL:]
+    try:
+        whole = stderr.stat().st_size <= _LONGEST
+    except OSError:
+        whole = False
+    first = text.rstrip().count("\n") - len(last) + 2
+    return [(first + index if whole else 0, _plain(line)) for index, line in enumerate(last)] if text.strip() else []
+
+
+def _plain(line: str) -> str:
+    """A line as a terminal shows it, without a rank's prefix."""
+    line = line.rstrip("\r").rpartition("\r")[2][-_LONG:].replace("\0", "")  # torch's workers end a message so
+    if not (line.isascii() and line.isprintable()):
+        line = terminal.lines(line)
+    return _GLUED.sub("", _RANK_PREFIX.sub("", line))
+
+
+def _traceback(text: str) -> Traceback | None:
+    """The last complete traceback, with its chain."""
+    until = len(text)
+    while (last := text.rfind("Traceback (most recent call last)", 0, until)) >= 0:
+        begin = text.rfind("\n", 0, max(last - _CHAIN, 0)) + 1
+        lines = [_plain(line) for line in text[begin : last + _CHAIN].split("\n")]
+        at = text.count("\n", begin, last)
+        if _START.match(lines[at]) or "| Traceback" in lines[at]:
+            return _read(lines, at)  # None where it was cut off: an older one is not what ended the rank
+        until = last  # it is a word in another line
+    return None
+
+
+def _read(lines: list[str], at: int) -> Traceback | None:
+    """The traceback whose heading is line ``at``."""
+    if "|" in lines[at] or "+" in lines[at]:
+        at, lines = _first_of_group(lines, at)
+    end = _end_of(lines, at)
+    if end is None:
+        return None
+    starts = [at]
+    while (before := _before(lines, starts[0])) is not None:
+        starts.insert(0, before)
+    error, message = _said(lines, end)
+    causing = at
+    for before, after in zip(reversed(starts[:-1]), reversed(starts[1:]), strict=True):
+        if any(line.strip() == _HANDLED for line in lines[max(after - 3, 0) : after]):
+            break
+        causing = before
+    first = _error_at(lines, starts[0]) or error
+    return Traceback((*lines[starts[0] : end], error), error, message, first, "\n".join([*lines[causing:end], error]))
+
+
+def _error_at(lines: list[str], at: int) -> str:
+    """The error of the traceback, or of the group, that stands at a line."""
+    if "+" in lines[at]:
+        at, lines = _first_of_group(lines, at)
+    end = _end_of(lines, at)
+    return _said(lines, end)[0] if end is not None else ""
+
+
+def _first_of_group(lines: list[str], at: int) -> tuple[int, list[str]]:
+    """Of the errors of the ExceptionGroup that stands at a line, the first, as if it stood alone."""
+    group = next((index for index in range(at, -1, -1) if "Exception Group Traceback" in lines[index]), at)
+    inner = next((index for index in range(group, len(lines)) if "+-+---" in lines[index]), group) + 1
+    last = next((index for index in range(inner, len(lines)) if "+----" in lines[index]), len(lines))
+    own = [_GROUP.sub("", line) for line in lines[inner:last]]
+    heading = [] if own[:1] and _START.match(own[0]) else ["Traceback (most recent call last):"]
+    return group, [*lines[:group], *heading, *own, ""]
+
+
+def _end_of(lines: list[str], at: int) -> int | None:
+    """The line that names the exception: the first that is not set in."""
+    for index in range(at + 1, len(lines)):
+        if lines[index] and not lines[index][0].isspace():
+            return index if index < len(lines) - 1 or ":" in lines[index] else None
+    return None
+
+
+def _before(lines: list[str], at: int) -> int | None:
+    """The heading of the traceback that led to this one."""
+    index = at - 1
+    while index >= 0 and not lines[index].strip():
+        index -= 1
+    if index < 0:
+        return None
+    if not lines[at].startswith("Original") and lines[index].strip() not in (_CAUSE, _HANDLED):
+        return None  # torch's DataLoader quotes a worker's traceback in its own error
+    return next((above for above in range(index - 1, -1, -1) if _START.match(lines[above])), None)
+
+
+def _said(lines: list[str], end: int) -> tuple[str, str]:
+    """The exception's own line, and all that it says."""
+    below = lines[end + 1 : end + 20]
+    own = [lines[end]]
+    for line in below:
+        if (not line.strip() and own[-1].strip()[-1:] != ":") or _OTHERS.match(line):
+            break
+        own.append(line)
+    rest = next((line.strip() for line in below if line.strip()), "")
+    error = lines[end].rstrip()
+    if error.endswith(":") and rest:
+        error = f"{error} {rest}"
+    return error, "\n".join(own if error == own[0].rstrip() else [error, *own])
+
+
+def _three(text: str) -> tuple[str, ...]:
+    at = text.rfind("\n  why: ")
+    if at < 0:
+        return ()
+    begin = text.rfind("\n", 0, at) + 1
+    return tuple(_plain(line) for line in text[begin:].split("\n", 3)[:3])
+
+
+def _crash(text: str) -> tuple[str, ...]:
+    """How it crashed in compiled code, and below it what faulthandler shows."""
+    lines = [_plain(line) for line in text.rsplit("\n", 200)[-200:]]
+    found = next(((index, match) for index, line in enumerate(lines) if (match := _CRASH.match(line))), None)
+    if found is None:
+        return ()
+    index, match = found
+    return (match[1].strip(), *lines[index:])[:60]
+
+
+def places_of(lines: Sequence[str]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """File and line of each frame of a traceback, outermost first; and those of them in code of the user's own."""
+    places = [(match["file"], match["line"]) for text in lines if (match := _AT.match(text))]
+    if any("most recent call first" in text for text in lines):  # as faulthandler has it
+        places.reverse()
+    return places, [place for place in places if not any(part in place[0] for part in _OURS)]
+
+
+def raised_in_own_code(lines: Sequence[str]) -> bool:
+    """Whether the innermost frame is the user's."""
+    places, own = places_of(lines)
+    return bool(own) and own[-1] == places[-1]
+
 
 # srun's own words in the batch script's log: "srun: error: n2: task 3: Exited with exit code 1", "tasks 0-1: Killed".
 _SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)[^:\n]*: (?!Terminated)(.+)", re.MULTILINE)
@@ -37,17 +257,13 @@ _OWN_FAULT = re.compile(r"EADDRINUSE|already in use|Duplicate GPU|version mismat
 
 
 def is_lost_connection(error: str) -> bool:
-    """Whether a rank failed for want of another: a consequence, and no cause while there is another."""
+    """Whether a rank failed because another went away: a consequence, not a cause."""
     return _LOST_CONNECTION.search(error) is not None and _OWN_FAULT.search(error) is None
-
-
-_LONGEST = 1 << 20
-"""Bytes at the end of a batch script's log that are looked at."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a failed attempt. ``traceback`` may be empty: a rank that was killed leaves none."""
+    """The rank that failed first in an attempt. ``traceback`` may be empty: a rank that was killed leaves none."""
 
     attempt: int
     rank: int
@@ -57,11 +273,11 @@ class Failure:
 
 
 def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
-    """The first failure of an attempt (the newest one if None); None if nothing speaks of one.
+    """The first failure of an attempt (the newest one if None); None if there is no sign of one.
 
-    When one rank dies the others soon fail too, for want of it, and may say so first. So what ended a task from outside
-    goes first, then what ranks and whoever looks after them have written down, then tasks in the order in which srun
-    saw them exit, then tracebacks by their age; and causes before lost connections.
+    When one rank dies the others lose their connections to it, and may say so first. So tasks ended from outside go
+    first, then failures that the ranks or their controller recorded, then tasks in the order in which srun saw them
+    exit, then tracebacks by their age; and causes before lost connections.
     """
     attempts = run.attempts()
     if not attempts:
@@ -146,7 +362,7 @@ def last_words(run: RunDir) -> list[str]:
 
 
 def last_lines(run: RunDir, failure: Failure) -> tuple[str, ...]:
-    """The end of the stderr of a rank that left no traceback: of one that was killed, what it did last."""
+    """The end of the stderr of a rank that left no traceback."""
     return tuple(text for _, text in tail_of(run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"))
 
 
@@ -157,9 +373,9 @@ _WAITED = re.compile(
 
 
 def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
-    """After a collective timed out, the ranks that the others waited for, by what the ranks themselves say.
+    """The ranks for which the others waited until a collective timed out, by what the ranks themselves say.
 
-    Ranks that waited say so; who does not was waited for. Where all say so, NCCL's count of enqueued work tells.
+    Ranks that waited say so; the others were waited for. Where all say so, NCCL's count of enqueued work tells.
     """
     waited, enqueued = set(), {}
     ranks = sorted(
@@ -177,3 +393,158 @@ def lagging_ranks(run: RunDir, attempt: int) -> tuple[int, ...]:
     if silent or len(set(enqueued.values())) < 2:
         return silent
     return tuple(rank for rank, count in enqueued.items() if count == min(enqueued.values()))
+
+
+_LOUD = re.compile(
+    r"error|exception|fail|fatal|warn|assert|abort|detected|cannot|could not|unable|not found|denied|exceeded"
+    r"|timeout|exhausted|no such|unavailable|invalid|\[[EW][ \d]|Xid|what\(\)|^slurmstepd|^  (why|fix): |oom|\bnan\b",
+    re.IGNORECASE,
+)
+"""Lines that speak of something bad; what a healthy run prints may hold the names of causes as well."""
+# Errors that only say that something else has gone wrong.
+_POINTS_ELSEWHERE = re.compile(
+    r"^KeyboardInterrupt|^SystemExit|CalledProcessError|BackendCompilerFailed|InductorError|returned non-zero exit"
+    r"|(unhandled|unknown|internal|invalid) (system |cuda )?(error|usage)|CUDA error|NCCL error"
+)
+# Errors by which Python, or who wrote the code, tells of the code.
+_OF_CODE = re.compile(r"(Key|Name|UnboundLocal|Assertion|Type|Attribute|Index|Value|NotImplemented)Error\b")
+# What other programs print into the same log, each by its own form: compilers, the kernel, NCCL, OpenBLAS, UCX.
+_OF_TOOLS = re.compile(
+    r"\.(c|h|cc|cpp|cu)\w*:\d+:\d+: |NVRM: Xid|NCCL WARN |pthread_create|RLIMIT|UCX +(ERROR|WARN)|cannot find -l"
+)
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A line of evidence, and where it stands: ``logs/0/rank-3.err:12``, ``squeue``."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text, where it stands, and the number of its first line; 0 where lines are not counted."""
+
+    place: Literal["job", "batch", "rank", "end"]
+    where: str
+    text: str
+    first: int = 0
+    of_code: bool = False
+    """Whether it is an error that the user's own code raised of itself: what its words mention has not happened."""
+    raised: bool = False
+    """Whether the rank that failed has said so by an exception of its own; of the batch script's words."""
+    aside: bool = False
+    """Looked at only where no other says a cause: what led to the last error may have been dealt with."""
+
+    def quote(self, at: int) -> Quote:
+        """The line at a position in the text."""
+        before = self.text.count("\n", 0, at)
+        where = f"{self.where}:{self.first + before}" if self.first else self.where
+        return Quote(where, self.text.splitlines()[before].strip())
+
+
+def of_the_job(run: RunDir, state: JobState, attempt: int) -> list[Source]:
+    """The job's state, and what the controller of its ranks said once they had saved."""
+    life = life_of(run)
+    said = [
+        Source("job", "events.jsonl", item.error)
+        for item in life.failures
+        if item.attempt == attempt and item.rank is None and attempt in life.handed_back
+    ]
+    return [*said, Source("job", "squeue, sacct" if state.executor == "slurm" else "status", words_of_state(state))]
+
+
+def facts_of(run: RunDir, attempt: int) -> str:
+    """The events of an attempt that contradict rows, one in a line: ``event started``."""
+    life = life_of(run)
+    facts = {
+        "started": life.started.get("attempt") == attempt,
+        "handed_back": attempt in life.handed_back,
+        "requeued": attempt in life.requeued,
+    }
+    return "\n".join(f"event {name}" for name, true in facts.items() if true)
+
+
+def words_of_state(state: JobState) -> str:
+    return f"{state.state} {state.reason}".strip()
+
+
+def of_the_folder(run: RunDir) -> list[Source]:
+    """A run whose folder has become read-only cannot say so itself."""
+    try:
+        room, status = os.statvfs(run.path), os.stat(run.path)
+    except OSError as error:
+        return [Source("job", "the run's folder", f"it cannot be looked at: {error.strerror}", aside=True)]
+    if room.f_flag & os.ST_RDONLY or (status.st_uid == os.getuid() and not os.access(run.path, os.W_OK)):
+        return [Source("job", "the run's folder", "it can only be read", aside=True)]
+    return []
+
+
+_GONE = re.compile(
+    r"^(ModuleNotFoundError: No module named '(trainkit|jobs)\b.*|FileNotFoundError: \[Errno 2\] No such file or \w+$)",
+    re.MULTILINE,
+)
+
+
+def of_the_code(run: RunDir, attempt: int, failure: Failure | None) -> list[Source]:
+    """The code of the run was removed as it began: ``code`` leads nowhere, and a module of the kit was not found."""
+    leads_nowhere = run.code.is_symlink() and not run.code.exists()
+    said = _GONE.search(failure.error if failure else batch_text(run, attempt)) if leads_nowhere else None
+    return [Source("job", "code", f"leads nowhere; {said[0]}")] if said else []
+
+
+def of_the_batch(run: RunDir, attempt: int, failure: Failure | None = None) -> list[Source]:
+    text = batch_text(run, attempt)
+    raised = failure is not None and bool(failure.traceback) and not is_lost_connection(failure.error)
+    return [Source("batch", "logs/batch.out", text, raised=raised)] if text else []
+
+
+def of_logs_elsewhere(run: RunDir, state: JobState, failure: Failure | None) -> list[Source]:
+    """A node that does not see the folder of the logs makes one of its own (SLURM since 23.02), and they stay there."""
+    if failure is not None and failure.error.startswith("Exited"):
+        logs = run.attempt_logs(failure.attempt)
+        if not any(logs.glob(f"rank-{failure.rank}.*")):
+            words = f"no log of task {failure.rank} on {failure.host} is here"
+            return [Source("batch", f"logs/{failure.attempt}", words, aside=True)]
+    has_run = state.executor == "slurm" and state.state == "FAILED" and state.nodes
+    if has_run and not run.attempts() and not last_words(run):
+        return [Source("batch", "logs", "no log of the job is here", aside=True)]
+    return []
+
+
+def of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
+    """How the rank ended and its last error; where it has left no cause, the end of its log."""
+    if failure is None:
+        return []
+    where = f"logs/{failure.attempt}/rank-{failure.rank}.err"
+    stderr = run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"
+    tail = tail_of(stderr)
+    ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
+    told = failure.error in (item.error for item in life_of(run).failures if item.attempt == failure.attempt)
+    of_code = bool(_OF_CODE.match(failure.error)) and raised_in_own_code(failure.traceback)
+    found = [Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error, of_code=of_code)]
+    if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it
+        tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
+    traceback = traceback_of(stderr) if failure.traceback else None
+    if traceback is not None:
+        first = next((number for number, text in tail if text and traceback.message.startswith(text)), 0)
+        same = failure.error in traceback.message or traceback.error in failure.error
+        found.append(Source("rank", where, traceback.message, first, of_code=of_code, aside=not same))
+        alone = traceback.first == traceback.error
+        found.append(Source("rank", where, traceback.causes, of_code=of_code and alone, aside=True))
+    elif failure.traceback:
+        found.append(Source("rank", where, "\n".join(failure.traceback), of_code=of_code))
+    if traceback is not None and _POINTS_ELSEWHERE.search(failure.error):
+        tools = [(number, text if _OF_TOOLS.search(text) else "") for number, text in tail]
+        found.append(Source("rank", where, "\n".join(text for _, text in tools), tail[0][0], aside=True))
+    if traceback is not None and not is_lost_connection(failure.error):
+        tail = [(number, text if re.match(STEPD, text) else "") for number, text in tail]
+    elif traceback is None:
+        tail = [
+            (number, text if _LOUD.search(text) or before.rstrip().endswith("error:") else "")
+            for (number, text), (_, before) in zip(tail, [(0, ""), *tail], strict=False)
+        ]
+    if any(text for _, text in tail):
+        found.append(Source("rank", where, "\n".join(text for _, text in tail), tail[0][0]))
+    return found

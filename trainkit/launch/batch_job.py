@@ -21,7 +21,7 @@ from typing import Literal
 
 from trainkit import reading, terminal
 from trainkit.cluster.adoption import write_down
-from trainkit.diagnosis.stderr import words_of
+from trainkit.diagnosis.evidence import words_of
 from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.launch import scheduler
 from trainkit.launch.preflight import pronounce

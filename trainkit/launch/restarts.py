@@ -11,8 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from trainkit.diagnosis.evidence import batch_text, is_lost_connection
-from trainkit.diagnosis.stderr import last_error
+from trainkit.diagnosis.evidence import batch_text, is_lost_connection, last_error
 from trainkit.launch import preflight
 from trainkit.launch.processes import is_killed
 from trainkit.ranks.heartbeat import is_hang

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainkit.diagnosis.evidence import is_lost_connection
-from trainkit.diagnosis.stderr import last_error
+from trainkit.diagnosis.evidence import is_lost_connection, last_error
 from trainkit.launch.processes import Death, Rank, RankGroup
 from trainkit.ranks.heartbeat import STARTING_SECONDS, Pulses, hang, is_hang, pulses
 from trainkit.records.attempts import Attempt

@@ -1,7 +1,4 @@
-"""What a running job does, and whether something about it smells: from its own records, which cost a scheduler nothing.
-
-What its time goes to its records say (`trainkit.training.clock`); here it is about what goes wrong.
-"""
+"""What a running job does, and what looks wrong about it: from its own records, without a question to the scheduler."""
 
 from __future__ import annotations
 
@@ -11,30 +8,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit import reading, terminal
-from trainkit.diagnosis.texts import Quote
+from trainkit.diagnosis.evidence import Quote
 from trainkit.records.events import read_events
 from trainkit.records.history import Life, life_of
 from trainkit.records.rundir import RunDir
 from trainkit.records.standing import Standing, longest_pause, standing_of
 
 QUIET_SECONDS = 60.0
-"""Nothing less than this without a record is worth a word."""
+"""A shorter silence of the records is not reported."""
 STARTING_SECONDS = 600.0
-"""Code and data may take so long to load before the first step."""
+"""Seconds that code and data may take to load before the first step."""
 SILENT_SECONDS = 180.0
-"""A node samples its hardware every few seconds; clocks differ, and shared folders show what is new a little later."""
+"""A node samples its hardware every few seconds; clocks differ, and shared folders show new lines late."""
 IDLE_PERCENT, IDLE_SAMPLES = 5.0, 6
 _TAIL_BYTES = 32768
 
 
 @dataclass(frozen=True)
 class Course:
-    """Of a running job: what it does in a sentence, and what smells."""
+    """What a running job does, in a sentence, and what looks wrong."""
 
     does: str
     smells: tuple[Quote, ...]
     command: str
-    """That shows more of it."""
+    """Shows more of it."""
 
     def __str__(self) -> str:
         if not self.smells:
@@ -45,7 +42,7 @@ class Course:
 
 
 def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Course:
-    """Of the newest attempt, at a time in seconds since 1970 (the present one).
+    """What the newest attempt does at a time in seconds since 1970 (now if None).
 
     Args:
         ends: a sentence on when it will have ended.
@@ -92,7 +89,7 @@ def _quiet(run: RunDir, last: float | None, since: float, now: float) -> Iterato
 
 
 def _stragglers(run: RunDir, life: Life) -> Iterator[Quote]:
-    """Ranks for which all others wait, as the ranks of this attempt have found out themselves."""
+    """Ranks for which all others wait, as the ranks of this attempt have recorded."""
     newest = {
         event.get("rank"): event
         for event in read_events(run, "straggler")
@@ -104,7 +101,7 @@ def _stragglers(run: RunDir, life: Life) -> Iterator[Quote]:
 
 
 def _hardware(run: RunDir, life: Life, since: float, now: float) -> Iterator[Quote]:
-    """Nodes that say nothing any more, and GPUs that do nothing, of those that do."""
+    """Nodes that have stopped to sample their hardware, and idle GPUs of the others."""
     for host in life.started.get("hosts") or ():
         file = run.hardware(terminal.one_line(host).replace("/", "_"))
         samples = [item for item in _samples(run, file.name) if item["time"] >= since]

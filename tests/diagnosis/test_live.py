@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.diagnosis.running import course_of
+from trainkit.diagnosis.live import course_of
 from trainkit.records import jsonl
 from trainkit.records.rundir import RunDir
 
@@ -103,7 +103,7 @@ def test_records_that_nobody_could_have_written_are_passed_over(run: RunDir) -> 
     assert course_of(run, NOW).smells == ()
 
 
-def test_a_rank_for_which_all_others_wait_is_named_if_it_is_one_of_this_attempt(run: RunDir) -> None:
+def test_a_rank_of_this_attempt_for_which_all_others_wait_is_named(run: RunDir) -> None:
     for attempt, rank, times in ((0, 1, 9.0), (1, 3, 2.0), (1, 3, 2.5)):
         event = {"event": "straggler", "attempt": attempt, "rank": rank, "host": f"n{rank}", "times": times, "step": 9}
         jsonl.append(run.events, {"time": NOW - 300, **event})
