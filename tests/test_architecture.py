@@ -370,6 +370,34 @@ def require_only(does: Callable[[ast.AST], bool], may: Iterable[str]) -> None:
     assert listed(set(may) - found.keys()) == [], "does so no longer: take it off the list"
 
 
+@cache
+def strategy_options() -> frozenset[str]:
+    names = plugins.available("trainkit.strategies")
+    return frozenset(option for name in names for option in plugins.signature("trainkit.strategies", name).options)
+
+
+def knows_a_strategy(node: ast.AST) -> bool:
+    """Whether code goes by a strategy's name, or reads an option of one, instead of asking `trainkit.config.checks`."""
+    if isinstance(node, ast.Compare):
+        sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+        return any(re.search(r"\bstrategy\.name$", side) for side in sides)
+    return isinstance(node, ast.Constant) and node.value in strategy_options()
+
+
+def test_nobody_else_knows_a_strategy_by_its_name_or_options() -> None:
+    """What others must know of one its file states: a user's own is then treated alike."""
+    others = {name for name in where(knows_a_strategy) if room(name) != "trainkit.strategies"}
+    assert listed(others) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["config.strategy.name == 'fsdp'", "p.config.strategy.name in ('a', 'b')", "strategy.options.get('comm_hook')"],
+)
+def test_going_by_a_strategys_name_or_options_is_seen(code: str) -> None:
+    assert any(map(knows_a_strategy, ast.walk(ast.parse(code))))
+
+
 def reads_a_file(node: ast.AST) -> bool:
     """Whether a call reads a file, or parses what may be one, by other means than `trainkit.reading`."""
     if not isinstance(node, ast.Call):

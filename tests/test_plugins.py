@@ -171,7 +171,7 @@ def test_what_a_plugins_file_states_is_read_without_importing_it(own: str) -> No
 
 
 def test_a_file_that_states_nothing_states_nothing() -> None:
-    assert plugins.stated(STRATEGIES, "ddp") == {}
+    assert plugins.stated("trainkit.models", "fashion_cnn") == {}
 
 
 @pytest.mark.parametrize(

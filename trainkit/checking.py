@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainkit import plugins
-from trainkit.config.checks import strategy_traits
+from trainkit.config.checks import check_strategy
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
 from trainkit.data import check_data, train_size
@@ -30,7 +30,7 @@ def check(loaded: Loaded) -> None:
         _check_weights(config)
         strategy = config.strategy
         plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
-        strategy_traits(strategy.name)
+        check_strategy(config)
         for logger in config.monitor.loggers:
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
     refuse_settings(loaded)  # last: its detectors take longer than all the rest

@@ -260,6 +260,12 @@ def _unwrapped(file: Path, name: str) -> ast.FunctionDef | None:
 def _constants(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for node in sources.parse(file, None).body:
+        if isinstance(node, ast.ImportFrom) and any(alias.name.isupper() for alias in node.names):
+            origin = sources.find_module(str(node.module))  # what several plugins share
+            is_plugins = origin is not None and origin.suffix == ".py" and not sources.is_of_python_itself(origin)
+            shared = _constants(origin) if origin is not None and is_plugins else {}
+            named = {alias.asname or alias.name: alias.name for alias in node.names}
+            found.update({own: shared[name] for own, name in named.items() if name in shared})
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if (
             isinstance(node, ast.Assign | ast.AnnAssign)

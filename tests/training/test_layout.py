@@ -37,9 +37,13 @@ def test_filters_are_laid_out_as_the_images_are() -> None:
     assert placed(nn.Conv2d(3, 8, 3), config(), CPU).get_parameter("weight").is_contiguous()
 
 
-def test_fsdp_shards_contiguous_filters() -> None:
-    model = placed(nn.Conv2d(3, 8, 3), config("train.channels_last=true", preset="fsdp"), CPU)
-    assert model.get_parameter("weight").is_contiguous()
+def test_sharded_strategies_get_contiguous_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "in_parts.py").write_text("SHARDED = True\ndef build(dist): ...\n")
+    for strategy in ("fsdp", "in_parts:build"):
+        chosen = config("train.channels_last=true", f"strategy.name={strategy}")
+        assert placed(nn.Conv2d(3, 8, 3), chosen, CPU).get_parameter("weight").is_contiguous()
 
 
 @pytest.mark.parametrize("how", ["off", "model", "blocks"])

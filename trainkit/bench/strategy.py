@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 from trainkit.bench import columns, words
 from trainkit.bench.arms import Arm, Bench, LeftOut, Where
+from trainkit.config.checks import strategy_traits
 
 if TYPE_CHECKING:
     from trainkit.bench.results import Results
     from trainkit.config.schema import Config
 
 NAMES = ("single", "dp", "ddp", "zero", "fsdp", "hsdp")
-_ALONE = ("single", "dp")
-"""One process; the other ranks wait."""
+_SETTINGS = {
+    "fsdp": ("strategy.name=fsdp", "strategy.shard_within=all"),
+    "hsdp": ("strategy.name=fsdp", "strategy.shard_within=node"),
+}
+"""Of arms that are more than a strategy's name."""
 
 
 def arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
@@ -24,19 +28,20 @@ def arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftO
     micro = given or max(size // where.world_size, 1)
     found: list[Arm | LeftOut] = []
     for name in asked or NAMES:
-        why = ""
-        if name == "dp" and where.gpus < 2:
+        why, shards_within = "", name == "hsdp"
+        traits = strategy_traits("fsdp" if name in _SETTINGS else name)
+        splits = traits.gpus_per_rank == "all"
+        if splits and where.gpus < 2:
             why = f"it splits batches over the GPUs of one process, which sees {where.gpus or 'none'}"
-        elif name == "hsdp" and (where.nodes < 2 or where.ranks_per_node < 2):
+        elif shards_within and (where.nodes < 2 or where.ranks_per_node < 2):
             why = "it shards within each of several nodes: it takes two with two ranks each"
         if why:
             found.append(LeftOut(name, why))
             continue
-        own = micro * where.gpus if name == "dp" and size % (micro * max(where.gpus, 1)) == 0 else micro
-        overrides = [f"strategy.name={'fsdp' if name == 'hsdp' else name}"]
-        overrides += [f"strategy.shard_within={'node' if name == 'hsdp' else 'all'}"] * (name in ("fsdp", "hsdp"))
+        own = micro * where.gpus if splits and size % (micro * max(where.gpus, 1)) == 0 else micro
+        overrides = [*_SETTINGS.get(name, (f"strategy.name={name}",))]
         overrides += [f"train.micro_batch_size={own}"] * (config.train.micro_batch_size != "auto")
-        found.append(Arm(name, tuple(overrides), (0,) if name in _ALONE else None))
+        found.append(Arm(name, tuple(overrides), (0,) if traits.ranks == "one" else None))
     return found
 
 

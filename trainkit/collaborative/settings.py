@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import plugins
-from trainkit.config.checks import strategy_traits
+from trainkit.config.checks import check_strategy, strategy_traits
 from trainkit.config.loading import flatten, load
 from trainkit.config.schema import SECTIONS, Config, reach
 from trainkit.errors import UserError
@@ -44,6 +44,7 @@ def require_collaborative(config: Config) -> None:
             fix="Use the preset hivemind, or add strategy.name=hivemind.",
         )
     plugins.check_options("trainkit.strategies", config.strategy.name, config.strategy.options, where="strategy")
+    check_strategy(config)
 
 
 def check_peer(config: Config, *, ranks: int, max_upload: float | None) -> None:

@@ -1,24 +1,67 @@
-"""Which settings cannot hold together, and what a strategy says of itself to those who never load it."""
+"""Which settings do not go together, and what a strategy's file says to those who never load it.
+
+A strategy's file states upper-case constants (`StrategyTraits`), which are read from its source
+(`trainkit.plugins.stated`): nobody else knows a strategy by its name, or has read its options.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit import plugins
-from trainkit.config.schema import Config, ImpossibleError
+from trainkit.config import yaml
+from trainkit.config.schema import Config, ImpossibleError, field_of
 from trainkit.errors import UserError
 
+_STRATEGIES = "trainkit.strategies"
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "RANKS": ("any", "one"),
     "GPUS_PER_RANK": (1, "all"),
     "LOOP": ("updates", "collaborative"),
+    "SHARDED": (False, True),
+}
+_CONDITION = re.compile(r"(?P<key>[a-z]\w*(?:\.\w+)?)(?:(?P<sign>[=>])(?P<value>\S+))?")
+
+_O2 = "train.precision=o2"
+EXCLUDED_BY_LOOP = {
+    "updates": {},
+    "collaborative": {
+        "train.early_stopping_patience": (
+            "Peers come and go: the one that validates cannot end the run for all others.",
+            "Leave train.early_stopping_patience out; `python -m jobs.swarm stop` ends a run for all.",
+        ),
+        "train.micro_batch_size=auto": (
+            "A peer has no time to try sizes: its rounds begin and end by the clock.",
+            "Give a number; each peer may have its own.",
+        ),
+        "train.ema_decay": (
+            "Peers average their weights with one another after each round.",
+            "Leave train.ema_decay out.",
+        ),
+        _O2: ("Peers average fp32 weights.", "Use train.precision=fp16."),
+    },
+}
+"""Loop -> what no strategy with that loop goes with, as in ``EXCLUDES``."""
+_EXCLUDED_BY_SHARDS = {
+    _O2: (
+        "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
+        "Use train.precision=fp16.",
+    ),
 }
 
 
 @dataclass(frozen=True)
 class StrategyTraits:
-    """What planning, starting and reporting must know of a strategy."""
+    """What planning, starting, training and reporting must know of a strategy.
+
+    A condition is a setting that is not at its default, ``train.ema_decay``, or has a certain value,
+    ``train.precision=fp16|o2``, ``launch.nodes>1``; a comma joins those that must hold at once.
+    """
 
     ranks: str = "any"
     """``RANKS``: any, or one process on one node."""
@@ -26,24 +69,132 @@ class StrategyTraits:
     """``GPUS_PER_RANK``: 1, or all that the process sees."""
     loop: str = "updates"
     """``LOOP``: updates of all ranks together, or collaborative: every rank is a peer with batches of its own."""
+    sharded: bool = False
+    """``SHARDED``: a rank holds a part of each weight, so that its memory layout is the strategy's own."""
+    excludes: Mapping[str, Any] = field(default_factory=dict)
+    """``EXCLUDES``: condition -> why it does not go with this strategy, or (why, what to do instead)."""
+    global_batchnorm: str = ""
+    """``GLOBAL_BATCHNORM``: the condition under which BatchNorm's statistics are those of all ranks."""
+    less_traffic: str = ""
+    """``LESS_TRAFFIC``: a setting with which gradients take less of the network, ``strategy.comm_hook=bf16``."""
+    lost_when_resized: Mapping[str, str] = field(default_factory=dict)
+    """``LOST_WHEN_RESIZED``: condition -> what a run gives up that goes on with another number of ranks."""
 
 
 def strategy_traits(name: str) -> StrategyTraits:
     """What the file of strategy ``name`` states, else the defaults. Raises UserError for values that do not exist."""
-    stated = plugins.stated("trainkit.strategies", name)
+    stated = plugins.stated(_STRATEGIES, name)
     for trait, choices in _CHOICES.items():
         if trait in stated and stated[trait] not in choices:
-            raise UserError(
-                f"Strategy '{name}' states {trait} = {stated[trait]!r}.",
-                why=f"It is one of: {', '.join(map(repr, choices))}.",
-                fix="Correct it in the file of the strategy, or leave it out.",
-                key="strategy.name",
-            )
-    return StrategyTraits(**{trait.lower(): stated[trait] for trait in _CHOICES if trait in stated})
+            raise _wrong_trait(name, f"{trait} = {stated[trait]!r}", f"It is one of: {', '.join(map(repr, choices))}.")
+    for constant in ("EXCLUDES", "LOST_WHEN_RESIZED"):
+        if not isinstance(stated.get(constant, {}), dict):
+            raise _wrong_trait(name, f"{constant} = {stated[constant]!r}", "It is a mapping from conditions.")
+    conditions = [*stated.get("EXCLUDES", ()), *stated.get("LOST_WHEN_RESIZED", ())]
+    conditions += [stated[trait] for trait in ("GLOBAL_BATCHNORM", "LESS_TRAFFIC") if trait in stated]
+    options = plugins.signature(_STRATEGIES, name)
+    for condition in conditions:
+        for part in str(condition).split(", "):
+            found = _CONDITION.fullmatch(part)
+            section, _, option = found["key"].partition(".") if found else ("", "", "")
+            own = section == "strategy" and (option in options.options or options.takes_any)
+            if not found or not (own or not option or field_of(found["key"])):
+                raise _wrong_trait(name, f"'{part}'", "It is neither a setting nor an option of the strategy.")
+    known = {trait: trait.upper() for trait in StrategyTraits.__dataclass_fields__}
+    return StrategyTraits(**{trait: stated[constant] for trait, constant in known.items() if constant in stated})
+
+
+def _wrong_trait(name: str, stated: str, why: str) -> UserError:
+    return UserError(
+        f"Strategy '{name}' states {stated}.",
+        why=why,
+        fix="Correct it in the file of the strategy, or leave it out.",
+        key="strategy.name",
+    )
+
+
+def holds(condition: str, config: Config, facts: Mapping[str, Any] | None = None) -> bool:
+    """Whether a condition of a strategy holds.
+
+    Args:
+        facts: what is known beyond the configuration, such as ``grad_accum_steps``; outranks it.
+    """
+    return bool(condition) and all(_part_holds(part, config, facts or {}) for part in condition.split(", "))
+
+
+def less_traffic(config: Config) -> str | None:
+    """The strategy's setting that takes less of the network, where that option is at its default."""
+    setting = strategy_traits(config.strategy.name).less_traffic
+    return None if not setting or holds(setting.partition("=")[0], config) else setting
+
+
+def lost_when_resized(config: Config) -> list[str]:
+    """What this strategy gives up where a run goes on with another number of ranks."""
+    traits = strategy_traits(config.strategy.name)
+    return [lost for condition, lost in traits.lost_when_resized.items() if holds(condition, config)]
+
+
+def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> None:
+    """Refuse settings that do not go with the strategy, by what it states. Raises UserError."""
+    try:
+        require_strategy(config, facts)
+    except ImpossibleError as problem:
+        what, key = f"{problem}.", problem.keys[0]
+        raise UserError(what, why=problem.why, fix=problem.fix, key=key) from None
+
+
+def require_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> None:
+    """As `check_strategy`, for the validation of a configuration. Raises ImpossibleError."""
+    name, traits = config.strategy.name, strategy_traits(config.strategy.name)
+    excluded = {**(_EXCLUDED_BY_SHARDS if traits.sharded else {}), **EXCLUDED_BY_LOOP[traits.loop], **traits.excludes}
+    for condition, told in excluded.items():
+        if not holds(condition, config, facts):
+            continue
+        why, fix = (told, None) if isinstance(told, str) else told
+        keys = [found["key"] for part in condition.split(", ") if (found := _CONDITION.match(part))]
+        values = [json.dumps(_value(key, config, facts or {})).strip('"') for key in keys]
+        shown = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
+        alone = len(keys) == 1
+        raise ImpossibleError(
+            f"{shown[0]} does not go with {f'strategy.name={name}' if alone else ' and '.join(shown[1:])}",
+            keys=(*keys, "strategy.name") if alone else tuple(keys),
+            why=why,
+            fix=fix or f"Leave {keys[0]} out, or use another strategy.",
+        )
+    if traits.loop == "collaborative" and config.collaborative.sync == "gradients":
+        _require_gradients(config)
+
+
+def _part_holds(part: str, config: Config, facts: Mapping[str, Any]) -> bool:
+    found = _CONDITION.fullmatch(part)
+    assert found is not None, part
+    value = _value(found["key"], config, facts)
+    if found["sign"] is None:
+        return bool(value != _default(found["key"], config))
+    if found["sign"] == ">":
+        return isinstance(value, int | float) and value > float(found["value"])
+    return value in map(yaml.parse_value, found["value"].split("|"))
+
+
+def _value(key: str, config: Config, facts: Mapping[str, Any]) -> Any:
+    """Of a setting or a fact; the default of an option that is not given."""
+    section, _, name = key.partition(".")
+    if key in facts or not name:
+        return facts.get(key)
+    if field_of(key) is not None:
+        return getattr(getattr(config, section), name)
+    return config.strategy.options.get(name, _default(key, config))
+
+
+def _default(key: str, config: Config) -> Any:
+    known = field_of(key)
+    if known is not None:
+        return known.get_default()
+    return plugins.signature(_STRATEGIES, config.strategy.name).defaults.get(key.partition(".")[2])
 
 
 def check_combinations(config: Config) -> None:
-    """Raises ImpossibleError for the first that cannot."""
+    """Raises ImpossibleError for the first that do not go together."""
     batch, micro = config.train.global_batch_size, config.train.given_micro_batch_size
     if micro is not None and batch % micro:
         possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
@@ -69,13 +220,6 @@ def check_combinations(config: Config) -> None:
             why="Both of a pair are in one micro batch.",
             fix=f"Use train.{name}={odd + 1}.",
         )
-    if config.train.precision in ("fp16", "o2") and config.strategy.options.get("comm_hook") == "powersgd":
-        raise ImpossibleError(
-            f"strategy.comm_hook=powersgd does not go with train.precision={config.train.precision}",
-            keys=("strategy.comm_hook", "train.precision"),
-            why="What it keeps back for the next update is in units of a loss scale that changes.",
-            fix="Use train.precision=bf16, or strategy.comm_hook=fp16.",
-        )
     if config.train.memory_limit_mb is not None and config.train.micro_batch_size != "auto":
         raise ImpossibleError(
             f"train.memory_limit_mb={config.train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}",
@@ -91,49 +235,13 @@ def check_combinations(config: Config) -> None:
             why="It says what counts as better, and nobody waits for that.",
             fix="Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out.",
         )
-    if config.train.early_stopping_patience is not None and config.strategy.name == "hivemind":
-        raise ImpossibleError(
-            "train.early_stopping_patience does not go with strategy.name=hivemind",
-            keys=("train.early_stopping_patience", "strategy.name"),
-            why="Peers come and go: the one that validates cannot end the run for all others.",
-            fix="Leave train.early_stopping_patience out; `python -m jobs.swarm stop` ends a run for all.",
-        )
-    if config.train.micro_batch_size == "auto" and config.strategy.name == "hivemind":
-        raise ImpossibleError(
-            "train.micro_batch_size=auto does not go with strategy.name=hivemind",
-            keys=("train.micro_batch_size", "strategy.name"),
-            why="A peer has no time to try sizes: its rounds begin and end by the clock.",
-            fix="Give a number; each peer may have its own.",
-        )
-    if config.strategy.name == "hivemind" and config.collaborative.sync == "gradients":
-        _check_gradients(config)
-    if config.train.ema_decay is not None and config.strategy.name == "hivemind":
-        raise ImpossibleError(
-            f"train.ema_decay={config.train.ema_decay:g} does not go with strategy.name=hivemind",
-            keys=("train.ema_decay", "strategy.name"),
-            why="Peers average their weights with one another after each round.",
-            fix="Leave train.ema_decay out.",
-        )
-    if config.train.precision == "o2" and config.strategy.name in ("fsdp", "hivemind"):
-        raise ImpossibleError(
-            f"train.precision=o2 does not go with strategy.name={config.strategy.name}",
-            keys=("train.precision", "strategy.name"),
-            why="Peers average fp32 weights."
-            if config.strategy.name == "hivemind"
-            else "Its shards are fp32 weights already; with fp16 it computes with copies of them.",
-            fix="Use train.precision=fp16.",
-        )
-    if config.train.micro_batch_size == "auto" and config.strategy.options.get("static_graph") is True:
-        raise ImpossibleError(
-            "train.micro_batch_size=auto does not go with strategy.static_graph=true",
-            keys=("train.micro_batch_size", "strategy.static_graph"),
-            why="Sizes are tried in updates of several micro batches, and a static graph cannot accumulate gradients.",
-            fix="Leave out strategy.static_graph, or use train.micro_batch_size=null: each rank's share at once.",
-        )
+    if not config.strategy.is_own:  # a user's own file is read at submission and by those who train
+        with suppress(UserError):  # no such strategy: `trainkit.checking` says so
+            require_strategy(config)
 
 
-def _check_gradients(config: Config) -> None:
-    """What does not go with averaging gradients in a swarm."""
+def _require_gradients(config: Config) -> None:
+    """Refuse what does not go with averaging gradients in a swarm."""
     if config.train.micro_batch_size is None:
         raise ImpossibleError(
             "collaborative.sync=gradients needs train.micro_batch_size",
@@ -158,20 +266,3 @@ def micro_batch_sizes(share: int, *, even: bool = False) -> list[int]:
 def smaller(micro: int, share: int, *, even: bool = False) -> int:
     """The largest of them that is at most half as large as ``micro``; 0 if none is."""
     return max((size for size in micro_batch_sizes(share, even=even) if size <= micro // 2), default=0)
-
-
-def check_accumulation(config: Config, world_size: int) -> None:
-    """Raises UserError where an update is of several micro batches, and `strategy.static_graph` would meet them.
-
-    torch fails an assertion of its own then, in the first backward pass.
-    """
-    train, static = config.train, config.strategy.options.get("static_graph") is True
-    share = train.global_batch_size // world_size
-    if static and train.given_micro_batch_size not in (None, share):
-        raise UserError(
-            f"strategy.static_graph=true cannot accumulate gradients over micro batches of {train.micro_batch_size}.",
-            why="torch learns the graph from a first backward pass that exchanges gradients; one of several micro "
-            "batches does not.",
-            fix=f"Leave out strategy.static_graph, or use train.micro_batch_size={share}.",
-            key="strategy.static_graph",
-        )

@@ -92,6 +92,11 @@ class PluginSection(Section):
         """Options of the plugin, as written in the configuration."""
         return dict(self.model_extra or {})
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it names a function of the user's own, ``package.module:function``."""
+        return ":" in self.name
+
 
 class TrainConfig(Section):
     epochs: PositiveInt = 20

@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from trainkit import reading, terminal
 from trainkit.cluster.site import Site
-from trainkit.config.checks import check_accumulation, strategy_traits
+from trainkit.config.checks import check_strategy, holds, strategy_traits
 from trainkit.config.loading import Loaded, Source
 from trainkit.config.slurm_options import objection, time_minutes
 from trainkit.errors import UserError
@@ -133,7 +133,7 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     nodes = decide_nodes(loaded, site, executor.value, partition)
     gpus = decide_gpus(loaded, site, executor.value, partition, nodes.value)
     tasks = decide_tasks(loaded, executor.value, gpus.value)
-    _require_shards(loaded, nodes.value, tasks.value)
+    check_strategy(loaded.config, {"launch.nodes": nodes.value, "launch.ntasks_per_node": tasks.value})
     cpus = decide_cpus(loaded, executor.value, partition, nodes.value, gpus.value, tasks.value)
     memory = decide_memory(loaded, executor.value, partition, nodes.value, gpus.value)
     time = decide_time(loaded, executor.value, partition)
@@ -182,21 +182,11 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     )
 
 
-def _require_shards(loaded: Loaded, nodes: int, tasks: int) -> None:
-    """What the ranks would find out once they have met."""
-    if nodes > 1 and tasks == 1 and loaded.config.strategy.options.get("shard_within") == "node":
-        raise UserError(
-            f"strategy.shard_within=node shards nothing over {nodes} nodes of one rank.",
-            why="Each node would hold the whole model.",
-            fix="Use strategy.shard_within=all, or --ntasks-per-node 2 or more.",
-            key="strategy.shard_within",
-        )
-
-
 def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
     train = loaded.config.train
     size, micro = train.global_batch_size, train.given_micro_batch_size
-    if strategy_traits(loaded.config.strategy.name).loop == "collaborative":
+    traits = strategy_traits(loaded.config.strategy.name)
+    if traits.loop == "collaborative":
         world_size = 1  # every peer trains with its own batches
     unit = world_size * (micro or 1)
     if size % unit:
@@ -208,7 +198,7 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
             fix=f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks.",
             key="train.global_batch_size",
         )
-    check_accumulation(loaded.config, world_size)
+    check_strategy(loaded.config, {"grad_accum_steps": size // unit if micro else 1})
     if train.micro_batch_size == "auto":
         most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
         return [
@@ -219,7 +209,7 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
     accumulate = size // (world_size * per_pass)
     passes = f"{accumulate} passes per update" if accumulate > 1 else "the rank's whole share in one pass"
     # Whether the model has BatchNorm only torch could tell, so it is said of every model.
-    norm = "all ranks' passes" if loaded.config.strategy.options.get("sync_batchnorm") else "one pass of one rank"
+    norm = "all ranks' passes" if holds(traits.global_batchnorm, loaded.config) else "one pass of one rank"
     passes += f"; BatchNorm's statistics are those of {norm}"
     return [
         Decision("micro_batch_size", per_pass, loaded.source("train.micro_batch_size") if micro else DERIVED, passes),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainkit import plugins
+from trainkit.config.checks import less_traffic
 from trainkit.config.schema import Config
 
 ENOUGH_SECONDS = 30.0
@@ -66,10 +66,7 @@ def _change(part: str, share: float, config: Config, place: Place) -> str | None
     if part == "exposed":
         if place.world_size == 1 or place.waits_for_one:
             return None
-        has_hooks = "comm_hook" in plugins.signature("trainkit.strategies", config.strategy.name).options
-        if has_hooks and config.strategy.options.get("comm_hook", "none") == "none":
-            return "strategy.comm_hook=bf16"
-        return f"train.global_batch_size={2 * config.train.global_batch_size}"
+        return less_traffic(config) or f"train.global_batch_size={2 * config.train.global_batch_size}"
     if part == "checkpoint":
         rarer = math.ceil(share / 0.03)
         if config.checkpoint.every_steps is not None:

@@ -1,8 +1,9 @@
 """How one model becomes a model on many ranks: one file a strategy.
 
 Its function ``build(dist, *, <options>)`` gives a `Strategy`; with a second argument, ``build(dist, precision, ...)``,
-it is told in which format the model computes. What others must know of it without loading it the file states:
-``RANKS = "one"``, ``GPUS_PER_RANK = "all"``, ``LOOP = "collaborative"`` (see `trainkit.config.checks`).
+it is told in which format the model computes. What others must know of it without loading it the file states as
+upper-case constants: ``RANKS = "one"``, ``SHARDED = True``, ``LOOP = "collaborative"``, ``EXCLUDES = {...}``. See
+`trainkit.config.checks.StrategyTraits`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,15 @@ from trainkit.errors import UserError
 from trainkit.strategies.batchnorm import synchronize_batchnorm
 from trainkit.strategies.blocks import repeated_blocks
 
+SHARDED = True
+GLOBAL_BATCHNORM = "strategy.sync_batchnorm=true"
+EXCLUDES = {
+    "strategy.shard_within=node, launch.nodes>1, launch.ntasks_per_node=1": (
+        "Each node would hold the whole model: nothing is sharded over nodes of one rank.",
+        "Use strategy.shard_within=all, or --ntasks-per-node 2 or more.",
+    ),
+}
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS_SOME = "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}
 """Before torch 2.15 all parameters of a block are cast, or none."""

@@ -18,6 +18,26 @@ if TYPE_CHECKING:
     from trainkit.strategies.powersgd import PowerSGD
 
 
+GLOBAL_BATCHNORM = "strategy.sync_batchnorm=true"
+LESS_TRAFFIC = "strategy.comm_hook=bf16"
+LOST_WHEN_RESIZED = {"strategy.comm_hook=powersgd": "what PowerSGD had not sent yet is given up"}
+EXCLUDES = {
+    "strategy.comm_hook=powersgd, train.precision=fp16|o2": (
+        "What it keeps back for the next update is in units of a loss scale that changes.",
+        "Use train.precision=bf16, or strategy.comm_hook=fp16.",
+    ),
+    "train.micro_batch_size=auto, strategy.static_graph=true": (
+        "Sizes are tried in updates of several micro batches, and a static graph cannot accumulate gradients.",
+        "Leave out strategy.static_graph, or use train.micro_batch_size=null: each rank's share at once.",
+    ),
+    "strategy.static_graph=true, grad_accum_steps>1": (
+        "torch learns the graph from a first backward pass that exchanges gradients; one of several micro batches does "
+        "not.",
+        "Leave out strategy.static_graph, or use train.micro_batch_size=null: each rank's share at once.",
+    ),
+}
+
+
 class _LastFirst(DistributedDataParallel):
     """Lays out its buckets from the model's end to its start, about as the backward pass is done with them.
 

@@ -16,7 +16,22 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
 
-from trainkit.strategies.replicated import Replicated, replicated
+from trainkit.strategies.replicated import (
+    EXCLUDES as EXCLUDES,
+)
+from trainkit.strategies.replicated import (
+    GLOBAL_BATCHNORM as GLOBAL_BATCHNORM,
+)
+from trainkit.strategies.replicated import (
+    LESS_TRAFFIC as LESS_TRAFFIC,
+)
+from trainkit.strategies.replicated import (
+    LOST_WHEN_RESIZED as LOST_WHEN_RESIZED,
+)
+from trainkit.strategies.replicated import (
+    Replicated,
+    replicated,
+)
 
 _AT_ONCE = 25 << 20
 """Bytes of parameters that travel together."""

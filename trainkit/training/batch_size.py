@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from trainkit.config.checks import check_accumulation, micro_batch_sizes
+from trainkit.config.checks import check_strategy, micro_batch_sizes
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.order import steps_per_epoch
@@ -35,7 +35,7 @@ def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
             why=f"One pass over all ranks takes a multiple of {one} samples.",
             fix=f"Use train.global_batch_size={f'{low} or ' if low else ''}{low + one}.",
         )
-    check_accumulation(config, world_size)
+    check_strategy(config, {"grad_accum_steps": size // one if micro else 1})
     share = size // world_size
     if config.augment.mixes and not micro and share % 2:
         raise UserError(

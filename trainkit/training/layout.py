@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import Config
 from trainkit.strategies.blocks import repeated_blocks
 from trainkit.training.activations import checkpoint_activations
@@ -19,12 +20,12 @@ _MIN_BLOCK_PARAMS = 10_000
 def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """``model`` on ``device``, before it is parallelized.
 
-    Compiled in place, so that names in checkpoints stay those of the plain model. FSDP takes contiguous parameters
-    only: there ``channels_last`` is the images' alone.
+    Compiled in place, so that names in checkpoints stay those of the plain model. What is sharded has to be contiguous:
+    there ``channels_last`` is the images' alone.
     """
     train = config.train
     model = model.to(device)
-    if train.channels_last and config.strategy.name != "fsdp":
+    if train.channels_last and not strategy_traits(config.strategy.name).sharded:
         settings: dict[str, Any] = {"memory_format": torch.channels_last}  # older stubs do not know the keyword
         model = model.to(**settings)
     checkpoint_activations(model, train.activation_checkpointing)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainkit.config.checks import smaller
+from trainkit.config.checks import smaller, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError
@@ -44,7 +44,7 @@ def memory_explained(config: Config, dist: Distributed) -> Iterator[None]:
         gpu = dist.device.type == "cuda"
         half = smaller(micro, share, even=config.augment.mixes)
         advice = [f"train.micro_batch_size={half} (the result stays the same) or auto"] if half else []
-        advice += ["strategy.name=fsdp"] * (config.strategy.name != "fsdp")
+        advice += ["strategy.name=fsdp"] * (not strategy_traits(config.strategy.name).sharded)
         if config.train.activation_checkpointing != "full":
             advice += ["train.activation_checkpointing=full (for models of blocks)"]
         advice += [] if gpu else ["more memory for the job (--mem)"]

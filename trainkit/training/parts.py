@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.config.checks import lost_when_resized
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits, normalize
 from trainkit.data.broken import Broken
@@ -110,8 +111,7 @@ class Parts:
             f"{who} on where {before} {'has' if before == 1 else 'have'} saved, with the same data in the same order"
         )
         size, now = saved.get("micro_batch_size"), self.micro_batch_size
-        powersgd = self.config.strategy.options.get("comm_hook") == "powersgd"  # each rank has kept something back
-        lost = "; what PowerSGD had not sent yet is given up" if powersgd else ""
+        lost = "".join(f"; {item}" for item in lost_when_resized(self.config))
         if size == now:
             return f"{words} and micro batch; sums may differ in their last bits{lost}"
         was = str(size) if isinstance(size, int) else "another size"

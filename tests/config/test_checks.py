@@ -1,0 +1,166 @@
+"""What a strategy's file states, and that everybody goes by it: for strategies of ours and of the user's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainkit.checking import check
+from trainkit.config.checks import (
+    StrategyTraits,
+    check_strategy,
+    holds,
+    less_traffic,
+    lost_when_resized,
+    strategy_traits,
+)
+from trainkit.config.loading import load
+from trainkit.errors import UserError
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes a strategy that states something, and gives the setting that chooses it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(stated: str) -> str:
+        name = f"own_{abs(hash(stated))}"
+        (tmp_path / f"{name}.py").write_text(f"{stated}\ndef build(dist, *, mode: str = 'slow'): ...\n")
+        return f"strategy.name={name}:build"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "traits"),
+    [
+        ("single", StrategyTraits(ranks="one")),
+        ("dp", StrategyTraits(ranks="one", gpus_per_rank="all")),
+        ("hivemind", StrategyTraits(loop="collaborative")),
+    ],
+)
+def test_a_strategy_says_itself_what_others_must_know(name: str, traits: StrategyTraits) -> None:
+    assert strategy_traits(name) == traits
+
+
+def test_fsdp_alone_is_sharded() -> None:
+    assert [name for name in ("single", "dp", "ddp", "zero", "fsdp") if strategy_traits(name).sharded] == ["fsdp"]
+
+
+def test_what_two_files_share_is_read_from_where_it_is() -> None:
+    assert strategy_traits("ddp") == strategy_traits("zero") != StrategyTraits()
+
+
+@pytest.mark.parametrize(
+    ("stated", "says"),
+    [
+        ('RANKS = "two"', "states RANKS = 'two'"),
+        ('SHARDED = "yes"', "states SHARDED = 'yes'"),
+        ('EXCLUDES = ["train.ema_decay"]', "states EXCLUDES = ['train.ema_decay']"),
+        ('EXCLUDES = {"train.emadecay": "no"}', "states 'train.emadecay'"),
+        ('EXCLUDES = {"strategy.mood=good": "no"}', "states 'strategy.mood=good'"),
+        ('GLOBAL_BATCHNORM = "always, if so"', "states 'if so'"),
+    ],
+)
+def test_a_trait_that_does_not_exist_is_refused(own: Write, stated: str, says: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)) as refused:
+        strategy_traits(own(stated).partition("=")[2])
+    assert refused.value.key == "strategy.name"
+
+
+@pytest.mark.parametrize(
+    ("setting", "keys"),
+    [
+        ("train.ema_decay=0.9", ["train.ema_decay"]),
+        ("train.early_stopping_patience=2", ["train.early_stopping_patience"]),
+        ("train.micro_batch_size=auto", ["train.micro_batch_size"]),
+        ("train.precision=o2", ["train.precision"]),
+        ("train.micro_batch_size=null", ["collaborative.sync"]),
+        ("train.class_weights=balanced", ["train.class_weights"]),
+    ],
+)
+def test_own_collaborative_strategies_are_checked_as_hivemind(own: Write, setting: str, keys: list[str]) -> None:
+    strategy = own('LOOP = "collaborative"')
+    check(load("hivemind_gradients", [strategy]))
+    with pytest.raises(UserError) as theirs:
+        load("hivemind_gradients", [setting])
+    with pytest.raises(UserError) as refused:
+        check(load("hivemind_gradients", [strategy, setting]))
+    assert refused.value.what == theirs.value.what.replace("name=hivemind", strategy.removeprefix("strategy."))
+    assert (refused.value.fix, refused.value.key) == (theirs.value.fix, *keys)
+
+
+def test_own_sharded_strategies_refuse_o2_as_fsdp_does(own: Write) -> None:
+    settings = [own("SHARDED = True"), "train.precision=o2"]
+    with pytest.raises(UserError, match=r"train.precision=o2 does not go with strategy.name=own_"):
+        check(load("ddp", settings))
+    with pytest.raises(UserError, match=r"train.precision=o2 does not go with strategy.name=fsdp"):
+        load("fsdp", settings[1:])
+    load("ddp", settings[1:])
+
+
+def test_what_an_own_strategy_excludes_is_refused_with_its_reason(own: Write) -> None:
+    why = {"train.channels_last": "It wants rows.", "strategy.mode=fast, train.grad_clip_norm": ("Unclipped.", "Wait.")}
+    strategy = own(f"EXCLUDES = {why!r}")
+    check(load("ddp", [strategy, "train.grad_clip_norm=1", "strategy.mode=slow"]))
+    with pytest.raises(UserError) as refused:
+        check(load("ddp", [strategy, "train.channels_last=true"]))
+    assert refused.value.what == f"train.channels_last=true does not go with {strategy}."
+    assert "It wants rows (override train.channels_last=true)." in refused.value.why
+    assert refused.value.fix == "Leave train.channels_last out, or use another strategy."
+    with pytest.raises(UserError, match=r"fast does not go with train.grad_clip_norm=1.0(.|\n)*Unclipped(.|\n)*Wait"):
+        check(load("ddp", [strategy, "train.grad_clip_norm=1", "strategy.mode=fast"]))
+
+
+def test_a_run_is_read_where_its_own_strategy_is_not(own: Write) -> None:
+    settings = ["strategy.name=gone:build", "train.ema_decay=0.9"]
+    assert load("ddp", settings).config.train.ema_decay == 0.9
+    with pytest.raises(UserError, match="No module 'gone'"):
+        check(load("ddp", settings))
+
+
+@pytest.mark.parametrize(
+    ("condition", "settings", "facts", "held"),
+    [
+        ("", [], {}, False),
+        ("train.ema_decay", [], {}, False),
+        ("train.ema_decay", ["train.ema_decay=0.9"], {}, True),
+        ("train.precision=fp16|o2", ["train.precision=o2"], {}, True),
+        ("train.precision=fp16|o2", ["train.precision=bf16"], {}, False),
+        ("strategy.sync_batchnorm=true", ["strategy.sync_batchnorm=true"], {}, True),
+        ("strategy.sync_batchnorm=false", [], {}, True),
+        ("grad_accum_steps>1", [], {}, False),
+        ("grad_accum_steps>1", [], {"grad_accum_steps": 2}, True),
+        ("launch.nodes>1", ["launch.nodes=2"], {"launch.nodes": 1}, False),
+        ("launch.nodes>1, seed=1", ["launch.nodes=2"], {}, False),
+        ("launch.nodes>1, launch.requeue=true", ["launch.nodes=2"], {}, True),
+    ],
+)
+def test_a_condition_holds(condition: str, settings: list[str], facts: dict[str, int], held: bool) -> None:
+    assert holds(condition, load("ddp", settings).config, facts) is held
+
+
+STATIC = ("strategy.static_graph=true", "train.global_batch_size=64")
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero"])
+def test_a_static_graph_goes_with_one_micro_batch_an_update(preset: str) -> None:
+    config = load(preset, (*STATIC, "train.micro_batch_size=16")).config
+    check_strategy(config, {"grad_accum_steps": 1})
+    with pytest.raises(UserError, match=r"grad_accum_steps=2(.|\n)*train\.micro_batch_size=null"):
+        check_strategy(config, {"grad_accum_steps": 2})
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero"])
+def test_the_strategy_knows_what_spares_the_network_and_what_a_resize_costs(preset: str) -> None:
+    plain, powersgd = load(preset).config, load(preset, ["strategy.comm_hook=powersgd"]).config
+    assert (less_traffic(plain), less_traffic(powersgd)) == ("strategy.comm_hook=bf16", None)
+    assert (lost_when_resized(plain), len(lost_when_resized(powersgd))) == ([], 1)
+    assert less_traffic(load("fsdp").config) is None
