@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from trainkit import packaged, reading
+from trainkit import fileio
 from trainkit.errors import UserError, did_you_mean
 
 
@@ -37,7 +37,7 @@ def verbs(folder: Path) -> dict[str, str]:
     """
     found = {}
     for file in sorted(folder.glob("[a-z]*.py")):
-        tree = ast.parse(reading.read_text(file, follow=True))
+        tree = ast.parse(fileio.read_text(file, follow=True))
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
             first = (ast.get_docstring(tree) or "").partition("\n")[0]
             found[file.stem] = re.sub(r"^`+[^`]*`+: ", "", first)
@@ -46,7 +46,7 @@ def verbs(folder: Path) -> dict[str, str]:
 
 def overview(known: Mapping[str, str]) -> list[str]:
     """The lines of ``python -m jobs``."""
-    configs, templates = packaged.folder("configs"), packaged.folder("slurm")
+    configs, templates = fileio.folder("configs"), fileio.folder("slurm")
     width = max(len(verb) for verb in known)
     lines = ["python -m jobs.VERB ...  (--help says more)", ""]
     lines += [f"  {verb:{width}}  {said}" for verb, said in known.items()]

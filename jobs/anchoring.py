@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jobs import cli
 from jobs.peering import add_peer_flags, check_peer_flags, peer_name, say_end, take_part
-from trainkit.collaborative.entry import entry_of, is_setting, warned
+from trainkit.swarm.admission import entry_of, is_setting, warned
 
 
 def anchor(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -32,7 +32,7 @@ def doctor(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "words", nargs="*", metavar="TOKEN", help="a file with the token, -, or the address of an open run"
     )
     args = parser.parse_args(argv)
-    from trainkit.collaborative.doctor import examine
+    from trainkit.swarm.doctor import examine
 
     worst = 0
     for finding in examine(warned(entry_of(args.words, env, name="doctor")), env):

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli, elsewhere
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.bench.arms import FEWEST_ROUNDS, Bench, Request, check_asked
 from trainkit.bench.benches import BENCHES, bench_of
 from trainkit.bench.folder import BenchDir
 from trainkit.errors import TrainkitError, UserError
-from trainkit.records import files
-from trainkit.records.rundir import find_run, next_path, runs_root
+from trainkit.run.folder import find_run, next_path, runs_root
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
@@ -114,7 +113,7 @@ def _loaded(bench: Bench, request: Request, args: argparse.Namespace, env: Mappi
     from trainkit.checking import check
     from trainkit.config import loading
     from trainkit.config.checks import strategy_traits
-    from trainkit.records.ownership import require_own_code
+    from trainkit.run.ownership import require_own_code
 
     flags = cli.launch_flags(args)
     flags["launch.requeue"] = (False, f"bench {bench.name}")
@@ -140,10 +139,10 @@ def _submit(
 ) -> int:  # fmt: skip
     from jobs.benching import run_rank
     from jobs.starting import by_names, dry_run, start
-    from trainkit.cluster.site import discover
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
     from trainkit.launch.validation import validate
+    from trainkit.site.profile import discover
 
     cwd, site = Path.cwd(), discover(env)
     plan = by_names(make_plan(loaded, site, folder), env)
@@ -162,7 +161,7 @@ def _submit(
         written = submission.write_run(folder, submission.stored_config(loaded, cwd), plan, script, command)
         with submission.undone_on_error(folder, unless=plan.executor == "debug"):
             run = BenchDir(written.path)
-            files.write(run.request, request.to_json(), run.path)
+            fileio.write(run.request, request.to_json(), run.path)
             try:
                 start(folder, [written], plan, cwd, env, run_rank)
             except SystemExit:  # of a rank in this very process, which has said why
@@ -203,7 +202,7 @@ def _show(run: BenchDir, *, as_json: bool) -> int:
 
     if as_json:
         write_results(run)
-        print(reading.read_text(run.results), end="")
+        print(fileio.read_text(run.results), end="")
     else:
         print("\n".join(page(run)))
     return 0

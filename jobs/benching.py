@@ -9,12 +9,10 @@ from pathlib import Path
 
 from trainkit.bench.folder import BenchDir
 from trainkit.config.loading import load
-from trainkit.distributed.stop import stop_on_signal
 from trainkit.errors import TrainkitError
-from trainkit.ranks.heartbeat import heartbeat
-from trainkit.records.attempts import Attempt, job_of
-from trainkit.records.rundir import RunDir, as_open_as
-from trainkit.records.writer import Writer, writing
+from trainkit.ranks.signals import heartbeat, stop_on_signal
+from trainkit.run.events import Attempt, Writer, job_of, writing
+from trainkit.run.folder import RunDir, as_open_as
 
 
 def run_rank(folder: str) -> str:
@@ -29,8 +27,7 @@ def run_rank(folder: str) -> str:
             config = load(str(run_dir.config)).config
             env = dict(os.environ)
             from trainkit.bench import job  # and with it torch
-            from trainkit.ranks.env import RankEnv
-            from trainkit.ranks.secret import Secret
+            from trainkit.ranks.env import RankEnv, Secret
 
             def open_run() -> Writer:
                 attempt = Attempt.named_in(env) or Attempt.begin(run_dir)

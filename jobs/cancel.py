@@ -13,8 +13,8 @@ from trainkit import programs, terminal
 from trainkit.cluster.queue import job_state, job_states, not_known_as_its_own, process_of
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.errors import RefusedError, SchedulerError
-from trainkit.records.attempts import cancelled
-from trainkit.records.rundir import RunDir, find_runs
+from trainkit.run.events import cancelled
+from trainkit.run.folder import RunDir, find_runs
 
 PATIENCE_SECONDS = 20.0
 """A local run has less than this to save and end; then it is killed."""

@@ -18,7 +18,7 @@ from trainkit.config import yaml
 from trainkit.errors import TrainkitError, UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from trainkit.records.rundir import RunDir
+    from trainkit.run.folder import RunDir
 
 # sbatch's flag -> its short form, what it takes, what it stands for. Their configuration keys are
 # launch.<flag with underscores>.
@@ -64,7 +64,7 @@ def new_folder(text: str) -> Path:
 def preset_or_run(name: str, env: Mapping[str, str]) -> str:
     """``name`` of a preset or a file as it is; where there is none, but a run of that name, the run's folder."""
     from trainkit.config.loading import find_preset, presets_named
-    from trainkit.records.rundir import find_run, folders_named
+    from trainkit.run.folder import find_run, folders_named
 
     try:
         is_run = find_preset(name).parent == Path(name).expanduser()
@@ -79,7 +79,7 @@ def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
 
     Raises UserError too where the block meets a part of somebody else's run that this user may not read.
     """
-    from trainkit.records.rundir import closed, find_run, is_url
+    from trainkit.run.folder import closed, find_run, is_url
 
     if not is_url(reference):
         try:
@@ -89,7 +89,7 @@ def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
                 raise
             raise closed(Path(os.fsdecode(error.filename))) from None
         return
-    from trainkit.checkpoint.fetching import fetch_run
+    from trainkit.checkpoint.transfer import fetch_run
 
     with TemporaryDirectory(prefix="trainkit-") as folder:
         yield fetch_run(reference, Path(folder), wanted=lambda name: not name.startswith("optimizer"))
@@ -203,7 +203,7 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_allow_code_flag(parser: argparse.ArgumentParser) -> None:
-    """``--allow-code``, of every verb that goes from a run to a process (`trainkit.records.ownership`)."""
+    """``--allow-code``, of every verb that goes from a run to a process (`trainkit.run.ownership`)."""
     parser.add_argument(
         "--allow-code", action="store_true", help="run, and send to, what somebody else's run or settings name"
     )

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli
-from trainkit import reading
+from trainkit import fileio
 from trainkit.errors import RefusedError, SchedulerError, UserError
-from trainkit.records import files
 
 if TYPE_CHECKING:
-    from trainkit.cluster.site_facts import SiteFacts
+    from trainkit.site.profile import SiteFacts
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -39,10 +38,9 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "--force", action="store_true", help="renew a profile of that name: what it knows of the site, not its settings"
     )
     args = parser.parse_args(argv)
-    from trainkit.cluster.discover import NO_ANSWER, ask_site
-    from trainkit.cluster.site_facts import renewed, to_profile
-    from trainkit.cluster.site_text import lines
     from trainkit.config.loading import OWN
+    from trainkit.site.discover import NO_ANSWER, ask_site
+    from trainkit.site.profile import lines, renewed, to_profile
 
     if args.name is not None:
         _require_free(OWN / "clusters" / f"{_plain(args.name)}.yaml", force=args.force)
@@ -55,9 +53,9 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
             why=f"It may know what the scheduler does not tell now: {'; '.join(silent)}.",
             fix="Try again when `scontrol ping` and `sacctmgr -n show cluster` answer.",
         )
-    files.make_folder(path.parent)
-    text = renewed(reading.read_text(path, follow=True), facts) if path.exists() else to_profile(facts)
-    files.write(path, text)
+    fileio.make_folder(path.parent)
+    text = renewed(fileio.read_text(path, follow=True), facts) if path.exists() else to_profile(facts)
+    fileio.write(path, text)
     print("\n".join(lines(facts)))
     print(f"\nWritten to {path}; use it with --cluster {path.stem}, or export TRAINKIT_CLUSTER={path.stem}.")
     return 0
@@ -67,9 +65,8 @@ def _show(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser = cli.Parser("cluster show", "What is known of a site.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a profile (default: ask this site now; write nothing)")
     args = parser.parse_args(argv)
-    from trainkit.cluster.discover import ask_site
-    from trainkit.cluster.site_facts import read_facts
-    from trainkit.cluster.site_text import lines
+    from trainkit.site.discover import ask_site
+    from trainkit.site.profile import lines, read_facts
 
     if args.name is None:
         print("\n".join(lines(_require_slurm(ask_site(env)))))
@@ -96,10 +93,10 @@ def _check(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--cluster", metavar="PROFILE", help="a site profile")
     cli.add_resource_flags(parser)
     args = parser.parse_args(argv)
-    from trainkit.cluster.check import culprits, findings, table
-    from trainkit.cluster.site import discover
     from trainkit.launch.node_check import check_nodes, check_plan
-    from trainkit.records.rundir import runs_root
+    from trainkit.run.folder import runs_root
+    from trainkit.site.node_health import culprits, findings, table
+    from trainkit.site.profile import discover
 
     folder = runs_root(env)
     plan, launch = check_plan(cli.launch_flags(args), discover(env), folder, env)
@@ -122,7 +119,7 @@ VERBS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
 def _require_slurm(facts: SiteFacts) -> SiteFacts:
     if facts.partitions or facts.version:
         return facts
-    from trainkit.cluster.discover import NO_ANSWER
+    from trainkit.site.discover import NO_ANSWER
 
     if any(NO_ANSWER in gap for gap in facts.gaps):
         raise SchedulerError(

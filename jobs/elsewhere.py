@@ -12,11 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from trainkit import reading, terminal
-from trainkit.cluster.far_side import Host, Word, script
-from trainkit.cluster.remote import run_there
+from trainkit import fileio, terminal
 from trainkit.errors import RunFailedError
-from trainkit.records import files
+from trainkit.site.ssh import Host, Word, run_there, script
 
 HELP = "do it on this login node, over ssh: user@login, or user@login:FOLDER if it is not ~/trainkit there"
 
@@ -60,7 +58,7 @@ def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) ->
             sys.exit(code)  # it has said why
         try:
             return list(_unpacked(answer, out)) if has_files else []
-        except reading.BROKEN_TAR as error:
+        except fileio.BROKEN_TAR as error:
             raise _torn(terminal.one_line(error)) from None
 
 
@@ -86,7 +84,7 @@ def _unpacked(packed: IO[bytes], out: Path) -> Iterable[Path]:
     """Files that a report has, by their last names: with ``--out .`` they lie beside the user's code."""
     from trainkit.report.logbook import written_to  # not at the top: of all verbs this one alone needs it
 
-    with tarfile.open(fileobj=packed, mode="r:", tarinfo=reading.TarMember) as archive:
+    with tarfile.open(fileobj=packed, mode="r:", tarinfo=fileio.TarMember) as archive:
         total = 0
         for member in archive:
             total += member.size
@@ -98,7 +96,7 @@ def _unpacked(packed: IO[bytes], out: Path) -> Iterable[Path]:
                 if not _OF_A_REPORT.fullmatch(name):
                     raise tarfile.TarError(f"{name!r:.100} is no file of a report")
                 with written_to(out / name) as target:
-                    files.write(target, content.read())
+                    fileio.write(target, content.read())
                 yield target
 
 

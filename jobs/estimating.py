@@ -8,13 +8,13 @@ from pathlib import Path
 
 from jobs.starting import by_names
 from trainkit.cluster.estimate import Start, earliest_start
-from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError, TrainkitError
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.plan import make_plan
 from trainkit.launch.submission import script_text
 from trainkit.launch.validation import validate
+from trainkit.site.profile import Site
 
 MOST = 4
 """Partitions that are asked for: with the two calls that found them, six, as many as a scheduler hears in a minute."""

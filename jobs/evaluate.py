@@ -12,9 +12,9 @@ from jobs import cli
 from trainkit import plugins, terminal
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.records.jsonl import append, plain
-from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir, is_url
+from trainkit.fileio import append_jsonl, finite
+from trainkit.run.folder import RunDir, is_url
+from trainkit.run.ownership import require_own_code
 
 _SHOWN = 5
 
@@ -43,7 +43,7 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
     loaded = load(str(run_dir.config), args.overrides)
     found = require_own_code(run_dir.path, loaded, allow_code=args.allow_code, only_loads=True)
     plugins.search_snapshot(found.code, own=found.own)  # as it was when it was trained, from any folder
-    from trainkit.evaluation import evaluate_checkpoint
+    from trainkit.inference import evaluate_checkpoint
     from trainkit.training.confusion import names_of
 
     done = evaluate_checkpoint(loaded.config, run_dir, args.checkpoint, args.split, args.weights)
@@ -53,14 +53,14 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
     if not is_url(args.run):
         of = {"split": args.split, "checkpoint": done.which, "settings": args.overrides}
         try:
-            append(run_dir.evaluations, {"time": round(time.time(), 3), **of, **result})
+            append_jsonl(run_dir.evaluations, {"time": round(time.time(), 3), **of, **result})
         except (OSError, UserError) as error:  # a stranger's run, or an archive: the result is what was asked for
             why = error.what if isinstance(error, UserError) else f"{error.strerror}."
             print(terminal.one_line(f"Not recorded in {run_dir.evaluations}: {why}", 5000), file=sys.stderr)
     if args.json:
         confusion = {kind: each.to_json() for kind, each in counts.items()}
         classes = {"classes": names, "confusion": confusion}
-        print(json.dumps(plain({"run": str(run_dir.path), "split": args.split, **result, **classes}), allow_nan=False))
+        print(json.dumps(finite({"run": str(run_dir.path), "split": args.split, **result, **classes}), allow_nan=False))
         return 0
     for prefix, words in (("", ""), ("ema_", "averaged weights: ")):
         if f"{prefix}acc1" in metrics:

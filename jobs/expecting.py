@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.following import full_name
-from trainkit import reading
+from trainkit import fileio
 from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import ON_CPUS, ON_GPUS, Config, auto_precision
@@ -15,8 +15,8 @@ from trainkit.data.order import steps_per_epoch
 from trainkit.errors import TrainkitError
 from trainkit.launch.explain import Row
 from trainkit.launch.plan import Plan
-from trainkit.records import index
-from trainkit.records.rundir import RunDir
+from trainkit.run import folder
+from trainkit.run.folder import RunDir
 
 DERIVED = "derived"
 LOOKED_AT = 50
@@ -86,8 +86,8 @@ def _memory(plan: Plan, config: Config) -> Row:
     Nothing is guessed: activations are most of it, and only the model knows them.
     """
     settings, micro, counted = config.model_dump(mode="json"), _micro(plan, config), ""
-    for run in map(RunDir, reversed(index.known()[-LOOKED_AT:])):
-        summary = reading.read_object(run.summary)
+    for run in map(RunDir, reversed(folder.known()[-LOOKED_AT:])):
+        summary = fileio.read_object(run.summary)
         if not summary:
             continue
         other, name = _settings(run), full_name(run)
@@ -100,7 +100,7 @@ def _memory(plan: Plan, config: Config) -> Row:
         if same and alike and took is not None and (device == "cpu") == (plan.gpus_per_node == 0):
             why = f"as {name} took on {device}: the same model, batch, precision and strategy"
             return "memory of a rank", f"{took:,.0f} MB", "earlier run", why
-        if not counted and reading.is_whole(params := summary.get("params")):
+        if not counted and fileio.is_whole(params := summary.get("params")):
             least = params * _BYTES_OF_A_PARAMETER / 2**20
             counted = f"{params:,} parameters (counted by {name}), their gradients and moments take {least:,.0f} MB"
     known = f"{counted}; of the activations no earlier run tells" if counted else "no earlier run of this model tells"
@@ -123,5 +123,5 @@ def _at(settings: Mapping[str, Any], key: str) -> Any:
 
 def _most(summary: Mapping[str, Any]) -> float | None:
     ranks = summary.get("max_memory_mb_of_ranks")
-    found = [value for value in ranks if reading.is_number(value)] if isinstance(ranks, list) else []
+    found = [value for value in ranks if fileio.is_number(value)] if isinstance(ranks, list) else []
     return max(found, default=None)

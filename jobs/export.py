@@ -27,7 +27,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     stems = {"raw": ("model",), "ema": ("ema",), None: ("ema", "model")}[args.weights]
     with cli.run_to_read(args.run, env) as run_dir:
         config = load(str(run_dir.config), []).config
-        from trainkit.checkpoint.exporting import export
+        from trainkit.checkpoint.tensors import export
 
         notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.name}
         step, stem = export(run_dir.checkpoints, args.checkpoint, stems, file, notes)

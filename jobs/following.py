@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
-from trainkit.records.history import life_of
-from trainkit.records.notice import Notice
-from trainkit.records.rundir import RunDir
+from trainkit.fileio import Notice
+from trainkit.run.events import life_of
+from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
     from trainkit.cluster.asking import Asker

@@ -8,11 +8,9 @@ import time
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.errors import TrainkitError
 from trainkit.launch.plan import Plan
-from trainkit.records.events import read_events
-from trainkit.records.forecast import KINDS, Forecast, forecast
-from trainkit.records.history import Life
-from trainkit.records.rundir import RunDir
-from trainkit.records.standing import Standing
+from trainkit.run.events import Life, read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import FORECAST_EVENTS, Forecast, Standing, forecast
 
 GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
 
@@ -26,7 +24,7 @@ def forecast_of(run: RunDir, state: JobState, life: Life, standing: Standing) ->
     if runs:
         left = max(left - (now - standing.last.get("time", now)), 0.0)
     limit = _attempt_seconds(run, life)
-    return forecast(read_events(run, KINDS), left, now=now, attempt_seconds=limit, runs=runs)
+    return forecast(read_events(run, FORECAST_EVENTS), left, now=now, attempt_seconds=limit, runs=runs)
 
 
 def words(found: Forecast) -> str:

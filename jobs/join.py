@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 from jobs import cli
 from jobs.peering import add_peer_flags, check_peer_flags, peer_name, say_end, take_part
-from trainkit.collaborative.entry import entry_of, is_setting
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
+from trainkit.swarm.admission import entry_of, is_setting
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -46,8 +46,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix="Add --public, or leave it out.",
         )
 
-    from trainkit.collaborative.ranks import deaf_to_signals, follow_rank_0, ranks_of_peer
     from trainkit.config.loading import load
+    from trainkit.swarm.local_ranks import deaf_to_signals, follow_rank_0, ranks_of_peer
 
     with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
         if not ranks.is_main:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs import cli
-from trainkit import reading
+from trainkit import fileio
 from trainkit.bench.folder import refuse_bench
 from trainkit.checking import check
 from trainkit.config import loading
@@ -20,13 +20,11 @@ from trainkit.launch import containers
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.node import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.rendezvous import check_head
-from trainkit.ranks.secret import VARIABLE, Secret
-from trainkit.records.ownership import require_own_code
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir, next_path, runs_root
-from trainkit.records.snapshot import restore_code
+from trainkit.ranks.env import VARIABLE, RankEnv, Secret, check_head
+from trainkit.run.folder import RunDir, next_path, runs_root
+from trainkit.run.lease import ProcessId
+from trainkit.run.ownership import require_own_code
+from trainkit.run.snapshot import restore_code
 
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
 Give the same command on every node, each with its own --node-rank:
@@ -173,7 +171,7 @@ def _plan(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, st
     """The plan of all nodes, checked against the GPUs of this one."""
     from dataclasses import replace
 
-    from trainkit.cluster.site import discover
+    from trainkit.site.profile import discover
 
     if not 0 <= args.node_rank < args.nodes:
         raise UserError(
@@ -221,7 +219,7 @@ def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     given = env.get(VARIABLE, "")
     if args.secret_file is not None:
         try:
-            given = reading.read_text(args.secret_file, 4096, follow=True).strip()
+            given = fileio.read_text(args.secret_file, 4096, follow=True).strip()
             others = args.secret_file.stat().st_mode & 0o077
         except OSError as error:
             fix = "Give a file with one word in it."

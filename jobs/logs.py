@@ -11,17 +11,16 @@ from pathlib import Path
 
 from jobs import cli, elsewhere
 from jobs.following import alive_asker, full_name, process_of
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.cluster.asking import Asker
 from trainkit.cluster.queue import job_state
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
+from trainkit.fileio import Notice
 from trainkit.monitor.rank_logs import RankLog, logs_of, ranks_of
-from trainkit.records import space
-from trainkit.records.notice import Notice
-from trainkit.records.rundir import RunDir, find_run
+from trainkit.run.folder import RunDir, find_run
 
 POLL_SECONDS = 0.5
 
@@ -122,13 +121,13 @@ def _print_all(log: RankLog) -> None:
     except BrokenPipeError:  # which is no fault of the file
         raise
     except OSError as error:
-        raise reading.unreadable(log.path, error) from None
+        raise fileio.unreadable(log.path, error) from None
 
 
 def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
-    cause, disk = cause_of(run, state, attempt), space.full(run.path)
+    cause, disk = cause_of(run, state, attempt), fileio.full(run.path)
     if disk:
         print(f"--- {terminal.one_line(disk, 5000)}: what came after that is not written down.")
     if cause is None:
@@ -200,7 +199,7 @@ def _print_new(logs: Sequence[RankLog], shown: dict[Path, RankLog], *, to_the_en
             raise
         except OSError as error:  # not there yet
             if to_the_end and not isinstance(error, FileNotFoundError):
-                raise reading.unreadable(log.path, error) from None
+                raise fileio.unreadable(log.path, error) from None
     sys.stdout.flush()
 
 

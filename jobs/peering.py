@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import cli
-from trainkit import reading, terminal
-from trainkit.collaborative.entry import Entry
-from trainkit.collaborative.fitting import rate_of
+from trainkit import fileio, terminal
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.secret import NO_SECRET, Secret
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir, next_path, runs_root
+from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
+from trainkit.run.folder import RunDir, next_path, runs_root
+from trainkit.run.metrics import read_metrics
+from trainkit.swarm.admission import Entry
+from trainkit.swarm.link import rate_of
 
 
 def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
@@ -63,12 +62,11 @@ def take_part(
     Args:
         role: an anchor does not train.
         host: address to listen on; None: call out only.
-        ranks: see `trainkit.collaborative.peer.join_swarm`.
+        ranks: see `trainkit.swarm.peer.join_swarm`.
     """
-    from trainkit.collaborative.by_hand import by_hand
-    from trainkit.collaborative.peer import join_swarm, leave_on_interrupt
-    from trainkit.collaborative.reachability import announced
-    from trainkit.distributed.stop import stop_on_signal
+    from trainkit.ranks.signals import stop_on_signal
+    from trainkit.swarm.address import announced
+    from trainkit.swarm.peer import by_hand, join_swarm, leave_on_interrupt
 
     with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         return join_swarm(
@@ -92,8 +90,8 @@ def take_part(
 
 def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
     """The run folder of a peer, with its manifest."""
-    from trainkit.collaborative.invitation import looks_like
-    from trainkit.records.snapshot import write_manifest
+    from trainkit.run.snapshot import write_manifest
+    from trainkit.swarm.invitations import looks_like
 
     while True:
         chosen = path or next_path(runs_root(env), name)
@@ -127,7 +125,7 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
 def _given(run_dir: RunDir) -> list[str]:
     """What this peer has given to the others, in a line; none, if it has met nobody."""
     told = [{key: record.get(key, 0) for key in ("peers", "bytes_up")} for record in read_metrics(run_dir, "train")]
-    together = [record for record in told if all(map(reading.is_number, record.values())) and record["peers"] > 1]
+    together = [record for record in told if all(map(fileio.is_number, record.values())) and record["peers"] > 1]
     if not together:
         return []
     sent = sum(record["bytes_up"] for record in together)

@@ -23,10 +23,10 @@ def loaded_to_join(
 
     Raises UserError when the swarm does not answer, or the flags do not go together.
     """
-    from trainkit.collaborative import asking
-    from trainkit.collaborative.entry import VARIABLE, entry_of, warned
-    from trainkit.collaborative.settings import require_collaborative
     from trainkit.config.loading import load
+    from trainkit.swarm import reader
+    from trainkit.swarm.admission import VARIABLE, entry_of, warned
+    from trainkit.swarm.settings import require_collaborative
 
     if args.join is None:
         raise UserError(
@@ -46,9 +46,9 @@ def loaded_to_join(
         )
     require_collaborative(load(args.preset).config)
     entry = warned(entry_of([args.join] if args.join else [], env, name="submit"))
-    run = asking.run_at(entry)
+    run = reader.run_at(entry)
     peers = entry.addresses
-    loaded = asking.as_peer(run, peers, args.overrides, flags=flags, env=env, allow_code=args.allow_code)
+    loaded = reader.as_peer(run, peers, args.overrides, flags=flags, env=env, allow_code=args.allow_code)
     # Jobs have the token from their environment, so that it is in no command line and in no folder.
     return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else env
 
@@ -66,11 +66,11 @@ def loaded_rank(
 
     Raises UserError when the swarm does not answer.
     """
-    from trainkit.collaborative import asking
-    from trainkit.collaborative.entry import entry_of, warned
-    from trainkit.collaborative.settings import require_collaborative
     from trainkit.config.loading import load
     from trainkit.ranks.env import RankEnv
+    from trainkit.swarm import reader
+    from trainkit.swarm.admission import entry_of, warned
+    from trainkit.swarm.settings import require_collaborative
 
     entry = warned(entry_of([where] if where else [], env, name="train"))
     if folder is not None and (folder / "config.yaml").is_file():
@@ -79,8 +79,8 @@ def loaded_rank(
     require_collaborative(loaded.config)
     if not RankEnv.from_mapping(env).is_main:
         return loaded, entry.text  # rank 0 tells the others
-    run = asking.run_at(entry)
-    return asking.as_peer(run, entry.addresses, overrides, flags={}, env=env, allow_code=allow_code), entry.text
+    run = reader.run_at(entry)
+    return reader.as_peer(run, entry.addresses, overrides, flags={}, env=env, allow_code=allow_code), entry.text
 
 
 def without_token(argv: Sequence[str], token: str | None) -> list[str]:

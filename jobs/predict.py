@@ -16,13 +16,13 @@ from jobs import cli
 from trainkit import plugins
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.records.files import replacing
-from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir
+from trainkit.fileio import replacing
+from trainkit.run.folder import RunDir
+from trainkit.run.ownership import require_own_code
 from trainkit.terminal import cell, one_line
 
 if TYPE_CHECKING:
-    from trainkit.prediction import Predicted, Predictor
+    from trainkit.inference import Predicted, Predictor
 
 _SHOWN = 5
 
@@ -61,7 +61,7 @@ def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) ->
     loaded = load(str(run_dir.config), args.overrides)
     found = require_own_code(run_dir.path, loaded, allow_code=args.allow_code, only_loads=True)
     plugins.search_snapshot(found.code, own=found.own)  # as it was when it was trained, from any folder
-    from trainkit.prediction import images_in, predicting
+    from trainkit.inference import images_in, predicting
 
     folder = Path(args.folder).expanduser()
     images = images_in(folder)

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, elsewhere
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.bench.folder import BenchDir
 from trainkit.bench.written import page
 from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
-from trainkit.records.rundir import RunDir, find_runs
 from trainkit.report.facts import Facts, collect
 from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
 from trainkit.report.page import write_page
 from trainkit.report.sweep import FILE, write_results
+from trainkit.run.folder import RunDir, find_runs
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         asked = [*args.runs, *["--compare"] * args.compare]
         for path in elsewhere.report(asked, args.host, args.out or Path("report"), env):
             if path.name == FILE:
-                print(terminal.lines(reading.read_text(path)))
+                print(terminal.lines(fileio.read_text(path)))
             print(terminal.path(path.absolute()))
         return 0
     found = [find_runs(reference, env) for reference in args.runs]

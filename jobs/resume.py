@@ -15,10 +15,9 @@ from jobs.following import full_name
 from jobs.returning import is_by_hand, resume_by_hand
 from jobs.starting import by_names, dry_run, follow, start
 from jobs.sweeps import Further
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.bench.folder import refuse_bench
 from trainkit.cluster.queue import job_state, job_states, require_no_job
-from trainkit.cluster.site import discover, largest_array
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config import loading, yaml
 from trainkit.config.loading import Loaded
@@ -29,12 +28,13 @@ from trainkit.launch import submission
 from trainkit.launch.plan import make_plan
 from trainkit.launch.restarts import excluded_nodes
 from trainkit.launch.validation import validate
-from trainkit.records import files, index
-from trainkit.records.history import Life, life_of
-from trainkit.records.lease import Holder, lease_on
-from trainkit.records.ownership import require_own_code, vouch, why_others_may_write
-from trainkit.records.rundir import RunDir, find_runs, is_url, runs_root
-from trainkit.records.snapshot import restore_code
+from trainkit.run import folder as run_folder
+from trainkit.run.events import Life, life_of
+from trainkit.run.folder import RunDir, find_runs, is_url, runs_root
+from trainkit.run.lease import Holder, lease_on
+from trainkit.run.ownership import require_own_code, vouch, why_others_may_write
+from trainkit.run.snapshot import restore_code
+from trainkit.site.profile import discover, largest_array
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -104,17 +104,17 @@ def _fetched(args: argparse.Namespace, env: Mapping[str, str]) -> RunDir:
             why="Whoever can write there decides what that program does here, with your rights.",
             fix="If only you, or people you trust, can write there, give the same command with --allow-code.",
         )
-    from trainkit.checkpoint.fetching import fetch_run
+    from trainkit.checkpoint.transfer import fetch_run
 
     run = fetch_run(args.run, runs_root(env))
-    index.remember(run.path)  # from now on it is found by its name
+    run_folder.remember(run.path)  # from now on it is found by its name
     print(f"Fetched {args.run} to {run.path}.", flush=True)
     return run
 
 
 def _send(run: RunDir, url: str) -> int:
     """Of a finished run whatever is not in its copy elsewhere yet."""
-    from trainkit.checkpoint.uploading import send_rest
+    from trainkit.checkpoint.transfer import send_rest
 
     where = send_rest(run, url)
     print(f"{run.name} has finished, and all that it keeps in {where} is there.")
@@ -196,7 +196,7 @@ def _check_data(loaded: Loaded) -> None:
 
 def _require_unfinished(run: RunDir) -> None:
     refuse_bench(run.path)
-    early = reading.read_object(run.summary).get("stopped_early")
+    early = fileio.read_object(run.summary).get("stopped_early")
     if life_of(run).finished and isinstance(early, str):
         again = terminal.command("submit", run.path, "train.early_stopping_patience=null")
         raise UserError(
@@ -223,7 +223,7 @@ def _first_folder(run: RunDir) -> Path:
 
     A job finds modules there, too: where others may write what is known of that folder, they must not write in it.
     """
-    text = reading.read_object(run.manifest).get("cwd")
+    text = fileio.read_object(run.manifest).get("cwd")
     folder = Path(text) if isinstance(text, str) and os.path.isdir(text) else Path.cwd()
     mine = (os.geteuid(), 0)
     if why_others_may_write(run.manifest, owners=mine) and why_others_may_write(folder, owners=mine):
@@ -241,7 +241,7 @@ def _store(run: RunDir, config: Config, *, own: bool) -> None:
     default = {"launch": type(config.launch)().model_dump(mode="json")}
     dumped = config.model_dump(mode="json")
     tree = {name: _known(value, stored[name], default.get(name)) for name, value in dumped.items() if name in stored}
-    files.write(path, yaml.dump(tree), path.parent)
+    fileio.write(path, yaml.dump(tree), path.parent)
 
 
 def _known(value: Any, stored: Any, default: Mapping[str, Any] | None) -> Any:

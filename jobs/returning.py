@@ -12,9 +12,9 @@ from trainkit import terminal
 from trainkit.cluster.queue import require_no_job
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.records.history import life_of
-from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir, find_run
+from trainkit.run.events import life_of
+from trainkit.run.folder import RunDir, find_run
+from trainkit.run.ownership import require_own_code
 
 
 def is_by_hand(run: RunDir) -> bool:
@@ -69,10 +69,9 @@ def _go_on(
     require_no_job(run, force=force)
     loaded = load(str(run.config))
     require_own_code(run.path, loaded, allow_code=allow_code)
-    from trainkit.collaborative.by_hand import by_hand
-    from trainkit.collaborative.home import home_of, identity_in
-    from trainkit.collaborative.peer import leave_on_interrupt, resume_swarm
-    from trainkit.distributed.stop import stop_on_signal
+    from trainkit.ranks.signals import stop_on_signal
+    from trainkit.swarm.address import home_of, identity_in
+    from trainkit.swarm.peer import by_hand, leave_on_interrupt, resume_swarm
 
     home = home_of(run)
     if home is not None and home.is_anchor:

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from jobs.elsewhere import show, without_host
-from trainkit import reading, terminal
-from trainkit.cluster.far_side import Host, Sent, Word, script
-from trainkit.cluster.remote import run_there
+from trainkit import fileio, terminal
 from trainkit.config import yaml
 from trainkit.config.loading import OWN, PACKAGED, Loaded, file_layer, files_of, find_preset
 from trainkit.errors import UserError
-from trainkit.records import files
-from trainkit.records.rundir import RunDir
-from trainkit.records.secrets import refuse_settings
-from trainkit.records.snapshot import SENT, refusal, withheld_in, write_code, write_manifest
+from trainkit.run.folder import RunDir
+from trainkit.run.secrets import refuse_settings
+from trainkit.run.snapshot import SENT, refusal, withheld_in, write_code, write_manifest
+from trainkit.site.ssh import Host, Sent, Word, run_there, script
 
 
 def submit(
@@ -57,7 +55,7 @@ def submit(
         words.replace("preset", Word(args.preset))
     if args.cluster is not None and Path(args.cluster).suffix in (".yaml", ".yml") and Path(args.cluster).is_file():
         name = f"configs/clusters/{Path(args.cluster).name}"
-        presets[name] = reading.read_text(Path(args.cluster), follow=True)
+        presets[name] = fileio.read_text(Path(args.cluster), follow=True)
         words.replace("cluster", name)
     sent = Sent(_snapshot(presets, own if loadeds else ()))
     line = script(there, f"jobs.{verb}", words.words, sent=sent)
@@ -129,11 +127,11 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
         # The user's own presets and profiles come before the packaged ones there as well. Other files stay here.
         for file in [*OWN.rglob("*.yaml"), *OWN.rglob("*.yml")]:
             if file.is_file():
-                files.make_folder((run.code / file).parent, run.path)
-                files.copy(file, run.code / file, run.path)
+                fileio.make_folder((run.code / file).parent, run.path)
+                fileio.copy(file, run.code / file, run.path)
         for name, text in presets.items():
-            files.make_folder((run.code / name).parent, run.path)
-            files.write(run.code / name, text, run.path)
+            fileio.make_folder((run.code / name).parent, run.path)
+            fileio.write(run.code / name, text, run.path)
         for file in sorted((run.code / OWN).rglob("*")):
             name = str(file.relative_to(run.code))
             if file.is_file() and (found := withheld_in(file, name)):
@@ -144,8 +142,8 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
         for item in withheld:
             print(f"Not sent: {item}.", file=sys.stderr)
         write_manifest(run, [])
-        git = reading.read_object(run.manifest)["git"]
-        files.write(run.code / SENT, json.dumps({"git": git}), run.path)
+        git = fileio.read_object(run.manifest)["git"]
+        fileio.write(run.code / SENT, json.dumps({"git": git}), run.path)
         packed = io.BytesIO()
         with (
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,

@@ -16,7 +16,7 @@ from trainkit.cluster.queue import job_state
 from trainkit.config.loading import Loaded
 from trainkit.errors import TrainkitError
 from trainkit.launch.plan import Plan
-from trainkit.records.rundir import RunDir, find_runs
+from trainkit.run.folder import RunDir, find_runs
 
 
 def by_names(plan: Plan, env: Mapping[str, str]) -> Plan:

@@ -13,20 +13,17 @@ from typing import Any, NoReturn
 from jobs import cli, elsewhere
 from jobs.forecasting import GOING_ON, forecast_of, words
 from jobs.watching import view
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.cluster import recent
 from trainkit.cluster.queue import job_states
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.live import course_of
 from trainkit.errors import TrainkitError, UserError
-from trainkit.records import index, space
-from trainkit.records.events import read_events
-from trainkit.records.forecast import Forecast
-from trainkit.records.history import Life, life_of
-from trainkit.records.rundir import RunDir, find_runs, list_runs, runs_root
-from trainkit.records.setbacks import divergence_of
-from trainkit.records.standing import Standing, standing_of
+from trainkit.run import folder
+from trainkit.run.events import Life, life_of, read_events
+from trainkit.run.folder import RunDir, find_runs, list_runs, runs_root
+from trainkit.run.metrics import Forecast, Standing, divergence_of, standing_of
 from trainkit.terminal import age
 
 HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age")
@@ -65,7 +62,7 @@ class Shown:
         notes += [f"to start about {self.state.start.replace('T', ' ')[:16]}"] if self.state.start else []
         notes += [f"job {job.job_id or '?'} is {job.state} too" for job in self.state.also]
         if self.state.state == "COMPLETED" and self.standing.last.get("step") != self.life.started.get("total_steps"):
-            early = reading.read_object(self.run.summary).get("stopped_early")
+            early = fileio.read_object(self.run.summary).get("stopped_early")
             notes += [f"stopped early: {early}"] if isinstance(early, str) else []
         notes += [f"DIVERGED: {self.diverged}"] if self.diverged else []
         if self.state.alive == "no" and self.state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
@@ -73,7 +70,7 @@ class Shown:
             errors = [item.error for item in self.life.failures if (item.attempt or 0) == last]
             if not errors and (cause := _cause(self)):  # who is refused before the ranks have met writes no event
                 errors = [cause.what]
-            notes += [*errors[:1], space.full(self.run.path)]
+            notes += [*errors[:1], fileio.full(self.run.path)]
         return list(dict.fromkeys(note for note in notes if note))
 
 
@@ -119,7 +116,7 @@ def _chosen(
     """The runs to show, and how many more there are."""
     if references:
         return [run for reference in references for run in find_runs(reference, env)], 0
-    found = index.known(everywhere=everything)
+    found = folder.known(everywhere=everything)
     made = {run.path: run for run in [*(RunDir(path) for path in found), *list_runs(root)]}
     runs = sorted(made.values(), key=RunDir.made)
     hidden = 0 if everything else max(len(runs) - LISTED, 0)
@@ -256,7 +253,7 @@ def _print_detail(item: Shown) -> None:
     if item.forecast is not None:
         end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + item.forecast.seconds))
         print(f"ends    about {end}, {words(item.forecast)}")
-    if isinstance(hint := reading.read_object(item.run.summary).get("advice"), str):
+    if isinstance(hint := fileio.read_object(item.run.summary).get("advice"), str):
         print(f"faster  {terminal.one_line(hint)}")
     try:
         for smell in course_of(item.run).smells if item.state.state == "RUNNING" else ():

@@ -16,15 +16,15 @@ from trainkit import terminal
 from trainkit.bench.folder import refuse_bench
 from trainkit.config import yaml
 from trainkit.errors import RefusedError, UserError
-from trainkit.records.rundir import next_path, runs_root
+from trainkit.run.folder import next_path, runs_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainkit.cluster.slurm_jobs import JobState
     from trainkit.config.loading import Loaded
-    from trainkit.records.history import Life
-    from trainkit.records.rundir import RunDir
+    from trainkit.run.events import Life
+    from trainkit.run.folder import RunDir
 
     Then = Callable[[Sequence[RunDir], Sequence[RunDir], str, argparse.Namespace], int]
 
@@ -75,7 +75,7 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
     # From here on it costs more than `--help` may.
     from trainkit.checking import check
     from trainkit.config import loading
-    from trainkit.records.ownership import require_own_code
+    from trainkit.run.ownership import require_own_code
 
     flags = cli.launch_flags(args)
     if args.max_parallel is not None:
@@ -138,8 +138,8 @@ def _submit_there(
 
 def _estimate(args: argparse.Namespace, overrides: Sequence[str], loaded: Loaded, env: Mapping[str, str]) -> int:
     from jobs.estimating import estimate
-    from trainkit.cluster.site import discover
     from trainkit.config import loading
+    from trainkit.site.profile import discover
 
     def load(partition: str) -> Loaded:
         flags = cli.launch_flags(args) | {"launch.partition": (partition, "--partition")}
@@ -154,12 +154,11 @@ def _submit(
     command: Sequence[str], env: Mapping[str, str], then: Then,
 ) -> int:  # fmt: skip
     from jobs.starting import by_names, dry_run, start
-    from trainkit.cluster.site import discover, largest_array
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan
     from trainkit.launch.validation import validate
-    from trainkit.records.fingerprint import digest_of, fingerprint
-    from trainkit.records.snapshot import code_files
+    from trainkit.run.snapshot import code_files, digest_of, fingerprint
+    from trainkit.site.profile import discover, largest_array
 
     asked = loadeds, variants
     cwd, points = Path.cwd(), len(loadeds)
@@ -250,8 +249,8 @@ def _is_named(args: argparse.Namespace) -> bool:
 def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
     """What trains, or has trained, already, by fingerprint; what was tried before and has failed is only said."""
     from trainkit.cluster.queue import job_states
-    from trainkit.records.fingerprint import same_runs
-    from trainkit.records.history import life_of
+    from trainkit.run.events import life_of
+    from trainkit.run.snapshot import same_runs
 
     found: dict[str, _Known] = {}
     same = same_runs(fingerprints)
@@ -287,11 +286,11 @@ def _known(run: RunDir, life: Life, state: JobState | None) -> _Known:
 
 def _say_failed(runs: Sequence[_Known]) -> None:
     """The same command after a failure begins anew, with the new flags perhaps; what was saved is not lost."""
-    from trainkit.checkpoint import files
+    from trainkit.checkpoint import format
     from trainkit.diagnosis.causes import cause_of
 
     for item in runs[:_MOST_SAID]:
-        step = files.pointed(item.run.checkpoints, "latest")
+        step = format.pointed(item.run.checkpoints, "latest")
         resume, why = terminal.command("resume", item.run.path), terminal.command("why", item.run.path)
         # What going on does not mend would end it again: a loss that is nan, too little memory, an error in code.
         cause = cause_of(item.run, item.state) if step is not None else None

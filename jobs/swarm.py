@@ -21,11 +21,11 @@ from jobs.anchoring import anchor, doctor
 from jobs.peering import add_peer_flags, check_peer_flags, make_run, peer_name, say_end
 from jobs.returning import resume
 from trainkit import terminal
-from trainkit.collaborative.fitting import rate_of
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.records.ownership import require_own_code
-from trainkit.records.secrets import refuse_settings
+from trainkit.run.ownership import require_own_code
+from trainkit.run.secrets import refuse_settings
+from trainkit.swarm.link import rate_of
 
 WATCH_SECONDS = 2.0
 """How often ``status --watch`` asks."""
@@ -65,10 +65,9 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
         parser.error("--force needs --resume: a new swarm runs nowhere else")
     if args.preset is None:
         parser.error("the following arguments are required: PRESET")
-    from trainkit.collaborative.by_hand import by_hand
-    from trainkit.collaborative.peer import create_swarm, leave_on_interrupt
-    from trainkit.collaborative.reachability import announced
-    from trainkit.distributed.stop import stop_on_signal
+    from trainkit.ranks.signals import stop_on_signal
+    from trainkit.swarm.address import announced
+    from trainkit.swarm.peer import by_hand, create_swarm, leave_on_interrupt
 
     check_peer_flags(args)
     overrides = [*args.overrides, *(["collaborative.open=true"] if args.open else [])]
@@ -108,7 +107,7 @@ def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "row ban them; averages a little wrong are believed, and so is everything while you are away",
     )
     args = parser.parse_args(argv)
-    from trainkit.collaborative.inviting import created_run, invite, seconds_of
+    from trainkit.swarm.admission import created_run, invite, seconds_of
 
     seconds = seconds_of(args.expires)
     print("\n".join(invite(created_run(args.run, env), args.name, seconds, "reducer" if args.reduce else "volunteer")))
@@ -118,7 +117,7 @@ def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def _revoke(argv: Sequence[str], env: Mapping[str, str]) -> int:
     about = "End the invitations of a name, in a swarm that was created here."
     args = _parser_for_a_name("revoke", about, "as `invite` was given it").parse_args(argv)
-    from trainkit.collaborative.inviting import created_run, revoke
+    from trainkit.swarm.admission import created_run, revoke
 
     print(revoke(created_run(args.run, env), args.name))
     return 0
@@ -127,8 +126,8 @@ def _revoke(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
     about = "Let a banned peer take part again, in a swarm that was created here."
     args = _parser_for_a_name("unban", about, "as the run has printed it").parse_args(argv)
-    from trainkit.collaborative.bans import unban
-    from trainkit.collaborative.swarm import run_seen
+    from trainkit.swarm.bans import unban
+    from trainkit.swarm.view import run_seen
 
     run = run_seen(args.run, env)
     count = len(unban(run.path, args.name))
@@ -156,15 +155,15 @@ def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser.parse_args(argv)
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="An object has an end.", fix="Use one.")
-    from trainkit.collaborative import shown
-    from trainkit.collaborative.swarm import looking
+    from trainkit.swarm import view as swarm_view
+    from trainkit.swarm.view import looking
 
-    lines = shown.leaderboard_lines if args.leaderboard else shown.status_lines
+    lines = swarm_view.leaderboard_lines if args.leaderboard else swarm_view.status_lines
     with looking(args.swarm, env) as look:
         if args.watch:
             terminal.watch(lambda: "\n".join(lines(look())), every=WATCH_SECONDS)
         view = look()
-    print(json.dumps(shown.as_object(view), indent=2, allow_nan=False) if args.json else "\n".join(lines(view)))
+    print(json.dumps(swarm_view.as_object(view), indent=2, allow_nan=False) if args.json else "\n".join(lines(view)))
     return 0
 
 

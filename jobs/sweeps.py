@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
-    from trainkit.cluster.site import Site
     from trainkit.config.loading import Loaded
     from trainkit.launch.plan import Plan
-    from trainkit.records.rundir import RunDir
+    from trainkit.run.folder import RunDir
+    from trainkit.site.profile import Site
 
 MOST = 10_000
 """Runs of one sweep: more are a slip of the pen."""

@@ -17,14 +17,11 @@ from trainkit.cluster.queue import require_no_job
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
-from trainkit.distributed.stop import StopFlag, stop_on_signal
 from trainkit.errors import TrainkitError, UserError
-from trainkit.ranks.heartbeat import heartbeat
-from trainkit.records.attempts import Attempt, job_of, submitted
-from trainkit.records.history import life_of
-from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir, as_open_as, next_path, runs_root
-from trainkit.records.writer import Writer, writing
+from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
+from trainkit.run.events import Attempt, Writer, job_of, life_of, submitted, writing
+from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
+from trainkit.run.ownership import require_own_code
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -144,13 +141,12 @@ def _train(
 ) -> tuple[str, RunDir | None]:
     """``node``: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder."""
     from trainkit.monitor.base import prepare_loggers
-    from trainkit.ranks.env import RankEnv
-    from trainkit.ranks.secret import Secret
+    from trainkit.ranks.env import RankEnv, Secret
 
     rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
-        from trainkit.collaborative.entry import VARIABLE
-        from trainkit.collaborative.submitted import run_swarm_rank
+        from trainkit.swarm.admission import VARIABLE
+        from trainkit.swarm.peer import run_swarm_rank
 
         writer = open_run() if rank_env.is_main else None
         token = env.get(VARIABLE, "")
@@ -182,7 +178,7 @@ def _own(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attemp
 def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:
     """The run folder that was asked for, made if it is not there."""
     if not (path / "config.yaml").exists() and (not path.exists() or attempt is not None):
-        from trainkit.records.snapshot import write_manifest
+        from trainkit.run.snapshot import write_manifest
 
         # A template has made the log folder of its attempt before any Python could make the run's.
         run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs=attempt is not None)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.monitor import lines
-from trainkit.records.history import Life
-from trainkit.records.metrics import typed
-from trainkit.records.rundir import RunDir
-from trainkit.records.standing import Standing
+from trainkit.run.events import Life
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Standing, typed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -80,24 +79,24 @@ def _going_on(item: Watched) -> list[RenderableType]:
     losses = losses_of_late(item.run)
     loss = f"loss {lines.number(losses[-1], '.4f')}" if losses else ""
     speed = item.standing.train.get("images_per_sec")
-    known = float(total) if reading.is_whole(total) and total > 0 else None
+    known = float(total) if fileio.is_whole(total) and total > 0 else None
     return [
         Text(terminal.one_line(item.name)),
         ProgressBar(total=known, completed=float(step), width=24, pulse=not known),
         Text(f"{step}/{total}" if known else str(step)),
         Text(loss),
         Text(sparkline(losses), style="cyan"),
-        Text(f"{speed:,.0f} images/s" if reading.is_number(speed) else ""),
+        Text(f"{speed:,.0f} images/s" if fileio.is_number(speed) else ""),
     ]
 
 
 def losses_of_late(run: RunDir) -> list[float | None]:
     """Of the newest train records; None where it was no number."""
     try:
-        text = reading.read_end(run.metrics, _TAIL_BYTES)
+        text = fileio.read_end(run.metrics, _TAIL_BYTES)
     except OSError:
         return []
-    records = [typed(raw) for line in text.splitlines() if (raw := reading.parse_object(line)) is not None]
+    records = [typed(raw) for line in text.splitlines() if (raw := fileio.parse_object(line)) is not None]
     return [r["loss"] for r in records if r is not None and r["split"] == "train" and "loss" in r][-_RECORDS:]
 
 

@@ -14,9 +14,9 @@ from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.live import course_of
 from trainkit.errors import UserError
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir, find_runs
-from trainkit.records.standing import standing_of
+from trainkit.run.events import life_of
+from trainkit.run.folder import RunDir, find_runs
+from trainkit.run.metrics import standing_of
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -20,14 +20,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from trainkit import fileio
 from trainkit.config.schema import Config
-from trainkit.distributed.stop import StopFlag, hand_back
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.secret import NO_SECRET, Secret
-from trainkit.records import jsonl
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer
+from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
+from trainkit.ranks.signals import StopFlag, hand_back
+from trainkit.run.events import Attempt, Writer
+from trainkit.run.folder import RunDir
 
 STEPS = 8
 """Updates of a run without train.max_steps."""
@@ -171,7 +169,7 @@ def _train(
         beat()
         writer.check()
         record = {"step": step, "epoch": step / steps, "split": "train", "loss": 1 / step, "lr": 0.1}
-        jsonl.append(run.metrics, {"time": time.time(), **record})
+        fileio.append_jsonl(run.metrics, {"time": time.time(), **record})
         if step < steps and stop.requested:
             file.write_text(json.dumps([step, state]), encoding="utf-8")
             writer.attempt.saved(step)
@@ -179,7 +177,7 @@ def _train(
             return "preempted"
     file.write_text(json.dumps([step, state]), encoding="utf-8")
     val = {"loss": 1 / steps, "acc1": 50.0}
-    jsonl.append(run.metrics, {"time": time.time(), "step": step, "epoch": 1.0, "split": "val", **val})
+    fileio.append_jsonl(run.metrics, {"time": time.time(), "step": step, "epoch": 1.0, "split": "val", **val})
     summary = {
         "outcome": "finished", "steps": step, "epochs": 1.0, "best": {"val/acc1": 50.0}, "best_step": step, "val": val,
         "test": None, "train_seconds": 1.0, "images_per_sec": 1.0, "world_size": env.world_size, "device": "cpu",

@@ -20,13 +20,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.distributed.stop import StopFlag
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.rendezvous import free_port
-from trainkit.ranks.secret import NO_SECRET, Secret
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer, writing
+from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, free_port
+from trainkit.ranks.signals import StopFlag
+from trainkit.run.events import Attempt, Writer, writing
+from trainkit.run.folder import RunDir
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 # What every rank would import anyway, once for all: a rank of its own makes 0.5 s of CPU time of it instead of 3.

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.site import Site
 from trainkit.config.loading import load
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.launch.submission import stored_config, write_run
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.site.profile import Site
 
 HERE = Site(slurm=False, gpus=0, cpus=2)
 

@@ -24,24 +24,24 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "trainkit.errors",
         "trainkit.importing",
         "trainkit.lifetime",
-        "trainkit.markdown",
-        "trainkit.packaged",
+        "trainkit.terminal",
+        "trainkit.fileio",
         "trainkit.terminal",
     ),
-    ("trainkit.programs", "trainkit.reading"),
-    ("trainkit.catalogue", "trainkit.options", "trainkit.sources"),
+    ("trainkit.programs", "trainkit.fileio"),
+    ("trainkit.plugins", "trainkit.plugins", "trainkit.plugins"),
     ("trainkit.plugins",),
     ("trainkit.config",),
-    ("trainkit.records",),
+    ("trainkit.run",),
     ("trainkit.ranks",),
-    ("trainkit.cluster",),
+    ("trainkit.site",),
     ("trainkit.diagnosis", "trainkit.monitor", "trainkit.report"),
     ("trainkit.launch",),
     ("trainkit.distributed",),
     ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models"),
     ("trainkit.checking", "trainkit.training"),
     ("trainkit.experiment",),
-    ("trainkit.bench", "trainkit.collaborative", "trainkit.evaluation", "trainkit.prediction"),
+    ("trainkit.bench", "trainkit.swarm", "trainkit.inference", "trainkit.inference"),
     ("jobs",),
     ("trainkit.interactive",),
     ("trainkit",),
@@ -50,8 +50,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 NOT_INSIDE_A_JOB = {"trainkit.launch"}
 INSIDE_A_JOB = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
-    "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.evaluation", "trainkit.monitor",
-    "trainkit.prediction", "trainkit.bench",
+    "trainkit.training", "trainkit.experiment", "trainkit.swarm", "trainkit.inference", "trainkit.monitor",
+    "trainkit.bench",
 }  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -75,7 +75,7 @@ VERBS = {
 
 TORCH_ROOMS = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
-    "trainkit.training", "trainkit.experiment", "trainkit.collaborative", "trainkit.prediction", "trainkit.bench",
+    "trainkit.training", "trainkit.experiment", "trainkit.swarm", "trainkit.inference", "trainkit.bench",
 }  # fmt: skip
 HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec"}
 
@@ -83,47 +83,47 @@ HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "ma
 ENVIRONMENT = {
     "trainkit.programs": "hands this process's own environment on, less what changes the answers",
     "trainkit.interactive": "is what notebooks and scripts call, in their own process",
-    "trainkit.records.rundir": "TRAINKIT_RUN_MODE: who may enter a new run folder; the user's, like their umask",
-    "trainkit.records.index": "XDG_STATE_HOME: where this user's state is, whatever the run",
+    "trainkit.run.folder": "TRAINKIT_RUN_MODE: who may enter a new run folder; the user's, like their umask",
+    "trainkit.run.folder": "XDG_STATE_HOME: where this user's state is, whatever the run",
     "trainkit.lifetime": "OMP_WAIT_POLICY, GOMP_SPINCOUNT, KMP_BLOCKTIME: OpenMP reads them alone",
     "trainkit.launch.batch_job": "is the main program that batch scripts call before and after the ranks",
     "trainkit.launch.controller": "is the main program of a local job, and gives its ranks their environment",
-    "trainkit.ranks.rendezvous": "is the main program that batch scripts ask for a port",
+    "trainkit.ranks.env": "is the main program that batch scripts ask for a port",
     "trainkit.launch.submission": "--executor debug makes this process a rank, so its environment becomes a rank's",
     "trainkit.distributed.health": "is the main program of a check of nodes",
-    "trainkit.distributed.interfaces": "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: these libraries read them alone",
+    "trainkit.distributed.meeting": "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: these libraries read them alone",
     "trainkit.distributed.process_group": "OMP_NUM_THREADS: what this process was granted",
     "trainkit.distributed.allocator": "MALLOC_*, GLIBC_TUNABLES: the C library reads them alone",
     "trainkit.distributed.device": "SLURM_CPUS_PER_TASK: what this process was granted",
     "trainkit.data.loader": "SLURM_CPUS_PER_TASK: what this process was granted; tests hand in a mapping",
-    "trainkit.data.staging": "SLURM_TMPDIR, TMPDIR: this node's own disk; tests hand in a mapping",
+    "trainkit.data.pack": "SLURM_TMPDIR, TMPDIR: this node's own disk; tests hand in a mapping",
     "trainkit.training.compiler": "TORCHINDUCTOR_CACHE_DIR: torch reads it alone",
     "trainkit.training.layout": "CUBLAS_WORKSPACE_CONFIG: cuBLAS reads it alone",
     "trainkit.monitor.hardware": "CUDA_VISIBLE_DEVICES: the GPUs of this process; tests hand in a mapping",
     "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",
     "trainkit.models.libraries": "HF_HOME: to tell the user where weights are looked for",
-    "trainkit.collaborative.processes": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
-    "trainkit.collaborative.light": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
+    "trainkit.swarm.processes": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
+    "trainkit.swarm.reader": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
 }
 
-# Files are read by trainkit/reading.py, which bounds them. What else opens or parses one, and why:
+# Files are read by trainkit/fileio.py, which bounds them. What else opens or parses one, and why:
 READERS = {
-    "trainkit.reading": "is the reader",
+    "trainkit.fileio": "is the reader",
     "trainkit.config.yaml": "hands the reader's bytes to PyYAML, and counts what that composes",
     "trainkit.diagnosis.causes": "reads causes.yaml, which is part of the package",
-    "trainkit.records.code_archive": "walks a folder of code and unpacks its archive, files and bytes counted",
-    "trainkit.records.files": "is the writer: opens folders, and files to append to",
-    "trainkit.ranks.heartbeat": "maps the page that this rank's own launcher has made",
+    "trainkit.run.snapshot": "walks a folder of code and unpacks its archive, files and bytes counted",
+    "trainkit.fileio": "is the writer: opens folders, and files to append to",
+    "trainkit.ranks.signals": "maps the page that this rank's own launcher has made",
     "trainkit.data.pack": "maps a pack into memory, of the size that its verified index says",
-    "trainkit.data.fashion_mnist": "unpacks an archive, of which it takes a bounded part",
-    "trainkit.data.archives": "hashes archives part by part, and bounds what it fetches and unpacks",
-    "trainkit.checkpoint.files": "hashes weights part by part, after their size has been compared",
-    "trainkit.checkpoint.fetching": "unpacks the code of a run in a bucket, its members bounded",
-    "trainkit.checkpoint.uploading": "packs the code of the user's own run",
-    "trainkit.checkpoint.starting": "loads the file of weights that the user names, as weights only",
-    "trainkit.checkpoint.stored": "maps safetensors, whose header its library bounds",
-    "trainkit.checkpoint.record": "parses what the reader of a checkpoint has bounded, and refuses NaN",
-    "trainkit.checkpoint.sending": "takes what ranks of the same run say to one another",
+    "trainkit.data.datasets.fashion_mnist": "unpacks an archive, of which it takes a bounded part",
+    "trainkit.data.download": "hashes archives part by part, and bounds what it fetches and unpacks",
+    "trainkit.checkpoint.format": "hashes weights part by part, after their size has been compared",
+    "trainkit.checkpoint.transfer": "unpacks the code of a run in a bucket, its members bounded",
+    "trainkit.checkpoint.transfer": "packs the code of the user's own run",
+    "trainkit.checkpoint.weights": "loads the file of weights that the user names, as weights only",
+    "trainkit.checkpoint.tensors": "maps safetensors, whose header its library bounds",
+    "trainkit.checkpoint.format": "parses what the reader of a checkpoint has bounded, and refuses NaN",
+    "trainkit.checkpoint.save": "takes what ranks of the same run say to one another",
     "trainkit.distributed.process_group": "takes what ranks of the same run say to one another",
     "trainkit.distributed.health": "takes what ranks of the same check say to one another",
     "trainkit.bench.team": "takes what ranks of the same bench say to one another",
@@ -141,11 +141,11 @@ READING_CALLS = re.compile(
 # Other programs are asked by trainkit/programs.py, which bounds what they say. What else starts one, and why:
 STARTERS = {
     "trainkit.programs": "is who asks",
-    "trainkit.cluster.remote": "passes on what ssh says as it comes; what comes before that is bounded",
+    "trainkit.site.ssh": "passes on what ssh says as it comes; what comes before that is bounded",
     "trainkit.launch.node_check": "passes on what ranks of a check say as it comes; their result is bounded",
     "trainkit.launch.processes": "starts ranks, which write to their logs",
     "trainkit.launch.executors": "starts the controller of a local job, which writes to a log",
-    "trainkit.collaborative.ranks": "starts ranks, which write to the terminal of rank 0",
+    "trainkit.swarm.local_ranks": "starts ranks, which write to the terminal of rank 0",
     "trainkit.monitor.wandb": "starts a client, whose stdout is closed",
     "jobs.launch": "becomes the program that runs its ranks in a container",
 }
@@ -322,7 +322,7 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
         found
         for found in imports()
         if found.module.split(".")[0] in HEAVY - {"torch"} and found.at_top and not found.types_only
-        if room(found.importer) != "trainkit.collaborative"
+        if room(found.importer) != "trainkit.swarm"
     ]
     assert listed(wrong) == []
 
@@ -330,7 +330,7 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
 def test_only_collaboration_knows_hivemind() -> None:
     known = [item for item in imports() if item.module.split(".")[0] == "hivemind"]
     assert known
-    assert listed(item for item in known if room(item.importer) != "trainkit.collaborative") == []
+    assert listed(item for item in known if room(item.importer) != "trainkit.swarm") == []
 
 
 def test_only_the_executors_know_submitit() -> None:
@@ -399,7 +399,7 @@ def test_going_by_a_strategys_name_or_options_is_seen(code: str) -> None:
 
 
 def reads_a_file(node: ast.AST) -> bool:
-    """Whether a call reads a file, or parses what may be one, by other means than `trainkit.reading`."""
+    """Whether a call reads a file, or parses what may be one, by other means than `trainkit.fileio`."""
     if not isinstance(node, ast.Call):
         return False
     name = ast.unparse(node.func)
@@ -455,17 +455,17 @@ def test_a_call_that_starts_a_program_is_seen(call: str) -> None:
     assert any(map(starts_a_program, ast.walk(ast.parse(call))))
 
 
-# Of these modules each opens, makes or links something itself, besides `trainkit.records.files`, which all others use.
+# Of these modules each opens, makes or links something itself, besides `trainkit.fileio`, which all others use.
 WRITERS = {
     "jobs.cli": "/dev/null in the place of a closed pipe",
-    "trainkit.cluster.node_facts": "measures a disk with a file that has no name",
-    "trainkit.checkpoint.uploading": "second names for files of a checkpoint, in a folder that it has just made",
+    "trainkit.site.node_health": "measures a disk with a file that has no name",
+    "trainkit.checkpoint.transfer": "second names for files of a checkpoint, in a folder that it has just made",
     "trainkit.distributed.memory": "a switch of the kernel in /proc",
-    "trainkit.ranks.heartbeat": "a file of its own that ranks map into memory; its name is random",
-    "trainkit.records.index": "the folder of the user's state",
-    "trainkit.records.lease": "a hard link, which of several at once only one can make",
-    "trainkit.records.rundir": "the run's own folder",
-    "trainkit.records.snapshot": "the folder in which runs share their code, and a hard link to its archive",
+    "trainkit.ranks.signals": "a file of its own that ranks map into memory; its name is random",
+    "trainkit.run.folder": "the folder of the user's state",
+    "trainkit.run.lease": "a hard link, which of several at once only one can make",
+    "trainkit.run.folder": "the run's own folder",
+    "trainkit.run.snapshot": "the folder in which runs share their code, and a hard link to its archive",
 }
 _WRITING = {
     *("write_text", "write_bytes", "touch", "mkdir", "makedirs", "chmod", "symlink_to", "hardlink_to", "symlink"),
@@ -493,7 +493,7 @@ def _writes(node: ast.AST) -> bool:
 
 def test_one_module_writes_files() -> None:
     """Links are followed, partial files foreseen, and modes left to the umask wherever somebody opens one by hand."""
-    require_only(_writes, {*WRITERS, "trainkit.records.files"})
+    require_only(_writes, {*WRITERS, "trainkit.fileio"})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trainkit.catalogue import timm_models, torchvision_models
+from trainkit.plugins import timm_models, torchvision_models
 
 
 def test_every_model_of_timm_is_found_and_nothing_else() -> None:
@@ -37,7 +37,7 @@ def test_asking_imports_neither_library_and_is_quick(function: str) -> None:
     script = f"""
 import sys, time
 started = time.process_time()
-from trainkit.catalogue import {function}
+from trainkit.plugins import {function}
 assert len({function}()) > 50
 print(time.process_time() - started, [name for name in ("torch", "timm", "torchvision") if name in sys.modules])
 """

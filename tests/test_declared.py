@@ -28,7 +28,7 @@ WITH_ANOTHER = {
     "multiaddr": "hivemind",
 }
 """Modules that come with a package that is declared, and must be the one that it works with."""
-BY_NAME = {"sklearn"}  # trainkit/data/digits.py looks for its file without importing it
+BY_NAME = {"sklearn"}  # trainkit/data/datasets/digits.py looks for its file without importing it
 OF_COLAB = {"google", "IPython"}  # a notebook's own
 
 
@@ -110,7 +110,7 @@ def test_no_text_tells_anybody_to_install_a_name_that_is_not_ours() -> None:
     files = subprocess.check_output(["git", "ls-files", "-z"], cwd=PROJECT, text=True).split("\0")
     kinds = (".md", ".py", ".ipynb", ".yaml", ".toml", ".sbatch", ".sh", ".json")
     texts = {name: (PROJECT / name).read_text("utf-8") for name in files if name.endswith(kinds)}
-    assert {"README.md", "jobs/notebooks/join_colab.ipynb", "trainkit/checkpoint/store.py"} <= texts.keys()
+    assert {"README.md", "jobs/notebooks/join_colab.ipynb", "trainkit/checkpoint/remote.py"} <= texts.keys()
     named = re.compile(r"""(?:pip|uv|pipx)["', ]+install\b[^\n|&;#`]*?[\s"']trainkit(?:\[|[\s"'`<>=]|$)|trainkit\[\w""")
     told = {name: match[0] for name, text in texts.items() if (match := named.search(text))}
     assert told.keys() <= {"tests/test_declared.py"}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.launch import batch_script
-from trainkit.records.rundir import RunDir
-from trainkit.records.snapshot import write_code
+from trainkit.run.folder import RunDir
+from trainkit.run.snapshot import write_code
 
 PROJECT = Path(__file__).parents[1]
 STRAY = ("torch", "yaml", "typing", "numpy", "argparse", "json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from trainkit import markdown
+from trainkit import terminal
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 ODD = [
@@ -29,25 +29,25 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_a_cell_of_a_table_shows_what_was_written() -> None:
-    text = markdown.table(("name", "value"), [(odd, "7") for odd in ODD], numbers_from=1)
+    text = terminal.markdown_table(("name", "value"), [(odd, "7") for odd in ODD], numbers_from=1)
     assert cells(text) == [["name", "value"], *([odd, "7"] for odd in ODD)]
     assert text.splitlines()[1] == "| --- | ---: |"
 
 
 def test_lines_become_one() -> None:
-    assert cells(markdown.table(("a\nb",), [("c\r\nd",)])) == [["a b"], ["c d"]]
+    assert cells(terminal.markdown_table(("a\nb",), [("c\r\nd",)])) == [["a b"], ["c d"]]
 
 
 @pytest.mark.parametrize("text", ["resnet18, 11,699,132 parameters", "[0.9, 0.999]", "model_a=1e-3", "85.0 % (x)"])
 def test_usual_text_stays_as_it_is_for_the_source_is_read_too(text: str) -> None:
-    assert markdown.literal(text) == text
+    assert terminal.literal(text) == text
 
 
 @pytest.mark.parametrize("odd", [odd for odd in ODD if "\\" not in odd] + ["a `b` ``c`` d", "```"])
 def test_code_shows_what_was_written(odd: str) -> None:
-    (_, line, _) = PARSER.parse(f"x: {markdown.code(odd)}")
+    (_, line, _) = PARSER.parse(f"x: {terminal.code(odd)}")
     assert line.children
     code = line.children[-1]
     assert (code.type, code.content) == ("code_inline", odd)
-    (block,) = PARSER.parse(markdown.block(f"{odd}\n```\n# x"))
+    (block,) = PARSER.parse(terminal.block(f"{odd}\n```\n# x"))
     assert (block.type, block.content) == ("fence", f"{odd}\n```\n# x\n")

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.options import convert, fill
+from trainkit.plugins import convert, fill
 
 
 def plugin(

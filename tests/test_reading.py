@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import reading
+from trainkit import fileio
 
 
 def sparse(path: Path) -> None:
@@ -40,7 +40,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("read", [reading.read_bytes, reading.read_text])
+@pytest.mark.parametrize("read", [fileio.read_bytes, fileio.read_text])
 def test_what_is_no_file_or_too_large_is_an_error_at_once(
     tmp_path: Path, odd: str, read: Callable[[Path], object]
 ) -> None:
@@ -56,11 +56,11 @@ def test_what_is_no_file_or_too_large_is_an_error_at_once(
 @pytest.mark.parametrize("odd", ODD)
 def test_an_odd_file_holds_no_object(tmp_path: Path, odd: str) -> None:
     ODD[odd](tmp_path / "odd")
-    assert reading.read_object(tmp_path / "odd") == {}
+    assert fileio.read_object(tmp_path / "odd") == {}
 
 
 @pytest.mark.parametrize(
-    "read", [reading.read_bytes, reading.read_text, lambda path, **how: reading.read_start(path, 9, **how)]
+    "read", [fileio.read_bytes, fileio.read_text, lambda path, **how: fileio.read_start(path, 9, **how)]
 )
 def test_a_link_is_read_only_by_who_says_so(tmp_path: Path, read: Callable[..., object]) -> None:
     (tmp_path / "key").write_text("secret")
@@ -74,16 +74,16 @@ def test_a_link_is_read_only_by_who_says_so(tmp_path: Path, read: Callable[..., 
 def test_a_file_is_read_whole_up_to_its_limit(tmp_path: Path, size: int) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(size))
-    assert reading.read_bytes(path, size) == path.read_bytes()
+    assert fileio.read_bytes(path, size) == path.read_bytes()
     if size:
         with pytest.raises(OSError, match=f"{size:,} bytes"):
-            reading.read_bytes(path, size - 1)
+            fileio.read_bytes(path, size - 1)
 
 
 def test_a_file_that_does_not_know_its_size_is_read_whole() -> None:
     file = Path("/proc/self/status")
     assert file.stat().st_size == 0
-    assert reading.read_text(file).startswith("Name:")
+    assert fileio.read_text(file).startswith("Name:")
 
 
 def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path: Path) -> None:
     try:
         for _ in range(50):
             with contextlib.suppress(OSError):
-                assert len(reading.read_bytes(path, 1 << 20)) <= 1 << 20
+                assert len(fileio.read_bytes(path, 1 << 20)) <= 1 << 20
     finally:
         over.set()
         writer.join()
@@ -110,8 +110,8 @@ def test_the_end_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
     sparse(tmp_path / "file")
     with (tmp_path / "file").open("ab") as out:
         out.write(b"the end")
-    assert reading.read_end(tmp_path / "file", 7) == "the end"
-    assert reading.read_start(tmp_path / "file", 3) == "\0\0\0"
+    assert fileio.read_end(tmp_path / "file", 7) == "the end"
+    assert fileio.read_start(tmp_path / "file", 3) == "\0\0\0"
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_the_end_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
 )
 def test_a_text_that_is_no_json_or_too_much_of_it_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        reading.parse(text)
-    assert reading.parse_object(text) is None
+        fileio.parse(text)
+    assert fileio.parse_object(text) is None
 
 
 def test_numbers_that_nobody_can_compute_with_are_null() -> None:
-    assert reading.parse(f"[NaN, -Infinity, {'9' * 5000}, 12]") == [None, None, None, 12]
+    assert fileio.parse(f"[NaN, -Infinity, {'9' * 5000}, 12]") == [None, None, None, 12]

@@ -12,7 +12,7 @@ import pytest
 
 from tests import readme
 from tests.runs import last_event
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 QUICK_FIRST_RUN = ("train.epochs=1", "monitor.loggers=[jsonl]")
 
@@ -57,7 +57,7 @@ def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
 
 
 def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:
-    from trainkit.ranks.rendezvous import free_port
+    from trainkit.ranks.env import free_port
 
     (lines,) = readme.blocks("two machines")
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

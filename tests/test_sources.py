@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import plugins, sources
+from trainkit import plugins
 from trainkit.checking import check
 from trainkit.config.loading import load
 from trainkit.errors import UserError
@@ -87,8 +87,8 @@ def test_what_may_well_work_is_let_pass(write: Write, text: str) -> None:
     write("pack_five/__init__.py", "from . import inner\nfrom .inner import value as made\n")
     write("pack_five/inner.py", "for value in (1, 2):\n    pass\n")
     file = write("passes_five.py", text + "def build(info): ...\n")
-    sources._parsed.cache_clear()
-    sources.check_importable("passes_five", file, key=None)
+    plugins._parsed.cache_clear()
+    plugins.check_module("passes_five", file, key=None)
 
 
 def test_a_name_that_is_assigned_or_imported_is_a_function_as_well(write: Write) -> None:

@@ -12,7 +12,7 @@ from trainkit.data import check_data, train_size
 from trainkit.data.order import steps_per_epoch
 from trainkit.errors import UserError
 from trainkit.models import TIMM_SOURCES, check_model
-from trainkit.records.secrets import refuse_settings
+from trainkit.run.secrets import refuse_settings
 
 
 def check(loaded: Loaded) -> None:

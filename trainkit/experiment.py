@@ -11,26 +11,24 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit import lifetime
-from trainkit.checkpoint.saving import Checkpoints
-from trainkit.checkpoint.starting import start_from
-from trainkit.checkpoint.uploading import Uploads, kept_elsewhere
+from trainkit.checkpoint.save import Checkpoints
+from trainkit.checkpoint.transfer import Uploads, kept_elsewhere
+from trainkit.checkpoint.weights import start_from
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.distributed.device import device_name, share_of_cpus, software
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.distributed.stop import StopFlag, hand_back
 from trainkit.errors import TrainkitError, UserError
 from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_host
 from trainkit.monitor.oom import snapshot_on_oom
 from trainkit.monitor.profiler import profiling
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.secret import NO_SECRET, Secret
-from trainkit.records.attempts import Attempt
-from trainkit.records.lease import StaleAttemptError
-from trainkit.records.rundir import RunDir, make_private
-from trainkit.records.writer import Writer
+from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
+from trainkit.ranks.signals import StopFlag, hand_back
+from trainkit.run.events import Attempt, Writer
+from trainkit.run.folder import RunDir, make_private
+from trainkit.run.lease import StaleAttemptError
 from trainkit.training.batch_size import check_batch_sizes, settled
 from trainkit.training.building import build, wants_gpu
 from trainkit.training.class_weights import class_weights

@@ -14,12 +14,11 @@ from typing import Any
 
 from jobs import cancel, following, report, resume
 from jobs import submit as submitting
-from trainkit import reading
+from trainkit import fileio
 from trainkit.cluster.queue import job_state
 from trainkit.errors import UserError
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir, find_run
-from trainkit.records.standing import standing_of
+from trainkit.run.folder import RunDir, find_run
+from trainkit.run.metrics import read_metrics, standing_of
 
 Flag = str | int | bool | None | Sequence[str]
 _NOT_HERE = {
@@ -55,13 +54,13 @@ class Run:
         """
         file = self._folder.summary
         try:
-            text = reading.read_text(file)
+            text = fileio.read_text(file)
         except FileNotFoundError:
             return {}
         except OSError as error:
-            raise reading.unreadable(file, error) from None
-        if (found := reading.parse_object(text)) is None:
-            raise reading.unreadable(file, OSError(None, "It holds no JSON object"))
+            raise fileio.unreadable(file, error) from None
+        if (found := fileio.parse_object(text)) is None:
+            raise fileio.unreadable(file, OSError(None, "It holds no JSON object"))
         return found
 
     def metrics(self, split: str | None = None) -> list[dict[str, Any]]:

@@ -9,18 +9,269 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
+import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainkit import importing, reading, sources
+from trainkit import fileio, importing
 from trainkit.errors import UserError, did_you_mean
-from trainkit.options import convert
+
+# Values of a plugin's options, checked against the annotations of its function.
+#
+# Every value is of the declared type and the defaults are filled in, so that ``data.image_size=big`` is an error for
+# the user at submission and not a traceback on the compute node. Which options there are is `plugins.check_options`'
+# part.
+
+_ARTICLE = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+
+
+def fill(build: Callable[..., Any], options: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """All keyword-only parameters of ``build`` with the values of ``options`` or their defaults.
+
+    ``where`` is the configuration section, for messages. Understands int, float, bool, str, None, Literal and unions of
+    them; a value of any other annotation is left as it is.
+    """
+    filled = dict(options)
+    for parameter in inspect.signature(build).parameters.values():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        if parameter.name in options:
+            annotation = parameter.annotation
+            text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+            filled[parameter.name] = convert(options[parameter.name], text, key=f"{where}.{parameter.name}")
+        elif parameter.default is not inspect.Parameter.empty:
+            filled[parameter.name] = parameter.default
+    return filled
+
+
+def convert(value: Any, annotation: str, *, key: str) -> Any:
+    """``value`` as ``annotation`` wants it, or a UserError that names ``key``."""
+    literal = re.fullmatch(r"Literal\[(.*)\]", annotation)
+    if literal:
+        choices = [choice.strip().strip("\"'") for choice in literal[1].split(",")]
+        if str(value) not in choices:
+            raise UserError(
+                f"{key}={value} is not possible.",
+                why=f"{key} is one of: {', '.join(choices)}.",
+                fix=did_you_mean(str(value), choices, otherwise=f"Use {key}={choices[0]}."),
+                key=key,
+            )
+        return value
+    types = [part.strip() for part in annotation.split("|")]
+    if any(part not in _ARTICLE for part in types):
+        return value
+    for part in types:
+        # YAML has told 1, 1.0, true and text apart already. What is exact is accepted: 3 for a float, 3.0 for an int.
+        if part == "None" and value is None:
+            return None
+        if part == "bool" and isinstance(value, bool):
+            return value
+        if part == "int" and isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0:
+            return int(value)
+        if part == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if part == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+    wanted = " or ".join(_ARTICLE[part] for part in types)
+    shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
+    raise UserError(f"{key}={shown} is not possible.", why=f"{key} is {wanted}.", fix=f"Give {wanted}.", key=key)
+
+
+# Python files of the user's own, read without running them: whether a job could import them, and who says no where.
+
+
+def find_module(name: str) -> Path | None:
+    """The file of a module. `find_spec` would import the packages that it is in."""
+    first, *rest = name.split(".")
+    spec = importlib.util.find_spec(first)
+    file = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    for part in rest:
+        inside = [folder / part for folder in folders]
+        files = [file for item in inside for file in (item / "__init__.py", item.with_suffix(".py")) if file.is_file()]
+        file, folders = (files[0] if files else None), [item for item in inside if item.is_dir()]
+    return file
+
+
+def is_of_python_itself(file: Path) -> bool:
+    """Whether it is in the standard library: ``subprocess:run`` takes an argument as well, and is no data set."""
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    inside = file.resolve()
+    return inside.is_relative_to(library) and not _is_installed(inside)
+
+
+def check_module(module: str, file: Path, *, key: str | None, installed: bool = True) -> None:
+    """Refuse a module of the user's own that Python cannot read, or that asks for a module or a name that is not there.
+
+    Follows what it imports of the user's own, not of packages. Imports inside functions, ``try`` and
+    ``if TYPE_CHECKING`` may fail.
+
+    Args:
+        key: the setting that names the module, for the message.
+        installed: the job runs in this environment, so a package that is missing here is missing there.
+    """
+    seen = {file}
+    waiting = [(module, file)]
+    while waiting:
+        name, path = waiting.pop()
+        for line, wanted, names in _imports(parse(path, key).body, _package_of(name, path)):
+            found = _found(wanted)
+            if found is None:
+                if (installed and b"sys.path" not in fileio.read_bytes(path, follow=True)) or _is_own_package(wanted):
+                    raise UserError(
+                        f"{path}:{line} imports '{wanted}', which is not there.",
+                        why="No such module is installed in this environment or lies in the current folder.",
+                        fix=f"Install it: {shlex.quote(sys.executable)} -m pip install PACKAGE; or correct the name.",
+                        key=key,
+                    )
+                continue
+            if not _is_own(found):
+                continue
+            for item in names:
+                if (
+                    item not in (bound := names_of(found, key))
+                    and "*" not in bound
+                    and _found(f"{wanted}.{item}") is None
+                ):
+                    raise UserError(
+                        f"{path}:{line} imports '{item}' from '{wanted}', which does not have it.",
+                        why=f"{found} defines no such name.",
+                        fix=did_you_mean(item, sorted(bound), otherwise="Correct the name."),
+                        key=key,
+                    )
+            if found not in seen:
+                seen.add(found)
+                waiting.append((wanted, found))
+
+
+def parse(file: Path, key: str | None) -> ast.Module:
+    """A file's syntax tree. Raises UserError, with file and line, where it is no Python."""
+    try:
+        return _parsed(file)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        raise _no_python(file, error, key) from None
+
+
+def import_error(error: BaseException, name: str, key: str | None) -> UserError:
+    """An error that importing ``name`` has raised, as one for the user: file and line are theirs."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return _no_python(Path(error.filename), error, key)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".py")]
+    own = [frame for frame in frames if _is_own(Path(frame.filename))]
+    return UserError(
+        f"{own[-1].filename}:{own[-1].lineno} could not be imported." if own else f"'{name}' could not be imported.",
+        why=f"{type(error).__name__}: {error}.",
+        fix="Correct that line, or install what it asks for into this environment.",
+        key=key,
+    )
+
+
+def names_of(file: Path, key: str | None) -> set[str]:
+    """Names that a module binds at its top level; ``*`` where only running it could tell."""
+    found: set[str] = set()
+    for node in _at_top(parse(file, key).body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add("*" if node.name == "__getattr__" else node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("globals", "exec", "setattr"):
+            found.add("*")
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def _no_python(file: Path, error: SyntaxError | ValueError, key: str | None) -> UserError:
+    line = getattr(error, "lineno", None)
+    return UserError(
+        f"{file}{f':{line}' if line else ''} is not valid Python.",
+        why=f"{getattr(error, 'msg', None) or error}: {(getattr(error, 'text', None) or '').strip()}".rstrip(": ")
+        + ".",
+        fix="Correct it, and submit again.",
+        key=key,
+    )
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    content = fileio.read_bytes(file, follow=True)  # as bytes: the file itself may say its encoding
+    return ast.parse(content, filename=str(file))
+
+
+def _imports(body: list[ast.stmt], package: str) -> Iterator[tuple[int, str, list[str]]]:
+    """Line, module and names of what is imported without an alternative; only names of modules that are its own."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package if node.level else ""
+            wanted = ".".join(part for part in (base, node.module) if part)
+            if wanted and (not node.level or base):
+                yield node.lineno, wanted, [alias.name for alias in node.names if alias.name != "*"]
+
+
+def _at_top(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """All that runs when the module is imported; of functions and classes only themselves."""
+    waiting: list[ast.AST] = list(body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _package_of(module: str, file: Path) -> str:
+    return module if file.name == "__init__.py" else module.rpartition(".")[0]
+
+
+def _found(module: str) -> Path | None:
+    """Where a module is; of a package that is not the user's own only the package is looked for."""
+    first = module.partition(".")[0]
+    if first in sys.builtin_module_names or first in sys.stdlib_module_names:
+        return Path(sysconfig.get_path("stdlib"), first)
+    try:
+        spec = importlib.util.find_spec(first)
+        if spec is None:
+            return None
+        own = find_module(module)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    places = [Path(folder) for folder in spec.submodule_search_locations or []]
+    if not _is_own_place(spec.origin, places):
+        return Path(spec.origin or (places[0] if places else first), "installed")
+    if own is not None:
+        return own
+    inside = [folder.joinpath(*module.split(".")[1:]) for folder in places]
+    return next((item for item in inside if item.is_dir() or any(item.parent.glob(f"{item.name}.*"))), None)
+
+
+def _is_own_package(module: str) -> bool:
+    first = module.partition(".")[0]
+    return first in {path.name for path in Path.cwd().iterdir() if path.is_dir()}
+
+
+def _is_own_place(origin: str | None, places: list[Path]) -> bool:
+    return all(not _is_installed(path) for path in [*places, *([Path(origin)] if origin else [])])
+
+
+def _is_own(file: Path) -> bool:
+    if file.suffix != ".py" or _is_installed(file) or is_of_python_itself(file):
+        return False
+    return not file.resolve().is_relative_to(Path(__file__).resolve().parent)
+
+
+def _is_installed(file: Path) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(file.parts))
 
 
 @dataclass(frozen=True)
@@ -67,7 +318,7 @@ def load(package: str, name: str) -> Callable[..., Any]:
     try:
         found: Any = getattr(importlib.import_module(module_name), function, None)
     except (ImportError, SyntaxError) as error:
-        raise sources.import_error(error, module_name, _kind(package).key) from error
+        raise import_error(error, module_name, _kind(package).key) from error
     # A module of the user's may hold `os.system` by another name: only what Python source defines is a plugin.
     if not (inspect.isclass(found) or (callable(found) and inspect.isfunction(inspect.unwrap(found)))):
         raise UserError(
@@ -139,19 +390,19 @@ def check_options(package: str, name: str, options: Mapping[str, Any], *, where:
 
 
 def check_importable(package: str, name: str, *, installed: bool) -> None:
-    """Refuse a plugin of the user's own that a job could not import (`trainkit.sources.check_importable`)."""
+    """Refuse a plugin of the user's own that a job could not import (`trainkit.plugins.check_module`)."""
     module, colon, function = name.partition(":")
     if not colon:
         return
     file, key = _file_of(package, name), _kind(package).key
-    sources.check_importable(module, file, key=key, installed=installed)
-    if not {function, "*"} & sources.names_of(file, key):
+    check_module(module, file, key=key, installed=installed)
+    if not {function, "*"} & names_of(file, key):
         own = Path.cwd() / f"{module.replace('.', '/')}.py"
         hidden = f" It comes before {own}: give yours another name." if own.is_file() and own != file else ""
         raise UserError(
             f"Module '{module}' has no '{function}'.",
             why=f"{file} defines no such function.{hidden}",
-            fix=did_you_mean(function, sorted(sources.names_of(file, key)), otherwise="Correct the name."),
+            fix=did_you_mean(function, sorted(names_of(file, key)), otherwise="Correct the name."),
             key=key,
         )
 
@@ -208,7 +459,7 @@ def _source_of_user_module(name: str, key: str | None) -> Path:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        origin = sources.find_module(module_name)
+        origin = find_module(module_name)
     except (ImportError, ValueError):
         origin = None
     if origin is None:
@@ -218,7 +469,7 @@ def _source_of_user_module(name: str, key: str | None) -> Path:
             fix=f"Start from the folder that holds {module_name.replace('.', '/')}.py, or install its package.",
             key=key,
         )
-    if origin.suffix != ".py" or sources.is_of_python_itself(origin):
+    if origin.suffix != ".py" or is_of_python_itself(origin):
         raise UserError(
             f"'{name}' is no plugin.",
             why=f"Module '{module_name}' is part of Python, or not written in it ({origin}).",
@@ -233,9 +484,9 @@ def _find_function(file: Path, name: str) -> ast.FunctionDef | None:
     if file.suffix != ".py" or not file.exists():
         return None
     ours = file.is_relative_to(Path(__file__).parent)
-    if ours and f"def {name}(" not in reading.read_text(file, follow=True):  # parsing a whole package would be slow
+    if ours and f"def {name}(" not in fileio.read_text(file, follow=True):  # parsing a whole package would be slow
         return None
-    for node in sources.parse(file, None).body:
+    for node in parse(file, None).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     return None
@@ -247,10 +498,10 @@ def _unwrapped(file: Path, name: str) -> ast.FunctionDef | None:
     for decorator in node.decorator_list if node is not None else ():
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in ("wraps", "functools.wraps"):
             wrapped = ast.unparse(decorator.args[0])
-            imported = [item for item in sources.parse(file, None).body if isinstance(item, ast.ImportFrom)]
+            imported = [item for item in parse(file, None).body if isinstance(item, ast.ImportFrom)]
             for item, alias in [(one, name) for one in imported for name in one.names]:
                 if wrapped == (alias.asname or alias.name):
-                    origin = sources.find_module(str(item.module))
+                    origin = find_module(str(item.module))
                     return _unwrapped(origin, alias.name) if origin is not None else None
             return _unwrapped(file, wrapped)
     return node
@@ -259,10 +510,10 @@ def _unwrapped(file: Path, name: str) -> ast.FunctionDef | None:
 @cache
 def _constants(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for node in sources.parse(file, None).body:
+    for node in parse(file, None).body:
         if isinstance(node, ast.ImportFrom) and any(alias.name.isupper() for alias in node.names):
-            origin = sources.find_module(str(node.module))  # what several plugins share
-            is_plugins = origin is not None and origin.suffix == ".py" and not sources.is_of_python_itself(origin)
+            origin = find_module(str(node.module))  # what several plugins share
+            is_plugins = origin is not None and origin.suffix == ".py" and not is_of_python_itself(origin)
             shared = _constants(origin) if origin is not None and is_plugins else {}
             named = {alias.asname or alias.name: alias.name for alias in node.names}
             found.update({own: shared[name] for own, name in named.items() if name in shared})
@@ -276,3 +527,44 @@ def _constants(file: Path) -> dict[str, Any]:
             with contextlib.suppress(ValueError, TypeError):
                 found[target.id] = ast.literal_eval(node.value) if node.value is not None else None
     return found
+
+
+# The names of timm's and torchvision's models, read from their source.
+#
+# Importing timm costs seconds of CPU; `submit` has half of one. A model is registered by a decorator above its
+# function, so that the files say what there is.
+
+_TIMM_MODEL = re.compile(r"^@register_model\b[^\n]*\n(?:@[^\n]*\n)*def (\w+)\(", re.MULTILINE)
+_TIMM_RENAMED = re.compile(r"^register_model_deprecations\(__name__, \{(.*?)^\}\)", re.MULTILINE | re.DOTALL)
+_TIMM_TAG = re.compile(r"""['"](\w+)\.(\w+)['"]\s*:""")
+_TORCHVISION_MODEL = re.compile(r"^@register_model\(\)\n(?:@[^\n]*\n)*def (\w+)\(", re.MULTILINE)
+
+
+@lru_cache(maxsize=1)
+def timm_models() -> dict[str, tuple[str, ...]]:
+    """timm's models and the tags of their pretrained weights; empty where timm is not installed."""
+    tags: dict[str, list[str]] = {}
+    names: set[str] = set()
+    for source in _sources("timm"):
+        if "register_model" not in source:
+            continue
+        names.update(_TIMM_MODEL.findall(source))
+        for renamed in _TIMM_RENAMED.findall(source):
+            names.update(re.findall(r"'([^']+)':", renamed))
+        for name, tag in _TIMM_TAG.findall(source):
+            tags.setdefault(name, []).append(tag)
+    return {name: tuple(tags.get(name, ())) for name in sorted(names)}
+
+
+@lru_cache(maxsize=1)
+def torchvision_models() -> tuple[str, ...]:
+    """torchvision's classification models; empty where torchvision is not installed."""
+    return tuple(sorted({name for source in _sources("torchvision") for name in _TORCHVISION_MODEL.findall(source)}))
+
+
+def _sources(package: str) -> Iterator[str]:
+    spec = importlib.util.find_spec(package)  # finds, does not import: the package is a top-level one
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        # Files of subfolders are detection, segmentation and video models, or helpers.
+        for file in sorted(Path(folder, "models").glob("*.py")):
+            yield fileio.read_text(file, follow=True)

@@ -12,12 +12,13 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
 
 # ESC and its C1 twin open CSI (colours, cursor), OSC, DCS, SOS, PM, APC (strings up to BEL or ST), and short sequences.
 _SEQUENCE = re.compile(
@@ -83,7 +84,7 @@ def _plain(text: str) -> str:
 
 
 HOST = ""
-"""The login node, as ``--host`` takes it, if whoever reads this sits at another machine (`trainkit.cluster.remote`)."""
+"""The login node, as ``--host`` takes it, if whoever reads this sits at another machine (`trainkit.site.ssh`)."""
 _OVER_SSH = re.compile(r"python -m jobs\.(?:submit|bench|status|logs|cancel|resume|report|why)(?= )")
 
 
@@ -246,3 +247,44 @@ def log_text(text: str, out: TextIO | None = None) -> str:
     return "".join(
         part if index % 2 else _CONTROL.sub("", part) for index, part in enumerate(re.split(r"(\x1b\[[\d;:]*m)", kept))
     )
+
+
+# Text of others in Markdown: names of runs, hosts and classes, notes and settings stand there as they were written.
+#
+# Escaped is what GitHub, GitLab and CommonMark would take for something else; the rest is left, for the source is
+# read as well.
+
+_MEANT = re.compile(
+    r"[`<|*]"
+    r"|~(?=~)"
+    r"|\](?=[(\[:])"  # of a link or a picture: brackets alone, as of [0.9, 0.999], are none
+    r"|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"  # within a word, as in fashion_cnn, it is a letter
+    r"|&(?=#?\w+;)"
+    r"|\\(?=[!-/:-@\[-`{-~])"
+)
+
+
+def literal(text: str) -> str:
+    """As one line of text: no markup, no HTML, no link."""
+    return _MEANT.sub(r"\\\g<0>", " ".join(text.splitlines()))
+
+
+def code(text: str) -> str:
+    """As a span of code, in which nothing is escaped: its fence is longer than what of that kind is in it."""
+    text = " ".join(text.splitlines())
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if len(fence) > 1 else f"`{text}`"
+
+
+def block(text: str) -> str:
+    """As lines of code."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}"
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, numbers_from: int | None = None) -> str:
+    """A table of such texts; columns from ``numbers_from`` on are aligned to the right."""
+    names = [literal(name) for name in header]
+    right = len(names) if numbers_from is None else numbers_from
+    rule = ["---:" if column >= right else "---" for column in range(len(names))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [names, rule, *(map(literal, row) for row in rows)])

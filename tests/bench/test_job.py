@@ -16,14 +16,11 @@ from trainkit.bench.folder import BenchDir
 from trainkit.bench.results import Results
 from trainkit.bench.written import lines, read_results
 from trainkit.config.loading import load, to_yaml
-from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.secret import NO_SECRET
-from trainkit.records.attempts import Attempt
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer, writing
+from trainkit.ranks.env import NO_SECRET, RankEnv
+from trainkit.ranks.signals import StopFlag
+from trainkit.run.events import Attempt, Writer, life_of, writing
+from trainkit.run.folder import RunDir
 
 MODEL = """
 from torch import nn

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from trainkit import fileio
 from trainkit.bench.arms import CONTROL, Arm, LeftOut, Request
 from trainkit.bench.benches import bench_of
 from trainkit.bench.drawing import draw_lines
@@ -18,7 +19,6 @@ from trainkit.bench.folder import BenchDir
 from trainkit.bench.results import Results, results_of
 from trainkit.bench.scaling import efficiency
 from trainkit.bench.written import lines, write_results
-from trainkit.records import jsonl
 
 STEADY = [1.0, 1.01, 0.99, 1.0, 1.02]
 
@@ -200,7 +200,7 @@ def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None
     run.request.write_text(Request("amp", "ddp").to_json())
     told = records({"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY})
     for one in told:
-        jsonl.append(run.samples, one)
+        fileio.append_jsonl(run.samples, one)
     _, (file, picture) = write_results(run)
     written = json.loads(file.read_text())
     assert [one for one in told if one["kind"] == "sample"] == written["samples"]

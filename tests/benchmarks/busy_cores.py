@@ -1,6 +1,6 @@
 """``python -m tests.benchmarks.busy_cores``: what it saves, and costs, that threads sleep where others want the cores.
 
-The same updates with OpenMP's own way of waiting and with ours (`trainkit.distributed.cores`), on all cores: at first
+The same updates with OpenMP's own way of waiting and with ours (`trainkit.distributed.process_group`), on all cores: at first
 alone, then beside four programs a core that never stop. Arms are processes that take turns; what waits for its turn
 reads a pipe. Each round has new processes: two of the same arm differ by more than the arms do, so the control is a
 process of its own.
@@ -29,7 +29,7 @@ OWN = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 OPENMP, OURS = "OpenMP's own", "ours"
 WAYS = {
     OPENMP: "",
-    OURS: "from trainkit.distributed.cores import sharing_cores; held = sharing_cores(); held.__enter__()",
+    OURS: "from trainkit.distributed.process_group import sharing_cores; held = sharing_cores(); held.__enter__()",
 }
 ARM = """
 import sys

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.benchmarks.measuring import Figure, against, fast_folder, take_turns, wall_seconds
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import moments_of, weights_of
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.benchmarks.measuring import Figure, alone, cpu_seconds, fast_folder
 from trainkit.data.base import DataInfo, Splits
+from trainkit.data.folders import Listing
 from trainkit.data.loader import train_batches
-from trainkit.data.tree import Listing
 
 CLASSES, OF_EACH, SAMPLES, ROUNDS = 100, 1000, 1_281_167, 15
 

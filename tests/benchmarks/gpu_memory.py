@@ -16,8 +16,8 @@ from tests.benchmarks.arms.turns import Job
 from tests.benchmarks.gpus import absent
 from tests.benchmarks.measuring import Figure
 from tests.benchmarks.resident import resident
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 
 GLOBAL_BATCH = 720_720
 """Of its divisors above 90 the next is at most a twelfth larger."""

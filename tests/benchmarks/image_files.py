@@ -27,8 +27,8 @@ from tests.benchmarks.measuring import Figure, against, cpu_seconds, take_turns
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, pack_data
 from trainkit.data.base import normalize
+from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD
 from trainkit.data.loader import train_batches
-from trainkit.data.photos import PHOTO_MEAN, PHOTO_STD
 
 PHOTOS, BATCH, ROUNDS = 64, 32, 9
 

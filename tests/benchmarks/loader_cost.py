@@ -24,11 +24,10 @@ from torchvision.transforms import v2
 
 from tests.benchmarks.measuring import Figure, against, cpu_seconds, take_turns
 from trainkit.config.schema import AugmentConfig
-from trainkit.data import synthetic
+from trainkit.data.augment import Augment
 from trainkit.data.base import Splits, normalize
-from trainkit.data.loader import train_batches
-from trainkit.data.tensors import TensorSamples
-from trainkit.training.augment import Augment
+from trainkit.data.datasets import synthetic
+from trainkit.data.loader import TensorSamples, train_batches
 
 BATCH, IMAGES, ROUNDS = 256, 5_120, 25
 BATCHES = 4

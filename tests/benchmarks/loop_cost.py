@@ -28,19 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.benchmarks.measuring import CONTROL, Figure, Turn, control_of, describe, ratios, side_by_side
 from tests.rank_functions import run_ranks
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.data.base import normalize
-from trainkit.data.batch import Batch
+from trainkit.data.base import Batch, normalize
 from trainkit.data.loader import train_batches
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.monitor.base import NullLogger
 from trainkit.ranks.env import RankEnv
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer
+from trainkit.run.events import Attempt, Writer
+from trainkit.run.folder import RunDir
 from trainkit.training.building import build
 from trainkit.training.loop import train
 from trainkit.training.optim import set_lr
@@ -198,7 +196,7 @@ class _Work:
         batches = nullcontext(self.given(turn_by_the_clock))
         with (
             mock.patch("trainkit.training.loop.train_batches", return_value=batches),
-            mock.patch("trainkit.distributed.votes.monotonic", clock),
+            mock.patch("trainkit.distributed.process_group.monotonic", clock),
         ):
             train(parts, keeper, lambda: False)
         self.weights.append(weights_of(parts.model))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainkit.checkpoint import files
-from trainkit.checkpoint.stored import read_tensors
+from trainkit.checkpoint import format
+from trainkit.checkpoint.tensors import read_tensors
 
 
 def tensors(folder: Path, stem: str = "model", which: str = "latest") -> dict[str, Tensor]:
     """Of ``latest``, ``best`` or a step in a folder of checkpoints."""
-    return read_tensors(folder, files.verified(folder, files.resolve(folder, which)), stem)
+    return read_tensors(folder, format.verified(folder, format.resolve(folder, which)), stem)

@@ -20,15 +20,15 @@ from torch.distributed.fsdp import fully_shard
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import StopAfter, run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
-from trainkit.checkpoint import files, tensorfile
-from trainkit.checkpoint.record import file_name
-from trainkit.checkpoint.saving import Checkpoints
-from trainkit.checkpoint.snapshot import Snapshot
+from trainkit.checkpoint import format
+from trainkit.checkpoint import tensors as checkpoint_tensors
+from trainkit.checkpoint.format import file_name
+from trainkit.checkpoint.save import Checkpoints, Snapshot
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError, RunFailedError
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
 from trainkit.training.progress import Progress
 
@@ -48,13 +48,13 @@ class Gate:
         return _write(*args, **kwargs)
 
 
-_write, _take = tensorfile.write, Snapshot.take
+_write, _take = checkpoint_tensors.write, Snapshot.take
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(tensorfile, "write", gate)
+    monkeypatch.setattr(checkpoint_tensors, "write", gate)
     yield gate
     gate.opened.set()
 
@@ -73,7 +73,7 @@ def test_what_is_written_is_the_model_as_it_was_when_the_save_began(tmp_path: Pa
     assert gate.reached.wait(60)
     with torch.no_grad():
         model.weight.fill_(2.0)  # training goes on
-    assert files.steps(tmp_path) == []
+    assert format.steps(tmp_path) == []
     gate.opened.set()
     checkpoints.settle()
     assert torch.equal(tensors(tmp_path)["weight"], torch.ones(2, 3))
@@ -88,14 +88,14 @@ def test_nothing_names_it_and_nobody_hears_of_it_before_it_is_on_the_disk(tmp_pa
     checkpoints.save(model, None, step=2, state={}, best_step=2, done=lambda: heard.append(2))
     for _ in range(3):
         checkpoints.go_on(checkpoints.over())
-    assert (heard, files.steps(tmp_path)) == ([], [1]), "said, or the one before it pruned, too early"
-    assert [files.pointed(tmp_path, name) for name in ("latest", "best")] == [1, 1]
+    assert (heard, format.steps(tmp_path)) == ([], [1]), "said, or the one before it pruned, too early"
+    assert [format.pointed(tmp_path, name) for name in ("latest", "best")] == [1, 1]
     gate.opened.set()
     deadline = time.monotonic() + 60
     while not heard and time.monotonic() < deadline:
         checkpoints.go_on(checkpoints.over())
-    assert (heard, files.steps(tmp_path)) == ([2], [2])
-    assert [files.pointed(tmp_path, name) for name in ("latest", "best")] == [2, 2]
+    assert (heard, format.steps(tmp_path)) == ([2], [2])
+    assert [format.pointed(tmp_path, name) for name in ("latest", "best")] == [2, 2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
@@ -106,7 +106,7 @@ def test_the_thread_that_writes_gives_way_to_those_that_train(tmp_path: Path, mo
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return _write(*args)
 
-    monkeypatch.setattr(tensorfile, "write", write)
+    monkeypatch.setattr(checkpoint_tensors, "write", write)
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     begun(tmp_path)[0].settle()
     assert seen == [max(10, before)]
@@ -119,7 +119,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
     checkpoints.save(model, None, step=2, state={}, best_step=None)
     assert gate.opened.is_set()
     checkpoints.settle()
-    assert files.steps(tmp_path) == [1, 2], "the first is the best"
+    assert format.steps(tmp_path) == [1, 2], "the first is the best"
 
 
 def test_an_age_is_that_of_what_was_copied_and_nothing_is_due_while_one_is_written(tmp_path: Path, gate: Gate) -> None:
@@ -174,7 +174,7 @@ def test_getting_memory_again_leaves_what_is_being_written_alone(tmp_path: Path,
         thread.join()
     gate.opened.set()
     checkpoints.settle()
-    assert torch.equal(load_file(files.path_of(tmp_path, 1) / "model.safetensors")["bias"], model.bias)
+    assert torch.equal(load_file(format.path_of(tmp_path, 1) / "model.safetensors")["bias"], model.bias)
 
 
 def test_what_is_written_at_once_is_not_copied(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_what_is_written_at_once_is_not_copied(tmp_path: Path) -> None:
     checkpoints.warm(nn.Linear(3, 2), None)
     assert checkpoints._writer._snapshot._warming == []
     checkpoints.save(nn.Linear(3, 2), None, step=1, state={}, best_step=None)
-    assert (checkpoints._writer._snapshot._buffers, files.steps(tmp_path)) == ({}, [1])
+    assert (checkpoints._writer._snapshot._buffers, format.steps(tmp_path)) == ({}, [1])
 
 
 # In the loop
@@ -212,7 +212,7 @@ def test_who_is_told_to_stop_waits_for_the_disk(tmp_path: Path, gate: Gate) -> N
     stop = StopAfter(3)
     assert train(parts, keeper, lambda: stop.requested) is False
     assert gate.opened.is_set()
-    assert files.steps(keeper.writer.run.checkpoints) == [keeper.progress.step]
+    assert format.steps(keeper.writer.run.checkpoints) == [keeper.progress.step]
     assert [event["step"] for event in read_events(keeper.writer.run, "saved")] == [keeper.progress.step]
 
 
@@ -222,7 +222,7 @@ def test_training_ends_with_the_next_update_when_the_disk_is_full(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr(tensorfile, "write", full)
+    monkeypatch.setattr(checkpoint_tensors, "write", full)
     parts = parts_of("train.max_steps=5000", "checkpoint.every_steps=2", "train.eval_every_epochs=9999")
     keeper = keeper_of(parts, tmp_path / "run", Progress(), asynchronous=True)
     with pytest.raises(RunFailedError, match="step 2 could not be written"):
@@ -237,7 +237,7 @@ def test_a_run_ends_with_its_last_checkpoint_on_the_disk_and_says_so_before_its_
     run = RunDir(folder)
     told = [(event["event"], event.get("step")) for event in read_events(run, ("saved", "ended"))]
     assert told == [("saved", 2), ("saved", 4), ("ended", 4)]
-    assert files.verified(run.checkpoints, 4)
+    assert format.verified(run.checkpoints, 4)
 
 
 # Each rank its own
@@ -266,7 +266,7 @@ def _save_own(env: RankEnv, folder: Path, sees: list[bool], full: bool) -> str:
             def write(*args: Any) -> None:
                 raise OSError(28, "No space left on device", "a shard")
 
-            tensorfile.write = write  # type: ignore[assignment]
+            checkpoint_tensors.write = write  # type: ignore[assignment]
         try:
             for step in (1, 2):
                 checkpoints.save(model, None, step=step, state={}, best_step=None)
@@ -279,7 +279,7 @@ def _save_own(env: RankEnv, folder: Path, sees: list[bool], full: bool) -> str:
 
 def test_each_rank_writes_its_own_half(tmp_path: Path) -> None:
     assert run_ranks(2, _save_own, tmp_path, [True, True], False) == ["saved"] * 2
-    record = files.verified(tmp_path, 2)
+    record = format.verified(tmp_path, 2)
     sizes = [record.files[file_name("model", rank, 2)].bytes for rank in range(2)]
     assert all(half == pytest.approx(100 * 64 * 4 / 2, rel=0.05) for half in sizes)
     torch.manual_seed(0)
@@ -289,7 +289,7 @@ def test_each_rank_writes_its_own_half(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sees", [[True, False, True], [True, False, False]], ids=["some do", "none does"])
 def test_rank_0_writes_for_those_that_do_not_see_the_folder(tmp_path: Path, sees: list[bool]) -> None:
     assert run_ranks(3, _save_own, tmp_path, sees, False) == ["saved"] * 3
-    assert len(files.verified(tmp_path, 2).files) == 3
+    assert len(format.verified(tmp_path, 2).files) == 3
     torch.manual_seed(0)
     assert torch.equal(tensors(tmp_path)["wide.weight"], Wide().wide.weight)
     assert not (tmp_path / "elsewhere").exists()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.rank_functions import QUICK, run_ranks, train_run
-from trainkit.checkpoint import files
+from trainkit.checkpoint import format
 from trainkit.ranks.env import RankEnv
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 # Nothing is learned, so the first validation (19 updates, one epoch) stays the best.
 SETTINGS = ("optim.lr=1e-30", "train.max_steps=24")
@@ -21,7 +21,7 @@ BEST = 19
 
 def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str, str]:
     from trainkit.config.loading import load
-    from trainkit.evaluation import evaluate_checkpoint
+    from trainkit.inference import evaluate_checkpoint
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -47,9 +47,9 @@ def test_a_run_whose_best_weights_are_lost_ends_all_the_same_and_says_so(
 ) -> None:
     folder = tmp_path / "run"
     run_ranks(1, train_run, folder, "single", SETTINGS, 22 + 5)
-    assert files.pointed(folder / "checkpoints", "best") == BEST
+    assert format.pointed(folder / "checkpoints", "best") == BEST
     assert callable(damage)
-    damage(files.path_of(folder / "checkpoints", BEST))
+    damage(format.path_of(folder / "checkpoints", BEST))
     ((ending, step, which, said),) = run_ranks(1, _go_on_and_evaluate, folder)
     assert ending == "finished"
     assert (step, which) == (24, "newest"), "nobody takes it for the best"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.checkpoint import files
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint import format
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_everything_is_flushed_before_the_checkpoint_has_its_name_and_the_name_after(
     tmp_path: Path, calls: list[str]
 ) -> None:
-    files.write(tmp_path / "checkpoints", 1, TENSORS, {})
+    format.write(tmp_path / "checkpoints", 1, TENSORS, {})
     assert calls == [
         "fsync model.safetensors",
         "fsync optimizer.safetensors",
@@ -60,9 +60,9 @@ def test_everything_is_flushed_before_the_checkpoint_has_its_name_and_the_name_a
 def test_what_is_said_anew_of_a_checkpoint_is_flushed_before_it_takes_its_place(
     tmp_path: Path, calls: list[str]
 ) -> None:
-    files.write(tmp_path, 1, TENSORS, {})
+    format.write(tmp_path, 1, TENSORS, {})
     calls.clear()
-    files.write(tmp_path, 1, TENSORS, {"note": "again"})
+    format.write(tmp_path, 1, TENSORS, {"note": "again"})
     renamed = calls.index("rename to state.json")
     assert calls[:renamed][-2:] == ["fsync state.json", "fsync .step-00000001.partial"]
     assert calls[renamed + 1] == "fsync step-00000001"
@@ -93,7 +93,7 @@ def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questi
     with pytest.raises(RefusedError, match="Another process"):
         Checkpoints(tmp_path, keep=1, dist=dist, may_write=lease.check).save(model, None, step=2, state={}, best_step=2)
     assert contents(tmp_path) == before
-    assert (files.pointed(tmp_path, "latest"), files.pointed(tmp_path, "best")) == (1, 1)
+    assert (format.pointed(tmp_path, "latest"), format.pointed(tmp_path, "best")) == (1, 1)
 
 
 def test_extra_tensors_come_back_with_their_checkpoint(tmp_path: Path) -> None:

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from jobs import export as export_command
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_command, run_ranks, train_run
-from trainkit.checkpoint import files, tensorfile
-from trainkit.checkpoint.exporting import export
-from trainkit.checkpoint.saving import Checkpoints
-from trainkit.checkpoint.uploading import send_rest
+from trainkit.checkpoint import format, tensors
+from trainkit.checkpoint.save import Checkpoints
+from trainkit.checkpoint.tensors import export
+from trainkit.checkpoint.transfer import send_rest
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.models.libraries import timm_model, torchvision_model
 from trainkit.ranks.env import RankEnv
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 INFO = DataInfo("x", 7, 3, 32, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3)
 
@@ -104,13 +104,13 @@ def test_a_run_without_an_average_says_so(tmp_path: Path) -> None:
 
 def test_an_export_that_fails_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = exported(tmp_path, nn.Linear(2, 2))
-    before, write = file.read_bytes(), tensorfile.write
+    before, write = file.read_bytes(), tensors.write
 
     def half(*args: object) -> None:
         write(*args)  # type: ignore[arg-type]
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorfile, "write", half)
+    monkeypatch.setattr(tensors, "write", half)
     with pytest.raises(UserError, match="No space left"):
         export(tmp_path / "checkpoints", "best", ("model",), file, {})
     assert file.read_bytes() == before
@@ -119,7 +119,7 @@ def test_an_export_that_fails_leaves_the_file_that_was_there(tmp_path: Path, mon
 
 def test_what_has_changed_on_the_disk_is_not_exported(tmp_path: Path) -> None:
     exported(tmp_path, nn.Linear(2, 2))
-    weights = files.path_of(tmp_path / "checkpoints", 1) / "model.safetensors"
+    weights = format.path_of(tmp_path / "checkpoints", 1) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(UserError, match=r"the content of model\.safetensors has changed"):
         export(tmp_path / "checkpoints", "best", ("model",), tmp_path / "other.safetensors", {})

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.checkpoint import files
-from trainkit.checkpoint.record import LONGEST, BrokenCheckpointError, Record, _checksum
-from trainkit.checkpoint.saving import Checkpoints, Restored
+from trainkit.checkpoint import format
+from trainkit.checkpoint.format import LONGEST, BrokenCheckpointError, Record, _checksum
+from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
@@ -174,7 +174,7 @@ def test_a_fault_is_said_and_the_checkpoint_before_it_restored(
     two: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     damage, reason = FAULTS[fault]
-    damage(files.path_of(two, NEW))
+    damage(format.path_of(two, NEW))
     model, optimizer = make_model()
     restored = Checkpoints(two, keep=5, dist=DIST).restore(model, optimizer)
     said = capsys.readouterr().err
@@ -188,15 +188,15 @@ def test_a_fault_is_said_and_the_checkpoint_before_it_restored(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_after_a_fault_the_next_save_of_that_step_is_whole(two: Path, fault: str) -> None:
-    FAULTS[fault][0](files.path_of(two, NEW))
+    FAULTS[fault][0](format.path_of(two, NEW))
     Checkpoints(two, keep=5, dist=DIST).save(*make_model(NEW), step=NEW, state={}, best_step=NEW)
-    files.verified(two, NEW)
-    assert (files.pointed(two, "latest"), files.pointed(two, "best")) == (NEW, NEW)
+    format.verified(two, NEW)
+    assert (format.pointed(two, "latest"), format.pointed(two, "best")) == (NEW, NEW)
 
 
 def test_where_no_checkpoint_is_whole_training_starts_anew(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (OLD, NEW):
-        flip(files.path_of(two, step) / "model.safetensors")
+        flip(format.path_of(two, step) / "model.safetensors")
     assert Checkpoints(two, keep=5, dist=DIST).restore(*make_model()) is None
     assert len(capsys.readouterr().err.splitlines()) == 2
 
@@ -218,7 +218,7 @@ def test_one_that_is_whole_but_of_no_use_is_passed_over_too(two: Path, capsys: p
 def test_a_flipped_bit_in_the_best_is_said_and_the_newest_whole_one_taken(
     two: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flip(files.path_of(two, OLD) / "model.safetensors")
+    flip(format.path_of(two, OLD) / "model.safetensors")
     model, _ = make_model()
     assert Checkpoints(two, keep=5, dist=DIST).load_weights(model, OLD, or_newest=True) == NEW
     assert torch.equal(model.weight, make_model(NEW)[0].weight)
@@ -233,7 +233,7 @@ def test_a_best_that_is_gone_is_said_and_the_newest_whole_one_taken(
 
 
 def test_a_step_that_was_asked_for_by_its_number_is_never_replaced_by_another(two: Path) -> None:
-    flip(files.path_of(two, OLD) / "model.safetensors")
+    flip(format.path_of(two, OLD) / "model.safetensors")
     model, _ = make_model(9)
     with pytest.raises(UserError) as error:
         Checkpoints(two, keep=5, dist=DIST).load_weights(model, OLD)
@@ -267,16 +267,16 @@ def test_a_link_that_names_no_checkpoint_is_said_and_replaced_by_the_next_save(
 ) -> None:
     (two / name).unlink(missing_ok=True)
     make(two / name)
-    assert files.resolve(two, name) == NEW
+    assert format.resolve(two, name) == NEW
     assert f"{name} does not name a checkpoint" in capsys.readouterr().err
     Checkpoints(two, keep=5, dist=DIST).save(*make_model(3), step=3, state={}, best_step=3)
-    assert files.pointed(two, name) == 3
+    assert format.pointed(two, name) == 3
 
 
 def test_a_folder_in_the_place_of_a_link_is_moved_aside_and_kept(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (two / "latest").unlink()
     a_folder(two / "latest")
-    files.point(two, "latest", NEW)
+    format.point(two, "latest", NEW)
     assert "has been moved to latest-0" in capsys.readouterr().err
     assert (two / "latest-0" / "model.safetensors").is_file()
 
@@ -284,7 +284,7 @@ def test_a_folder_in_the_place_of_a_link_is_moved_aside_and_kept(two: Path, caps
 @pytest.mark.parametrize("which", ["²", "٣", "-1", "1.0", "", "9" * 5000, "../2", "step-00000002"])
 def test_what_is_no_step_is_refused(two: Path, which: str) -> None:
     with pytest.raises(UserError, match="No checkpoint"):
-        files.resolve(two, which)
+        format.resolve(two, which)
 
 
 @pytest.mark.parametrize(
@@ -292,15 +292,15 @@ def test_what_is_no_step_is_refused(two: Path, which: str) -> None:
 )
 def test_what_else_lies_in_the_folder_is_no_checkpoint(two: Path, name: str) -> None:
     (two / name).mkdir()
-    assert files.steps(two) == [OLD, NEW]
+    assert format.steps(two) == [OLD, NEW]
 
 
 # The record itself
 
 
 def test_a_number_that_is_not_finite_comes_back_as_none(tmp_path: Path) -> None:
-    files.write(tmp_path, 1, {}, {"val": {"loss": float("nan"), "acc1": [1.5, float("inf")]}})
-    assert files.verified(tmp_path, 1).state == {"val": {"loss": None, "acc1": [1.5, None]}}
+    format.write(tmp_path, 1, {}, {"val": {"loss": float("nan"), "acc1": [1.5, float("inf")]}})
+    assert format.verified(tmp_path, 1).state == {"val": {"loss": None, "acc1": [1.5, None]}}
     json.loads((tmp_path / "step-00000001/state.json").read_text(), parse_constant=pytest.fail)
 
 
@@ -310,6 +310,6 @@ def test_what_a_record_says_cannot_be_changed() -> None:
 
 
 def test_a_checkpoint_of_before_there_were_checksums_says_so(two: Path) -> None:
-    without_its_checksum(files.path_of(two, NEW))
+    without_its_checksum(format.path_of(two, NEW))
     with pytest.raises(BrokenCheckpointError, match="no checksum of its own"):
-        files.verified(two, NEW)
+        format.verified(two, NEW)

@@ -16,11 +16,10 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import _CONTEXT, rank_env
-from trainkit.checkpoint import files
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint import format
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.distributed.process_group import distributed
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.rendezvous import free_port
+from trainkit.ranks.env import RankEnv, free_port
 
 SIZE = 400_000
 
@@ -50,7 +49,7 @@ def _save_for_ever(env: RankEnv, folder: Path) -> None:
 
 def killed(folder: Path, world_size: int, seconds: float) -> None:
     """Let ranks save for ``seconds`` from their first new checkpoint on, and kill them."""
-    before, port = files.pointed(folder, "latest"), free_port()
+    before, port = format.pointed(folder, "latest"), free_port()
     ranks = [
         _CONTEXT.Process(target=_save_for_ever, args=(rank_env(rank, world_size, port), folder))
         for rank in range(world_size)
@@ -59,7 +58,7 @@ def killed(folder: Path, world_size: int, seconds: float) -> None:
         rank.start()
     try:
         deadline = time.monotonic() + 60
-        while files.pointed(folder, "latest") == before and time.monotonic() < deadline:
+        while format.pointed(folder, "latest") == before and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(seconds)
     finally:
@@ -71,15 +70,15 @@ def killed(folder: Path, world_size: int, seconds: float) -> None:
 
 def none_is_torn(folder: Path) -> int:
     """All that counts as a checkpoint is whole, and of one moment; the newest."""
-    for step in files.steps(folder):
-        files.verified(folder, step)
+    for step in format.steps(folder):
+        format.verified(folder, step)
         (weights,) = tensors(folder, which=str(step)).values()
         assert torch.equal(weights, torch.full_like(weights, float(step)))
-    latest = files.pointed(folder, "latest")
+    latest = format.pointed(folder, "latest")
     assert latest is not None
-    assert latest in files.steps(folder), "what `latest` names is gone"
-    assert latest >= files.steps(folder)[-1] - 1
-    assert files.pointed(folder, "best") in (None, *files.steps(folder))
+    assert latest in format.steps(folder), "what `latest` names is gone"
+    assert latest >= format.steps(folder)[-1] - 1
+    assert format.pointed(folder, "best") in (None, *format.steps(folder))
     return latest
 
 

@@ -17,17 +17,13 @@ import pytest
 import torch
 
 from tests.checkpoint.bucket import Trouble
-from trainkit.checkpoint import fetching, files, remote
-from trainkit.checkpoint.fetching import bring_back, fetch_run
-from trainkit.checkpoint.remote import Pointers
-from trainkit.checkpoint.store import Store, StoreError
-from trainkit.checkpoint.uploading import Uploads, send_rest
+from trainkit.checkpoint import format, remote, transfer
+from trainkit.checkpoint.remote import Pointers, Store, StoreError
+from trainkit.checkpoint.transfer import Uploads, bring_back, fetch_run, send_rest
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError, UserError
-from trainkit.records.attempts import Attempt
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer
+from trainkit.run.events import Attempt, Writer, read_events
+from trainkit.run.folder import RunDir
 
 Bucket = tuple[str, Trouble]
 SOON = 60.0
@@ -42,9 +38,9 @@ def run_in(folder: Path, *, code: str = "print('hello')\n") -> Writer:
 
 def save(writer: Writer, step: int, *, best: int | None = None, size: int = 1000) -> None:
     weights = {"weight": torch.full((size,), float(step))}
-    files.write(writer.run.checkpoints, step, {"model": weights, "optimizer": weights}, {"progress": {"step": step}})
+    format.write(writer.run.checkpoints, step, {"model": weights, "optimizer": weights}, {"progress": {"step": step}})
     if best is not None:
-        files.point(writer.run.checkpoints, "best", best)
+        format.point(writer.run.checkpoints, "best", best)
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -107,11 +103,11 @@ def test_a_bucket_that_is_away_is_tried_again_until_it_is_back(
     thread.look()
     until(lambda: events(writer, "upload_failed"))
     assert not thread.wait(0.2)
-    assert files.verified(writer.run.checkpoints, 5).step == 5
+    assert format.verified(writer.run.checkpoints, 5).step == 5
     bucket[1].over()
     assert thread.wait(SOON)
     assert Pointers.read(store) == Pointers(5, None)
-    assert remote.record_of(store, 5) == files.verified(writer.run.checkpoints, 5)
+    assert remote.record_of(store, 5) == format.verified(writer.run.checkpoints, 5)
     assert len(events(writer, "upload_failed")) == len(events(writer, "upload_recovered")) == 1
 
 
@@ -142,7 +138,7 @@ def test_a_place_that_comes_back_empty_gets_all_that_makes_a_run(
         Store(store.url)._fs.rm(store.url, recursive=True)
     assert thread.wait(SOON)
     back = fetch_run(store.url, tmp_path / "elsewhere")
-    assert (files.resolve(back.checkpoints, "latest"), files.resolve(back.checkpoints, "best")) == (2, 1)
+    assert (format.resolve(back.checkpoints, "latest"), format.resolve(back.checkpoints, "best")) == (2, 1)
     assert (back.path / "config.yaml").is_file()
 
 
@@ -184,7 +180,7 @@ def test_one_that_is_deleted_here_while_it_goes_up_arrives_whole(
     put = store.put
 
     def delete_first(file: Path, name: str) -> None:
-        shutil.rmtree(files.path_of(writer.run.checkpoints, 1), ignore_errors=True)
+        shutil.rmtree(format.path_of(writer.run.checkpoints, 1), ignore_errors=True)
         put(file, name)
 
     monkeypatch.setattr(store, "put", delete_first)
@@ -201,11 +197,11 @@ def test_other_weights_of_the_same_step_replace_the_first(uploads: Any, tmp_path
     thread, writer, store = uploads
     for content in (1, 2):
         weights = {"weight": torch.full((10,), float(content))}
-        files.write(writer.run.checkpoints, 7, {"model": weights}, {})
+        format.write(writer.run.checkpoints, 7, {"model": weights}, {})
         thread.look()
         assert thread.wait(SOON)
     run = fetch_run(store.url, tmp_path / "elsewhere")
-    assert files.verified(run.checkpoints, 7) == files.verified(writer.run.checkpoints, 7)
+    assert format.verified(run.checkpoints, 7) == format.verified(writer.run.checkpoints, 7)
 
 
 def test_what_an_attempt_had_no_time_for_goes_up_at_the_next_start_and_nothing_twice(
@@ -243,9 +239,9 @@ def test_a_whole_run_folder_comes_back(uploads: Any, tmp_path: Path) -> None:
     assert run.path == tmp_path / "elsewhere" / "first"
     assert run.config.read_text() == writer.run.config.read_text()
     assert (run.code / "jobs" / "own.py").read_text() == "print('hello')\n"
-    assert (files.pointed(run.checkpoints, "latest"), files.pointed(run.checkpoints, "best")) == (2, 1)
+    assert (format.pointed(run.checkpoints, "latest"), format.pointed(run.checkpoints, "best")) == (2, 1)
     for step in (1, 2):
-        assert files.verified(run.checkpoints, step) == files.verified(writer.run.checkpoints, step)
+        assert format.verified(run.checkpoints, step) == format.verified(writer.run.checkpoints, step)
     assert Attempt.begin(run).number == 1, "the number of the attempt that is known there is taken"
     assert remote.claim(store.url.rpartition("/")[0], run).url == store.url
     # Again: what is here already is not fetched, and what is newer is.
@@ -253,7 +249,7 @@ def test_a_whole_run_folder_comes_back(uploads: Any, tmp_path: Path) -> None:
     thread.look()
     assert thread.wait(SOON)
     assert fetch_run(store.url, tmp_path / "elsewhere").path == run.path
-    assert files.pointed(run.checkpoints, "latest") == 3
+    assert format.pointed(run.checkpoints, "latest") == 3
     assert bring_back(store, run) == []
 
 
@@ -271,7 +267,7 @@ def test_a_change_on_the_way_is_seen_and_the_other_checkpoint_taken(
     content[-1] ^= 1
     patient.write(bytes(content), name)
     run = fetch_run(store.url, tmp_path / "elsewhere")
-    assert files.pointed(run.checkpoints, "latest") == 1
+    assert format.pointed(run.checkpoints, "latest") == 1
     assert "the content of model.safetensors has changed" in capsys.readouterr().err
 
 
@@ -320,11 +316,11 @@ def test_code_that_is_more_than_code_is_refused(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folders of any depth take minutes to make; of a header's own length nothing but memory is a bound."""
-    monkeypatch.setattr(fetching, "_LONGEST_CODE", 1 << 20)
+    monkeypatch.setattr(transfer, "_LONGEST_CODE", 1 << 20)
     tracemalloc.start()
     try:
         with pytest.raises(StoreError, match="is not what a run has written"):
-            fetching._unpack(content, tmp_path)
+            transfer._unpack(content, tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:
         tracemalloc.stop()
@@ -333,7 +329,7 @@ def test_code_that_is_more_than_code_is_refused(
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
 def test_of_code_only_files_are_taken(kind: bytes, tmp_path: Path) -> None:
-    fetching._unpack(packed("code/a", b"", kind), tmp_path)
+    transfer._unpack(packed("code/a", b"", kind), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,20 +11,19 @@ import torch
 
 from tests.checkpoint.bucket import Trouble
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
-from trainkit.checkpoint import files
-from trainkit.checkpoint.fetching import fetch_run
-from trainkit.checkpoint.uploading import send_rest
+from trainkit.checkpoint import format
+from trainkit.checkpoint.transfer import fetch_run, send_rest
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import UserError
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 
 SETTINGS = ("train.max_steps=24", "model.dropout=0.2", "checkpoint.every_steps=5")
 
 
 def weights(folder: Path) -> bytes:
-    step = files.resolve(folder / "checkpoints", "latest")
-    return (files.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
+    step = format.resolve(folder / "checkpoints", "latest")
+    return (format.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
 
 
 def test_a_run_whose_disk_is_lost_ends_as_one_that_was_never_interrupted(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_what_a_finished_run_could_not_send_goes_later(bucket: tuple[str, Troubl
     run = RunDir.create(tmp_path / "single-0001", to_yaml(load("single").config))
     run.attempt_logs(0).mkdir(parents=True)
     weights = {"weight": torch.ones(3)}
-    files.write(run.checkpoints, 7, {"model": weights, "optimizer": weights}, {"progress": {"step": 7}})
+    format.write(run.checkpoints, 7, {"model": weights, "optimizer": weights}, {"progress": {"step": 7}})
     bucket[1].refuse = True
     with pytest.raises(UserError, match="cannot be used"):
         send_rest(run, bucket[0])
@@ -96,7 +95,7 @@ def test_what_a_finished_run_could_not_send_goes_later(bucket: tuple[str, Troubl
     assert send_rest(run, bucket[0]) == f"{bucket[0]}/single-0001"
     shutil.rmtree(run.path)
     back = fetch_run(f"{bucket[0]}/single-0001", tmp_path)
-    assert files.resolve(back.checkpoints, "latest") == 7
+    assert format.resolve(back.checkpoints, "latest") == 7
     assert not back.lease.exists()
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
-from trainkit.checkpoint import files
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint import format
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed, distributed
@@ -110,7 +110,7 @@ def test_a_full_disk_is_said_so_and_leaves_the_checkpoint_before_it(tmp_path: Pa
     assert f"Make room, then `python -m jobs.resume {tmp_path.parent}`" in said
     assert "/model" in said.split("why: ")[1].split("\n")[0], "the file is named"
     assert left == ["latest", "step-00000001"]
-    files.verified(tmp_path, 1)
+    format.verified(tmp_path, 1)
 
 
 def test_nothing_is_restored_from_nothing(tmp_path: Path) -> None:

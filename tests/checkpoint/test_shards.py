@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint import files, tensorfile
-from trainkit.checkpoint.record import BrokenCheckpointError, Record, file_name, stem_of
-from trainkit.checkpoint.stored import Stored, read_tensors
-from trainkit.checkpoint.tensorfile import Entry
+from trainkit.checkpoint import format
+from trainkit.checkpoint import tensors as checkpoint_tensors
+from trainkit.checkpoint.format import BrokenCheckpointError, Record, file_name, stem_of
+from trainkit.checkpoint.tensors import Entry, Stored, read_tensors
 
 WHOLE = torch.arange(24.0).view(6, 4)
 
@@ -23,14 +23,14 @@ def part(rows: slice, columns: slice = slice(0, 4), whole: tuple[int, ...] = (6,
 
 def written(folder: Path, *parts: tuple[Entry, Tensor]) -> Record:
     """A checkpoint with each part in a file of its own."""
-    partial, facts = files.begin(folder, 1), {}
+    partial, facts = format.begin(folder, 1), {}
     for index, (entry, value) in enumerate(parts):
         name = file_name("model", index, len(parts))
-        held = tensorfile.as_bytes(value)
-        with files.new_file(partial, name) as out:
-            facts[name] = tensorfile.write(out, [entry], lambda _, held=held: held)  # type: ignore[misc]
-    files.commit(folder, Record(1, {}, facts))
-    return files.verified(folder, 1)
+        held = checkpoint_tensors.as_bytes(value)
+        with format.new_file(partial, name) as out:
+            facts[name] = checkpoint_tensors.write(out, [entry], lambda _, held=held: held)  # type: ignore[misc]
+    format.commit(folder, Record(1, {}, facts))
+    return format.verified(folder, 1)
 
 
 def test_parts_make_a_whole(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_parts_that_make_no_whole_are_a_broken_checkpoint(
 
 def test_a_file_that_is_missing_is_a_broken_checkpoint(tmp_path: Path) -> None:
     written(tmp_path, part(slice(0, 2)), part(slice(2, 6)))
-    (files.path_of(tmp_path, 1) / file_name("model", 1, 2)).unlink()
+    (format.path_of(tmp_path, 1) / file_name("model", 1, 2)).unlink()
     with pytest.raises(BrokenCheckpointError, match="No such file"):
-        files.verified(tmp_path, 1)
+        format.verified(tmp_path, 1)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_safetensors_own_library_reads_what_is_written(tmp_path: Path) -> None:
         "mask": torch.tensor([[True], [False]]),
         "turned": torch.arange(6.0).view(2, 3).t(),
     }
-    files.write(tmp_path, 1, {"model": tensors}, {})
-    found = load_file(files.path_of(tmp_path, 1) / "model.safetensors")
+    format.write(tmp_path, 1, {"model": tensors}, {})
+    found = load_file(format.path_of(tmp_path, 1) / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(
         value.dtype == tensors[name].dtype and torch.equal(value, tensors[name]) for name, value in found.items()

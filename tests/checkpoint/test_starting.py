@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.rank_functions import run_ranks
-from trainkit.checkpoint.starting import start_from
+from trainkit.checkpoint.weights import start_from
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv

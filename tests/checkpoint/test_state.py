@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import weights_of
 from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed, distributed

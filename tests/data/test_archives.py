@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.data.archives import (
+from trainkit.data.download import (
     HashingReader,
     complete_folder,
     download,

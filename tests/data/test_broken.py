@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainkit.data import image_folder
 from trainkit.data.base import Splits
-from trainkit.data.broken import Broken
-from trainkit.data.images import BrokenImageError
+from trainkit.data.datasets import image_folder
+from trainkit.data.folders import Broken, BrokenImageError
 from trainkit.data.loader import eval_batches, train_batches
 from trainkit.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 
-from trainkit.data import cifar10
+from trainkit.data.datasets import cifar10
 from trainkit.errors import UserError
 
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, cinic10, pack_data
-from trainkit.data.base import Splits
-from trainkit.data.batch import Batch
-from trainkit.data.loader import eval_batches, resolve_workers, train_batches
-from trainkit.data.tensors import TensorSamples
+from trainkit.data import build_data, pack_data
+from trainkit.data.base import Batch, Splits
+from trainkit.data.datasets import cinic10
+from trainkit.data.loader import TensorSamples, eval_batches, resolve_workers, train_batches
 from trainkit.errors import UserError
 
 

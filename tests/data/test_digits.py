@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data import digits
 from trainkit.data.base import normalize
+from trainkit.data.datasets import digits
 from trainkit.errors import UserError
 
 ROOT = Path("nowhere")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from timm.data import random_erasing
 
-from trainkit.data import draws
-from trainkit.data.erasing import RandomErasing
+from trainkit.data import order
+from trainkit.data.augment import RandomErasing
 
 COUNT = 2000
-KEYS = draws.keys(0, 0, torch.arange(COUNT))
+KEYS = order.keys(0, 0, torch.arange(COUNT))
 IMAGES = torch.full((COUNT, 3, 20, 16), 5.0)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchvision
 
-from trainkit.data import fashion_mnist
+from trainkit.data.datasets import fashion_mnist
 from trainkit.errors import UserError
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.data.folders import ImageFiles, read_split, require_classes, scan
-from trainkit.data.tree import Listing, Tree
+from trainkit.data.folders import ImageFiles, Listing, Tree, read_split, require_classes, scan
 from trainkit.errors import UserError
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.data import image_folder
 from trainkit.data.base import Samples, Splits
+from trainkit.data.datasets import image_folder
 from trainkit.data.folders import ImageFiles
 from trainkit.errors import UserError
 

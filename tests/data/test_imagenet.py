@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.data import imagenet
+from trainkit.data.datasets import imagenet
 from trainkit.errors import UserError
 
 

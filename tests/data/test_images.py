@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from trainkit.data.images import BrokenImageError, read_image
+from trainkit.data.folders import BrokenImageError, read_image
 from trainkit.errors import UserError
 
 RED = (200, 30, 40)

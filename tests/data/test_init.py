@@ -13,7 +13,7 @@ import pytest
 
 from trainkit import plugins
 from trainkit.data import build_data, check_data, train_size
-from trainkit.data.tree import counted
+from trainkit.data.folders import counted
 from trainkit.errors import UserError
 
 
@@ -28,7 +28,7 @@ class Choice:
 
 OWN = """
 import torch
-from trainkit.data import synthetic
+from trainkit.data.datasets import synthetic
 
 def make(root, *, size: int = 10):
     return synthetic.build(root, train_size=size)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from trainkit import lifetime
 from trainkit.data import loader
-from trainkit.data.base import DataInfo, Splits
-from trainkit.data.batch import Batch
+from trainkit.data.base import Batch, DataInfo, Splits
 from trainkit.data.loader import Batches, default_workers, eval_batches, resolve_workers, train_batches
 from trainkit.data.order import epoch_order
 from trainkit.errors import UserError
@@ -215,7 +214,7 @@ def test_a_rank_that_dies_without_closing_leaves_no_worker(ending: str, tmp_path
 import psutil
 from pathlib import Path
 from trainkit.data import synthetic
-from trainkit.data.batch import Batch
+from trainkit.data.base import Batch
 from trainkit.data.loader import train_batches
 splits = synthetic.build(Path("."), image_size=8, train_size=64)
 found = train_batches(splits, seed=0, start_step=0, stop_step=99, global_batch_size=8, micro_batch_size=8,

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.base import DataInfo, Splits
-from trainkit.data.batch import Batch
-from trainkit.data.loader import Batches, eval_batches, train_batches
-from trainkit.data.memory import placed
+from trainkit.data.base import Batch, DataInfo, Splits
+from trainkit.data.loader import Batches, TensorSamples, eval_batches, placed, tensor_transforms, train_batches
 from trainkit.data.order import epoch_order
-from trainkit.data.tensors import TensorSamples, tensor_transforms
 
 SIZE = 50
 INFO = DataInfo("numbers", 2, 1, 6, ("even", "odd"), (0.5,), (0.5,))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from scipy.special import betainc  # type: ignore[import-untyped]
 
-from trainkit.data import draws
-from trainkit.data.mixing import Mixing, beta, boxes
+from trainkit.data import order
+from trainkit.data.augment import Mixing, beta, boxes
 
 COUNT = 4000
-KEYS = draws.keys(0, 0, torch.arange(COUNT))
+KEYS = order.keys(0, 0, torch.arange(COUNT))
 LABELS = torch.arange(COUNT) % 10
 RANDOM = torch.Generator().manual_seed(0)
 IMAGES = torch.rand((COUNT, 1, 6, 8), generator=RANDOM)
@@ -27,7 +27,7 @@ def partner(column: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 32.0])
 def test_the_shares_are_of_the_beta_distribution(alpha: float) -> None:
     """The largest distance between the two distribution functions (Kolmogorov and Smirnov), at 0.1 %."""
-    drawn = beta(alpha, draws.uniform(KEYS, 0), draws.uniform(KEYS, 1)).sort().values
+    drawn = beta(alpha, order.uniform(KEYS, 0), order.uniform(KEYS, 1)).sort().values
     expected = torch.from_numpy(betainc(alpha, alpha, drawn.numpy()))
     distance = (expected - torch.arange(COUNT) / COUNT).abs().max()
     assert distance < 1.95 / COUNT**0.5

@@ -15,12 +15,12 @@ from PIL import Image
 
 from jobs import prepare
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, check_data, image_folder, pack_data, packing
-from trainkit.data.broken import Broken
-from trainkit.data.images import BrokenImageError, read_content, read_image
+from trainkit.data import build_data, check_data, pack_data
+from trainkit.data import pack as data_pack
+from trainkit.data.datasets import image_folder
+from trainkit.data.folders import Broken, BrokenImageError, read_content, read_image
 from trainkit.data.loader import train_batches
-from trainkit.data.pack import Pack
-from trainkit.data.packing import Kind, write_pack
+from trainkit.data.pack import Kind, Pack, write_pack
 from trainkit.errors import RunFailedError, UserError
 
 
@@ -153,7 +153,7 @@ def test_a_worker_that_is_killed_is_said_and_the_next_call_goes_on(
         return read_content(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "read_content", killed)
+        patch.setattr(data_pack, "read_content", killed)
         with pytest.raises(RunFailedError, match=r"A process that packs images was killed[\s\S]*fewer --workers"):
             pack(root, workers=2)
     assert len(pack(root, workers=2).splits["train"]) == 2
@@ -214,7 +214,7 @@ def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(
 def test_a_full_disk_says_what_stays_and_once_there_is_room_the_next_call_goes_on(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append, made = packing._append, 0
+    append, made = data_pack._append, 0
 
     def full(*args: Any) -> int:
         nonlocal made
@@ -223,7 +223,7 @@ def test_a_full_disk_says_what_stays_and_once_there_is_room_the_next_call_goes_o
             raise OSError(28, "No space left on device")
         return append(*args)
 
-    monkeypatch.setattr(packing, "_append", full)
+    monkeypatch.setattr(data_pack, "_append", full)
     final, said = root / "image_folder-64.pack", list[str]()
     with pytest.raises(
         UserError, match=r"No space left[\s\S]*image_folder-64\.pack\.partial: the same command goes on"

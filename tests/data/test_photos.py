@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.transforms import functional, v2
 
 from trainkit.data.base import ModelInput
-from trainkit.data.photos import RandomPart, photo_statistics, photo_transforms, random_part
+from trainkit.data.folders import RandomPart, photo_statistics, photo_transforms, random_part
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from trainkit.data import plain_pickle
+from trainkit.data.datasets import cifar10
 from trainkit.errors import UserError
 
 
@@ -26,7 +26,7 @@ def test_arrays_come_back_as_they_were(tmp_path: Path, protocol: int, kind: str)
     array = numpy.arange(12).reshape(3, 4).astype(kind)
     file = tmp_path / "batch"
     file.write_bytes(pickle.dumps({b"data": array, "labels": [1, 2]}, protocol=protocol))
-    value = plain_pickle.load(file)
+    value = cifar10.load(file)
     assert value["labels"] == [1, 2]
     assert value["data"].dtype == array.dtype
     assert numpy.array_equal(value["data"], array)
@@ -40,14 +40,14 @@ def test_what_python_2_wrote_is_read(tmp_path: Path) -> None:
         b"\xff\xffK\x00tb\x89U\x04\x01\x02\xfe\xfftbs."
     )
     (tmp_path / "batch").write_bytes(written)
-    assert plain_pickle.load(tmp_path / "batch")["data"].tolist() == [[1, 2], [254, 255]]
+    assert cifar10.load(tmp_path / "batch")["data"].tolist() == [[1, 2], [254, 255]]
 
 
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     file = tmp_path / "batch"
     file.write_bytes(pickle.dumps({"data": Evil(tmp_path / "done")}, protocol=2))
     with pytest.raises(UserError, match=r"It wants to run '(posix|os)\.mkdir'"):
-        plain_pickle.load(file)
+        cifar10.load(file)
     assert not (tmp_path / "done").exists()
 
 
@@ -55,7 +55,7 @@ def test_an_array_of_objects_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "batch"
     file.write_bytes(pickle.dumps(numpy.array([object, 1], dtype=object), protocol=2))
     with pytest.raises(UserError, match="is no file of plain arrays"):
-        plain_pickle.load(file)
+        cifar10.load(file)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_an_array_of_objects_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_an_error_for_the_user(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "batch").write_bytes(content)
     with pytest.raises(UserError, match="is no file of plain arrays"):
-        plain_pickle.load(tmp_path / "batch")
+        cifar10.load(tmp_path / "batch")
 
 
 def test_a_missing_file_is_an_error_for_the_user(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Cannot read"):
-        plain_pickle.load(tmp_path / "batch")
+        cifar10.load(tmp_path / "batch")

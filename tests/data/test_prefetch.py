@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.batch import Batch
-from trainkit.data.prefetch import on_gpu
+from trainkit.data.base import Batch
+from trainkit.data.loader import on_gpu
 from trainkit.errors import UserError
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from trainkit.data import draws
-from trainkit.data.rand_augment import RandAugment
+from trainkit.data import order
+from trainkit.data.augment import RandAugment
 
-KEYS = draws.keys(0, 0, torch.arange(200))
+KEYS = order.keys(0, 0, torch.arange(200))
 IMAGES = torch.randint(0, 256, (200, 3, 17, 14), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
@@ -33,7 +33,7 @@ def test_each_image_is_what_torchvisions_makes_of_it_with_the_same_draws(
 
 
 def test_every_operation_comes_up_as_often_and_half_go_the_other_way() -> None:
-    (drawn,) = RandAugment(1, 9).draw(draws.keys(1, 1, torch.arange(28_000)))
+    (drawn,) = RandAugment(1, 9).draw(order.keys(1, 1, torch.arange(28_000)))
     counts = torch.bincount(drawn, minlength=28).view(14, 2)
     assert ((counts.sum(1) - 2000).abs() < 250).all()
     signed = counts[:, 1] > 0

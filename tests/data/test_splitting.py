@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
-from trainkit.data.splitting import stratified_split
+from trainkit.data.base import stratified_split
 
 
 def test_parts_cover_everything_once() -> None:

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from tests.rank_functions import run_ranks
+from trainkit import fileio
 from trainkit.config.loading import load
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, image_folder, staging
-from trainkit.data.pack import Pack
-from trainkit.data.packing import write_pack
-from trainkit.data.staging import scratch, stage, staged, staged_folder
+from trainkit.data import build_data
+from trainkit.data import pack as data_pack
+from trainkit.data.datasets import image_folder
+from trainkit.data.pack import Pack, scratch, stage, staged, staged_folder, write_pack
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
-from trainkit.records import files
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_copy_is_the_pack(pack: Pack, disk: Path) -> None:
 
 def test_a_second_job_on_the_node_copies_nothing(pack: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage(pack.folder, disk)
-    monkeypatch.setattr(files, "copy", None)
+    monkeypatch.setattr(fileio, "copy", None)
     assert stage(pack.folder, disk) == ""
 
 
@@ -93,7 +93,7 @@ def test_a_copy_of_an_older_pack_is_not_taken_for_the_new(pack: Pack, disk: Path
 
 
 def test_a_disk_without_room_is_left_alone(pack: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "free_bytes", lambda disk: 1000)
+    monkeypatch.setattr(data_pack, "free_bytes", lambda disk: 1000)
     assert "0.0 GB left" in stage(pack.folder, disk)
     assert not staged_folder(pack.folder, disk).exists()
 

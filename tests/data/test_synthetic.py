@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data import synthetic
-from trainkit.data.tensors import TensorSamples
+from trainkit.data.datasets import synthetic
+from trainkit.data.loader import TensorSamples
 from trainkit.errors import UserError
 
 ROOT = Path("nowhere")

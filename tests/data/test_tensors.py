@@ -4,10 +4,10 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional
 
-from trainkit.data import draws
-from trainkit.data.tensors import TensorSamples, TensorTransform, tensor_transforms
+from trainkit.data import order
+from trainkit.data.loader import TensorSamples, TensorTransform, tensor_transforms
 
-KEYS = draws.keys(0, 0, torch.arange(400))
+KEYS = order.keys(0, 0, torch.arange(400))
 
 
 def gradient(size: int = 8) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_one_image_alone_is_what_a_batch_of_one_gives() -> None:
 
 
 def test_every_window_comes_up_as_often_and_half_are_mirrored() -> None:
-    drawn = TensorTransform(8, 2, True).draw(draws.keys(1, 1, torch.arange(10_000)))
+    drawn = TensorTransform(8, 2, True).draw(order.keys(1, 1, torch.arange(10_000)))
     counts = torch.bincount(drawn @ torch.tensor([10, 2, 1]), minlength=50)
     assert len(counts) == 50
     assert ((counts - 200).abs() < 80).all()

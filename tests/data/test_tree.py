@@ -7,7 +7,7 @@ import pytest
 from tests.rank_functions import run_ranks
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data
-from trainkit.data.tree import Listing, Tree, class_folders, image_files
+from trainkit.data.folders import Listing, Tree, class_folders, image_files
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
 from trainkit.ranks.env import RankEnv

@@ -27,8 +27,8 @@ from jobs import why
 from trainkit.cluster.queue import job_state
 from trainkit.config.loading import load, to_yaml
 from trainkit.diagnosis.causes import cause_of
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
 
 FRESH = Path(__file__).with_name("corpus") / "fresh"
 HELD_OUT = 30

@@ -19,8 +19,8 @@ from trainkit.data import build_data
 from trainkit.diagnosis import causes
 from trainkit.diagnosis.causes import TO_FILL_IN, Cause, cause_of, on_every_machine, rows, settings_of
 from trainkit.errors import UserError
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
 
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(causes.__file__).with_name("causes.yaml").read_text())
 UNKNOWN: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("unknown.yaml").read_text())

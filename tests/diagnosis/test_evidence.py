@@ -11,8 +11,8 @@ import pytest
 
 from trainkit.config.loading import load, to_yaml
 from trainkit.diagnosis.evidence import crash_of, failure_of, last_error, tail_of, traceback_of
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
 
 TRACEBACK = """\
 some warning

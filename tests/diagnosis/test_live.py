@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
 from trainkit.diagnosis.live import course_of
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
 
@@ -29,16 +29,20 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def began(run: RunDir, ago: float, attempt: int = 1, **facts: Any) -> None:
-    jsonl.append(run.events, {"time": NOW - ago, "event": "started", "attempt": attempt, "total_steps": 330, **facts})
+    fileio.append_jsonl(
+        run.events, {"time": NOW - ago, "event": "started", "attempt": attempt, "total_steps": 330, **facts}
+    )
 
 
 def record(run: RunDir, ago: float, step: int) -> None:
-    jsonl.append(run.metrics, {"time": NOW - ago, "split": "train", "step": step, "epoch": step / 10, "loss": 1.0})
+    fileio.append_jsonl(
+        run.metrics, {"time": NOW - ago, "split": "train", "step": step, "epoch": step / 10, "loss": 1.0}
+    )
 
 
 def sample(run: RunDir, host: str, ago: float, *used: float) -> None:
     gpus = {"gpus": [{"index": index, "util_percent": value} for index, value in enumerate(used)]} if used else {}
-    jsonl.append(run.hardware(host), {"time": NOW - ago, "cpu_percent": 50.0, **gpus})
+    fileio.append_jsonl(run.hardware(host), {"time": NOW - ago, "cpu_percent": 50.0, **gpus})
 
 
 def test_it_says_what_it_does_and_at_what_pace(run: RunDir) -> None:
@@ -106,6 +110,6 @@ def test_records_that_nobody_could_have_written_are_passed_over(run: RunDir) -> 
 def test_a_rank_of_this_attempt_for_which_all_others_wait_is_named(run: RunDir) -> None:
     for attempt, rank, times in ((0, 1, 9.0), (1, 3, 2.0), (1, 3, 2.5)):
         event = {"event": "straggler", "attempt": attempt, "rank": rank, "host": f"n{rank}", "times": times, "step": 9}
-        jsonl.append(run.events, {"time": NOW - 300, **event})
+        fileio.append_jsonl(run.events, {"time": NOW - 300, **event})
     (smell,) = course_of(run, NOW).smells
     assert smell.text == "rank 3 on n3 needs 2.5 times as long as the others, who wait for it"

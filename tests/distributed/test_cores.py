@@ -15,7 +15,7 @@ PROJECT = Path(__file__).parents[2]
 BEGIN = """
 import os, threading, time
 import torch
-from trainkit.distributed.cores import _Teams, sharing_cores
+from trainkit.distributed.process_group import _Teams, sharing_cores
 torch.set_num_threads(2)
 numbers = torch.zeros(1 << 20)
 def looking_on():

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.cluster.node_facts import busy_processes, disk_facts, node_facts
-from trainkit.distributed.bandwidth import rounds
-from trainkit.distributed.health import matmul_check
+from trainkit.distributed.health import matmul_check, rounds
+from trainkit.site.node_health import busy_processes, disk_facts, node_facts
 
 PROJECT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.rank_functions import rank_env
-from trainkit.distributed.interfaces import HEAD, interfaces_set
+from trainkit.distributed.meeting import HEAD, interfaces_set
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
 

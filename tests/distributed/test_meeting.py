@@ -23,9 +23,7 @@ from trainkit.distributed import meeting
 from trainkit.distributed.meeting import SealedStore
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.rendezvous import free_port
-from trainkit.ranks.secret import NO_SECRET, Secret
+from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, free_port
 
 OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
 

@@ -16,7 +16,7 @@ from trainkit.ranks.env import RankEnv
 
 PROJECT = Path(__file__).resolve().parents[2]
 # Reads CIFAR's pickles, without running what they hold.
-PLAIN = "trainkit/data/plain_pickle.py"
+PLAIN = "trainkit/data/datasets/cifar10.py"
 
 
 def _unpickles(source: str) -> Iterator[str]:

@@ -9,8 +9,7 @@ import torch
 from tests.rank_functions import rank_env, run_ranks
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.rendezvous import free_port
+from trainkit.ranks.env import RankEnv, free_port
 
 
 def _talk(env: RankEnv) -> tuple[bool, bool, int, str, list[int]]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from trainkit.distributed.stop import stop_on_signal
+from trainkit.ranks.signals import stop_on_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
@@ -29,7 +29,7 @@ def test_the_handlers_are_put_back() -> None:
 def test_a_process_on_its_way_out_is_not_killed_by_the_second_signal() -> None:
     code = (
         "import os, signal\n"
-        "from trainkit.distributed.stop import stop_on_signal\n"
+        "from trainkit.ranks.signals import stop_on_signal\n"
         "with stop_on_signal(): pass\n"
         "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGUSR2)\n"
         "print('still here')"
@@ -46,6 +46,6 @@ def test_a_signal_that_came_while_blocked_is_not_lost() -> None:
 
 
 def test_the_handlers_come_before_torch() -> None:
-    code = "import trainkit.distributed.stop, jobs.train, sys; print('torch' in sys.modules)"
+    code = "import trainkit.ranks.signals, jobs.train, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

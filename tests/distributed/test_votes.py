@@ -7,8 +7,7 @@ from unittest import mock
 import torch.distributed as c10d
 
 from tests.rank_functions import run_ranks
-from trainkit.distributed.process_group import distributed
-from trainkit.distributed.votes import FIRST, MOST_APART, StopVote
+from trainkit.distributed.process_group import FIRST, MOST_APART, StopVote, distributed
 from trainkit.ranks.env import RankEnv
 
 ASKED = FIRST + 50
@@ -26,7 +25,7 @@ def _polls(env: RankEnv) -> tuple[list[int], int, int]:
 
     with (
         distributed(env, use_gpu=False) as dist,
-        mock.patch("trainkit.distributed.votes.monotonic", side_effect=lambda: now),
+        mock.patch("trainkit.distributed.process_group.monotonic", side_effect=lambda: now),
     ):
         early, late = StopVote(dist), StopVote(dist)
         first = [poll(early, asks=dist.rank == 1 and number == 2) for number in range(5)].index(True)

@@ -20,12 +20,10 @@ from trainkit.data.loader import Batches
 from trainkit.distributed import watchdog as module
 from trainkit.distributed.process_group import distributed
 from trainkit.distributed.watchdog import Place, Stand, verdict, watchdog
-from trainkit.ranks.env import RankEnv
-from trainkit.ranks.heartbeat import is_hang
-from trainkit.ranks.rendezvous import free_port
-from trainkit.records.attempts import Attempt
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.ranks.env import RankEnv, free_port
+from trainkit.ranks.signals import is_hang
+from trainkit.run.events import Attempt, life_of
+from trainkit.run.folder import RunDir
 
 HOSTS = ("n1", "n2")
 

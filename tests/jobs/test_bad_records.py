@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
-from trainkit.records import jsonl
-from trainkit.records.attempts import submitted
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import submitted
+from trainkit.run.folder import RunDir
 
 Command = Callable[..., Any]
 HUGE = "9" * 5000
@@ -34,7 +34,7 @@ def sparse(size: int) -> Callable[[Path], None]:
 
 def good(path: Path) -> RunDir:
     run = RunDir.create(path, to_yaml(load("ddp").config))
-    jsonl.append(run.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39, "loss": 1.0})
+    fileio.append_jsonl(run.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39, "loss": 1.0})
     return run
 
 
@@ -186,8 +186,8 @@ def test_nothing_that_a_terminal_obeys_comes_out_of_a_record(
 ) -> None:
     run = good(tmp_path / "runs" / "evil\x1b[31m\n-0001")
     submitted(run, "local", EVIL)
-    jsonl.append(run.events, {"event": EVIL, "time": 1, "error": EVIL, EVIL: EVIL})
-    jsonl.append(run.events, {"event": "failed", "time": 1, "rank": 0, "error": EVIL})
+    fileio.append_jsonl(run.events, {"event": EVIL, "time": 1, "error": EVIL, EVIL: EVIL})
+    fileio.append_jsonl(run.events, {"event": "failed", "time": 1, "rank": 0, "error": EVIL})
     for verb in ("status", "logs", "cancel"):
         done = command(verb, str(run.path))
         for forbidden in ("\x1b", "\x9b", "\x07", "\u202e"):
@@ -201,7 +201,7 @@ def test_a_job_id_that_is_none_never_reaches_scancel(
     command: Command, fake_slurm: Path, tmp_path: Path, job_id: str
 ) -> None:
     run = good(tmp_path / "runs" / "bad-0001")
-    jsonl.append(run.events, {"event": "submitted", "executor": "slurm", "job_id": job_id, "time": 1})
+    fileio.append_jsonl(run.events, {"event": "submitted", "executor": "slurm", "job_id": job_id, "time": 1})
     assert command("cancel", str(run.path)).code == 0
     assert not (fake_slurm / "cancelled").exists()
 

@@ -15,11 +15,9 @@ from trainkit.cluster.queue import job_state, job_states
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
-from trainkit.records.attempts import submitted
-from trainkit.records.events import append_event, read_events
-from trainkit.records.history import life_of
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event, life_of, read_events, submitted
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
 
 Command = Callable[..., Any]
 MakeRun = Callable[..., tuple[RunDir, Plan]]

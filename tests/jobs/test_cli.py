@@ -18,7 +18,7 @@ from jobs.__main__ import verbs
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import RefusedError, UserError
-from trainkit.records.rundir import RunDir, find_run
+from trainkit.run.folder import RunDir, find_run
 
 PROJECT = Path(__file__).parents[2]
 Command = Callable[..., Any]

@@ -15,9 +15,9 @@ import pytest
 
 from tests import containers
 from tests.runs import last_event
-from trainkit.ranks.rendezvous import free_port
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.ranks.env import free_port
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 
 pytestmark = [
     pytest.mark.long,

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.far_side import BEGIN
 from trainkit.config.loading import load, to_yaml
-from trainkit.records.events import append_event
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
+from trainkit.site.ssh import BEGIN
 
 Command = Callable[..., Any]
 PROJECT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.rank_functions import run_command, run_ranks, train_run
-from trainkit.records.rundir import RunDir
 from trainkit.report.facts import Facts
+from trainkit.run.folder import RunDir
 
 PROJECT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.rank_functions import run_command
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 
 Command = Callable[..., Any]
 QUICK = ("train.epochs=1", "schedule.warmup_epochs=0", "monitor.loggers=[jsonl]")

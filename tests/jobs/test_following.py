@@ -12,16 +12,15 @@ import pytest
 
 from jobs import following
 from trainkit.monitor import follow
-from trainkit.records.attempts import Attempt, submitted
-from trainkit.records.events import read_events
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import Attempt, read_events, submitted
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
 
 JOB = """
 import sys, time
 from pathlib import Path
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import Attempt
+from trainkit.run.folder import RunDir
 attempt = Attempt(RunDir(Path(sys.argv[1])), 0)
 sys.stdin.readline()
 attempt.started(total_steps=1)

@@ -16,11 +16,10 @@ import trainkit
 from trainkit import plugins
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RefusedError, UserError
-from trainkit.records.events import append_event
-from trainkit.records.history import life_of
-from trainkit.records.ownership import require_own_code
-from trainkit.records.rundir import RunDir
 from trainkit.report.facts import Facts
+from trainkit.run.events import append_event, life_of
+from trainkit.run.folder import RunDir
+from trainkit.run.ownership import require_own_code
 
 Command = Callable[..., Any]
 MARK = "it-ran"

@@ -14,7 +14,7 @@ import trainkit
 from tests.jobs.conftest import PROJECT
 from trainkit.errors import RunFailedError, UserError
 from trainkit.launch.plan import Plan
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 QUICK = ("train.max_steps=20", "monitor.loggers=[jsonl]")
 

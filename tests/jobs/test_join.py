@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.collaborative.address import EXAMPLE
+from trainkit.swarm.address import EXAMPLE
 
 Command = Callable[..., Any]
 NOTEBOOK = Path(__file__).parents[2] / "jobs" / "notebooks" / "join_colab.ipynb"

@@ -15,8 +15,8 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
 from trainkit.monitor import rank_logs
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
 
 Command = Callable[..., Any]
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: bad\n'
@@ -121,8 +121,8 @@ def test_following_goes_across_attempts_and_ends_with_the_job(
     tmp_path: Path,
 ) -> None:
     body = """
-    from trainkit.records.attempts import Attempt
-    from trainkit.records.rundir import RunDir
+    from trainkit.run.events import Attempt
+    from trainkit.run.folder import RunDir
     attempt = os.environ['TRAINKIT_ATTEMPT']
     print(f'attempt {attempt} begins', flush=True)
     time.sleep(1)

@@ -15,8 +15,8 @@ from PIL import Image
 
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.training.parts import Linear, parts_of
-from trainkit.data.digits import build
-from trainkit.prediction import Predictor
+from trainkit.data.datasets.digits import build
+from trainkit.inference import Predictor
 from trainkit.terminal import name_of
 
 

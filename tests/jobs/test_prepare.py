@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from jobs import prepare
-from trainkit.data import cifar10, cinic10, fashion_mnist, imagenet
+from trainkit.data.datasets import cifar10, cinic10, fashion_mnist, imagenet
 from trainkit.errors import UserError
 
 WNIDS = ["n01440764", "n01443537", "n01484850"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jobs.report import main
+from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):
         run_dir = RunDir.create(tmp_path / "runs" / f"ddp-000{number}", "seed: 0\n")
-        jsonl.append(run_dir.metrics, {"step": 10, "epoch": 1.0, "split": "val", "loss": 0.5, "acc1": 90.0})
+        fileio.append_jsonl(run_dir.metrics, {"step": 10, "epoch": 1.0, "split": "val", "loss": 0.5, "acc1": 90.0})
     return {"TRAINKIT_RUNS": str(tmp_path / "runs")}
 
 
@@ -108,7 +108,7 @@ def test_a_run_of_a_million_records_is_reported_within_seconds(
 def test_a_received_folder_with_links_in_it_costs_no_file_of_ones_own(env: dict[str, str], tmp_path: Path) -> None:
     """Names that a stranger can foresee lead to the reader's own files, or to where a new one does harm."""
     run, home = tmp_path / "runs" / "ddp-0001", tmp_path / "home"
-    jsonl.append(run / "metrics.jsonl", {"step": 10, "epoch": 1.0, "split": "train", "loss": 0.5})
+    fileio.append_jsonl(run / "metrics.jsonl", {"step": 10, "epoch": 1.0, "split": "train", "loss": 0.5})
     home.mkdir()
     victims = {}
     for name in (".report.html.partial", "ddp-0001-curves.png", ".logbook.md.partial"):

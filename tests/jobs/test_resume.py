@@ -11,11 +11,9 @@ import pytest
 
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
-from trainkit.records.attempts import Attempt
-from trainkit.records.events import append_event, read_events
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import writing
+from trainkit.run.events import Attempt, append_event, read_events, writing
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
 
 PROJECT = Path(__file__).parents[2]
 Command = Callable[..., Any]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from trainkit.collaborative.home import Home
 from trainkit.config.loading import load, to_yaml
-from trainkit.records.attempts import Attempt, submitted
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import Attempt, submitted
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
+from trainkit.swarm.address import Home
 
 Command = Callable[..., Any]
 HOME = Home("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711)

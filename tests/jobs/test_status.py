@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from jobs.status import ASK_SECONDS, LOOK_SECONDS
+from trainkit import fileio
 from trainkit.cluster import recent
 from trainkit.config.loading import load, to_yaml
-from trainkit.records import jsonl
-from trainkit.records.events import append_event
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
 
 Command = Callable[..., Any]
 
@@ -48,8 +48,8 @@ def test_a_run_is_listed_with_state_progress_and_accuracy(
     run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
     run.attempt_logs(0).mkdir()
     append_event(run, "started", attempt=0, total_steps=380)
-    jsonl.append(run.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39})
-    jsonl.append(run.metrics, {"split": "train", "step": 30, "epoch": 1.58, "acc1": 47.5})
+    fileio.append_jsonl(run.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39})
+    fileio.append_jsonl(run.metrics, {"split": "train", "step": 30, "epoch": 1.58, "acc1": 47.5})
     done = command("status")
     assert done.code == 0
     header, line = done.out.splitlines()
@@ -128,15 +128,17 @@ def running(folder: Path, steps: int = 20) -> RunDir:
     for attempt in (0, 1):
         run.attempt_logs(attempt).mkdir()
     now = time.time()
-    jsonl.append(run.events, {"time": now - 60, "event": "started", "attempt": 1, "total_steps": 380})
+    fileio.append_jsonl(run.events, {"time": now - 60, "event": "started", "attempt": 1, "total_steps": 380})
     for step in range(1, steps + 1):
-        jsonl.append(run.metrics, {"time": now - steps + step, "split": "train", "step": step, "epoch": step / 19})
+        fileio.append_jsonl(
+            run.metrics, {"time": now - steps + step, "split": "train", "step": step, "epoch": step / 19}
+        )
     return run
 
 
 def test_programs_are_told_everything(command: Command, no_slurm: dict[str, str], tmp_path: Path) -> None:
     run = running(tmp_path / "runs" / "ddp-0001")
-    jsonl.append(
+    fileio.append_jsonl(
         run.metrics, {"time": time.time(), "split": "val", "step": 20, "epoch": 1.1, "acc1": 55.4, "loss": 2.0}
     )
     (told,) = json.loads(command("status", "--json").out)
@@ -201,10 +203,10 @@ def test_a_run_that_has_diverged_says_so_in_its_row(command: Command, no_slurm: 
     run = make(tmp_path / "runs" / "ddp-0001", **local(ProcessId.of(os.getpid())))
     append_event(run, "started", attempt=0, step=0, total_steps=40)
     for step, loss in ((5, 2.3), (10, None), (15, None)):
-        jsonl.append(run.metrics, {"split": "train", "step": step, "epoch": step / 20, "loss": loss})
+        fileio.append_jsonl(run.metrics, {"split": "train", "step": step, "epoch": step / 20, "loss": loss})
         append_event(run, "nonfinite", attempt=0, step=step, loss="nan")
     assert "DIVERGED: loss nan from step 10, 3 of 15 updates skipped" in command("status").out
-    jsonl.append(run.metrics, {"split": "train", "step": 20, "epoch": 1.0, "loss": 2.1})
+    fileio.append_jsonl(run.metrics, {"split": "train", "step": 20, "epoch": 1.0, "loss": 2.1})
     assert "DIVERGED" not in command("status").out
 
 
@@ -284,7 +286,7 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
             really(seconds)
             return
         looks.append(len(looks))
-        jsonl.append(run.metrics, {"time": time.time(), "split": "train", "step": 10 * len(looks), "epoch": 0.1})
+        fileio.append_jsonl(run.metrics, {"time": time.time(), "split": "train", "step": 10 * len(looks), "epoch": 0.1})
         if len(looks) == 4:
             raise KeyboardInterrupt
 
@@ -301,10 +303,12 @@ def test_a_thousand_runs_take_less_than_a_second(no_slurm: dict[str, str], tmp_p
     first = make(tmp_path / "runs" / "ddp-0000", executor="slurm", job_id="1000")
     append_event(first, "started", attempt=0, total_steps=4000, world_size=4, hosts=["n1", "n2"])
     for step in range(0, 4000, 10):
-        jsonl.append(first.metrics, {"split": "train", "step": step, "epoch": step / 200, "loss": 1.2, "lr": 1e-3})
+        fileio.append_jsonl(
+            first.metrics, {"split": "train", "step": step, "epoch": step / 200, "loss": 1.2, "lr": 1e-3}
+        )
         if step % 200 == 0:
             append_event(first, "saved", attempt=0, step=step)
-            jsonl.append(first.metrics, {"split": "val", "step": step, "epoch": step / 200, "acc1": 60.0})
+            fileio.append_jsonl(first.metrics, {"split": "val", "step": step, "epoch": step / 200, "acc1": 60.0})
     append_event(first, "ended", attempt=0, state="COMPLETED")
     for index in range(1, 1000):
         folder = tmp_path / "runs" / f"ddp-{index:04}"

@@ -17,9 +17,9 @@ import pytest
 from jobs.sweeps import sweep_points
 from tests.runs import last_event
 from trainkit.errors import UserError
-from trainkit.records.events import append_event
-from trainkit.records.jsonl import append
-from trainkit.records.rundir import RunDir, next_path
+from trainkit.fileio import append_jsonl
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir, next_path
 
 PROJECT = Path(__file__).parents[2]
 FAST = ("train.epochs=2", "schedule.warmup_epochs=0", "monitor.loggers=[jsonl]")
@@ -225,7 +225,7 @@ def test_a_run_that_has_finished_is_the_same_and_one_that_has_failed_may_be_trie
     assert f"`python -m jobs.resume {run.path}` goes on with it from step 7. This one begins anew." in done.err
     run = RunDir(tmp_path / "runs" / "ddp-0003")
     append_event(run, "ended", attempt=0, state="COMPLETED")
-    append(run.metrics, {"split": "val", "step": 7, "acc1": 90.0, "loss": 0.5})
+    append_jsonl(run.metrics, {"split": "val", "step": 7, "acc1": 90.0, "loss": 0.5})
     calls()
     for follow in ([], ["--follow"], ["--wait"]):
         done = command("submit", "ddp", *follow)

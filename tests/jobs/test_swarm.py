@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 Command = Callable[..., Any]
 
@@ -65,8 +65,8 @@ def test_a_swarm_that_does_not_answer_is_shown_from_its_records(command: Command
     address = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
     (run.path / "swarm_address").write_text(f"{address}\n", encoding="utf-8")
     where = {"time": time.time(), "step": 10, "epoch": 0.5, "round": 1}
-    jsonl.append(run.metrics, {**where, "split": "train", "loss": 1.5, "peers": 3})
-    jsonl.append(run.metrics, {**where, "split": "val", "loss": 1.25, "acc1": 61.5})
+    fileio.append_jsonl(run.metrics, {**where, "split": "train", "loss": 1.5, "peers": 3})
+    fileio.append_jsonl(run.metrics, {**where, "split": "val", "loss": 1.25, "acc1": 61.5})
     # Not in this process: hivemind starts threads and processes that do not belong into the test's own.
     code = (
         "import sys, runpy; sys.argv = ['swarm', 'status']\n"

@@ -10,11 +10,11 @@ import pytest
 
 from jobs.sweeps import sweep_points
 from tests.runs import last_event
+from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.records import jsonl
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
 from trainkit.report.tables import NONE
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
 
 Command = Callable[..., Any]
 SEEDS = ("submit", "ddp", "--nodes", "2", "--sweep", "seed=0..6")
@@ -162,7 +162,7 @@ def test_the_results_of_a_sweep_are_one_table_with_the_best_first_and_means_over
     sweep = tmp_path / "runs" / "ddp-0001"
     for index, accuracy in enumerate((80.0, 82.0, 91.0)):
         run = RunDir(sweep / str(index))
-        jsonl.append(run.metrics, {"step": 9, "epoch": 3.0, "split": "val", "loss": 0.5, "acc1": accuracy})
+        fileio.append_jsonl(run.metrics, {"step": 9, "epoch": 3.0, "split": "val", "loss": 0.5, "acc1": accuracy})
         run.summary.write_text(json.dumps({"outcome": "finished", "steps": 9, "best_step": 9, "train_seconds": 5.0}))
     append_event(RunDir(sweep / "3"), "failed", attempt=0, rank=0, error="boom")
     done = command("report", "ddp-0001")

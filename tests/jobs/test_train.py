@@ -16,13 +16,11 @@ from safetensors.torch import load_file
 
 from tests.rank_functions import run_command, run_ranks, train_run
 from trainkit.config.loading import load, to_yaml
-from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
-from trainkit.records.attempts import Attempt
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer, writing
+from trainkit.ranks.signals import StopFlag
+from trainkit.run.events import Attempt, Writer, read_events, writing
+from trainkit.run.folder import RunDir
 
 QUICK = ("train.max_steps=3", "train.precision=fp32", "monitor.loggers=[jsonl]")
 

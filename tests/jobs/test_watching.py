@@ -8,11 +8,11 @@ from rich.console import Console
 
 from jobs.status import Shown
 from jobs.watching import losses_of_late, sparkline, view
+from trainkit import fileio
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.records import jsonl
-from trainkit.records.history import Life
-from trainkit.records.rundir import RunDir
-from trainkit.records.standing import standing_of
+from trainkit.run.events import Life
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import standing_of
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
     for step, loss in enumerate((2.0, 1.5, 1.0, None, 0.25), 1):
         record = {"step": 10 * step, "epoch": step / 2, "split": "train", "loss": loss, "images_per_sec": 1234.5}
-        jsonl.append(run.metrics, record)
+        fileio.append_jsonl(run.metrics, record)
     return run
 
 
@@ -51,7 +51,7 @@ def test_of_a_list_that_is_too_long_the_head_and_the_newest_are_shown(run: RunDi
 
 
 def test_losses_of_late_are_those_of_training(run: RunDir) -> None:
-    jsonl.append(run.metrics, {"step": 50, "split": "val", "loss": 9.0})
+    fileio.append_jsonl(run.metrics, {"step": 50, "split": "val", "loss": 9.0})
     assert losses_of_late(run) == [2.0, 1.5, 1.0, None, 0.25]
     assert losses_of_late(RunDir(run.path / "none")) == []
 

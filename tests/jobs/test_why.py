@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
-from trainkit.records import jsonl
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
 
 Command = Callable[..., Any]
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/my_model.py", line 7, in forward\nValueError: bad\n'
@@ -112,9 +112,9 @@ def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(
     (fake_slurm / "squeue").write_text("#!/bin/bash\necho '4711|RUNNING|None|10:00|n1|2026-11-21T12:00:00'\n")
     run.attempt_logs(0).mkdir()
     now = time.time()
-    jsonl.append(run.events, {"time": now - 900, "event": "started", "attempt": 0, "total_steps": 380})
+    fileio.append_jsonl(run.events, {"time": now - 900, "event": "started", "attempt": 0, "total_steps": 380})
     for step in (10, 20):
-        jsonl.append(run.metrics, {"time": now - 700 + step, "split": "train", "step": step, "epoch": step / 19})
+        fileio.append_jsonl(run.metrics, {"time": now - 700 + step, "split": "train", "step": step, "epoch": step / 19})
     lines = command("why", "ddp-0001").out.splitlines()
     assert lines[0].startswith("ddp-0001: RUNNING (job 4711). It trains: step 20 of 380 (epoch 1.1), attempt 0, 1 s a")
     assert "ago. It ends about 20" in lines[0]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.runs import fake_command, local_run, rank_function  # noqa: F401
-from trainkit.cluster.site import Node, Partition, Site
 from trainkit.config.loading import Loaded, load
+from trainkit.site.profile import Node, Partition, Site
 
 
 @pytest.fixture(autouse=True)

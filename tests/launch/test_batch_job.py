@@ -12,11 +12,9 @@ import pytest
 
 from trainkit.errors import RunFailedError
 from trainkit.launch import batch_job, scheduler
-from trainkit.ranks.heartbeat import hang
-from trainkit.records.attempts import Attempt, submitted
-from trainkit.records.events import read_events
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.ranks.signals import hang
+from trainkit.run.events import Attempt, life_of, read_events, submitted
+from trainkit.run.folder import RunDir
 
 FakeCommand = Callable[[str, str], Path]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.shell import faults
-from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
 from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import make_plan
+from trainkit.site.profile import Site
 
 Load = Callable[..., Loaded]
 GOLDEN = Path(__file__).with_name("golden.sbatch")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.shell import faults
-from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
 from trainkit.launch.batch_script import TASK, batch_script
 from trainkit.launch.containers import Container, node_command, srun_options
 from trainkit.launch.environment import activation
 from trainkit.launch.plan import Plan, make_plan
+from trainkit.site.profile import Site
 
 Load = Callable[..., Loaded]
 GOLDEN = Path(__file__).with_name("golden")

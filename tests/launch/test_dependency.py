@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.dependency import translated, waiting_for, with_job_ids
 from trainkit.launch.plan import make_plan
-from trainkit.records.events import append_event
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
+from trainkit.site.profile import Site
 
 
 @pytest.fixture

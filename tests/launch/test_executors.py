@@ -17,10 +17,9 @@ from trainkit.cluster.queue import job_state
 from trainkit.launch import executors
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
-from trainkit.records.events import read_events
-from trainkit.records.history import life_of
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import life_of, read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
 
 MakeRun = Callable[..., tuple[RunDir, Plan]]
 MakeFunction = Callable[[str], Callable[[str], str]]
@@ -130,7 +129,7 @@ def test_a_rank_that_is_killed_each_time_ends_the_run_after_the_third(
     local_run: MakeRun, rank_function: MakeFunction
 ) -> None:
     run, plan = local_run()
-    save = "from trainkit.records.attempts import Attempt\nattempt = Attempt.named_in(os.environ)\n"
+    save = "from trainkit.run.events import Attempt\nattempt = Attempt.named_in(os.environ)\n"
     save += "attempt.saved(attempt.number)"  # progress does not count for failures
     start(run, plan, rank_function(f"{save}\nos.kill(os.getpid(), signal.SIGKILL)"))
     assert finish(run) == "FAILED"
@@ -142,7 +141,7 @@ def test_a_rank_that_is_told_to_stop_each_time_before_it_has_saved_anything_new_
     local_run: MakeRun, rank_function: MakeFunction
 ) -> None:
     run, plan = local_run()
-    again = "from trainkit.records.attempts import Attempt\nAttempt.named_in(os.environ)"
+    again = "from trainkit.run.events import Attempt\nAttempt.named_in(os.environ)"
     start(run, plan, rank_function(f"{again}.handed_back(node_rank=0, step=0, signals=[])"))
     assert finish(run) == "FAILED"
     assert run.attempts() == [0, 1, 2]
@@ -164,8 +163,8 @@ def test_without_requeue_a_killed_rank_ends_the_run(local_run: MakeRun, rank_fun
 
 
 STOPS_ONCE = """
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import Attempt
+from trainkit.run.folder import RunDir
 asked = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append(1))
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))

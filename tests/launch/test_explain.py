@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded, Source, load
 from trainkit.launch.explain import config_rows, plan_rows, rank_commands, way_out
 from trainkit.launch.plan import make_plan
 from trainkit.launch.resources import Decision
+from trainkit.site.profile import Site
 
 RUN = Path("/runs/ddp-0001")
 

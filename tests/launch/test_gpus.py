@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.site import Node, Partition, Site
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan, make_plan
+from trainkit.site.profile import Node, Partition, Site
 
 RUN = Path("/runs/ddp-0001")
 Load = Callable[..., Loaded]

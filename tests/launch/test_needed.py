@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.site import Site
-from trainkit.cluster.site_facts import SiteFacts
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError
 from trainkit.launch.needed import require_container, require_environment
 from trainkit.launch.plan import make_plan
+from trainkit.site.profile import Site, SiteFacts
 
 Load = Callable[..., Loaded]
 

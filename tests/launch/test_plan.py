@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded, Source, load
 from trainkit.config.slurm_options import slurm_time
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan, make_plan
+from trainkit.site.profile import Site
 
 RUN = Path("/runs/ddp-0001")
 LAPTOP = Site(slurm=False, gpus=0, cpus=2)

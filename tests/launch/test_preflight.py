@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_check import a_report
+from tests.site.test_check import a_report
 from trainkit.launch import preflight
 from trainkit.launch.restarts import culprits, passing_failure
-from trainkit.records.attempts import Attempt
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import Attempt, life_of
+from trainkit.run.folder import RunDir
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from trainkit.launch import processes as module
 from trainkit.launch.processes import Death, Rank, RankGroup, caught_signals
-from trainkit.records.process_id import ProcessId
+from trainkit.run.lease import ProcessId
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

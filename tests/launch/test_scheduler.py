@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.launch.scheduler import claim_pickle, unclaimed
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 
 def place(folder: Path, index: int) -> Path:

@@ -11,8 +11,8 @@ from trainkit.errors import UserError
 from trainkit.launch.containers import Container
 from trainkit.launch.plan import make_plan
 from trainkit.launch.submission import undone_on_error, write_run
-from trainkit.records.attempts import submitted
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import submitted
+from trainkit.run.folder import RunDir
 
 
 def test_what_fails_after_a_job_was_queued_leaves_its_folder(tmp_path: Path) -> None:

@@ -17,16 +17,15 @@ import pytest
 from trainkit.launch import supervise as module
 from trainkit.launch.processes import Rank
 from trainkit.launch.supervise import Ending, Limits, Requests, supervise
-from trainkit.ranks import heartbeat
-from trainkit.records.attempts import Attempt
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.ranks import signals
+from trainkit.run.events import Attempt, life_of
+from trainkit.run.folder import RunDir
 
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
-from trainkit.ranks.heartbeat import heartbeat
-from trainkit.records.attempts import Attempt
+from trainkit.ranks.signals import heartbeat
+from trainkit.run.events import Attempt
 attempt, rank, beat = Attempt.named_in(os.environ), int(os.environ["RANK"]), heartbeat(os.environ)
 """
 LIMITS = Limits(time=60.0, lead=1.0, hang=60.0, cancel=1.0)
@@ -139,8 +138,8 @@ from pathlib import Path
 from tests.launch.test_supervise import PRELUDE
 from trainkit.launch import supervise as module
 from trainkit.launch.processes import Rank
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import Attempt
+from trainkit.run.folder import RunDir
 
 module._LATE_SECONDS, module.OWN_WATCHDOG_SECONDS = 2.0, 0.0
 with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +198,7 @@ def test_what_a_killed_supervisor_has_left_the_next_one_removes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import time\nfrom trainkit.ranks.heartbeat import pulses\n"
+    code = "import time\nfrom trainkit.ranks.signals import pulses\n"
     code += "with pulses(2):\n    print(flush=True); time.sleep(600)"
     killed = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE
@@ -207,11 +206,11 @@ def test_what_a_killed_supervisor_has_left_the_next_one_removes(
     assert killed.stdout is not None
     killed.stdout.readline()
     (file,) = tmp_path.iterdir()
-    with heartbeat.pulses(1):
+    with signals.pulses(1):
         assert file.exists(), "its supervisor lives"
         assert len(list(tmp_path.iterdir())) == 2
     killed.kill()
     killed.communicate()
-    with heartbeat.pulses(1):
+    with signals.pulses(1):
         assert not file.exists()
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainkit.data import digits
 from trainkit.data.base import DataInfo, normalize
+from trainkit.data.datasets import digits
 from trainkit.data.loader import eval_batches, train_batches
 from trainkit.errors import UserError
 from trainkit.models import fashion_cnn

@@ -6,7 +6,7 @@ from torch import nn
 
 from trainkit.data.base import DataInfo
 from trainkit.errors import UserError
-from trainkit.models.shapes import check_shapes
+from trainkit.models import check_shapes
 
 INFO = DataInfo("x", 5, 3, 16, tuple("abcde"), (0.5,) * 3, (0.5,) * 3)
 

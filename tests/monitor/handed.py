@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainkit.config.schema import Config
 from trainkit.monitor.base import Logger, NullLogger, Start
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 PREPARES = True
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from trainkit import plugins
+from trainkit import fileio, plugins
 from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError
 from trainkit.monitor.base import NullLogger, open_loggers
-from trainkit.records import files
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 TRAIN = {"step": 10, "epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
 
@@ -123,7 +122,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_an_error_for_users(ru
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
 def test_a_full_disk_is_named_as_the_reason(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "append", lambda file, within: FileIO("/dev/full", "r+"))
+    monkeypatch.setattr(fileio, "append", lambda file, within: FileIO("/dev/full", "r+"))
     with open_loggers(config("jsonl"), run_dir, total_steps=20) as logger, pytest.raises(RunFailedError) as caught:
         logger.log(TRAIN)
     assert "No space left on device" in caught.value.why

@@ -9,7 +9,7 @@ import pytest
 from trainkit.config.schema import Config
 from trainkit.monitor import console
 from trainkit.monitor.base import Start
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 TRAIN = {"epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
 VAL = {"step": 20, "epoch": 1.0, "split": "val", "loss": 1.4, "acc1": 45.0, "acc5": 80.0}

@@ -9,7 +9,7 @@ import pytest
 
 from trainkit.monitor import energy
 from trainkit.monitor.energy import Energy, energy_of, last_sample
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 KWH = 3.6e6
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from trainkit import fileio
+from trainkit.fileio import Notice
 from trainkit.monitor import follow as module
 from trainkit.monitor.follow import files_of, summary_lines
-from trainkit.records import jsonl
-from trainkit.records.events import append_event
-from trainkit.records.notice import Notice
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
 
 STARTED = {
     "attempt": 0, "world_size": 4, "hosts": ["n1", "n1", "n2"], "device": "cpu", "precision": "fp32", "total_steps": 40
@@ -38,7 +38,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
 
 
 def record(run_dir: RunDir, step: int, split: str = "train", **values: Any) -> None:
-    jsonl.append(run_dir.metrics, {"time": 1.0, "step": step, "epoch": step / 20, "split": split, **values})
+    fileio.append_jsonl(run_dir.metrics, {"time": 1.0, "step": step, "epoch": step / 20, "split": split, **values})
 
 
 def in_background(work: Callable[[], None]) -> threading.Thread:

@@ -17,7 +17,7 @@ import pytest
 
 from trainkit.monitor.gpus import Gpus, visible_indices
 from trainkit.monitor.hardware import sample_hardware
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 
 def samples(run_dir: RunDir, host: str = "node1") -> list[dict[str, Any]]:

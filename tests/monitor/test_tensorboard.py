@@ -12,7 +12,7 @@ import pytest
 from trainkit.config.schema import Config
 from trainkit.monitor import tensorboard
 from trainkit.monitor.base import Start
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 TRAIN = {"time": 1.7e9, "epoch": 0.5, "split": "train", "acc1": 40.0, "acc5": 90.0, "lr": 1e-3, "images_per_sec": 2e3}
 VAL = {"time": 1.7e9, "step": 20, "epoch": 1.0, "split": "val", "loss": 1.25, "acc1": 45.0, "acc5": 80.0}
@@ -98,7 +98,7 @@ def test_writing_imports_neither_tensorflow_nor_boto3_where_they_are_installed(r
     code = f"import sys; sys.path.insert(0, {str(run_dir.path)!r}); "
     code += "from pathlib import Path; from trainkit.monitor import tensorboard as it; "
     code += "from trainkit.config.schema import Config; from trainkit.monitor.base import Start; "
-    code += "from trainkit.records.rundir import RunDir; "
+    code += "from trainkit.run.folder import RunDir; "
     code += f"it.build(RunDir(Path({str(run_dir.path)!r})), Config(), Start(total_steps=1)).close(); "
     code += "print([name for name in ('torch', 'tensorflow', 'boto3') if name in sys.modules]); import boto3"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -14,7 +14,7 @@ import pytest
 from trainkit.config.schema import Config
 from trainkit.monitor import wandb as logger_module
 from trainkit.monitor.base import open_loggers
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 SECRET = "0123456789abcdef" * 2 + "deadbeef"
 

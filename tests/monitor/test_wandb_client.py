@@ -16,9 +16,9 @@ import pytest
 
 from trainkit.config.schema import Config
 from trainkit.monitor.base import open_loggers, prepare_loggers
-from trainkit.records.metrics import read_metrics
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
+from trainkit.run.metrics import read_metrics
 
 CONFIG = Config.model_validate({"monitor": {"loggers": ["jsonl", "wandb"]}})
 STAND_IN = """
@@ -94,7 +94,7 @@ def test_all_that_was_logged_has_arrived_in_order_when_the_loggers_are_closed(ru
 def test_whoever_trains_never_imports_it(run_dir: RunDir) -> None:
     code = (
         "import sys; from pathlib import Path; from trainkit.config.schema import Config; "
-        "from trainkit.monitor.base import open_loggers, prepare_loggers; from trainkit.records.rundir import RunDir\n"
+        "from trainkit.monitor.base import open_loggers, prepare_loggers; from trainkit.run.folder import RunDir\n"
         "config = Config.model_validate({'monitor': {'loggers': ['wandb']}})\n"
         f"with open_loggers(config, RunDir(Path({str(run_dir.path)!r})), total_steps=1, "
         "prepared=prepare_loggers(config)): ...\n"

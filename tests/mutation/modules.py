@@ -15,12 +15,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainkit/training/update.py": ("tests/training/test_update.py",),
     "trainkit/training/outcome.py": ("tests/training/test_outcome.py",),
     "trainkit/data/order.py": ("tests/data/test_order.py",),
-    "trainkit/checkpoint/files.py": (
+    "trainkit/checkpoint/format.py": (
         "tests/checkpoint/test_files.py",
         "tests/checkpoint/test_faults.py",
         "-k",
         "not kill_at_any_moment",
     ),
-    "trainkit/records/lease.py": ("tests/records/test_lease.py",),
-    "trainkit/records/attempts.py": ("tests/records/test_attempts.py",),
+    "trainkit/run/lease.py": ("tests/run/test_lease.py",),
+    "trainkit/run/events.py": ("tests/run/test_attempts.py",),
 }

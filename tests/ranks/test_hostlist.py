@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.ranks.hostlist import expand, expand_counts, fold
+from trainkit.ranks.env import expand, expand_counts, fold
 
 
 @pytest.mark.parametrize(

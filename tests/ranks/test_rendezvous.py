@@ -11,16 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.ranks import rendezvous
-from trainkit.ranks.rendezvous import (
-    PORTS,
-    candidates,
-    check_head,
-    derived_port,
-    ephemeral_range,
-    free_port,
-    start_for,
-)
+from trainkit.ranks import env as ranks_env
+from trainkit.ranks.env import PORTS, candidates, check_head, derived_port, ephemeral_range, free_port, start_for
 
 LINUX = range(32768, 61000)
 
@@ -68,7 +60,7 @@ def test_a_port_in_use_is_not_free() -> None:
 
 
 def test_no_free_port_at_all_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_is_free", lambda port: False)
+    monkeypatch.setattr(ranks_env, "_is_free", lambda port: False)
     with pytest.raises(UserError, match="No free port"):
         free_port()
 
@@ -84,8 +76,7 @@ def test_outside_of_slurm_the_search_begins_anywhere() -> None:
 
 def test_the_module_prints_one_port_outside_the_ephemeral_range_and_imports_no_torch() -> None:
     code = (
-        "import runpy, sys; runpy.run_module('trainkit.ranks.rendezvous', run_name='__main__'); "
-        "print('torch' in sys.modules)"
+        "import runpy, sys; runpy.run_module('trainkit.ranks.env', run_name='__main__'); print('torch' in sys.modules)"
     )
     env = {**os.environ, "SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "2"}
     root = Path(__file__).parents[2]

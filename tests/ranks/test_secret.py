@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.ranks.secret import NO_SECRET, VARIABLE, ForgedError, Secret
+from trainkit.ranks.env import NO_SECRET, VARIABLE, ForgedError, Secret
 
 OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
 

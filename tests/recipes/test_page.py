@@ -16,10 +16,10 @@ import yaml
 
 from tests import containers, readme
 from tests.recipes.student import PROJECT, Student, small, together
-from trainkit.ranks.rendezvous import free_port
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.ranks.env import free_port
 from trainkit.report.facts import Facts
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 
 CINIC = "CINIC-10, a heavy network"
 IMAGENET = "ImageNet from random weights on one node and on two"

@@ -9,11 +9,11 @@ import pytest
 
 from tests.rank_functions import train_run
 from tests.recipes.student import SMALL
-from trainkit import packaged
+from trainkit import fileio
 from trainkit.config.loading import load
 from trainkit.ranks.env import RankEnv
 
-RECIPES = sorted(file.stem for file in (packaged.folder("configs") / "recipes").glob("*.yaml"))
+RECIPES = sorted(file.stem for file in (fileio.folder("configs") / "recipes").glob("*.yaml"))
 SWARMS = {"cifar10_vit_hivemind"}  # tests/recipes/test_swarm.py
 
 

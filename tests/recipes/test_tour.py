@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.collaborative.test_notebook import EXECUTE
 from tests.recipes.student import PROJECT
-from trainkit.records.rundir import RunDir
+from tests.swarm.test_notebook import EXECUTE
 from trainkit.report.facts import Facts
+from trainkit.run.folder import RunDir
 
 NOTEBOOK = PROJECT / "jobs" / "notebooks" / "tour.ipynb"
 

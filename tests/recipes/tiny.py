@@ -13,7 +13,7 @@ import numpy
 from PIL import Image
 
 from tests.data.cifar10_files import NAMES
-from trainkit.data import cifar10, cinic10, fashion_mnist, imagenet
+from trainkit.data.datasets import cifar10, cinic10, fashion_mnist, imagenet
 
 WNIDS = ("n01440764", "n01443537", "n01484850", "n01491361")
 

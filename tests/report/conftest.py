@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
 
@@ -48,17 +48,19 @@ def write_run(
     for attempt, step in enumerate((0, *restarts)):
         run_dir.attempt_logs(attempt).mkdir()
         if attempt:
-            jsonl.append(run_dir.events, {"time": clock, "event": "requeued"})
-        jsonl.append(run_dir.events, {"time": clock, "event": "started", "attempt": attempt, "step": step, **started})
+            fileio.append_jsonl(run_dir.events, {"time": clock, "event": "requeued"})
+        fileio.append_jsonl(
+            run_dir.events, {"time": clock, "event": "started", "attempt": attempt, "step": step, **started}
+        )
     for step in range(10, steps + 1, 10):
         clock += 640 / speed
         fit = math.exp(-step / 80)
         where = {"time": clock, "step": step, "epoch": step / 20}
         train = {"loss": 2.3 * fit + 0.03, "acc1": 99.9 - 89 * fit, "acc5": 100.0, "lr": 2e-3 * (1 - step / 401)}
-        jsonl.append(run_dir.metrics, {**where, "split": "train", **train, "images_per_sec": speed + step % 30})
+        fileio.append_jsonl(run_dir.metrics, {**where, "split": "train", **train, "images_per_sec": speed + step % 30})
         if step % 20 == 0:
             val = {"loss": 2.2 * fit + 0.05, "acc1": 99.3 - 88 * fit, "acc5": 100.0}
-            jsonl.append(run_dir.metrics, {**where, "split": "val", **val})
+            fileio.append_jsonl(run_dir.metrics, {**where, "split": "val", **val})
         sample: dict[str, Any] = {"time": clock, "cpu_percent": 80.0 + step % 20, "memory_used_mb": 4096.0}
         sample |= {"memory_total_mb": 16384.0, "load": taken / 10, "cpu_taken": taken}
         if gpus:
@@ -67,10 +69,12 @@ def write_run(
                  "memory_total_mb": 16384.0, "power_w": 65.0}
                 for index in range(gpus)
             ]  # fmt: skip
-        jsonl.append(run_dir.hardware("node1"), sample)
+        fileio.append_jsonl(run_dir.hardware("node1"), sample)
     if finished:
         test = {"loss": 0.06, "acc1": 98.9, "acc5": 100.0}
-        jsonl.append(run_dir.metrics, {"time": clock, "step": steps, "epoch": steps / 20, "split": "test", **test})
+        fileio.append_jsonl(
+            run_dir.metrics, {"time": clock, "step": steps, "epoch": steps / 20, "split": "test", **test}
+        )
         run_dir.summary.write_text(
             json.dumps(
                 {
@@ -81,5 +85,5 @@ def write_run(
             )
         )  # fmt: skip
         run_dir.mistakes("val").write_text(json.dumps({"split": "val", "step": steps, "images": []}))
-        jsonl.append(run_dir.events, {"time": clock + 1, "event": "ended", "state": "COMPLETED"})
+        fileio.append_jsonl(run_dir.events, {"time": clock + 1, "event": "ended", "state": "COMPLETED"})
     return run_dir

@@ -14,9 +14,9 @@ from tests.rank_functions import run_ranks, train_run
 from tests.report.browser import Browser, chromium
 from tests.report.conftest import write_run
 from tests.report.test_page import HOSTILE, confusion
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
 from trainkit.report.page import write_page
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 LOSS = "document.querySelector('figure.chart svg')"
 READOUT = "document.querySelector('figure.chart .readout').innerText"

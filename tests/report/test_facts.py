@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
+from trainkit import fileio
 from trainkit.report.facts import Facts, collect
+from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
 
@@ -19,13 +19,13 @@ def facts_of(run_dir: RunDir) -> Facts:
 
 def test_speed_is_the_median_of_the_train_records(make_run: MakeRun) -> None:
     run_dir = make_run(speed=2000.0)
-    jsonl.append(run_dir.metrics, {"step": 5, "split": "train", "images_per_sec": 3.0})  # the slow first step
+    fileio.append_jsonl(run_dir.metrics, {"step": 5, "split": "train", "images_per_sec": 3.0})  # the slow first step
     assert facts_of(run_dir).images_per_sec == pytest.approx(2010.0)
 
 
 def test_a_record_without_a_speed_does_not_count(make_run: MakeRun) -> None:
     run_dir = make_run()
-    jsonl.append(run_dir.metrics, {"step": 401, "split": "train", "images_per_sec": None})
+    fileio.append_jsonl(run_dir.metrics, {"step": 401, "split": "train", "images_per_sec": None})
     assert facts_of(run_dir).images_per_sec == pytest.approx(2010.0)
 
 
@@ -41,7 +41,7 @@ def test_the_training_time_of_an_interrupted_run_follows_from_its_records(make_r
 
 def test_steps_between_the_last_record_and_the_last_checkpoint_count(make_run: MakeRun) -> None:
     run_dir = make_run(steps=200, finished=False)
-    jsonl.append(run_dir.events, {"time": 1.7e9, "event": "saved", "step": 207})
+    fileio.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "saved", "step": 207})
     assert facts_of(run_dir).steps == 207
 
 
@@ -60,7 +60,7 @@ def test_the_best_evaluation_is_that_of_the_best_checkpoint(make_run: MakeRun) -
 
 def test_without_a_summary_the_best_evaluation_has_the_highest_accuracy(make_run: MakeRun) -> None:
     run_dir = make_run(finished=False)
-    jsonl.append(run_dir.metrics, {"step": 150, "epoch": 7.5, "split": "val", "acc1": 99.99})
+    fileio.append_jsonl(run_dir.metrics, {"step": 150, "epoch": 7.5, "split": "val", "acc1": 99.99})
     best = facts_of(run_dir).best_val
     assert best is not None
     assert best["step"] == 150

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.records import jsonl
-from trainkit.records.contributions import Contributions, Counted
-from trainkit.records.rundir import RunDir
 from trainkit.report import logbook, story, tables
 from trainkit.report.facts import Facts, collect
 from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
+from trainkit.run.contributions import Contributions, Counted
+from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
 
@@ -66,7 +66,7 @@ def test_several_runs_are_compared_with_the_first(make_run: MakeRun, tmp_path: P
 
 def test_an_interrupted_run_says_so_and_what_it_lacks(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run(steps=200, finished=False)
-    jsonl.append(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 1, "error": "ValueError: `x`\nmore"})
+    fileio.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 1, "error": "ValueError: `x`\nmore"})
     text = written([run_dir], tmp_path / "out")
     assert "**Not finished**: 200 of 400 steps. It failed on rank 1: `` ValueError: `x` ``." in text
     assert "(estimated from the records)" in text
@@ -93,9 +93,9 @@ def test_a_run_that_diverged_is_reported(make_run: MakeRun, tmp_path: Path) -> N
     run_dir = make_run(steps=20, finished=False)
     for step in range(30, 200, 10):
         record = {"step": step, "epoch": step / 20, "loss": float("nan"), "acc1": 10.0, "images_per_sec": 2000.0}
-        jsonl.append(run_dir.metrics, {**record, "split": "train", "lr": 1e-3})
-        jsonl.append(run_dir.metrics, {**record, "split": "val"})
-        jsonl.append(run_dir.events, {"event": "nonfinite", "step": step})
+        fileio.append_jsonl(run_dir.metrics, {**record, "split": "train", "lr": 1e-3})
+        fileio.append_jsonl(run_dir.metrics, {**record, "split": "val"})
+        fileio.append_jsonl(run_dir.events, {"event": "nonfinite", "step": step})
     text = written([run_dir], tmp_path / "out")
     assert "190 of 400 steps. **It has diverged**: loss nan from step 30, 17 of 190 updates skipped." in text
 
@@ -156,8 +156,10 @@ def test_a_run_that_never_began_is_an_error(make_run: MakeRun, tmp_path: Path) -
 def test_a_run_that_failed_before_its_first_record_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run(steps=0, finished=False)
     for _ in range(3):
-        jsonl.append(run_dir.events, {"event": "nonfinite", "step": 0, "loss": "nan"})
-    jsonl.append(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 0, "error": "Training has diverged."})
+        fileio.append_jsonl(run_dir.events, {"event": "nonfinite", "step": 0, "loss": "nan"})
+    fileio.append_jsonl(
+        run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 0, "error": "Training has diverged."}
+    )
     text = written([run_dir], tmp_path / "out")
     assert "0 of 400 steps. It failed on rank 0: `Training has diverged.`" in text
     assert "- training metrics: metrics.jsonl has none" in text
@@ -194,7 +196,7 @@ def test_a_collaborative_run_tells_its_rounds_and_what_was_sent(make_run: MakeRu
     for index, peers in enumerate((1, 3, 2)):
         told = {"split": "train", "step": 100 + index, "epoch": 1.0, "loss": 1.0, "round": index + 1, "peers": peers}
         sent = {"parts": 2 * (peers - 1), "parts_expected": 4, "bytes_up": 2_000_000, "bytes_down": 500_000}
-        jsonl.append(run_dir.metrics, {"time": 1.8e9 + index, **told, **sent})
+        fileio.append_jsonl(run_dir.metrics, {"time": 1.8e9 + index, **told, **sent})
     text = written([run_dir], tmp_path / "out")
     assert "| rounds | 3 of 15 |" in text
     assert "| averaged with others | 2, by up to 3 peers |" in text
@@ -234,8 +236,8 @@ def test_every_attempt_has_a_row_that_says_how_it_ended(make_run: MakeRun, tmp_p
         (211.0, "ended", {"attempt": 1, "state": "FAILED"}),
         (300.0, "started", {"attempt": 2, "step": 30, "world_size": 4, "hosts": ["n1", "n2"], "device": "NVIDIA T4"}),
     ):
-        jsonl.append(run_dir.events, {"time": time, "event": kind, **fields})
-    jsonl.append(run_dir.metrics, {"time": 349.0, "step": 50, "epoch": 2.5, "split": "train", "loss": 1.0})
+        fileio.append_jsonl(run_dir.events, {"time": time, "event": kind, **fields})
+    fileio.append_jsonl(run_dir.metrics, {"time": 349.0, "step": 50, "epoch": 2.5, "split": "train", "loss": 1.0})
     rows = story.attempts_rows(Facts(run_dir, "r"))
     assert [(row[0], *row[2:]) for row in rows] == [
         ("0", "n1, n2", "4", "0 to 30", "1 min 01 s", "told to stop (SIGUSR2), saved, requeued"),
@@ -250,7 +252,7 @@ def test_the_runs_of_a_sweep_are_named_by_what_was_swept(make_run: MakeRun, tmp_
     runs = [make_run(f"ddp-0001/{index}", f"optim.lr={lr}") for index, lr in enumerate(("1e-3", "3e-3"))]
     points = [{"run": str(i), "overrides": [f"optim.lr={lr}", "seed=0"]} for i, lr in enumerate(("1e-3", "3e-3"))]
     (tmp_path / "runs" / "ddp-0001" / "sweep.json").write_text(json.dumps(points))
-    jsonl.append(runs[1].metrics, {"step": 400, "epoch": 20.0, "split": "val", "loss": 0.01, "acc1": 99.9})
+    fileio.append_jsonl(runs[1].metrics, {"step": 400, "epoch": 20.0, "split": "val", "loss": 0.01, "acc1": 99.9})
     text = write_sweep(runs[0].path.parent, runs, tmp_path / "out")[0].read_text()
     assert re.findall("(?m)^## (.*)", text) == ["Results", "lr=3e-3", "lr=1e-3"], "the best first"
     assert "2 of 2 runs have come to their end." in text

@@ -18,9 +18,9 @@ from tests.monitor.test_wandb import leveldb_log, run_of
 from tests.rank_functions import StopAfter, run_ranks, train_run
 from tests.training.poisoned import SETTINGS
 from trainkit.ranks.env import RankEnv
-from trainkit.records.rundir import RunDir
 from trainkit.report.facts import Facts
 from trainkit.report.logbook import write_logbook
+from trainkit.run.folder import RunDir
 
 LOGGED = (
     *SETTINGS, "monitor.loggers=[jsonl,tensorboard,wandb]", "train.epochs=3", "checkpoint.every_steps=10",

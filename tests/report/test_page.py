@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
 from trainkit.report.page import write_page
 from trainkit.report.page_chart import Axes, Series, line_chart
 from trainkit.report.page_markup import table
+from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
 
@@ -126,9 +126,11 @@ def test_attempts_and_interruptions_are_on_the_time_line(make_run: MakeRun) -> N
 def test_a_loss_that_is_not_finite_is_marked_and_not_drawn_across(make_run: MakeRun) -> None:
     run = make_run(steps=200, finished=False)
     for step in range(210, 300, 10):
-        jsonl.append(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None, "acc1": 10.0})
+        fileio.append_jsonl(
+            run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None, "acc1": 10.0}
+        )
     assert "not finite from 10.5 on" in page_of(run).text
-    jsonl.append(run.metrics, {"step": 300, "epoch": 15.0, "split": "train", "loss": 0.5, "acc1": 10.0})
+    fileio.append_jsonl(run.metrics, {"step": 300, "epoch": 15.0, "split": "train", "loss": 0.5, "acc1": 10.0})
     assert "not finite at 10.5 and 8 more places" in page_of(run).text
 
 
@@ -199,8 +201,8 @@ def test_nothing_that_a_run_says_becomes_markup(make_run: MakeRun, tmp_path: Pat
     run.hardware("node1").rename(run.hardware(f"<i>{'x' * 20}"))
     run.manifest.write_text(json.dumps({"git": {"commit": HOSTILE}}))
     event: dict[str, Any] = {"time": 1.7e9, "event": "failed", "rank": 0, "host": HOSTILE, "error": HOSTILE}
-    jsonl.append(run.events, event)
-    jsonl.append(run.events, {"time": 1.7e9, "event": "started", "hosts": [HOSTILE], "device": HOSTILE})
+    fileio.append_jsonl(run.events, event)
+    fileio.append_jsonl(run.events, {"time": 1.7e9, "event": "started", "hosts": [HOSTILE], "device": HOSTILE})
     text = write_page([run], tmp_path).read_text()
     page = Document(text)
     assert len(page.named("script")) == 1
@@ -252,7 +254,7 @@ def test_a_page_of_somebody_else_is_not_replaced(make_run: MakeRun, tmp_path: Pa
 def test_the_page_needs_neither_torch_nor_matplotlib(make_run: MakeRun, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from trainkit.report.page import write_page;"
-        "from trainkit.records.rundir import RunDir;"
+        "from trainkit.run.folder import RunDir;"
         "write_page([RunDir(Path(sys.argv[1]))], Path(sys.argv[2]));"
         "print([m for m in ('torch', 'matplotlib', 'PIL') if m in sys.modules])"
     )
@@ -264,9 +266,9 @@ def test_the_page_needs_neither_torch_nor_matplotlib(make_run: MakeRun, tmp_path
 
 def test_a_failure_that_a_later_attempt_has_outlived_is_no_alarm(make_run: MakeRun) -> None:
     run = make_run(finished=False, steps=200)
-    jsonl.append(run.events, {"time": 1.7e9 + 70, "event": "failed", "rank": 0, "error": "killed by SIGKILL"})
+    fileio.append_jsonl(run.events, {"time": 1.7e9 + 70, "event": "failed", "rank": 0, "error": "killed by SIGKILL"})
     assert "It has failed: killed by SIGKILL." in page_of(run).text
-    jsonl.append(run.events, {"time": 1.7e9 + 80, "event": "started", "step": 100, "total_steps": 400})
+    fileio.append_jsonl(run.events, {"time": 1.7e9 + 80, "event": "started", "step": 100, "total_steps": 400})
     assert "It has failed" not in page_of(run).text
     assert "Not finished: 200 of 400 steps." in page_of(run).text
 
@@ -274,7 +276,7 @@ def test_a_failure_that_a_later_attempt_has_outlived_is_no_alarm(make_run: MakeR
 def test_a_run_that_has_diverged_says_so_at_the_top(make_run: MakeRun) -> None:
     run = make_run(steps=100)
     for step in range(110, 401, 10):
-        jsonl.append(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
+        fileio.append_jsonl(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
     assert re.search(r"Finished after \d+ steps\.\s+It has diverged: loss nan from step 110", page_of(run).text)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.report.test_page import Document
-from trainkit.records.rundir import RunDir
 from trainkit.report.page import write_page
+from trainkit.run.folder import RunDir
 
 ODD: list[Any] = [
     *(0, 1, -1, 1e18, -1e18, 5e-324, 1e-300, 0.5, 100, 2**53 - 1, float("nan"), float("inf"), 10**30, 1e-17, -5),

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.report.test_page import page_of
+from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
 from trainkit.report.facts import collect
 from trainkit.report.page_sweep import swept
+from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
 
@@ -28,7 +28,7 @@ def sweep(make_run: MakeRun, points: dict[tuple[str, ...], float | None]) -> lis
             runs.append(RunDir.create(folder, to_yaml(load("ddp", overrides).config)))
             continue
         runs.append(make_run(f"ddp-0001/{index}", *overrides, steps=20, finished=False))
-        jsonl.append(runs[-1].metrics, {"step": 40, "epoch": 2.0, "split": "val", "loss": 0.1, "acc1": accuracy})
+        fileio.append_jsonl(runs[-1].metrics, {"step": 40, "epoch": 2.0, "split": "val", "loss": 0.1, "acc1": accuracy})
     told = [{"run": str(index), "overrides": list(overrides)} for index, overrides in enumerate(points)]
     (runs[0].path.parent / "sweep.json").write_text(json.dumps(told))
     return runs
@@ -135,7 +135,7 @@ def test_a_sweep_that_has_not_begun_has_trained_for_no_time_at_all(make_run: Mak
     for run, seconds in ((runs[1], (0,)), (runs[1], (0, 30))):
         run.events.write_text("")
         for second in seconds:
-            jsonl.append(run.events, {"time": 1.7e9 + second, "event": "submitted", "executor": "slurm"})
+            fileio.append_jsonl(run.events, {"time": 1.7e9 + second, "event": "submitted", "executor": "slurm"})
         page = page_of(runs[1])
         assert "It has not begun" in page.text
         assert not re.search(r"0 attempts|0\.0 s of training", page.text)
@@ -144,7 +144,7 @@ def test_a_sweep_that_has_not_begun_has_trained_for_no_time_at_all(make_run: Mak
 
 def test_a_run_that_finished_and_diverged_says_so_in_its_row(make_run: MakeRun) -> None:
     runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
-    jsonl.append(runs[0].metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": None})
+    fileio.append_jsonl(runs[0].metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": None})
     runs[0].summary.write_text('{"outcome": "finished", "steps": 50}')
     assert re.search(r"0\s+1e-3\s+90\.00\s[^A-Z]*diverged", page_of(*runs).text)
 

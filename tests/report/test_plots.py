@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
+from trainkit import fileio
 from trainkit.report import drawing, plots
 from trainkit.report.facts import Facts, collect
 from trainkit.report.tables import TIMES
+from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
 
@@ -102,7 +102,7 @@ def test_a_slow_run_is_not_said_to_do_nothing(
     run_dir = make_run(steps=0, finished=False)
     for step in range(1, 4):
         slow = {"step": step, "epoch": step / 20, "split": "train", "loss": 2.0, "images_per_sec": 0.4}
-        jsonl.append(run_dir.metrics, slow)
+        fileio.append_jsonl(run_dir.metrics, slow)
     facts = Facts(run_dir, "slow")
     assert "median 0.4" in drawn_text(monkeypatch, lambda: plots.draw_pace(facts, tmp_path / "a.png"))
     assert " 0.4 " in drawn_text(monkeypatch, lambda: plots.draw_comparison([facts], tmp_path / "b.png"))
@@ -113,10 +113,10 @@ def test_where_the_loss_was_no_number_the_plot_says_so(
 ) -> None:
     run_dir = make_run(steps=20, finished=False)
     for step in (30, 40):
-        jsonl.append(run_dir.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
+        fileio.append_jsonl(run_dir.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
     facts = Facts(run_dir, "r")
     assert "loss nan" in drawn_text(monkeypatch, lambda: plots.draw_curves(facts, tmp_path / "a.png"))
-    jsonl.append(run_dir.metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": 0.5})  # and went on
+    fileio.append_jsonl(run_dir.metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": 0.5})  # and went on
     assert "loss nan" in drawn_text(monkeypatch, lambda: plots.draw_curves(Facts(run_dir, "r"), tmp_path / "b.png"))
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
+from trainkit import fileio
 from trainkit.report import comparing, tables
 from trainkit.report.facts import Facts, collect
+from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
 
@@ -76,7 +76,7 @@ def test_a_difference_of_nothing_in_memory_has_no_sign_of_less(make_run: MakeRun
     runs = [make_run("a"), make_run("b")]
     summary = json.loads(runs[1].summary.read_text())
     for run in runs:
-        jsonl.append(run.events, {"event": "started", "world_size": 2, "device": "cpu", "micro_batch_size": 32})
+        fileio.append_jsonl(run.events, {"event": "started", "world_size": 2, "device": "cpu", "micro_batch_size": 32})
     runs[1].summary.write_text(json.dumps(summary | {"max_memory_mb": 812.5}))
     assert compared(*runs)[1]["memory saved"] == "+0 %"
 
@@ -99,7 +99,9 @@ def test_an_interrupted_run_tells_how_far_it_came(make_run: MakeRun) -> None:
 
 def test_results_are_those_of_best_last_and_test(make_run: MakeRun) -> None:
     run_dir = make_run()
-    jsonl.append(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", "loss": 0.04, "acc1": 99.9, "acc5": 100})
+    fileio.append_jsonl(
+        run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", "loss": 0.04, "acc1": 99.9, "acc5": 100}
+    )
     run_dir.summary.write_text(json.dumps({"best_step": 380}))
     rows = tables.results_rows(Facts(run_dir, "r"))
     assert rows[0] == ("val, best checkpoint", "380", "19.0", "0.0400", "99.90 %", "100.00 %")
@@ -110,7 +112,7 @@ def test_results_are_those_of_best_last_and_test(make_run: MakeRun) -> None:
 def test_averaged_weights_have_rows_of_their_own(make_run: MakeRun) -> None:
     run_dir = make_run()
     both = {"loss": 0.04, "acc1": 99.0, "acc5": 100, "ema_loss": 0.03, "ema_acc1": 99.5, "ema_acc5": 100}
-    jsonl.append(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", **both})
+    fileio.append_jsonl(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", **both})
     run_dir.summary.write_text(json.dumps({"best_step": 380}))
     rows = tables.results_rows(Facts(run_dir, "r"))
     assert rows[1] == ("val, best checkpoint, averaged weights", "380", "19.0", "0.0300", "99.50 %", "100.00 %")
@@ -248,7 +250,7 @@ def test_of_a_run_that_goes_on_it_is_as_far_as_its_records_tell(make_run: MakeRu
     assert tables.spent_rows(Facts(run_dir, "x")) == []
     for step in (401, 402):
         spent = {"seconds_data": 1.5, "seconds_forward": 0.5, "seconds_exposed": None}
-        jsonl.append(run_dir.metrics, {"step": step, "split": "train", **spent})
+        fileio.append_jsonl(run_dir.metrics, {"step": step, "split": "train", **spent})
     assert tables.spent_rows(Facts(run_dir, "x"))[0] == ("data", "3.0", "75.0 %")
 
 

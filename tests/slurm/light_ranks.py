@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import Attempt
+from trainkit.run.folder import RunDir
 
 
 def run_rank(run: str) -> str:
@@ -36,10 +36,10 @@ def run_rank(run: str) -> str:
 
 def main(wanted: list[str]) -> None:
     """Submit them, each with its own flags (``nodes:2;srun:KEY=VALUE``), and print their job ids."""
-    from trainkit.cluster.site import discover
     from trainkit.config.loading import load
     from trainkit.launch.plan import make_plan
     from trainkit.launch.submission import hand_over, script_text, stored_config, write_run
+    from trainkit.site.profile import discover
 
     env, cwd = dict(os.environ), Path.cwd()
     site, function = discover(env), importlib.import_module("light_ranks").run_rank

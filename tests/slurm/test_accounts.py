@@ -11,7 +11,7 @@ import pytest
 from tests.slurm.conftest import Cluster, cluster_up, login
 from tests.slurm.test_site import discovered
 from tests.slurm.test_submit import TINY
-from trainkit.cluster.site_facts import Account, Qos, read_facts
+from trainkit.site.profile import Account, Qos, read_facts
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 

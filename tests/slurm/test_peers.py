@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.collaborative.conftest import TOKEN
+from tests.swarm.conftest import TOKEN
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster

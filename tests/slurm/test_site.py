@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainkit.cluster.site_facts import Account, NodeKind, Qos, SiteFacts, read_facts
+from trainkit.site.profile import Account, NodeKind, Qos, SiteFacts, read_facts
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster

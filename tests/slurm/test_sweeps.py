@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import life_of
+from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster

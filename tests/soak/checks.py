@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.soak.cluster import Cluster
-from trainkit.checkpoint import files
-from trainkit.checkpoint.record import BrokenCheckpointError
-from trainkit.records import jsonl
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit import fileio
+from trainkit.checkpoint import format
+from trainkit.checkpoint.format import BrokenCheckpointError
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 EVERY_STEPS = 10
 """Updates between two checkpoints."""
@@ -64,7 +64,7 @@ def _of_metrics(run: RunDir, whole: RunDir, steps: int) -> Iterator[str]:
 def _of_repeats(run: RunDir) -> Iterator[str]:
     """At most two checkpoint intervals are done twice at each start: one checkpoint may have been on its way."""
     furthest = 0
-    for record in jsonl.read(run.metrics):
+    for record in fileio.read_jsonl(run.metrics):
         if record.get("split") == "train":
             again = furthest - int(record["step"]) + 1
             if again > 2 * EVERY_STEPS:
@@ -83,11 +83,11 @@ def _of_resumes(run: RunDir) -> Iterator[str]:
 
 def broken_checkpoints(run: RunDir) -> Iterator[str]:
     """Checkpoints that a reader would take, and that are not whole. One may be deleted while it is looked at."""
-    for step in files.steps(run.checkpoints):
+    for step in format.steps(run.checkpoints):
         try:
-            files.verified(run.checkpoints, step)
+            format.verified(run.checkpoints, step)
         except BrokenCheckpointError as fault:
-            if step in files.steps(run.checkpoints):
+            if step in format.steps(run.checkpoints):
                 yield f"the checkpoint of step {step} counts as whole: {fault}"
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from tests.soak import checks
 from tests.soak.cluster import PROJECT, Cluster
 from tests.soak.strikes import LIMIT_MINUTES, Strike, Striker, bag, half_written
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 
 STEPS_EACH = 30
 """Updates that a training has for each interruption: more than it makes between two, or it would be over too early."""

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from trainkit import plugins
 from trainkit.config.schema import OptimConfig
-from trainkit.distributed.process_group import Distributed
-from trainkit.distributed.sharded import local_part
+from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.strategies.base import SharesOptimizer
 from trainkit.training.optim import build_optimizer
 

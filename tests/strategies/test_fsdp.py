@@ -15,7 +15,7 @@ from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks
 from tests.strategies.held import bytes_held, trained
 from trainkit import plugins
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv

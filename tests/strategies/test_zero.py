@@ -9,7 +9,7 @@ import torch
 
 from tests.rank_functions import run_ranks
 from tests.strategies.held import bytes_held, trained
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import moments_of
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from tests.rank_functions import QUICK
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load, to_yaml
 from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer
+from trainkit.run.events import Attempt, Writer
+from trainkit.run.folder import RunDir
 from trainkit.training.building import build
 from trainkit.training.outcome import Keeper
 from trainkit.training.parts import Parts

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainkit.data import digits
 from trainkit.data.base import DataInfo, Samples, Splits
+from trainkit.data.datasets import digits
 from trainkit.models.fashion_cnn import build as build_fashion_cnn
 
 ATTEMPT, RANK = os.environ.get("TRAINKIT_ATTEMPT"), os.environ.get("SUBMITIT_LOCAL_GLOBALID")

@@ -12,13 +12,13 @@ from torch.nn import functional
 
 from tests.training.parts import parts_of
 from trainkit.config.schema import AugmentConfig
-from trainkit.data import draws
-from trainkit.data.batch import Batch
+from trainkit.data import order
+from trainkit.data.augment import Augment, Target
+from trainkit.data.base import Batch
 from trainkit.errors import UserError
-from trainkit.training.augment import Augment, Target
 from trainkit.training.batch_size import check_batch_sizes
 
-KEYS = draws.keys(0, 0, torch.arange(64))
+KEYS = order.keys(0, 0, torch.arange(64))
 IMAGES = torch.randint(0, 256, (64, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(64) % 7
 LOGITS = torch.randn(64, 7, generator=torch.Generator().manual_seed(1))

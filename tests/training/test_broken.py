@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from tests.rank_functions import run_ranks, train_run
-from trainkit.checkpoint import files
+from trainkit.checkpoint import format
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 MODEL = ("data.name=image_folder", "data.in_chans=1", "data.image_size=28", "train.global_batch_size=4",
          "train.max_steps=6", "model.dropout=0", "checkpoint.every_steps=2", "checkpoint.keep=9")  # fmt: skip
@@ -35,8 +35,8 @@ def images(tmp_path: Path) -> Path:
 
 
 def weights(folder: Path) -> bytes:
-    step = files.resolve(folder / "checkpoints", "latest")
-    return (files.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
+    step = format.resolve(folder / "checkpoints", "latest")
+    return (format.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
 
 
 def test_broken_images_are_skipped_alike_by_all_ranks_and_named_once(tmp_path: Path, images: Path) -> None:

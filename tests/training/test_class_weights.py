@@ -13,11 +13,11 @@ from tests.training.parts import Linear, parts_of
 from tests.training.test_update import IMAGES, LABELS, PLAIN, micro_batches, updated
 from trainkit.config.loading import load
 from trainkit.data.base import normalize
-from trainkit.data.tensors import TensorSamples
-from trainkit.distributed.stop import StopFlag
+from trainkit.data.loader import TensorSamples
 from trainkit.errors import UserError
 from trainkit.experiment import run
 from trainkit.ranks.env import RankEnv
+from trainkit.ranks.signals import StopFlag
 from trainkit.training.class_weights import class_weights
 from trainkit.training.update import Updater
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
-from trainkit.checkpoint import files
+from trainkit.checkpoint import format
 from trainkit.data.base import Splits
 from trainkit.errors import UserError
 from trainkit.training.classes import told_classes
@@ -32,7 +32,7 @@ def test_a_checkpoint_says_its_classes_and_other_data_does_not_go_on_from_it(tmp
     parts = parts_of()
     keeper = keeper_of(parts, tmp_path / "run", Progress())
     keeper.save()
-    assert files.described(tmp_path / "run" / "checkpoints", 0).state["classes"] == list(NAMES)
+    assert format.described(tmp_path / "run" / "checkpoints", 0).state["classes"] == list(NAMES)
     restored, _ = go_on(parts, keeper.checkpoints)
     assert restored is not None
     others = replace(parts, splits=called(parts, ("class 0", "an apple", *NAMES[2:])))

@@ -18,12 +18,12 @@ import torch
 
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.distributed.process_group import distributed
 from trainkit.monitor.stragglers import Stragglers
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 from trainkit.training import clock, loop, outcome
 from trainkit.training.loop import train
 from trainkit.training.outcome import Keeper

@@ -14,10 +14,10 @@ from tests.training.test_resume import final_weights
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.monitor.follow import summary_lines
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
 from trainkit.report.logbook import write_logbook
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.training.progress import Progress
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
-from trainkit.checkpoint import files
+from trainkit.checkpoint import format
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.training.ema import Ema, decay_at
 from trainkit.training.loop import train
 from trainkit.training.progress import Progress
@@ -159,12 +159,12 @@ def test_both_weights_are_measured_and_told_apart(whole: Path) -> None:
 def test_switched_on_later_it_begins_with_the_weights_and_says_so(tmp_path: Path) -> None:
     plain = ("train.max_steps=12", "checkpoint.every_steps=6")
     run_ranks(1, train_run, tmp_path / "run", "single", plain, 7)
-    step = files.resolve(tmp_path / "run" / "checkpoints", "latest")
+    step = format.resolve(tmp_path / "run" / "checkpoints", "latest")
     run_ranks(1, train_run, tmp_path / "run", "single", (*plain, "train.ema_decay=0.9"))
     before, after = read_events(RunDir(tmp_path / "run"), "started")
     assert "ema_began" not in before
     assert (after["ema_began"], after["step"]) == (True, step)
-    state = files.verified(tmp_path / "run" / "checkpoints", 12).state
+    state = format.verified(tmp_path / "run" / "checkpoints", 12).state
     assert state["progress"]["ema_updates"] == 12 - step
 
 

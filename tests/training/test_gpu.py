@@ -16,17 +16,15 @@ from tests.rank_functions import run_ranks, train_run
 from tests.training import hungry
 from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.checks import micro_batch_sizes
-from trainkit.data.batch import Batch
-from trainkit.data.loader import train_batches
-from trainkit.data.prefetch import on_gpu
-from trainkit.data.tensors import TensorSamples
+from trainkit.data.base import Batch
+from trainkit.data.loader import TensorSamples, on_gpu, train_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.training.clock import DATA, FORWARD, OTHER, clock_of
 from trainkit.training.ema import Ema
 from trainkit.training.flops import peak_flops

@@ -10,8 +10,8 @@ import pytest
 
 from tests.rank_functions import QUICK, run_command
 from trainkit.cluster.queue import job_state
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 
 pytestmark = pytest.mark.long
 

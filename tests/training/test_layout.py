@@ -14,8 +14,8 @@ from torch import nn
 from tests.rank_functions import QUICK, run_ranks, train_run
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.training.layout import make_deterministic, placed
 
 CPU = torch.device("cpu")

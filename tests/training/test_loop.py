@@ -16,15 +16,14 @@ import trainkit
 from tests.rank_functions import QUICK, run_ranks
 from tests.training import parts as small
 from tests.training.poisoned import SETTINGS
-from trainkit.checkpoint.saving import Checkpoints
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.distributed.process_group import distributed
 from trainkit.monitor.base import NullLogger
 from trainkit.ranks.env import RankEnv
-from trainkit.records.attempts import Attempt
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer
+from trainkit.run.events import Attempt, Writer
+from trainkit.run.folder import RunDir
 from trainkit.training.building import build
 from trainkit.training.loop import train
 from trainkit.training.meter import Meter

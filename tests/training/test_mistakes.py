@@ -16,9 +16,9 @@ from tests.training.parts import Linear, parts_of
 from trainkit.config.loading import load
 from trainkit.data.base import normalize
 from trainkit.distributed.process_group import distributed
-from trainkit.evaluation import evaluate_checkpoint
+from trainkit.inference import evaluate_checkpoint
 from trainkit.ranks.env import RankEnv
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 from trainkit.training.evaluate import evaluate
 from trainkit.training.mistakes import LONGEST_SIDE, MOST, Mistakes
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.training.parts import keeper_of, parts_of
-from trainkit.data.tensors import TensorSamples
+from trainkit.data.loader import TensorSamples
 from trainkit.training import nonfinite, precision
 from trainkit.training.loop import train
 from trainkit.training.outcome import Keeper

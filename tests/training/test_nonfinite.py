@@ -13,9 +13,9 @@ from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks
 from tests.training.poisoned import BATCH, PER_EPOCH, SIZE, train_and_tell
 from trainkit.data.order import global_batch
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 RANKS = pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 

@@ -15,17 +15,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
-from trainkit.checkpoint.saving import Checkpoints
-from trainkit.checkpoint.source import Held, Sent
-from trainkit.checkpoint.state import load_weights, master_of, weights_of
+from trainkit.checkpoint.save import Checkpoints
+from trainkit.checkpoint.state import Held, Sent, load_weights, master_of, weights_of
 from trainkit.config.loading import load
-from trainkit.data.batch import Batch
+from trainkit.data.base import Batch
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.training.evaluate import evaluate
 from trainkit.training.o2 import halve
 from trainkit.training.parts import Parts

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
-from trainkit.checkpoint import files
-from trainkit.data.batch import Batch
-from trainkit.records.events import read_events
+from trainkit.checkpoint import format
+from trainkit.data.base import Batch
+from trainkit.run.events import read_events
 from trainkit.training.outcome import Keeper
 from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
@@ -173,11 +173,11 @@ def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path:
     keeper = keeper_of(parts_of(), tmp_path / "run", progress, beat=lambda: beats.append(1))
     keeper.save()
     run = keeper.writer.run
-    state = files.verified(run.checkpoints, 3).state
+    state = format.verified(run.checkpoints, 3).state
     assert Progress.of(state) == progress
     assert state["world_size"] == 1
     assert state["precision"] == keeper.parts.precision.state_dict()
-    assert files.pointed(run.checkpoints, "best") == files.pointed(run.checkpoints, "latest") == 3
+    assert format.pointed(run.checkpoints, "best") == format.pointed(run.checkpoints, "latest") == 3
     assert [event["step"] for event in read_events(run, "saved")] == [3]
     assert len(beats) >= 2
 
@@ -254,7 +254,7 @@ def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: K
     assert gone_bad.parts.precision.skipped_steps == 0
     (event,) = read_events(gone_bad.writer.run, "rolled_back")
     assert (event["step"], event["from_step"], event["position"]) == (3, 7, 9)
-    saved = files.verified(gone_bad.writer.run.checkpoints, 3).state
+    saved = format.verified(gone_bad.writer.run.checkpoints, 3).state
     assert replace(Progress.of(saved), seconds={}) == there, (
         "a run that is resumed from here does not meet the bad data again"
     )

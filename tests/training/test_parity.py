@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.rank_functions import run_ranks, train_run
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 UPDATES = 20
 SETTINGS = (f"train.max_steps={UPDATES}", "data.augment=true", "train.global_batch_size=64")

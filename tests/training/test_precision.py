@@ -17,8 +17,8 @@ from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.strategies import fsdp
 from trainkit.training.layout import make_deterministic
 from trainkit.training.optim import build_optimizer

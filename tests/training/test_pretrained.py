@@ -16,10 +16,10 @@ from trainkit.data import build_data
 from trainkit.data.base import ModelInput
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
 from trainkit.report.facts import Facts
 from trainkit.report.tables import settings_rows
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 from trainkit.training.building import build
 from trainkit.training.parts import Parts
 

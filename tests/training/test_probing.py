@@ -18,9 +18,9 @@ from trainkit.diagnosis.causes import rows
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.training.oom import memory_explained
 from trainkit.training.probing import largest
 

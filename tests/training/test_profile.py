@@ -17,7 +17,7 @@ from trainkit.errors import UserError
 from trainkit.monitor import profiler as module
 from trainkit.monitor.oom import snapshot_on_oom
 from trainkit.monitor.profiler import ON_REQUEST, Profiler, profiling
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
 from trainkit.training.progress import Progress
 

@@ -15,9 +15,9 @@ from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.data.order import global_batch
 from trainkit.ranks.env import RankEnv
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 from trainkit.training.parts import Parts
 
 BATCH, UPDATES = 48, 24

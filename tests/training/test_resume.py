@@ -11,11 +11,11 @@ import torch
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
 from tests.training.test_parity import AUGMENT
-from trainkit.checkpoint import files
-from trainkit.checkpoint.record import FileFacts
-from trainkit.records.events import read_events
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.checkpoint import format
+from trainkit.checkpoint.format import FileFacts
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 # 19 updates an epoch: two validations, and a model with dropout, whose random numbers must go on as well.
 SETTINGS = ("train.max_steps=40", "schedule.name=cosine")
@@ -32,7 +32,7 @@ LONG = pytest.mark.long
 
 def final_weights(folder: Path) -> Mapping[str, FileFacts]:
     """Hashes of the files with the weights and the optimizer's state."""
-    return files.verified(folder / "checkpoints", files.resolve(folder / "checkpoints", "latest")).files
+    return format.verified(folder / "checkpoints", format.resolve(folder / "checkpoints", "latest")).files
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_fsdp_and_one_process_go_on_from_a_checkpoint_of_zero(tmp_path: Path) ->
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(2, train_run, folder, "fsdp", (*SETTINGS, *DROPOUT), 10)
-    started = files.steps(folder / "checkpoints")[-1]
+    started = format.steps(folder / "checkpoints")[-1]
     assert run_ranks(1, train_run, folder, "fsdp", (*SETTINGS, *DROPOUT)) == ["finished"]
     assert [event["step"] for event in read_events(RunDir(folder), "started")] == [0, started]
 
@@ -125,7 +125,7 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path
     settings = ("train.max_steps=12", "checkpoint.every_steps=5")
     run_ranks(1, train_run, whole, "single", settings)
     run_ranks(1, train_run, folder, "single", settings, 12)
-    newest = files.path_of(folder / "checkpoints", files.steps(folder / "checkpoints")[-1])
+    newest = format.path_of(folder / "checkpoints", format.steps(folder / "checkpoints")[-1])
     weights = newest / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert run_ranks(1, train_run, folder, "single", settings) == ["finished"]

@@ -10,15 +10,14 @@ from torch import nn
 from torch.nn import functional
 
 from tests.training.parts import Formats, Linear, parts_of
-from trainkit.data import draws
-from trainkit.data.base import normalize
-from trainkit.data.batch import Batch
+from trainkit.data import order
+from trainkit.data.base import Batch, normalize
 from trainkit.training.update import Updater
 
 PLAIN = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0")
 IMAGES = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(8) % 7
-KEYS = draws.keys(0, 0, torch.arange(8))
+KEYS = order.keys(0, 0, torch.arange(8))
 
 
 def micro_batches(size: int = 4) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.data import digits
 from trainkit.data.base import Samples, Splits
+from trainkit.data.datasets import digits
 
 
 class Witnessed:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.bench import words
 from trainkit.errors import UserError
 
@@ -46,7 +46,7 @@ class Request:
     def read(cls, file: Path) -> Request:
         """Raises UserError for a file that is not there, or something else."""
         try:
-            return TypeAdapter(cls).validate_json(reading.read_bytes(file))
+            return TypeAdapter(cls).validate_json(fileio.read_bytes(file))
         except (OSError, ValidationError) as error:
             why = error.strerror if isinstance(error, OSError) else "It is damaged, or no request of a bench."
             raise UserError(

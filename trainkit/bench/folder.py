@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainkit import terminal
 from trainkit.errors import UserError
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 
 def refuse_bench(path: Path) -> None:

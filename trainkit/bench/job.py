@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from trainkit import fileio
 from trainkit.bench.arms import CONTROL, Arm, Bench, LeftOut, Place, Request, Where
 from trainkit.bench.benches import bench_of
 from trainkit.bench.folder import BenchDir
@@ -24,13 +25,11 @@ from trainkit.config.schema import Config
 from trainkit.data.order import largest_power_of_two
 from trainkit.distributed.device import device_name, visible_cpus
 from trainkit.distributed.meeting import meet
-from trainkit.distributed.stop import StopFlag
 from trainkit.errors import RunFailedError
 from trainkit.monitor.hardware import CpuWaits
-from trainkit.ranks.env import RankEnv, device_index
-from trainkit.ranks.secret import Secret
-from trainkit.records import jsonl
-from trainkit.records.writer import Writer
+from trainkit.ranks.env import RankEnv, Secret, device_index
+from trainkit.ranks.signals import StopFlag
+from trainkit.run.events import Writer
 from trainkit.training.building import wants_gpu
 
 _MEET = timedelta(minutes=10)
@@ -239,4 +238,4 @@ class _Driver:
 
     def _write(self, kind: str, **fields: Any) -> None:
         self.writer.check()
-        jsonl.append(self.folder.samples, {"kind": kind, "time": round(time.time(), 3), **fields})
+        fileio.append_jsonl(self.folder.samples, {"kind": kind, "time": round(time.time(), 3), **fields})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from trainkit import terminal
+from trainkit import fileio, terminal
 from trainkit.bench.arms import Request
 from trainkit.bench.benches import bench_of
 from trainkit.bench.columns import rate
 from trainkit.bench.folder import BenchDir
-from trainkit.records import jsonl
 
 
 class Progress:
@@ -27,7 +26,7 @@ class Progress:
         """Print what is new."""
         if self._silent:
             return
-        records = list(jsonl.read(self._run.samples))
+        records = list(fileio.read_jsonl(self._run.samples))
         for record in records[self._said :]:
             for line in self._lines(record):
                 print(terminal.one_line(line), file=sys.stderr, flush=True)

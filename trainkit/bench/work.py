@@ -18,8 +18,7 @@ from trainkit.bench.team import Order
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
-from trainkit.data.base import Splits
-from trainkit.data.batch import Batch
+from trainkit.data.base import Batch, Splits
 from trainkit.data.loader import resolve_workers, train_batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import cpus_of_rank

@@ -7,20 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit import terminal
+from trainkit import fileio, terminal
 from trainkit.bench import columns
 from trainkit.bench.arms import Request
 from trainkit.bench.benches import bench_of
 from trainkit.bench.folder import BenchDir
 from trainkit.bench.results import Results, Row, as_json, results_of
 from trainkit.bench.words import meaning_of
-from trainkit.records import files, jsonl
 
 
 def read_results(run: BenchDir) -> tuple[Results, list[dict[str, Any]]]:
     """What a bench has come to so far, and its samples. Raises UserError for any other folder."""
     request = Request.read(run.request)
-    records = list(jsonl.read(run.samples))
+    records = list(fileio.read_jsonl(run.samples))
     return results_of(bench_of(request.bench), request, records), records
 
 
@@ -30,7 +29,7 @@ def write_results(run: BenchDir) -> tuple[Results, list[Path]]:
 
     results, records = read_results(run)
     samples = [record for record in records if record.get("kind") == "sample"]
-    files.write(run.results, json.dumps(jsonl.plain(as_json(results, samples)), indent=2) + "\n", run.path)
+    fileio.write(run.results, json.dumps(fileio.finite(as_json(results, samples)), indent=2) + "\n", run.path)
     written = [run.results]
     if draw(results, run.picture):
         written.append(run.picture)

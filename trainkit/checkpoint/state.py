@@ -5,16 +5,192 @@ A tensor stays where it is, sharded or not: who saves takes of it what is a rank
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Iterable, Mapping
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as c10d
 from torch import Tensor, nn
 
-from trainkit.checkpoint.source import Facts, Source
-from trainkit.distributed.process_group import Distributed
-from trainkit.distributed.sharded import local_part
+from trainkit.checkpoint.format import file_name
+from trainkit.checkpoint.tensors import Entry, Stored
+from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import UserError
+
+# Who writes what: each rank its own shards, and of what several ranks have, the lowest.
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank writes of a checkpoint, and who else writes."""
+
+    files: Mapping[str, Mapping[Entry, Tensor]]
+    """File name -> entry -> what this rank holds of it, where it lies."""
+    writers: tuple[int, ...]
+    """Ranks that write anything; rank 0 alone if nothing is spread over the ranks."""
+
+
+class Shares:
+    """Every rank calls it with the same stems; what they tell each other is remembered while it does not change."""
+
+    def __init__(self, dist: Distributed) -> None:
+        self._dist = dist
+        self._digests: list[str] = []
+        self._told: list[dict[str, Any]] = []
+
+    def of(self, stems: Mapping[str, Mapping[str, Tensor]]) -> Share:
+        """This rank's share of stem -> name -> tensor, sharded (a DTensor) or not, on every rank or some."""
+        rank = self._dist.rank
+        split = {stem: _split(named) for stem, named in stems.items()}
+        own = {stem: {"whole": sorted(whole), "parts": bool(parts)} for stem, (whole, parts) in split.items()}
+        digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+        digests = self._dist.gather_json(digest)
+        if digests != self._digests:
+            self._digests, self._told = digests, self._dist.gather_json(own)
+        files: dict[str, dict[Entry, Tensor]] = {}
+        writers = {0}
+        for stem, (whole, parts) in split.items():
+            owner: dict[str, int] = {}
+            for other, told in enumerate(self._told):
+                for name in told[stem]["whole"]:
+                    owner.setdefault(name, other)
+            of_stem = {*owner.values(), *(other for other, told in enumerate(self._told) if told[stem]["parts"])} or {0}
+            writers |= of_stem
+            if rank in of_stem:
+                name = file_name(stem, sorted(of_stem).index(rank), len(of_stem))
+                mine = {Entry.of(key, value): value for key, value in whole.items() if owner[key] == rank}
+                files[name] = {**mine, **parts}
+        return Share(files, tuple(sorted(writers)))
+
+
+def place_of(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of this rank's part of a tensor, cut along each dimension of its mesh in turn."""
+    offset, shape = [0] * value.ndim, list(value.shape)
+    mesh = getattr(value, "device_mesh", None)
+    if mesh is not None:
+        for axis, placement in enumerate(value.placements):  # type: ignore[attr-defined]
+            if not placement.is_replicate():
+                dim, mine = placement.dim, mesh.get_local_rank(axis)
+                size = -(-shape[dim] // mesh.size(axis))
+                first = min(mine * size, shape[dim])
+                offset[dim] += first
+                shape[dim] = min(size, shape[dim] - first)
+    return tuple(offset), tuple(shape)
+
+
+def _split(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Entry, Tensor]]:
+    """Tensors that this rank has as a whole, and the parts of others that are its to write."""
+    whole: dict[str, Tensor] = {}
+    parts: dict[Entry, Tensor] = {}
+    for name, value in named.items():
+        offset, shape = place_of(value)
+        if shape == tuple(value.shape):
+            whole[name] = local_part(value).detach()
+        elif math.prod(value.shape) == 0:  # nobody has anything of it
+            whole[name] = torch.empty(value.shape, dtype=value.dtype)
+        elif math.prod(shape) and _is_first_copy(value):
+            parts[Entry(name, value.dtype, shape, tuple(value.shape), offset)] = local_part(value).detach()
+    return whole, parts
+
+
+def _is_first_copy(value: Any) -> bool:
+    """Of a shard that several ranks have (HSDP), the first along each dimension of the mesh counts."""
+    coordinate = value.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        mine == 0 or not placement.is_replicate() for mine, placement in zip(coordinate, value.placements, strict=True)
+    )
+
+
+# Where a rank gets a checkpoint's tensors from: the files, if it sees them, else rank 0.
+
+Facts = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a whole tensor."""
+
+
+class Source(Protocol):
+    """Every rank takes every tensor, in the order of ``facts``: one may have to send."""
+
+    @property
+    def facts(self) -> Mapping[str, Facts]: ...
+
+    def take(self, name: str, like: Tensor | None) -> Tensor:
+        """This rank's part of a tensor, as ``like`` is sharded; it has the same shape. None: nothing is wanted."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Files that this rank reads itself: just what it needs."""
+
+    stored: Stored
+
+    @property
+    def facts(self) -> Mapping[str, Facts]:
+        return self.stored.facts
+
+    def take(self, name: str, like: Tensor | None) -> Tensor:
+        return torch.empty(0) if like is None else self.stored.read(name, *place_of(like))
+
+
+class Readable(Protocol):
+    """What rank 0 has."""
+
+    @property
+    def facts(self) -> Mapping[str, Facts]: ...
+
+    def read(self, name: str, /) -> Tensor: ...
+
+
+class Held:
+    """Tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.facts: Mapping[str, Facts] = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class Sent:
+    """What rank 0 has, one tensor at a time. Names and shapes travel as JSON: nothing is unpickled.
+
+    Args:
+        held: looked at on rank 0 only.
+    """
+
+    def __init__(self, held: Readable, dist: Distributed) -> None:
+        self._held, self._dist = held, dist
+        mine = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in held.facts.items()]
+        told: Any = dist.broadcast_json(mine if dist.is_main else [])
+        self.facts: Mapping[str, Facts] = {
+            str(name): (_dtype(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in told
+        }
+
+    def take(self, name: str, like: Tensor | None) -> Tensor:
+        dtype, shape = self.facts[name]
+        # As bytes, which every backend carries, so that it stays the same; over this rank's own device.
+        value = torch.empty(shape, dtype=dtype) if not self._dist.is_main else self._held.read(name)
+        value = value.to(self._dist.device).contiguous()
+        if self._dist.world_size > 1 and value.numel():
+            c10d.broadcast(value.view(-1).view(torch.uint8), src=0)
+        if like is None:
+            return value
+        offset, size = place_of(like)
+        for dim, (first, length) in enumerate(zip(offset, size, strict=True)):
+            value = value.narrow(dim, first, length)
+        return value if like.device.type != "meta" else value.cpu()
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    assert isinstance(dtype, torch.dtype), f"rank 0 announces a tensor of type {name!r}"
+    return dtype
+
 
 # What wrappers put into the names of parameters, beside the `module.` of DDP and DataParallel.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -16,9 +16,8 @@ from pathlib import Path
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.cluster.slurm_jobs import run as slurm
 from trainkit.programs import NoAnswer
-from trainkit.records.attempts import cancelled, submitted
-from trainkit.records.history import CutShort, Life
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import CutShort, Life, cancelled, submitted
+from trainkit.run.folder import RunDir
 
 SBATCH_SECONDS = 300.0
 """So long sbatch may take; who called it on another machine may live until then."""

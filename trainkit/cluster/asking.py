@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from trainkit.cluster.queue import job_state
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 CALLS_A_MINUTE = 6
 """Of one follower, whatever happens."""

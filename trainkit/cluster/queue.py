@@ -18,10 +18,10 @@ from trainkit.cluster.slurm_jobs import Answer, JobState, ask
 from trainkit.cluster.slurm_jobs import run as slurm
 from trainkit.errors import UserError
 from trainkit.programs import NoAnswer
-from trainkit.records import index
-from trainkit.records.history import Life, Submission, life_of
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run import folder as run_folder
+from trainkit.run.events import Life, Submission, life_of
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
 
 ENDING_SECONDS = 60.0
 """How long to wait for a job that is being ended; SLURM gives its tasks 30 s by default."""
@@ -93,7 +93,7 @@ def process_of(run: RunDir, job: JobState) -> ProcessId | None:
 
 def _is_noted(run: RunDir, job: JobState) -> bool:
     process = process_of(run, job) if job.executor != "slurm" else None
-    return index.has_started(run.path, job.executor, job.job_id, process.word() if process is not None else "")
+    return run_folder.has_started(run.path, job.executor, job.job_id, process.word() if process is not None else "")
 
 
 def _has_folder_as_argument(process: ProcessId | None, run: RunDir) -> bool:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.cluster.slurm_jobs import Answer, JobState, ask
-from trainkit.records import files, index
-from trainkit.records.history import Life
+from trainkit.run import folder
+from trainkit.run.events import Life
 
 KEPT_SECONDS = 20.0
 """With two commands each, that is six a minute."""
@@ -41,7 +41,7 @@ def ask_seldom(
         aged: told how many seconds ago SLURM was asked, if that was before.
     """
     marks, now = {**others, **wanted}, time.time()
-    file = index.state_file("queue.json")
+    file = folder.state_file("queue.json")
     known = _read(file, now)
     if marks and all(job in known and known[job]["mark"] == said for job, said in marks.items()):
         mine = {job: known[job] for job in marks}
@@ -59,12 +59,12 @@ def ask_seldom(
 
 
 def _read(file: Path, now: float) -> dict[str, dict[str, Any]]:
-    found = reading.read_object(file)
+    found = fileio.read_object(file)
     return {job: item for job, item in found.items() if _is_whole(item) and 0 <= now - item["asked"] < KEPT_SECONDS}
 
 
 def _is_whole(item: Any) -> bool:
-    if not isinstance(item, dict) or not reading.is_time(item.get("asked")):
+    if not isinstance(item, dict) or not fileio.is_time(item.get("asked")):
         return False
     state = item.get("state")
     fits = state is None or (isinstance(state, list) and len(state) == len(_FIELDS) and all(map(_is_text, state)))
@@ -77,7 +77,7 @@ def _is_text(value: Any) -> bool:
 
 def _write(file: Path, known: Mapping[str, Any]) -> None:
     try:
-        index.make_state_folder(file.parent)
-        files.write(file, json.dumps(known), file.parent)
+        folder.make_state_folder(file.parent)
+        fileio.write(file, json.dumps(known), file.parent)
     except OSError:  # a home that cannot be written costs only a question more
         return

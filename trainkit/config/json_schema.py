@@ -1,6 +1,6 @@
 """``python -m trainkit.config.json_schema > configs/schema.json``: JSON schema by which editors complete presets.
 
-It is made at each release, with the names of the timm and torchvision that are installed then: `trainkit.catalogue`
+It is made at each release, with the names of the timm and torchvision that are installed then: `trainkit.plugins`
 reads them from their source, so that neither is imported, nor torch.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainkit import catalogue, plugins
+from trainkit import plugins
 from trainkit.config.loading import PACKAGED
 from trainkit.config.schema import SECTIONS, Config
 
@@ -36,7 +36,7 @@ FROM_A_LIBRARY = {
 
 def library_models() -> list[str]:
     """Names of timm's and torchvision's models."""
-    return sorted({*catalogue.timm_models(), *catalogue.torchvision_models()})
+    return sorted({*plugins.timm_models(), *plugins.torchvision_models()})
 
 
 def json_schema(models: Sequence[str]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _default(signature: plugins.Signature, option: str) -> dict[str, Any]:
 
 
 def _type(annotation: str) -> dict[str, Any]:
-    """Of an option's annotation; nothing is said of one that `trainkit.options` does not check either."""
+    """Of an option's annotation; nothing is said of one that `trainkit.plugins` does not check either."""
     words = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "None": "null"}
     if literal := re.fullmatch(r"Literal\[(.*)\]", annotation):
         return {"enum": list(ast.literal_eval(f"({literal[1]},)"))}

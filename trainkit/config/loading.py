@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainkit import packaged
+from trainkit import fileio
 from trainkit.config import yaml
 from trainkit.config.schema import ALWAYS_WRITTEN, SECTIONS, Config, PluginSection, Section, field_of, is_one_line
 from trainkit.config.slurm_options import long_name, settings_of
@@ -126,7 +126,7 @@ def moved(layer: Layer, before: Layer, there: Layer) -> Layer:
     return merge(kept, there)
 
 
-PACKAGED = packaged.folder("configs")
+PACKAGED = fileio.folder("configs")
 OWN = Path("configs")
 """The user's own, in the folder where the command is given; they come before the packaged ones."""
 _LONGEST_CHAIN = 20
@@ -244,7 +244,7 @@ def _is_bare(key: str, value: Any) -> bool:
 def profile_layer(cluster: str) -> Layer:
     """What the site profile of that name, or in that file, says of a launch.
 
-    What it knows of the site itself, below ``site:``, is no setting (`trainkit.cluster.site_facts`).
+    What it knows of the site itself, below ``site:``, is no setting (`trainkit.site.profile`).
     """
     path = find_profile(cluster)
     values, lines = yaml.read(path)

@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.config.slurm_options import long_name, time_minutes
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -38,7 +38,7 @@ class Reach:
     """What the text of a setting can do beyond training, noted where the setting is defined: ``Annotated[str, SENDS]``.
 
     A setting that starts or sends something counts only from a file that is the user's own
-    (`trainkit.records.ownership`).
+    (`trainkit.run.ownership`).
     """
 
     does: Literal["imports", "starts", "sends", "nothing"]
@@ -634,7 +634,7 @@ def cpu_has_bf16() -> bool:
 def cpu_flags() -> set[str]:
     """What this machine's processor can do, in Linux's words; empty elsewhere."""
     try:
-        for line in reading.read_text(Path("/proc/cpuinfo")).splitlines():
+        for line in fileio.read_text(Path("/proc/cpuinfo")).splitlines():
             if line.startswith("flags"):
                 return set(line.split())
     except OSError:

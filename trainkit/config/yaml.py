@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.errors import UserError
 
 LONGEST = 1 << 20
@@ -96,7 +96,7 @@ def read(path: Path, *, follow: bool = True) -> tuple[dict[str, Any], dict[str, 
     """The mapping in a YAML file, and the line (from 1) of every dotted key in it. ``follow``: it may be a link."""
     try:
         # Some editors begin a file with a mark.
-        text = reading.read_bytes(path, LONGEST, follow=follow).decode("utf-8-sig")
+        text = fileio.read_bytes(path, LONGEST, follow=follow).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         why = f"It is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}."
         raise UserError(f"Cannot read {path}.", why=why, fix="Give a YAML file, or save this one as UTF-8.") from None

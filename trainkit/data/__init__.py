@@ -13,18 +13,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainkit import options, plugins
-from trainkit.data.pack import pack_folder, require_pack
-from trainkit.data.source import opened_pack, shared_tree
-from trainkit.data.tree import Files
+from trainkit import plugins
+from trainkit.data.folders import Files
+from trainkit.data.pack import opened_pack, pack_folder, require_pack, shared_tree
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trainkit.data.base import Splits
-    from trainkit.data.packing import Kind
-    from trainkit.data.source import Stage
+    from trainkit.data.pack import Kind, Stage
     from trainkit.distributed.process_group import Distributed
 
 
@@ -53,7 +51,7 @@ def check_data(config: DataChoice) -> None:
         _require_files(config.name, module)
         require_pack(pack_folder(Path(config.root), config.name, config.pack), config.name, config.pack)
     elif hasattr(module, "locate"):
-        module.locate(Path(config.root), **options.fill(module.build, config.options, where="data"))
+        module.locate(Path(config.root), **plugins.fill(module.build, config.options, where="data"))
 
 
 def train_size(config: DataChoice) -> int | None:
@@ -63,7 +61,7 @@ def train_size(config: DataChoice) -> int | None:
     module = importlib.import_module(f"{__name__}.{config.name}")
     if not hasattr(module, "train_size"):
         return None
-    filled = options.fill(module.build, config.options, where="data")
+    filled = plugins.fill(module.build, config.options, where="data")
     try:
         size: int | None = module.train_size(Path(config.root), **filled)
     except OSError:  # whoever reads the data says it better
@@ -80,7 +78,7 @@ def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:
     """
     plugins.check_options(__name__, config.name, config.options, where="data")
     build = plugins.load(__name__, config.name)
-    filled = options.fill(build, config.options, where="data")
+    filled = plugins.fill(build, config.options, where="data")
     root, module = Path(config.root), sys.modules[build.__module__]
     together: Callable[[Callable[[], Any]], Any] = _alone if dist is None else dist.together
     if config.pack is not None:
@@ -94,7 +92,7 @@ def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:
     splits: Splits = together(lambda: module.build_from(files, **filled))
     if config.pack is None:
         return splits
-    from trainkit.data.mapped import mapped
+    from trainkit.data.pack import mapped
 
     return mapped(splits)
 
@@ -119,12 +117,12 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
     Raises:
         UserError: it is none of image files, it is not there, or a file of it cannot be read.
     """
-    from trainkit.data.packing import write_pack
+    from trainkit.data.pack import write_pack
 
     plugins.require(__name__, name)
     module = importlib.import_module(f"{__name__}.{name}")
     _require_files(name, module)
-    module.locate(root, **options.fill(module.build, {}, where="data"))
+    module.locate(root, **plugins.fill(module.build, {}, where="data"))
     final = pack_folder(root, name, side)
     try:
         broken = write_pack(final, module.where(root), side, kind, workers=workers, say=say).verify()

@@ -7,27 +7,344 @@ what came before.
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
+import gc
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from trainkit.data import draws
-from trainkit.data.base import Samples, Splits, Transform
-from trainkit.data.batch import Batch, EvalBatch
-from trainkit.data.broken import Broken, Mended, read_whole
-from trainkit.data.memory import eval_from_memory, train_batch, train_from_memory
+from trainkit.data import order as data_order
+from trainkit.data.base import Batch, EvalBatch, Samples, Splits, Transform
+from trainkit.data.folders import Broken, Mended, noted, read_whole
 from trainkit.data.order import derive_seed, epoch_order, share_of, steps_per_epoch
-from trainkit.data.tensors import TensorSamples, TensorTransform
-from trainkit.data.workers import Batches as Batches
-from trainkit.data.workers import init_worker
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+# From the host's memory to the GPU, while it computes.
+
+
+def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Batches, each copied a step before it is asked for, on a stream of its own: beside what the GPU computes.
+
+    What lies there already stays, and what is no batch (an error) passes as it is.
+    """
+    import torch
+
+    stream = torch.cuda.Stream(device)
+
+    def moved(item: Tensor) -> Tensor:
+        if device.type == "cuda" and not item.is_cuda and not item.is_pinned():
+            item = item.pin_memory()  # of a data set that is in memory
+        return item.to(device, non_blocking=True)
+
+    def copied() -> Any:
+        batch = next(batches, None)
+        with torch.cuda.stream(stream):
+            if isinstance(batch, Batch):
+                return Batch(moved(batch.images), moved(batch.labels), batch.keys)
+            if isinstance(batch, EvalBatch):
+                return EvalBatch(*map(moved, batch))
+        return batch
+
+    ahead = copied()
+    while ahead is not None:
+        batch = ahead
+        user = torch.cuda.current_stream(device)
+        user.wait_stream(stream)
+        if isinstance(batch, Batch | EvalBatch):
+            for item in batch:
+                if item.is_cuda:
+                    item.record_stream(user)  # or its memory would be given to the next copy while it is still read
+        ahead = copied()
+        yield batch
+
+
+# The worker processes behind a loader: they outlive stop signals, and never outlive the run.
+
+BatchT = TypeVar("BatchT")
+
+SHUTDOWN_SECONDS = 3.0
+"""How long a worker that is asked to end may still take for what it is doing."""
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class Batches(Generic[BatchT]):
+    """An iterator over batches that owns its worker processes: ``with train_batches(...) as batches``.
+
+    ``close`` ends the workers, also half way; running to the end closes by itself. For a GPU they come from a loader
+    that pins them, or from a data set that lies there already. Images that are broken are noted in ``broken``.
+    """
+
+    def __init__(self, loader: Any, device: torch.device | None = None, broken: Broken | None = None) -> None:
+        with warnings.catch_warnings(), _stop_signals_held():
+            # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
+            # run no code that takes the parent's locks, and starting them anew would import torch in each.
+            warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+            self._iterator: Any = iter(loader)
+        self._batches: Iterator[Any] = self._iterator if broken is None else noted(self._iterator, broken)
+        if device is not None and device.type == "cuda":
+            self._batches = on_gpu(self._batches, device)
+        # At exit Python ends and joins its child processes, but ours ignore SIGTERM: it would wait for ever.
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def __iter__(self) -> Iterator[BatchT]:
+        return self
+
+    def __next__(self) -> BatchT:
+        if self._iterator is None:
+            raise StopIteration
+        try:
+            batch = next(self._batches)
+        except BaseException:  # StopIteration too
+            self.close()
+            raise
+        if isinstance(batch, TrainkitError):
+            self.close()
+            raise batch
+        return batch  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the worker processes; those that hang in a read are killed after a few seconds."""
+        iterator, self._iterator = self._iterator, None
+        self._batches = iter(())  # it holds the last ones
+        atexit.unregister(self._at_exit)
+        shutdown = getattr(iterator, "_shutdown_workers", None)
+        if shutdown is None:
+            return  # no workers, or closed before
+        workers = list(iterator._workers)
+        # torch waits for one after the other, and then sends the SIGTERM that they ignore. Kill them all at once.
+        timer = threading.Timer(SHUTDOWN_SECONDS, lambda: [worker.kill() for worker in workers])
+        timer.start()
+        try:
+            shutdown()
+        except RuntimeError:
+            pass  # torch saw a worker die: by our hand
+        finally:
+            timer.cancel()
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+    def __enter__(self) -> Batches[BatchT]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_iterator", None) is not None:
+            self.close()
+
+
+def _close_at_exit(reference: weakref.ref[Batches[Any]]) -> None:
+    batches = reference()
+    if batches is not None:
+        batches.close()
+
+
+def init_worker(worker: int) -> None:
+    """A stop signal goes to every process of the step; workers must outlive it, for the loop still finishes its step.
+
+    They end when the loop closes them, or when they notice that their parent is gone.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    faulthandler.register(signal.SIGUSR1)  # a rank that hangs asks for this
+    gc.enable()  # the rank that it was forked from collects at moments of its own
+
+
+@contextmanager
+def _stop_signals_held() -> Iterator[None]:
+    """Processes started meanwhile begin with stop signals held back, until they have said what to do with them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# Small data sets that live in memory, or on the device, as one tensor, and their augmentation in whole batches.
+
+
+class TensorSamples:
+    """Images uint8 [N, C, H, W] and labels int64 [N], both on one device."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        assert len(images) == len(labels)
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        return self.images[index], int(self.labels[index])
+
+    @property
+    def nbytes(self) -> int:
+        """Of images and labels."""
+        return self.images.nbytes + self.labels.nbytes
+
+    def on(self, device: torch.device) -> TensorSamples:
+        """The same samples there."""
+        return TensorSamples(self.images.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class TensorTransform:
+    """Raw images of one size -> [in_chans, image_size, image_size]: padded with black by ``shift`` pixels, cropped at a
+    random place, mirrored at random if ``flip``, and then resized.
+
+    The pixels are those of torchvision's RandomCrop(size, padding=shift) and RandomHorizontalFlip. A batch at a time it
+    takes some 3 us for an image of CIFAR-10, image by image 40.
+    """
+
+    image_size: int
+    shift: int = 0
+    flip: bool = False
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """One image [C, H, W]; random numbers come from torch's default generator."""
+        import torch
+
+        return self.batch(image[None], self.draw(torch.randint(1 << 62, (1,))))[0]
+
+    def draw(self, keys: Tensor) -> Tensor:
+        """Row and column in the padded image, and 1 to mirror it: int64 [..., 3] for keys [...]."""
+        import torch
+
+        places = 2 * self.shift + 1
+        mirror = data_order.below(keys, data_order.SHIFT + 2, 2) if self.flip else torch.zeros_like(keys)
+        return torch.stack([*(data_order.below(keys, data_order.SHIFT + n, places) for n in (0, 1)), mirror], dim=-1)
+
+    def batch(self, images: Tensor, drawn: Tensor | None = None) -> Tensor:
+        """Images [N, C, H, W] with what `draw` drew for them, int64 [N, 3] on the same device; None: as they are."""
+        if drawn is not None and (self.shift or self.flip):
+            images = self._cropped(images, drawn)
+        return resized(images, self.image_size)
+
+    def _cropped(self, images: Tensor, drawn: Tensor) -> Tensor:
+        import torch
+
+        shift = self.shift
+        count, channels, height, width = images.shape
+        tall, wide = height + 2 * shift, width + 2 * shift
+        padded = images.new_zeros((1 + self.flip, count, channels, tall, wide))
+        padded[0, ..., shift : shift + height, shift : shift + width] = images
+        if self.flip:
+            padded[1] = padded[0].flip(-1)
+        top, left, mirror = drawn.unbind(1)
+        # The mirror image of a window is a window of the mirror image, counted from its other side.
+        left = torch.where(mirror.bool(), 2 * shift - left, left)
+        # Each row of each window is a run of bytes: one gather of runs, where indexing would go byte by byte.
+        image = torch.arange(count * channels, device=images.device).view(count, channels, 1) * tall
+        row = (top + mirror * (count * channels * tall)).view(-1, 1, 1) + torch.arange(height, device=images.device)
+        first = (image + row) * wide + left.view(-1, 1, 1)
+        runs = padded.as_strided((padded.numel() - width + 1, width), (1, 1))
+        return runs.index_select(0, first.view(-1)).view(count, channels, height, width)
+
+
+def resized(images: Tensor, image_size: int) -> Tensor:
+    """uint8 [N, C, H, W] -> [N, C, image_size, image_size], bilinear."""
+    import torch
+    import torch.nn.functional as F
+
+    size = (image_size, image_size)
+    if images.shape[-2:] == size:
+        return images
+    if images.device.type == "cpu":  # its kernel for bytes is the fast one, and rounds as an image viewer does
+        return F.interpolate(images, size=size, mode="bilinear", align_corners=False, antialias=True)
+    exact = F.interpolate(images.float(), size=size, mode="bilinear", align_corners=False, antialias=True)
+    return exact.round_().clamp_(0, 255).to(torch.uint8)  # within one level of the above
+
+
+def tensor_transforms(image_size: int, *, augment: bool, shift: int, flip: bool) -> tuple[Transform, Transform]:
+    """Train and eval transform for images that are small tensors: shift and mirror at their own size, then resize."""
+    plain = TensorTransform(image_size)
+    return (TensorTransform(image_size, shift, flip) if augment else plain), plain
+
+
+# Batches from a data set in memory: a few operations on whole batches, no process and no copy in between.
+
+SHARE_OF_FREE = 0.1
+"""Of a GPU's free memory, what the data may take: the model and its activations need the rest."""
+
+
+def placed(splits: Splits, where: Literal["auto", "cpu"], device: torch.device, *, workers: int) -> Splits:
+    """``splits`` on the GPU that trains, if they are in memory and take little of what it has free (`auto`).
+
+    Bytes are cut out alike wherever they lie. Only resizing rounds otherwise on a GPU, by one level of 255 at most.
+    """
+    import torch
+
+    parts = (splits.train, splits.val, splits.test)
+    if where == "cpu" or device.type != "cuda" or workers:  # a loader process has no GPU
+        return splits
+    train, val, test = (part if isinstance(part, TensorSamples) else None for part in parts)
+    if train is None or val is None or test is None:
+        return splits
+    free, _ = torch.cuda.mem_get_info(device)
+    if train.nbytes + val.nbytes + test.nbytes > free * SHARE_OF_FREE:
+        return splits
+    return replace(splits, train=train.on(device), val=val.on(device), test=test.on(device))
+
+
+def train_from_memory(
+    samples: TensorSamples, transform: TensorTransform, seed: int, shares: Iterable[tuple[int, Tensor]]
+) -> Iterator[Batch]:
+    """Augmented batches of ``samples``, on their device.
+
+    Args:
+        shares: epochs, and the indices of batches in each, int64 [count, N].
+    """
+    device = samples.images.device
+    for epoch, share in shares:
+        keys = data_order.keys(seed, epoch, share)
+        # For all of the epoch at once: what is drawn costs next to nothing then, and goes to the device in one piece.
+        drawn = transform.draw(keys).to(device, non_blocking=True)
+        indices = share.to(device, non_blocking=True)
+        for one, key, how in zip(indices.unbind(), keys.unbind(), drawn.unbind(), strict=True):
+            images = transform.batch(samples.images.index_select(0, one), how)
+            yield Batch(images, samples.labels.index_select(0, one), key)
+
+
+def train_batch(samples: TensorSamples, transform: TensorTransform, indices: Tensor, keys: Tensor) -> Batch:
+    """One of them: ``indices`` and ``keys`` int64 [N], in the host's memory as the samples are."""
+    images = transform.batch(samples.images.index_select(0, indices), transform.draw(keys))
+    return Batch(images, samples.labels.index_select(0, indices), keys)
+
+
+def eval_from_memory(
+    samples: TensorSamples, transform: TensorTransform, starts: Iterable[int], size: int
+) -> Iterator[EvalBatch]:
+    """Batches of ``size`` that begin at ``starts``; what is missing at the end is filled with the last sample."""
+    import torch
+
+    total, device = len(samples), samples.images.device
+    places = torch.arange(size, device=device)
+    for start in starts:
+        indices = (places + start).clamp_(max=total - 1)
+        images = transform.batch(samples.images.index_select(0, indices))
+        yield EvalBatch(images, samples.labels.index_select(0, indices), places < total - start)
+
 
 Keys = tuple[int, list[int]]
 """What the sampler hands to a worker: in training an epoch and indices; in evaluation how many of the last indices only
@@ -174,7 +491,7 @@ class _FetchTrain:
 
         epoch, indices = keys
         met: dict[str, str] = {}
-        drawn_by = draws.keys(self.seed, epoch, torch.tensor(indices))
+        drawn_by = data_order.keys(self.seed, epoch, torch.tensor(indices))
         try:
             if isinstance(self.samples, TensorSamples) and isinstance(self.transform, TensorTransform):
                 return train_batch(self.samples, self.transform, torch.tensor(indices), drawn_by)

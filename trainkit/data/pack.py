@@ -6,21 +6,50 @@ ROOT/NAME-SIDE.pack/ holds ``images.bin``, the records one after the other; ``in
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
 import mmap
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
 import zlib
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-from trainkit import reading, terminal
-from trainkit.data.images import BrokenImageError, decode_image
-from trainkit.data.tree import Listing
-from trainkit.errors import TrainkitError, UserError
+from trainkit import fileio, lifetime, terminal
+from trainkit.data.base import Samples, Splits
+from trainkit.data.folders import (
+    BrokenImageError,
+    Files,
+    ImageFiles,
+    Listing,
+    Place,
+    Tree,
+    decode_image,
+    decode_pixels,
+    read_content,
+)
+from trainkit.data.loader import TensorSamples, TensorTransform
+from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.fileio import append, is_own, make_folder, write
 
 if TYPE_CHECKING:
     import numpy
     from torch import Tensor
+
+    from trainkit.distributed.process_group import Distributed
+
 
 LONGEST = 1 << 32
 """Bytes of the index or the listing: a hundred million images."""
@@ -39,7 +68,7 @@ def pack_folder(root: Path, name: str, side: int) -> Path:
 
 
 class Pack:
-    """The files of a pack, as those of a `trainkit.data.tree.Tree`.
+    """The files of a pack, as those of a `trainkit.data.folders.Tree`.
 
     Raises:
         UserError: naming the pack, where it is damaged or cut short.
@@ -50,16 +79,16 @@ class Pack:
 
         self.folder = folder
         try:
-            about: dict[str, Any] = reading.parse(reading.read_bytes(folder / ABOUT, follow=True))
+            about: dict[str, Any] = fileio.parse(fileio.read_bytes(folder / ABOUT, follow=True))
             if about["format"] != FORMAT:
                 raise ValueError(f"its format is {about['format']}, not {FORMAT}")
             for file in (INDEX, FILES):
                 if (
-                    hashlib.sha256(reading.read_bytes(folder / file, LONGEST, follow=True)).hexdigest()
+                    hashlib.sha256(fileio.read_bytes(folder / file, LONGEST, follow=True)).hexdigest()
                     != about["sha256"][file]
                 ):
                     raise ValueError(f"{file} has another hash")
-            self._listing = Listing.from_bytes(reading.read_bytes(folder / FILES, LONGEST, follow=True))
+            self._listing = Listing.from_bytes(fileio.read_bytes(folder / FILES, LONGEST, follow=True))
             self._index = numpy.memmap(folder / INDEX, RECORD, mode="r")
             self.size = int(self._index["start"][-1]) + int(self._index["size"][-1])
             if len(self._index) != len(self._listing) or (folder / IMAGES).stat().st_size != self.size:
@@ -107,7 +136,7 @@ class Pack:
         return self._listing.path(position)
 
     def read(self, position: int, in_chans: int) -> Tensor:
-        """As `trainkit.data.images.read_image` gives it.
+        """As `trainkit.data.folders.read_image` gives it.
 
         Raises:
             BrokenImageError: the file was no image when it was packed.
@@ -186,3 +215,348 @@ def smaller(pixels: numpy.ndarray[Any, Any], side: int) -> numpy.ndarray[Any, An
         return pixels
     size = (side * width // least, side * height // least)  # rounded as for evaluation
     return numpy.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
+
+
+# Making a pack. Without torch, by several processes; one that is killed goes on where it was.
+
+Say = Callable[[str], None]
+Kind = Literal["jpeg", "raw"]
+
+QUALITY = 90
+LARGEST = 65535
+"""Of a side: what the index has room for, and JPEG too."""
+
+_BUFFER = 1 << 20
+_CHUNK = 8
+"""Images that a process gets at once."""
+
+Made = tuple[int, int, int, bytes]
+"""Kind, height, width and bytes of a record."""
+
+
+def write_pack(final: Path, place: Place, side: int, kind: Kind, *, workers: int, say: Say) -> Pack:
+    """Pack the images of ``place``, their shorter side at most ``side``, into the folder ``final``.
+
+    ``jpeg`` stores photos anew in quality 90, those that are small enough as they are, and small images of other kinds
+    as pixels; ``raw`` stores pixels. A pack that is there already is left, if it is of the same files.
+
+    Raises:
+        UserError: for a file that cannot be read, a pack of another kind or of other files, and a damaged one.
+        OSError: the disk is full, or not ours.
+    """
+    folder, splits = place
+    listing = Listing.walk(folder, splits)
+    files = listing.to_bytes()
+    about = {"format": FORMAT, "side": side, "kind": kind, "sha256": {FILES: hashlib.sha256(files).hexdigest()}}
+    if final.exists():
+        return _verified(final, about, say)
+    if not len(listing):
+        raise UserError(f"{folder} holds no images to pack.", why="Packs are of image files.", fix="Put some there.")
+    going = final.with_name(final.name + ".partial")
+    if not _belongs(going, about):
+        shutil.rmtree(going, ignore_errors=True)
+        make_folder(going)
+        write(going / FILES, files)
+        write(going / ABOUT, json.dumps(about))
+    with append(going / IMAGES, buffering=_BUFFER) as images, append(going / INDEX, buffering=_BUFFER) as index:
+        done = _go_on(images, index)
+        if done:
+            say(f"Going on after {done} of {len(listing)} images.")
+        paths = (str(folder / listing.path(position)) for position in range(done, len(listing)))
+        start = images.seek(0, os.SEEK_END)
+        with _mapped(partial(_made, side=side, kind=kind), paths, workers) as records:
+            for position, record in enumerate(records, start=done):
+                start += _append(images, index, start, record)
+                if (position + 1) * 10 // len(listing) > position * 10 // len(listing):
+                    images.flush()
+                    index.flush()
+                    say(f"  {(position + 1) * 100 // len(listing)} % of {len(listing)} images, {start / 1e9:.2f} GB")
+        for file in (images, index):
+            file.flush()
+            os.fsync(file.fileno())
+    about["sha256"] |= {INDEX: hashlib.sha256(fileio.read_bytes(going / INDEX, LONGEST)).hexdigest()}  # type: ignore[operator]
+    write(going / ABOUT, json.dumps(about, indent=2) + "\n")
+    os.replace(going, final)
+    return Pack(final)
+
+
+def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
+    there = Pack(final)
+    was = fileio.parse(fileio.read_bytes(final / ABOUT, follow=True))
+    if was["kind"] != about["kind"]:
+        raise UserError(
+            f"{final} is there already, with --pack-format {was['kind']}.",
+            why=f"--pack-format {about['kind']} was asked for.",
+            fix="Delete the folder, or leave it as it is.",
+        )
+    if was["sha256"][FILES] != about["sha256"][FILES]:
+        raise UserError(
+            f"{final} is a pack of other files than are there now.",
+            why="Images were added, removed or renamed after it was made.",
+            fix="Delete the folder, and give this command again.",
+        )
+    say(f"{final} is already there.")
+    return there
+
+
+def _belongs(going: Path, about: dict[str, Any]) -> bool:
+    """Whether what a killed call has left is a part of this pack."""
+    try:
+        was = fileio.parse(fileio.read_bytes(going / ABOUT))
+        was["sha256"].pop(INDEX, None)  # killed when only the name was missing
+        return bool(was == about and (going / FILES).is_file() and is_own(going))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _go_on(images: IO[bytes], index: IO[bytes]) -> int:
+    """How many records are whole; what is behind them is cut off. A power cut may have lost what was written first."""
+    import numpy
+
+    index.seek(0)
+    raw, size_of_one = index.read(), numpy.dtype(RECORD).itemsize
+    records = numpy.frombuffer(raw[: len(raw) // size_of_one * size_of_one], RECORD)
+    done = end = 0
+    images.seek(0)
+    for start, size, crc, _, _, _ in records.tolist():
+        if start != end or zlib.crc32(data := images.read(size)) != crc or len(data) != size:
+            break
+        done, end = done + 1, end + size
+    images.truncate(end)
+    index.truncate(done * size_of_one)
+    return done
+
+
+def _append(images: IO[bytes], index: IO[bytes], start: int, made: Made) -> int:
+    import numpy
+
+    kind, height, width, data = made
+    images.write(data)
+    index.write(numpy.array([(start, len(data), zlib.crc32(data), height, width, kind)], RECORD).tobytes())
+    return len(data)
+
+
+@contextmanager
+def _mapped(function: Callable[[str], Made], paths: Iterator[str], workers: int) -> Iterator[Iterator[Made]]:
+    """In order, by so many processes."""
+    if workers < 2:
+        yield map(function, paths)
+        return
+    context = multiprocessing.get_context("fork" if platform.system() == "Linux" else None)
+    pool = ProcessPoolExecutor(workers, context, _become_worker)
+    try:
+        yield _in_order(pool, function, paths, most_ahead=4 * workers)
+    except BrokenProcessPool:
+        raise RunFailedError(
+            "A process that packs images was killed.",
+            why="The kernel does so when memory runs out.",
+            fix="Give the same command again, with fewer --workers: it goes on from what is packed.",
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    pool: Executor, function: Callable[[str], Made], paths: Iterator[str], *, most_ahead: int
+) -> Iterator[Made]:
+    """``most_ahead``: how many chunks may be under way, or memory would fill where the disk is slower than the CPUs."""
+    under_way: deque[Any] = deque()
+    while chunk := [*islice(paths, _CHUNK)]:
+        under_way.append(pool.submit(_all_made, function, chunk))
+        if len(under_way) > most_ahead:
+            yield from under_way.popleft().result()
+    while under_way:
+        yield from under_way.popleft().result()
+
+
+def _all_made(function: Callable[[str], Made], paths: list[str]) -> list[Made]:
+    return [function(path) for path in paths]
+
+
+def _become_worker() -> None:
+    """Ended by whoever packs: at once if that is killed, and by SIGTERM where that itself is deaf to it."""
+    lifetime.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _made(path: str, *, side: int, kind: Kind) -> Made:
+    """The record of an image file. Raises UserError for one that cannot be read at all."""
+    data = read_content(Path(path))
+    try:
+        pixels = decode_pixels(data, 3, path)
+    except BrokenImageError:
+        return BROKEN, 0, 0, b""
+    height, width = pixels.shape[:2]
+    resized = smaller(pixels, side)
+    if max(resized.shape[:2]) > LARGEST:
+        return BROKEN, 0, 0, b""  # a strip, not a picture
+    is_jpeg = data[:3].tobytes() == b"\xff\xd8\xff"
+    if kind == "jpeg" and resized is pixels and is_jpeg:
+        return ENCODED, height, width, data.tobytes()
+    if kind == "raw" or resized is pixels:  # what is lossless and small stays lossless
+        return PIXELS, *resized.shape[:2], resized.tobytes()
+    import numpy
+    import simplejpeg
+
+    encoded = simplejpeg.encode_jpeg(numpy.ascontiguousarray(resized), QUALITY, "RGB", "420")
+    return ENCODED, *resized.shape[:2], encoded
+
+
+# A pack on the disk of the node that reads it: copied once a node, whatever ranks and jobs are there.
+#
+# Such a disk is shared with other users, so the copies of each are in a folder that nobody else can get at.
+
+SPARE = 1 << 28
+"""Bytes that are left to others on the node's disk."""
+
+
+def scratch(env: Mapping[str, str] | None = None) -> Path | None:
+    """This node's own disk, as far as the job's environment names it."""
+    env = os.environ if env is None else env
+    found = env.get("SLURM_TMPDIR") or env.get("TMPDIR")
+    return Path(found) if found and Path(found).is_dir() else None
+
+
+def staged_folder(pack: Path, disk: Path) -> Path:
+    """Where the copy of a pack is on a node's disk. A pack that was made anew is another one."""
+    try:
+        digest = hashlib.sha256(fileio.read_bytes(pack / ABOUT, follow=True)).hexdigest()[:16]
+    except OSError as error:
+        raise broken_pack(pack, str(error)) from None
+    return disk / f"trainkit-{os.geteuid()}" / f"{pack.stem}-{digest}.pack"
+
+
+def staged(pack: Path, disk: Path) -> Pack | None:
+    """The copy of a pack on a node's disk, if it is there whole, and of this user's making."""
+    copy = staged_folder(pack, disk)
+    try:
+        is_same = fileio.read_bytes(copy / ABOUT) == fileio.read_bytes(pack / ABOUT, follow=True)
+        return Pack(copy) if is_same and fileio.is_own(copy.parent, private=True) else None
+    except (OSError, TrainkitError):  # there is none, or somebody has cleaned up
+        return None
+
+
+def stage(pack: Path, disk: Path) -> str:
+    """Copy ``pack`` to ``disk``, where it is not there already, and verify the copy. Why not, if there is no room, or
+    only a folder that others can write to.
+
+    Of several processes on the node one copies and the others wait, also those of other jobs. A copy has its final name
+    once it is complete; what a killed process has left is removed by the next.
+
+    Raises:
+        UserError: the pack is damaged, or the disk cannot be written.
+    """
+    final = staged_folder(pack, disk)
+    going = final.with_name(final.name + ".partial")
+    try:
+        if not fileio.make_own(final.parent):
+            return f"{final.parent} is not this user's alone"
+        with fileio.append(final.with_name(final.name + ".lock"), final.parent) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the system, too, when its holder is killed
+            if staged(pack, disk) is not None:
+                return ""
+            for left in (final, going):
+                shutil.rmtree(left, ignore_errors=True)
+            size, free = sum((pack / file).stat().st_size for file in (IMAGES, INDEX, FILES)), free_bytes(disk)
+            if size + SPARE > free:
+                return f"{disk} has {free / 1e9:.1f} GB left, and the pack takes {size / 1e9:.1f}"
+            fileio.make_folder(going, final.parent)
+            for file in (IMAGES, INDEX, FILES, ABOUT):
+                fileio.copy(pack / file, going / file, final.parent)
+            Pack(going).verify()
+            os.replace(going, final)
+    except OSError as error:
+        shutil.rmtree(going, ignore_errors=True)
+        raise UserError(
+            f"The pack {pack} could not be copied to {disk}.",
+            why=f"{error}.",
+            fix="Give a node-local disk with room for it in TMPDIR, or set data.stage=false.",
+            key="data.stage",
+        ) from None
+    except TrainkitError:
+        shutil.rmtree(going, ignore_errors=True)
+        raise
+    return ""
+
+
+def free_bytes(disk: Path) -> int:
+    """Room for this user."""
+    return shutil.disk_usage(disk).free
+
+
+# A pack of equally large pixels, as small sets are that live in memory: nothing is read or decoded any more.
+
+
+def mapped(splits: Splits) -> Splits:
+    """``splits`` with the mapped pixels of their pack as tensors, not copied, if that is what they are.
+
+    They are augmented in whole batches then, and may move to the GPU. Only for a data set that augments images of one
+    size: the photos of others are cut out each in another size.
+    """
+    if not isinstance(splits.train_transform, TensorTransform):
+        return splits
+    train, val, test = (_tensor(part) for part in (splits.train, splits.val, splits.test))
+    if train is None or val is None or test is None:
+        return splits
+    return replace(splits, train=train, val=val, test=test, in_memory=True)
+
+
+def _tensor(samples: Samples) -> TensorSamples | None:
+    import torch
+
+    if not isinstance(samples, ImageFiles) or not isinstance(samples.files, Pack) or samples.in_chans != 3:
+        return None
+    images, first, count = samples.files.stacked, samples.positions[0], len(samples)
+    if images is None or samples.positions.tolist() != [*range(first, first + count)]:
+        return None
+    return TensorSamples(images[first : first + count], torch.tensor(samples.labels.tolist()))
+
+
+# Where the image files of a data set come from: its folders, its pack, or this node's copy of that.
+
+Stage = bool | Literal["auto"]
+
+
+def shared_tree(root: Path, where: Callable[[Path], Place], dist: Distributed) -> Tree:
+    """The files below ``root``, which rank 0 alone looks for."""
+    folder, splits = where(root)
+    return Tree(folder, Listing.from_bytes(dist.from_main(lambda: Listing.walk(folder, splits).to_bytes())))
+
+
+def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distributed | None) -> Files:
+    """The pack of a data set; its copy on this node's disk if ``staging`` says so. One rank of a node copies.
+
+    Raises:
+        UserError: on all ranks, where it is missing or damaged on one, and where it must be copied and cannot be.
+    """
+    folder = pack_folder(root, name, side)
+    if dist is None:
+        require_pack(folder, name, side)
+        return Pack(folder)
+    dist.together(lambda: require_pack(folder, name, side))
+    if staging is False:
+        return dist.together(lambda: Pack(folder))
+    disk = scratch()
+    one_of_node = dist.env.local_rank == 0
+    dist.together(lambda: _staged(folder, disk, must=staging is True) if one_of_node else None)
+
+    def opened() -> Pack:
+        return (None if disk is None else staged(folder, disk)) or Pack(folder)
+
+    return dist.together(opened)
+
+
+def _staged(pack: Path, disk: Path | None, *, must: bool) -> None:
+    why_not = "neither SLURM_TMPDIR nor TMPDIR names a folder here" if disk is None else stage(pack, disk)
+    if not why_not:
+        print(f"The pack is read from this node's {disk}.", flush=True)
+    elif must:
+        raise UserError(
+            f"The pack {pack} cannot be copied to this node.",
+            why=f"{why_not[0].upper()}{why_not[1:]}.",
+            fix="Set data.stage=auto: then it is read where it lies.",
+            key="data.stage",
+        )
+    else:
+        print(f"Note: the pack is read where it lies: {why_not}.", flush=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.checks import smaller
 from trainkit.config.schema import SECTIONS
@@ -42,9 +42,9 @@ from trainkit.diagnosis.evidence import (
     words_of_state,
 )
 from trainkit.errors import UserError
-from trainkit.ranks.hostlist import expand
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.ranks.env import expand
+from trainkit.run.events import life_of
+from trainkit.run.folder import RunDir
 
 RESUME = "python -m jobs.resume {run}"
 AGAIN = "python -m jobs.submit {run}"
@@ -261,7 +261,7 @@ def _cause(
     fix = fix[:1].upper() + fix[1:]
     if state.executor != "slurm" and _ASKS_SLURM.match(command):  # SLURM knows nothing of a job of this machine
         command, fix = terminal.command("status", run.path), ""
-    asked_for = set(_hosts_of(_directive(reading.read_object(run.plan), "nodelist") or "").split(",")) - {""}
+    asked_for = set(_hosts_of(_directive(fileio.read_object(run.plan), "nodelist") or "").split(",")) - {""}
     excluded = set(_hosts_of(found["failed_hosts"] or found["host"]).split(","))
     if asked_for & excluded and " --exclude " in command:
         command = re.sub(r" --exclude \S+", "", command)  # sbatch refuses a node that is asked for and excluded
@@ -375,7 +375,7 @@ class Fields(dict[str, str]):
 def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) -> Fields:
     """What the sentences of the rows may name: the run, its job, the rank that failed and its node."""
     life = life_of(run)
-    plan, config = reading.read_object(run.plan), _settings(run)
+    plan, config = fileio.read_object(run.plan), _settings(run)
     hosts = _hosts_of(state.nodes) or ",".join(map(str, life.started.get("hosts") or ()))
     host = ""
     if failure is not None:
@@ -426,7 +426,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "more_memory": memory,
             "all_of_it": " (0: all that it has)" if memory == " --mem 0" else "",
             "unless_memory": _unless_memory(state),
-            "twice_the_time": _clock(2 * seconds) if reading.is_whole(seconds) else "2:00:00",
+            "twice_the_time": _clock(2 * seconds) if fileio.is_whole(seconds) else "2:00:00",
             "half_the_batch": str(smaller(micro, share)),
             "half_the_lr": _smaller_lr(config.get("lr")),
         }
@@ -460,7 +460,7 @@ def _unless_memory(state: JobState) -> str:
 def _settings(run: RunDir) -> dict[str, float]:
     """The numbers of the configuration that a fix may halve."""
     try:
-        text = reading.read_text(run.config)
+        text = fileio.read_text(run.config)
     except OSError:
         return {}
     found = re.findall(r"^\s+(global_batch_size|micro_batch_size|lr): ([0-9.e+-]+)$", text, re.MULTILINE)
@@ -477,9 +477,9 @@ def _settings(run: RunDir) -> dict[str, float]:
 
 def _host_of_task(run: RunDir, hosts: str, task: int) -> str:
     """The node of a task that has not named its own."""
-    each = reading.read_object(run.plan).get("ntasks_per_node")
+    each = fileio.read_object(run.plan).get("ntasks_per_node")
     names = hosts.split(",")
-    index = task // each if reading.is_whole(each) and each else len(names)
+    index = task // each if fileio.is_whole(each) and each else len(names)
     return names[index] if index < len(names) else names[0]
 
 
@@ -548,9 +548,9 @@ def on_every_machine(run: RunDir, command: str) -> str:
         command: may resume the run by ``jobs.resume`` or start it anew by ``jobs.submit``.
     """
     submission = life_of(run).submission
-    nodes = reading.read_object(run.plan).get("nodes")
-    typed = reading.read_object(run.manifest).get("command")
-    one = submission is None or submission.executor != "launch" or not reading.is_whole(nodes) or nodes < 2
+    nodes = fileio.read_object(run.plan).get("nodes")
+    typed = fileio.read_object(run.manifest).get("command")
+    one = submission is None or submission.executor != "launch" or not fileio.is_whole(nodes) or nodes < 2
     # `NCCL_DEBUG=INFO python -m jobs.resume RUN`: variables, or `env -u NAME`, go before the command of each machine.
     before, _, after = command.partition("python -m jobs.")
     verb = after.partition(" ")[0]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import life_of
+from trainkit.run.folder import RunDir
 
 _LONGEST = 1 << 20
 """Bytes at the end of a log that are read. No more than that follows a traceback."""
@@ -64,7 +64,7 @@ class Traceback:
 def text_of(path: Path) -> str:
     """The end of a rank's stderr as it wrote it; empty if it cannot be read."""
     try:
-        return reading.read_end(path, _LONGEST)
+        return fileio.read_end(path, _LONGEST)
     except OSError:
         return ""
 
@@ -347,7 +347,7 @@ def _batch_log(run: RunDir) -> str:
     for path in (batch_log(run), beside):
         if path is not None:
             with contextlib.suppress(OSError):
-                return reading.read_end(path, _LONGEST)
+                return fileio.read_end(path, _LONGEST)
     return ""
 
 

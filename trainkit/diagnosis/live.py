@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.diagnosis.evidence import Quote
-from trainkit.records.events import read_events
-from trainkit.records.history import Life, life_of
-from trainkit.records.rundir import RunDir
-from trainkit.records.standing import Standing, longest_pause, standing_of
+from trainkit.run.events import Life, life_of, read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Standing, longest_pause, standing_of
 
 QUIET_SECONDS = 60.0
 """A shorter silence of the records is not reported."""
@@ -49,9 +48,7 @@ def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Cours
     """
     now = time.time() if now is None else now
     life, attempts = life_of(run), run.attempts()
-    began = (
-        reading.is_time(when := life.started.get("time")) and life.started.get("attempt", 0) == (attempts or [0])[-1]
-    )
+    began = fileio.is_time(when := life.started.get("time")) and life.started.get("attempt", 0) == (attempts or [0])[-1]
     since = float(when) if began and when is not None else None
     standing = standing_of(run, pace_since=since)
     command = terminal.command("logs", run.path, "--rank", "all")
@@ -68,7 +65,7 @@ def _does(standing: Standing, life: Life, last: float | None, since: float, now:
     attempt, total = life.started.get("attempt", 0), life.started.get("total_steps")
     if last is None:
         return f"Attempt {attempt} began {terminal.age(now - since)} ago; no step of it is recorded yet."
-    of = f" of {total}" if reading.is_whole(total) else ""
+    of = f" of {total}" if fileio.is_whole(total) else ""
     epoch = f" (epoch {standing.last['epoch']:.1f})" if "epoch" in standing.last else ""
     step = "?" if standing.step is None else standing.step
     words = f"It trains: step {step}{of}{epoch}, attempt {attempt}"
@@ -93,7 +90,7 @@ def _stragglers(run: RunDir, life: Life) -> Iterator[Quote]:
     newest = {
         event.get("rank"): event
         for event in read_events(run, "straggler")
-        if event.get("attempt", 0) == life.started.get("attempt", 0) and reading.is_number(event.get("times"))
+        if event.get("attempt", 0) == life.started.get("attempt", 0) and fileio.is_number(event.get("times"))
     }
     for rank, event in newest.items():
         where = f"rank {rank} on {event.get('host', '?')}"
@@ -114,12 +111,12 @@ def _hardware(run: RunDir, life: Life, since: float, now: float) -> Iterator[Quo
         seen: dict[int, list[float]] = {}
         for sample in samples[-IDLE_SAMPLES:]:
             for gpu in sample.get("gpus") or ():
-                if isinstance(gpu, dict) and reading.is_whole(gpu.get("index")):
+                if isinstance(gpu, dict) and fileio.is_whole(gpu.get("index")):
                     seen.setdefault(gpu["index"], []).append(gpu.get("util_percent", 100.0))
         idle = [
             str(index)
             for index, used in sorted(seen.items())
-            if len(used) == IDLE_SAMPLES and all(reading.is_number(item) and item < IDLE_PERCENT for item in used)
+            if len(used) == IDLE_SAMPLES and all(fileio.is_number(item) and item < IDLE_PERCENT for item in used)
         ]
         if idle:
             seconds = samples[-1]["time"] - samples[-IDLE_SAMPLES]["time"]
@@ -129,8 +126,8 @@ def _hardware(run: RunDir, life: Life, since: float, now: float) -> Iterator[Quo
 
 def _samples(run: RunDir, name: str) -> list[dict[str, Any]]:
     try:
-        text = reading.read_end(run.path / name, _TAIL_BYTES)
+        text = fileio.read_end(run.path / name, _TAIL_BYTES)
     except OSError:
         return []
-    found = [reading.parse_object(line) for line in text.splitlines()]
-    return [item for item in found if item is not None and reading.is_time(item.get("time"))]
+    found = [fileio.parse_object(line) for line in text.splitlines()]
+    return [item for item in found if item is not None and fileio.is_time(item.get("time"))]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
 
@@ -62,7 +62,7 @@ class Drivers:
 def drivers(root: Path = Path("/")) -> Drivers:
     """Of the node whose /sys and /proc lie under ``root``."""
     try:
-        version = reading.read_text(root / "sys/module/nvidia/version").strip()
+        version = fileio.read_text(root / "sys/module/nvidia/version").strip()
     except (OSError, UnicodeDecodeError):
         version = ""
     return Drivers(

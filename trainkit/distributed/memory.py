@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.distributed.allocator import give_freed_back
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
@@ -75,7 +75,7 @@ class MemoryGauge:
 
 
 def _status(name: str) -> int:
-    text = reading.read_text(Path("/proc/self/status"))
+    text = fileio.read_text(Path("/proc/self/status"))
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))
 
 
@@ -90,7 +90,7 @@ def cgroup_free(root: Path = Path("/")) -> int:
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and use of every group that this process is in."""
     try:
-        lines = reading.read_text(root / "proc/self/cgroup").splitlines()
+        lines = fileio.read_text(root / "proc/self/cgroup").splitlines()
     except OSError:
         return
     for line in lines:
@@ -110,10 +110,10 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _limit(folder: Path, limit: str, used: str, cached: str) -> tuple[int, int] | None:
     try:
-        allowed = reading.read_text(folder / limit).strip()
+        allowed = fileio.read_text(folder / limit).strip()
         if not allowed.isdigit():  # max
             return None
-        stat = dict(line.split(maxsplit=1) for line in reading.read_text(folder / "memory.stat").splitlines())
-        return int(allowed), int(reading.read_text(folder / used)) - int(stat.get(cached, 0))
+        stat = dict(line.split(maxsplit=1) for line in fileio.read_text(folder / "memory.stat").splitlines())
+        return int(allowed), int(fileio.read_text(folder / used)) - int(stat.get(cached, 0))
     except (OSError, ValueError):
         return None

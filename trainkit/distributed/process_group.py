@@ -5,24 +5,120 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as c10d
+import torch.distributed as c10d  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainkit.distributed.cores import sharing_cores
+from trainkit import fileio
 from trainkit.distributed.device import intra_op_threads
-from trainkit.distributed.interfaces import interfaces_set
-from trainkit.distributed.meeting import meet
+from trainkit.distributed.meeting import interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
-from trainkit.ranks.env import RankEnv, device_index
-from trainkit.ranks.secret import NO_SECRET, Secret
+from trainkit.lifetime import user_says_how_threads_wait
+from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, device_index
+
+# Threads of OpenMP sleep while they wait, as long as other programs want the same cores.
+#
+# libgomp, which torch computes with on the CPU, lets a thread look on for about 10 ms before it sleeps. Where the
+# cores are free the others are done sooner than that, and nobody has to be woken. Where somebody else has a core, a
+# thread that looks on takes the time that the others need: with four busy programs a core a small model trained at 58
+# images/s instead of 3,109. Fewer threads would serve as well there, but a sum's last bits go by their number, and a
+# run that was interrupted ends with those of one that was not.
+#
+# libgomp looks on for a moment only while a process has more threads than CPUs (its manual, at GOMP_SPINCOUNT: 100
+# looks instead of 300,000). So as long as this process waits for cores, more of its threads are there, and sleep.
+
+_LOOK_SECONDS = 1.0
+_CROWDED, _FREE = 0.5, 0.1
+"""Time waited for a core, in parts of the time on one, from which on others want them; and below which nobody does."""
+_MOST = 64
+"""Threads that begin teams; each team has as many threads as torch computes with."""
+_PARALLEL = 1 << 18
+"""Numbers that torch adds to with all its threads."""
+
+
+@contextmanager
+def sharing_cores() -> Iterator[None]:
+    """While the body runs in this thread, others get the cores that only wait.
+
+    Does nothing where torch has one thread, where a user's variable says how threads wait, and where the kernel does
+    not tell how long a thread was ready and had no core (Linux does).
+    """
+    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    if torch.get_num_threads() == 1 or user_says_how_threads_wait() or _times(path) is None:
+        yield
+        return
+    end = threading.Event()
+    thread = threading.Thread(target=_watch, args=(path, end), name="cores", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _watch(path: Path, end: threading.Event) -> None:
+    before, others = _times(path), _Teams()
+    while not end.wait(_LOOK_SECONDS):
+        now = _times(path)
+        if before is None or now is None:
+            break
+        ran, waited = (new - old for new, old in zip(now, before, strict=True))
+        before = now
+        if waited > _CROWDED * ran:
+            others.begin()
+        elif waited < _FREE * ran:
+            others.end()
+    others.end()
+
+
+def _times(path: Path) -> tuple[int, int] | None:
+    """Nanoseconds in which a thread ran, and in which it was ready to; None where nobody knows."""
+    try:
+        ran, waited, *_ = fileio.read_start(path, 100).split()
+        return int(ran), int(waited)
+    except (OSError, ValueError):
+        return None
+
+
+class _Teams:
+    """Threads that sleep, each at the head of a team of torch's: so many that there are more threads than CPUs."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self) -> None:
+        """If they have not begun."""
+        if self._threads:
+            return
+        size, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        self._over.clear()
+        for _ in range(min((cpus - size) // (size - 1) + 1, _MOST)):
+            self._threads.append(threading.Thread(target=self._sleep, name="team", daemon=True))
+            self._threads[-1].start()
+
+    def end(self) -> None:
+        """Their teams end with them."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _sleep(self) -> None:
+        torch.zeros(_PARALLEL).add_(1)
+        self._over.wait()
+
 
 T = TypeVar("T")
 
@@ -220,3 +316,94 @@ def distributed(
             # gloo).
             gc.collect()
             c10d.destroy_process_group()
+
+
+# Agreement of the ranks on stopping, saving and the like, which costs next to no waiting.
+
+PAUSE_SECONDS = 0.25
+"""Where polls come faster than that, not each of them is a vote:"""
+MOST_APART = 16
+"""one of so many at least, however fast they are,"""
+FIRST = 64
+"""and each of the first, until it is known how fast they are."""
+
+
+class StopVote:
+    """Agreement on stopping that costs no waiting: a poll starts a vote, and the next one reads it.
+
+    A stop request is thus seen one poll later, by all ranks at the same poll; or a few, where polls come so fast that
+    the ranks would do little else than vote. Every rank must poll equally often. The same message carries two more
+    votes, on saving and on news, which are over once they have been read; how far each rank is with what it does behind
+    training; and how many polls later the next vote is, by the clock of rank 0.
+    """
+
+    def __init__(self, dist: Distributed) -> None:
+        self._dist = dist
+        self._running: tuple[c10d.Work, Tensor] | None = None
+        self._agreed = False
+        self._polls, self._next = 0, 0
+        self._apart = 1
+        self._began, self._of = monotonic(), 0  # the last vote, and the number of its poll
+        self.save = False
+        """The vote that this poll has read, if it has: any rank wanted to save."""
+        self.news = False
+        """The same: any rank has something to tell the others."""
+        self.over = 0
+        """How far the last rank is, as of the last vote."""
+
+    def poll(self, requested: bool, *, save: bool = False, news: bool = False, over: int = 0) -> bool:
+        """Cast this rank's votes; True once an earlier vote of any rank to stop was True."""
+        if self._dist.world_size == 1:
+            self.save, self.news, self.over = save, news, over
+            return requested
+        if self._running is not None:
+            self.finish()
+            self._next = max(self._polls, self._polls + self._apart - 1)
+        else:
+            self.save = self.news = False
+        if self._polls >= self._next:
+            # Who has just been heard does not repeat it: the ranks will save, or speak, now.
+            asked = [int(requested), int(save and not self.save), int(news and not self.news), -over, self._pace()]
+            votes = torch.tensor(asked)
+            work = c10d.all_reduce(votes, op=c10d.ReduceOp.MAX, async_op=True)
+            assert work is not None
+            self._running = (work, votes)
+        self._polls += 1
+        return self._agreed
+
+    def _pace(self) -> int:
+        """After how many polls rank 0 would have the next vote."""
+        now, polls = monotonic(), self._polls - self._of
+        each = (now - self._began) / max(polls, 1)
+        self._began, self._of = now, self._polls
+        if not self._dist.is_main or self._polls < FIRST:
+            return 1
+        return max(1, min(MOST_APART, int(PAUSE_SECONDS / max(each, 1e-9))))
+
+    def finish(self) -> bool:
+        """Wait for the vote under way, if any; what has been agreed so far."""
+        if self._running is not None:
+            work, votes = self._running
+            work.wait()
+            self._running = None
+            stop, save, news, behind, self._apart = votes.tolist()
+            self._agreed, self.save, self.news = self._agreed or bool(stop), bool(save), bool(news)
+            self.over = -behind
+        return self._agreed
+
+
+# Tensors of which each rank may hold a part only (torch's DTensor, as FSDP makes them).
+
+
+def is_sharded(value: Tensor) -> bool:
+    """Whether it is one of these."""
+    return hasattr(value, "_local_tensor")
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor, where it lies; all of one that is not sharded.
+
+    ``to_local`` would make a view through autograd, for each tensor of each update.
+    """
+    part: Tensor = getattr(value, "_local_tensor", value)
+    return part

@@ -28,10 +28,9 @@ from types import FrameType
 
 import torch
 
-from trainkit import reading
-from trainkit.ranks.heartbeat import STARTING_SECONDS, hang
-from trainkit.records import files
-from trainkit.records.attempts import Attempt
+from trainkit import fileio
+from trainkit.ranks.signals import STARTING_SECONDS, hang
+from trainkit.run.events import Attempt
 
 GATHER_SECONDS = 10.0
 """How long the ranks wait for one another to write down where they stand."""
@@ -170,7 +169,7 @@ def _ends(attempt: Attempt, place: Place, stand: Stand, pulse: _Pulse, over: thr
     print(f"{words}. Its Python stacks:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)
     with suppress(OSError):  # a full disk must not keep it from ending
-        files.write(mine, json.dumps(vars(stand)), mine.parent)
+        fileio.write(mine, json.dumps(vars(stand)), mine.parent)
     deadline = time.monotonic() + GATHER_SECONDS
     expected = [rank for rank in range(len(place.hosts)) if (place.logs / f"rank-{rank}.err").exists()]
     while time.monotonic() < deadline and not all(_file(place, rank).exists() for rank in expected):
@@ -221,6 +220,6 @@ def _file(place: Place, rank: int) -> Path:
 
 def _read(file: Path) -> Stand | None:
     try:
-        return Stand(**reading.parse(reading.read_text(file)))
+        return Stand(**fileio.parse(fileio.read_text(file)))
     except (OSError, ValueError, TypeError):
         return None

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.cluster.adoption import write_down
 from trainkit.diagnosis.evidence import words_of
 from trainkit.errors import RunFailedError, TrainkitError
@@ -35,14 +35,9 @@ from trainkit.launch.restarts import (
     spared,
 )
 from trainkit.programs import NoAnswer
-from trainkit.ranks.hostlist import expand
-from trainkit.ranks.rendezvous import free_port, start_for
-from trainkit.ranks.secret import Secret
-from trainkit.records import files
-from trainkit.records.attempts import RUN_DIR, Attempt, job_of
-from trainkit.records.events import read_events
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir, umask_of
+from trainkit.ranks.env import Secret, expand, free_port, start_for
+from trainkit.run.events import RUN_DIR, Attempt, job_of, life_of, read_events
+from trainkit.run.folder import RunDir, umask_of
 
 END_SECONDS = 300
 """How long SLURM may take to end a script whose job it has requeued."""
@@ -74,7 +69,7 @@ def begin(env: Mapping[str, str]) -> str:
     attempt = Attempt.begin(run)
     scheduler.claim_pickle(run, env)
     nodes = env["SLURM_JOB_NODELIST"]
-    files.write(attempt.logs / NODES, f"{nodes}\n", run.path)
+    fileio.write(attempt.logs / NODES, f"{nodes}\n", run.path)
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
         "MASTER_ADDR": expand(nodes)[0],
@@ -94,7 +89,7 @@ def _lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> dict[str, str]:
         return {}
     file = attempt.logs / NODES
     try:
-        nodes, began = scheduler.names(reading.read_text(file).strip()), file.stat().st_mtime
+        nodes, began = scheduler.names(fileio.read_text(file).strip()), file.stat().st_mtime
     except OSError:
         return {}
     states = {name: node.state for name, node in scheduler.nodes_in(env.get("SLURM_JOB_PARTITION", "")).items()}
@@ -193,7 +188,7 @@ def _queue_again(attempt: Attempt, how: How, job: scheduler.OwnJob, env: Mapping
     job_id, words = job_of(env), ""
     if how == "requeue":
         if not scheduler.has_scontrol():
-            files.write(attempt.logs / MARKER, f"{job_id}\n", attempt.run.path)
+            fileio.write(attempt.logs / MARKER, f"{job_id}\n", attempt.run.path)
             attempt.requeued(job_id)
             return ""
         try:

@@ -18,19 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.cluster.site import local_cpus
 from trainkit.launch.batch_script import TASK
 from trainkit.launch.environment import gpu_mask, python_path, scrubbed
 from trainkit.launch.plan import Plan
 from trainkit.launch.processes import Rank, caught_signals
 from trainkit.launch.restarts import budget_spent, passing_failure
 from trainkit.launch.supervise import SIGNALS, Limits, Requests, supervise
-from trainkit.ranks.rendezvous import free_port
-from trainkit.ranks.secret import Secret
-from trainkit.records.attempts import Attempt, never_began
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
-from trainkit.records.snapshot import restore_code
+from trainkit.ranks.env import Secret, free_port
+from trainkit.run.events import Attempt, life_of, never_began
+from trainkit.run.folder import RunDir
+from trainkit.run.snapshot import restore_code
+from trainkit.site.profile import local_cpus
 
 CANCEL_SECONDS = 10.0
 """After a cancel, how long the ranks have to save before they are killed."""

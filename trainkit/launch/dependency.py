@@ -11,8 +11,8 @@ from trainkit import terminal
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.launch.resources import FIXED, Decision
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import life_of
+from trainkit.run.folder import RunDir
 
 Find = Callable[[str], Sequence[RunDir]]
 _JOB_ID = re.compile(r"\d+(_(\d+|\*))?(\+\d+)?")  # 4711, 4711_3, and sbatch's +MINUTES

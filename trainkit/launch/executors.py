@@ -17,14 +17,13 @@ from submitit.core import utils
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
-from trainkit import programs, terminal
+from trainkit import fileio, programs, terminal
 from trainkit.cluster.adoption import SBATCH_SECONDS
 from trainkit.errors import SchedulerError
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.scheduler import job_id_in, unclaimed
-from trainkit.records import files
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir, as_open_as
+from trainkit.run.folder import RunDir, as_open_as
+from trainkit.run.lease import ProcessId
 
 CONTROLLERS: list[subprocess.Popen[bytes]] = []
 """Of the local runs that this process has started. Kept, or Python would warn that they still run when it forgets them;
@@ -119,7 +118,7 @@ class _Batch(_PickleEach, SlurmExecutor):
     """submitit's SLURM executor with our script, and sbatch called without the variables of a job around it."""
 
     def __init__(self, folder: Path, script: Path, env: Mapping[str, str]) -> None:
-        files.make_folder(folder, folder.parent)  # submitit would make it as open as the umask has it
+        fileio.make_folder(folder, folder.parent)  # submitit would make it as open as the umask has it
         super().__init__(folder)
         self._script, self._env = script, scrubbed(env)
 
@@ -148,7 +147,7 @@ class _Local(_PickleEach, LocalExecutor):
     """submitit's local executor on simulated nodes (its own refuses more than one), by a controller of ours."""
 
     def __init__(self, folder: Path, first: RunDir, cwd: Path, tasks: int, env: Mapping[str, str]) -> None:
-        files.make_folder(folder, folder.parent)
+        fileio.make_folder(folder, folder.parent)
         super().__init__(folder)
         self._first, self._cwd, self._tasks, self._env = first, cwd, tasks, env
 
@@ -158,8 +157,8 @@ class _Local(_PickleEach, LocalExecutor):
     def _submit_command(self, command: str) -> LocalJob[Any]:
         run_folder = self.folder.parent
         log = run_folder / "logs" / "batch.out"
-        files.make_folder(log.parent, run_folder)
-        with files.append(log, run_folder) as out:
+        fileio.make_folder(log.parent, run_folder)
+        with fileio.append(log, run_folder) as out:
             controller = subprocess.Popen(
                 [sys.executable, "-u", "-m", "trainkit.launch.controller", str(run_folder), str(self._cwd)],
                 cwd=self._first.code,  # the snapshot, so that edits cannot reach the attempts to come

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit import packaged
+from trainkit import fileio
 from trainkit.config.loading import Loaded
 from trainkit.launch.batch_script import TASK
 from trainkit.launch.plan import Plan
@@ -92,7 +92,7 @@ def config_rows(loaded: Loaded) -> list[Row]:
         for key, value in pairs.items():
             name = f"{section}.{key}" if key else section
             # Of our own presets the name says it.
-            source = str(loaded.source(name)).replace(f"{packaged.folder('configs')}/", "")
+            source = str(loaded.source(name)).replace(f"{fileio.folder('configs')}/", "")
             rows.append((name, _text(value), source, ""))
     return rows
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainkit.cluster.site import Partition, Site, count_gpus
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, Source
 from trainkit.errors import RefusedError, UserError, did_you_mean
 from trainkit.launch.resources import DERIVED, Decision
+from trainkit.site.profile import Partition, Site, count_gpus
 
 _OTHER_WAYS = ("gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 

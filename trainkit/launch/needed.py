@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trainkit.cluster.discover import has_pyxis
-from trainkit.cluster.site_facts import SiteFacts
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError
 from trainkit.launch.containers import Container, is_file
+from trainkit.site.discover import has_pyxis
+from trainkit.site.profile import SiteFacts
 
 
 def require_environment(loaded: Loaded, cwd: Path) -> None:

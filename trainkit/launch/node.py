@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit import reading
-from trainkit.cluster.site import local_cpus
+from trainkit import fileio
 from trainkit.launch.containers import CLIENT
 from trainkit.launch.environment import python_path, scrubbed
 from trainkit.launch.plan import Plan
 from trainkit.launch.processes import Rank, caught_signals
 from trainkit.launch.supervise import SIGNALS, Ending, Limits, Requests, supervise
-from trainkit.records.attempts import Attempt, submitted
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import Attempt, submitted
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
+from trainkit.site.profile import local_cpus
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,6 @@ class _Shown:
 
     @staticmethod
     def _new(path: Path, offset: int) -> bytes:
-        with reading.open_regular(path) as file:
+        with fileio.open_regular(path) as file:
             file.seek(offset)
             return file.read(1 << 20)

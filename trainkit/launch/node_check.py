@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit import programs, reading, terminal
-from trainkit.cluster.check import FOLDER
-from trainkit.cluster.site import Site
+from trainkit import fileio, programs, terminal
 from trainkit.config.loading import load
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import RefusedError, SchedulerError
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.plan import Plan, make_plan
-from trainkit.ranks.rendezvous import free_port
-from trainkit.ranks.secret import Secret
+from trainkit.ranks.env import Secret, free_port
+from trainkit.site.node_health import FOLDER
+from trainkit.site.profile import Site
 
 LIMIT_MINUTES = 3
 _END_SECONDS = 5.0
@@ -79,8 +78,8 @@ def check_nodes(
             heard += len(line)
             if heard > programs.MOST:
                 raise _no_answer(f"Its first rank has said {terminal.size(heard)} and no result.")
-            report = reading.parse_object(line) if line.startswith('{"ranks"') else None
-            if report is not None and reading.is_time(report.get("time")):
+            report = fileio.parse_object(line) if line.startswith('{"ranks"') else None
+            if report is not None and fileio.is_time(report.get("time")):
                 return report, time.time() - report["time"]
             print(terminal.log_text(line, sys.stderr), end="", file=sys.stderr)
         code = processes[0].wait()

@@ -14,8 +14,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from trainkit import reading, terminal
-from trainkit.cluster.site import Site
+from trainkit import fileio, terminal
 from trainkit.config.checks import check_strategy, holds, strategy_traits
 from trainkit.config.loading import Loaded, Source
 from trainkit.config.slurm_options import objection, time_minutes
@@ -35,6 +34,7 @@ from trainkit.launch.resources import (
     decide_time,
     require_ranks,
 )
+from trainkit.site.profile import Site
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Plan:
     def from_json(cls, text: str, *, where: str = "plan.json") -> Plan:
         """The plan that `to_json` wrote. Raises UserError, which names ``where``, for any other text."""
         try:
-            plain = reading.parse(text)
+            plain = fileio.parse(text)
             for item in [*plain["decisions"], *plain["directives"]]:
                 item["source"] = Source.parse(item["source"])
             return TypeAdapter(cls).validate_python(plain)
@@ -97,7 +97,7 @@ class Plan:
     def read(cls, file: Path) -> Plan:
         """The plan in a run folder's plan.json. Raises UserError as `from_json` does."""
         try:
-            text = reading.read_text(file)
+            text = fileio.read_text(file)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"Cannot read {file}.",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit import reading
-from trainkit.cluster.check import findings, table
-from trainkit.records.attempts import Attempt
+from trainkit import fileio
+from trainkit.run.events import Attempt
+from trainkit.site.node_health import findings, table
 
 FILE = "preflight.json"
 """Among the attempt's logs: whatever the ranks of the check print."""
@@ -46,9 +46,9 @@ def bad_nodes(attempt: Attempt) -> dict[str, str]:
 
 def _report(attempt: Attempt) -> Mapping[str, Any] | None:
     try:
-        lines = reading.read_text(attempt.logs / FILE).splitlines()
+        lines = fileio.read_text(attempt.logs / FILE).splitlines()
         report: Mapping[str, Any] | None = next(
-            (reading.parse(line) for line in lines if line.startswith('{"ranks"')), None
+            (fileio.parse(line) for line in lines if line.startswith('{"ranks"')), None
         )
     except (OSError, ValueError):
         return None

@@ -19,8 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from trainkit.records.files import append
-from trainkit.records.notice import readable
+from trainkit.fileio import append, readable
 
 TICK_SECONDS = 0.2
 """How often signals that have come, time limits and output are looked at; of a rank's end one is told."""

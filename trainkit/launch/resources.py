@@ -9,11 +9,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.cluster.site import Node, Partition, Site
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, Source
 from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import RefusedError, UserError, did_you_mean
+from trainkit.site.profile import Node, Partition, Site
 
 DERIVED = Source("derived")
 FIXED = Source("trainkit")

@@ -14,11 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from trainkit.diagnosis.evidence import batch_text, is_lost_connection, last_error
 from trainkit.launch import preflight
 from trainkit.launch.processes import is_killed
-from trainkit.ranks.heartbeat import is_hang
-from trainkit.records.attempts import Attempt
-from trainkit.records.events import read_events
-from trainkit.records.history import life_of
-from trainkit.records.rundir import RunDir
+from trainkit.ranks.signals import is_hang
+from trainkit.run.events import Attempt, life_of, read_events
+from trainkit.run.folder import RunDir
 
 MOST_FAILURES = 3
 """Attempts of one submission that may fail; the last of them ends the run."""

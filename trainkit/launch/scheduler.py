@@ -15,16 +15,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit import programs, terminal
+from trainkit import fileio, programs, terminal
 from trainkit.cluster.slurm_jobs import run as slurm
 from trainkit.errors import UserError
 from trainkit.launch.environment import scrubbed
 from trainkit.launch.sweeps import PART
 from trainkit.programs import NoAnswer
-from trainkit.ranks.hostlist import expand
-from trainkit.records import files
-from trainkit.records.attempts import job_of, submitted
-from trainkit.records.rundir import RunDir
+from trainkit.ranks.env import expand
+from trainkit.run.events import job_of, submitted
+from trainkit.run.folder import RunDir
 
 ASK_SECONDS = 15.0
 """A scheduler that has not answered by then is asked again."""
@@ -178,7 +177,7 @@ def claim_pickle(run: RunDir, env: Mapping[str, str]) -> None:
         found = mine.with_name(unclaimed(int(index or 0)))
         if not mine.exists() and found.is_file():
             with contextlib.suppress(FileNotFoundError):  # it is just being renamed
-                files.copy(found, mine, folder)
+                fileio.copy(found, mine, folder)
 
 
 def _folders(run: RunDir, index: str | None) -> list[Path]:
@@ -214,7 +213,7 @@ def queue_next_link(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]
     )  # fmt: skip
     new = _queued(answer, old, name) + ("" if index is None else f"_{index}")
     pickle = folder / ".submitit" / f"{old}_submitted.pkl"
-    files.copy(
+    fileio.copy(
         pickle, pickle.with_name(f"{new}_submitted.pkl"), folder
     )  # before this job ends, so before that one starts
     submitted(run, "slurm", new, continues=old)

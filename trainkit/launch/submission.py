@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit import terminal
+from trainkit import fileio, terminal
 from trainkit.cluster.adoption import adopt, write_down
-from trainkit.cluster.site import Site
 from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, SchedulerError, UserError
@@ -23,12 +22,12 @@ from trainkit.launch.batch_script import batch_script
 from trainkit.launch.explain import way_out
 from trainkit.launch.plan import Plan
 from trainkit.launch.scheduler import unclaimed
-from trainkit.records import files, index
-from trainkit.records.attempts import Attempt, refused, submitted, submitting, unanswered
-from trainkit.records.history import life_of
-from trainkit.records.ownership import vouch
-from trainkit.records.process_id import ProcessId
-from trainkit.records.rundir import RunDir, make_private
+from trainkit.run import folder as run_folder
+from trainkit.run.events import Attempt, life_of, refused, submitted, submitting, unanswered
+from trainkit.run.folder import RunDir, make_private
+from trainkit.run.lease import ProcessId
+from trainkit.run.ownership import vouch
+from trainkit.site.profile import Site
 
 if TYPE_CHECKING:
     from trainkit.launch.executors import SbatchError
@@ -76,7 +75,7 @@ def write_run(
     """
     run_dir = RunDir.create(path, to_yaml(config))
     with undone_on_error(path):
-        from trainkit.records.snapshot import write_code, write_manifest
+        from trainkit.run.snapshot import write_code, write_manifest
 
         own = (config.model.name, config.data.name, config.strategy.name)
         # A container has the folder of the submission, and not what a link in it leads to.
@@ -86,7 +85,7 @@ def write_run(
         write_launch(run_dir.path, plan, script)
     vouch(run_dir, config)
     if fingerprint:
-        index.mark(run_dir.path, fingerprint)
+        run_folder.mark(run_dir.path, fingerprint)
     return run_dir
 
 
@@ -115,15 +114,15 @@ def write_sweep(
         points = [
             {"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)
         ]
-        files.write(folder / "sweep.json", json.dumps(points, indent=2) + "\n", folder)
+        fileio.write(folder / "sweep.json", json.dumps(points, indent=2) + "\n", folder)
     return runs
 
 
 def write_launch(folder: Path, plan: Plan, script: str | None) -> None:
     """Write plan.json and, for SLURM, submit.sbatch."""
-    files.write(folder / "plan.json", plan.to_json(), folder)
+    fileio.write(folder / "plan.json", plan.to_json(), folder)
     if script is not None:
-        files.write(folder / "submit.sbatch", script, folder)
+        fileio.write(folder / "submit.sbatch", script, folder)
 
 
 @contextlib.contextmanager
@@ -196,8 +195,8 @@ def _queue(folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function,
 
     token = secrets.token_hex(4)
     script = folder / ".submitit" / f"{token}.sbatch"
-    files.make_folder(script.parent, folder)
-    files.link(script, "../submit.sbatch", folder)
+    fileio.make_folder(script.parent, folder)
+    fileio.link(script, "../submit.sbatch", folder)
     for run in runs:
         submitting(run, token)
     try:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from trainkit.diagnosis.evidence import is_lost_connection, last_error
 from trainkit.launch.processes import Death, Rank, RankGroup
-from trainkit.ranks.heartbeat import STARTING_SECONDS, Pulses, hang, is_hang, pulses
-from trainkit.records.attempts import Attempt
-from trainkit.records.history import life_of
-from trainkit.records.process_id import is_stopped
+from trainkit.ranks.signals import STARTING_SECONDS, Pulses, hang, is_hang, pulses
+from trainkit.run.events import Attempt, life_of
+from trainkit.run.lease import is_stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 OWN_WATCHDOG_SECONDS = 15.0

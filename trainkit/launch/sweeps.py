@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.records import files
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 PART = "array-"
 
@@ -27,9 +27,9 @@ def part_folder(sweep: Path) -> Path:
 def link_runs(part: Path, runs: Sequence[RunDir]) -> None:
     """Make a part's folder, in which the runs are called 0, 1, 2, ..."""
     try:
-        files.make_folder(part, whole(part))
+        fileio.make_folder(part, whole(part))
         for index, run in enumerate(runs):
-            files.link(part / str(index), str(run.path), whole(part))
+            fileio.link(part / str(index), str(run.path), whole(part))
     except OSError as error:
         raise UserError(
             f"Cannot make the folder {part}.", why=f"{error.strerror}.", fix="Check who may write there."

@@ -8,14 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainkit.cluster.site import Site
-from trainkit.cluster.site_facts import SiteFacts, read_facts
-from trainkit.cluster.validate import Request, require_access
-from trainkit.cluster.validate_folders import doubtful, require_room, require_shared
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
 from trainkit.launch.needed import require_container, require_environment
 from trainkit.launch.plan import Plan
+from trainkit.site.limits import Request, doubtful, require_access, require_room, require_shared
+from trainkit.site.profile import Site, SiteFacts, read_facts
 
 
 def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) -> list[str]:

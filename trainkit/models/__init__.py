@@ -14,9 +14,9 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainkit import options, plugins
-from trainkit.catalogue import timm_models, torchvision_models
+from trainkit import plugins
 from trainkit.errors import UserError
+from trainkit.plugins import timm_models, torchvision_models
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainkit.data.base import DataInfo, ModelInput
+
 
 # timm's own ways to name a model outside its zoo. They hold a colon, as the user's functions do: look here first.
 TIMM_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
@@ -48,7 +49,7 @@ def check_model(config: ModelChoice) -> None:
         plugins.check_options(__name__, name, config.options, where="model")
         module = importlib.import_module(f"{__name__}.{name}")
         if hasattr(module, "check"):
-            module.check(**options.fill(module.build, config.options, where="model"))
+            module.check(**plugins.fill(module.build, config.options, where="model"))
     else:
         _check_library_options(home, config.options)
 
@@ -62,7 +63,6 @@ def build_model(config: ModelChoice, info: DataInfo, seed: int) -> nn.Module:
     import torch
 
     from trainkit.models import libraries
-    from trainkit.models.shapes import check_shapes
 
     home, name = resolve(config.name)
     with torch.random.fork_rng(devices=[]):
@@ -70,7 +70,7 @@ def build_model(config: ModelChoice, info: DataInfo, seed: int) -> nn.Module:
         if home in ("user", "trainkit"):
             plugins.check_options(__name__, name, config.options, where="model")
             build = plugins.load(__name__, name)
-            model: nn.Module = build(info, **options.fill(build, config.options, where="model"))
+            model: nn.Module = build(info, **plugins.fill(build, config.options, where="model"))
         else:
             _check_library_options(home, config.options)
             create = libraries.timm_model if home == "timm" else libraries.torchvision_model
@@ -179,4 +179,43 @@ def _check_library_options(home: str, given: Mapping[str, Any]) -> None:
             if home == "timm"
             else "Use model.weights=NAME for certain weights of torchvision's.",
             key="model.pretrained",
+        )
+
+
+# Whether a model takes the data's images and gives a score for each of its classes: asked before training starts.
+
+
+def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
+    """Refuse a model that cannot map [N, in_chans, image_size, image_size] to [N, num_classes].
+
+    By computing it for two black images, which costs no more than initialising the weights did.
+    """
+    import torch
+
+    was_training = model.training
+    model.eval()  # the running statistics of BatchNorm stay as they are
+    try:
+        with torch.no_grad():
+            # Two images: one would not show a model that mixes up batch and features.
+            output = model(torch.zeros(2, info.in_chans, info.image_size, info.image_size))
+    except Exception as error:
+        wants = getattr(model, "pretrained_cfg", None) or {}
+        size = wants.get("input_size", (3, 224, 224))[-1] if isinstance(wants, dict) else 224
+        raise UserError(
+            f"The model '{name}' cannot take images of {info.in_chans} x {info.image_size} x {info.image_size}.",
+            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}",
+            fix=f"Use data.image_size={size}, or a model for small images such as model.name=fashion_cnn."
+            if info.image_size < size
+            else "Use another data.image_size, or another model.",
+        ) from error
+    finally:
+        model.train(was_training)
+    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
+    if shape != (2, info.num_classes):
+        raise UserError(
+            f"The model '{name}' gives no score for each class.",
+            why=f"For 2 images of {info.num_classes} classes it returned "
+            + (f"a tensor of shape {shape}." if shape is not None else f"{type(output).__name__}, not a tensor."),
+            fix=f"It must return a tensor of shape (2, {info.num_classes}); info.num_classes tells the number. "
+            "Correct it, and submit again.",
         )

@@ -1,7 +1,7 @@
 """Loggers: what one is, and how rank 0 opens those of the configuration.
 
 A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
-``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.records.metrics`), with plain Python numbers. A
+``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.run.metrics`), with plain Python numbers. A
 logger whose file states ``FIRST = True`` has each of them before the others; one that states ``PEERS = "judge"``, or
 ``"none"``, is opened by that peer of a swarm only which judges for all, or by none. One that states ``PREPARES = True``
 has a function ``prepare()`` as well, called before torch is imported; what it gives is in `Start.prepared`.
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from trainkit import plugins
 from trainkit.config.schema import Config
 from trainkit.errors import TrainkitError
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 
 class Logger(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 from trainkit.config.schema import Config
 from trainkit.monitor import lines
 from trainkit.monitor.base import Logger, Start
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 PEERS = "none"  # a swarm has lines of its own, one a round
 

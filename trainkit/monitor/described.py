@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.config.loading import flatten
 from trainkit.config.schema import Config
 from trainkit.monitor.base import Start
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 SETTINGS = frozenset({"seed", "model", "data", "train", "optim", "schedule", "strategy"})
 """What a run was trained with. `launch` is not among them: its setup lines and mail address are nobody's business."""
@@ -53,7 +53,7 @@ class Taken:
 
 def taken_for(run_dir: RunDir, most_classes: int) -> Taken | None:
     """Of the test, as ``confusion.json`` has it; None without that, or for data of more classes."""
-    told = reading.read_object(run_dir.confusion)
+    told = fileio.read_object(run_dir.confusion)
     classes, pairs = told.get("classes"), told.get("raw")
     if not isinstance(classes, list) or not isinstance(pairs, list) or not 0 < len(classes) <= most_classes:
         return None

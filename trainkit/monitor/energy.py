@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.monitor.gpus import Gpus
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 _JOULES_PER_KWH = 3.6e6
 _TAIL_BYTES = 32768
@@ -26,7 +26,7 @@ class Energy:
 
     def __init__(self, gpus: Gpus | None, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
         self._gpus, self._rapl = gpus, rapl
-        self._total = {key: float(before[key]) for key in KEYS if reading.is_number(before.get(key))}
+        self._total = {key: float(before[key]) for key in KEYS if fileio.is_number(before.get(key))}
         self._gpu_joules = gpus.joules() if gpus is not None else {}
         self._cpu_joules = self._packages()
         self._powers: dict[int, float] = {}
@@ -65,9 +65,9 @@ class Energy:
         found = {}
         for folder in sorted(self._rapl.glob("intel-rapl:[0-9]*")):  # AMD's processors have it under this name too
             try:
-                if reading.read_text(folder / "name").startswith("package"):
-                    whole = int(reading.read_text(folder / "max_energy_range_uj")) / 1e6
-                    found[folder.name] = (int(reading.read_text(folder / "energy_uj")) / 1e6, whole)
+                if fileio.read_text(folder / "name").startswith("package"):
+                    whole = int(fileio.read_text(folder / "max_energy_range_uj")) / 1e6
+                    found[folder.name] = (int(fileio.read_text(folder / "energy_uj")) / 1e6, whole)
             except (OSError, ValueError):
                 continue
         return found
@@ -76,15 +76,15 @@ class Energy:
 def last_sample(file: Path) -> dict[str, Any]:
     """The newest line of a host's samples; empty if there is none."""
     try:
-        text = reading.read_end(file, _TAIL_BYTES)
+        text = fileio.read_end(file, _TAIL_BYTES)
     except OSError:
         return {}
-    parsed = (reading.parse_object(line) for line in reversed(text.splitlines()))
+    parsed = (fileio.parse_object(line) for line in reversed(text.splitlines()))
     return next((found for found in parsed if found is not None), {})
 
 
 def energy_of(run: RunDir) -> dict[str, float] | None:
     """``gpu_kwh`` and ``cpu_kwh`` of a run over all hosts whose samples are in its folder; None: nobody has told."""
     samples = [last_sample(file) for file in sorted(run.path.glob("system-*.jsonl"))]
-    found = {key: [sample[key] for sample in samples if reading.is_number(sample.get(key))] for key in KEYS}
+    found = {key: [sample[key] for sample in samples if fileio.is_number(sample.get(key))] for key in KEYS}
     return {key: round(sum(values), 6) for key, values in found.items() if values} or None

@@ -11,16 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
+from trainkit.fileio import Notice
 from trainkit.monitor import lines
-from trainkit.records import jsonl
-from trainkit.records.events import read_events
-from trainkit.records.events import typed as typed_event
-from trainkit.records.metrics import best_of, read_thinned
-from trainkit.records.metrics import typed as typed_metrics
-from trainkit.records.notice import Notice
-from trainkit.records.rundir import RunDir
-from trainkit.records.setbacks import KINDS, setbacks_of
+from trainkit.run.events import read_events
+from trainkit.run.events import typed as typed_event
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import SETBACK_EVENTS, best_of, read_thinned, setbacks_of
+from trainkit.run.metrics import typed as typed_metrics
 
 POLL_SECONDS = 0.2
 SELDOM_SECONDS = 2.0
@@ -74,7 +72,7 @@ def summary_lines(run_dir: RunDir) -> list[str]:
     """
     results = _results(run_dir)
     found = [" · ".join(results) if results else "No results yet."]
-    early = reading.read_object(run_dir.summary).get("stopped_early")
+    early = fileio.read_object(run_dir.summary).get("stopped_early")
     places: list[tuple[str, Path | str, bool]] = [
         ("stopped early", terminal.one_line(early), isinstance(early, str)),
         ("run folder", run_dir.path, True),
@@ -97,12 +95,12 @@ def summary_lines(run_dir: RunDir) -> list[str]:
 
 
 def _results(run_dir: RunDir) -> list[str]:
-    summary = reading.read_object(run_dir.summary)
+    summary = fileio.read_object(run_dir.summary)
     records = read_thinned(run_dir).records
     train = [record for record in records if record["split"] == "train"]
     steps = summary.get("steps")
-    done = steps if reading.is_whole(steps) else max((record["step"] for record in train), default=0)
-    setbacks = setbacks_of(read_events(run_dir, KINDS), train, done)
+    done = steps if fileio.is_whole(steps) else max((record["step"] for record in train), default=0)
+    setbacks = setbacks_of(read_events(run_dir, SETBACK_EVENTS), train, done)
     words = [f"{'DIVERGED: ' if setbacks.diverged else ''}{told}"] if (told := setbacks.in_words()) else []
     scored = [record for record in records if record["split"] == "val" and record.get("acc1") is not None]
     if best := best_of(scored, summary.get("best_step")):
@@ -112,9 +110,9 @@ def _results(run_dir: RunDir) -> list[str]:
     tested = [record for record in records if record["split"] == "test" and record.get("acc1") is not None]
     if tested:
         words.append(f"test acc1 {tested[-1]['acc1']:.2f} %")
-    if reading.is_number(seconds := summary.get("train_seconds")):
+    if fileio.is_number(seconds := summary.get("train_seconds")):
         words.append(f"{seconds:.1f} s" if seconds < 60 else lines.duration(seconds))
-    if reading.is_number(speed := summary.get("images_per_sec")):
+    if fileio.is_number(speed := summary.get("images_per_sec")):
         words.append(f"{speed:,.0f} images/s")
     return words
 
@@ -127,17 +125,17 @@ class _Tail:
 
     def read(self) -> list[dict[str, Any]]:
         try:
-            with reading.open_regular(self._path) as file:
+            with fileio.open_regular(self._path) as file:
                 size = os.fstat(file.fileno()).st_size
-                self._offset = max(self._offset, size - jsonl.LONGEST)  # what is older nobody waits for
+                self._offset = max(self._offset, size - fileio.MOST_JSONL_BYTES)  # what is older nobody waits for
                 file.seek(self._offset)
                 content = file.read(size - self._offset) if size > self._offset else b""
         except OSError:  # not there yet
             return []
         whole, _, rest = content.rpartition(b"\n")
-        self._offset += len(content) - (len(rest) if len(rest) < jsonl.LONGEST_LINE else 0)
-        lines_of = (line for line in whole.split(b"\n") if len(line) < jsonl.LONGEST_LINE)
-        parsed = (reading.parse_object(line) for line in lines_of)
+        self._offset += len(content) - (len(rest) if len(rest) < fileio.LONGEST_LINE else 0)
+        lines_of = (line for line in whole.split(b"\n") if len(line) < fileio.LONGEST_LINE)
+        parsed = (fileio.parse_object(line) for line in lines_of)
         return [record for raw in parsed if raw is not None and (record := self._typed(raw)) is not None]
 
 

@@ -34,12 +34,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.monitor.energy import Energy, last_sample
 from trainkit.monitor.gpus import MB, Gpus
 from trainkit.ranks.env import RankEnv
-from trainkit.records import files, jsonl
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 _PRESSURE = Path("/proc/pressure/cpu")
 _STAT = Path("/proc/stat")
@@ -127,9 +126,9 @@ def _sample_until(
                 memory = sum(item.get("memory_used_mb", 0.0) for item in used)
                 if memory > most * _NOTEWORTHY or not most:
                     most = memory
-                    files.write(shown, gpus.described(), shown.parent)
+                    fileio.write(shown, gpus.described(), shown.parent)
             sample |= energy.used(used)
-            jsonl.append(path, sample)
+            fileio.append_jsonl(path, sample)
     except Exception as error:
         print(f"No more hardware samples in {path.name}: {error}", file=sys.stderr, flush=True)
 
@@ -180,7 +179,7 @@ class CpuWaits:
         busy = {}
         try:
             # Not psutil's list, which has no numbers: CPUs that are switched off are not in it.
-            for name, *ticks in (line.split() for line in reading.read_start(_STAT, 1 << 20).splitlines()):
+            for name, *ticks in (line.split() for line in fileio.read_start(_STAT, 1 << 20).splitlines()):
                 if name.startswith("cpu") and name != "cpu":
                     # user, nice, system, idle, iowait, irq, softirq, steal
                     spent = [int(word) for word in ticks[:3] + ticks[5:8]]
@@ -196,14 +195,14 @@ class CpuWaits:
                 self._used |= os.sched_getaffinity(process.pid)
             for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
                 with suppress(OSError, ValueError, IndexError):  # of threads that have ended their last words stay
-                    self._threads[path.parent.name] = int(reading.read_start(path, 200).split()[1]) / 1e9
+                    self._threads[path.parent.name] = int(fileio.read_start(path, 200).split()[1]) / 1e9
         return _Seconds(busy, ran, sum(self._threads.values())) if self._used & busy.keys() and self._threads else None
 
 
 def _waited() -> float | None:
     """Seconds since the machine was booted."""
     try:
-        return int(reading.read_start(_PRESSURE, 200).splitlines()[0].rpartition("total=")[2]) / 1e6
+        return int(fileio.read_start(_PRESSURE, 200).splitlines()[0].rpartition("total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
         return None
 

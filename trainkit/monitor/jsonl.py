@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit import terminal
+from trainkit import fileio, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import DiskError
 from trainkit.monitor.base import Logger, Start
-from trainkit.records import jsonl
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 FIRST = True
 
@@ -21,7 +20,7 @@ class _Jsonl:
 
     def log(self, record: Mapping[str, Any]) -> None:
         try:
-            jsonl.append(self._run_dir.metrics, record)
+            fileio.append_jsonl(self._run_dir.metrics, record)
         except OSError as error:
             raise DiskError(
                 f"Cannot write {self._run_dir.metrics}.",

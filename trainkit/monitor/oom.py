@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainkit.records import files
-from trainkit.records.rundir import RunDir
+from trainkit import fileio
+from trainkit.run.folder import RunDir
 
 _MOST_EVENTS = 100_000
 
@@ -36,8 +36,8 @@ def snapshot_on_oom(run_dir: RunDir, rank: int, *, gpu: bool, history: bool) -> 
         if out_of_memory(error):
             file = run_dir.profile / f"oom-rank-{rank}.pickle"
             try:
-                files.make_folder(run_dir.profile, run_dir.path)
-                with files.replacing(file, run_dir.path) as out:
+                fileio.make_folder(run_dir.profile, run_dir.path)
+                with fileio.replacing(file, run_dir.path) as out:
                     torch.cuda.memory._dump_snapshot(out.name)
                 print(f"What the GPU's memory held: {file}", file=sys.stderr, flush=True)
             except Exception as problem:  # the error that ends the run must be the one that is seen

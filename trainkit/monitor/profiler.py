@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.records import files
-from trainkit.records.rundir import RunDir
+from trainkit import fileio
+from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -89,13 +89,13 @@ class Profiler:
     def _write(self, running: profile, name: str) -> None:
         folder = self._run_dir.profile
         try:
-            files.make_folder(folder, self._run_dir.path)
+            fileio.make_folder(folder, self._run_dir.path)
             trace, table = folder / f"{name}.json.gz", folder / f"{name}.txt"
-            with files.replacing(trace, self._run_dir.path) as out:
+            with fileio.replacing(trace, self._run_dir.path) as out:
                 running.export_chrome_trace(out.name)
             sort_by = "self_device_time_total" if self._gpu else "self_cpu_time_total"
             costs = running.key_averages().table(sort_by=sort_by, row_limit=_ROWS)
-            files.write(table, costs, self._run_dir.path)
+            fileio.write(table, costs, self._run_dir.path)
             print(f"Profile: {trace}", flush=True)
         except Exception as error:
             print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

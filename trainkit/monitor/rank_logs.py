@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainkit import reading
+from trainkit import fileio
 
 PART_BYTES = 1 << 20
 LONGEST = 1 << 30
@@ -36,7 +36,7 @@ class RankLog:
         Args:
             to_the_end: nobody writes it any more, so a line without its end is one too.
         """
-        with reading.open_regular(self.path) as file:
+        with fileio.open_regular(self.path) as file:
             end = os.fstat(file.fileno()).st_size  # what comes while it is read is for the next look
             if end - self._offset > LONGEST:
                 yield f"{self.label}--- left out: {end - self._offset - LONGEST:,} bytes of {self.path.name}\n"

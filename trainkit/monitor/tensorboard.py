@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from trainkit import fileio
 from trainkit.config.schema import Config
 from trainkit.monitor import tensorboard_pages as pages
 from trainkit.monitor.base import Logger, Start
 from trainkit.monitor.described import hyperparameters, shown_name, taken_for
-from trainkit.records import files
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 _MOST_CLASSES = 400
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
@@ -35,7 +35,7 @@ class _TensorBoard:
             self._event = event_pb2.Event
             # In a folder of its own name, or TensorBoard would list the run as ".".
             folder = run_dir.tensorboard / shown_name(run_dir)
-            files.make_folder(folder, run_dir.path)
+            fileio.make_folder(folder, run_dir.path)
             self._file = EventFileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
         self._run_dir, self._is_over = run_dir, False
         now = time.time()

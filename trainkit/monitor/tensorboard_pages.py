@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainkit import markdown
+from trainkit import terminal
 from trainkit.monitor.described import Taken
 
 OVERLAID = ("loss", "acc1", "acc5", "lr")
@@ -106,7 +106,7 @@ def _strings(values: Sequence[bytes]) -> Any:
 
 def _markdown(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
     rows = [[name, *(str(count or "") for count in row)] for name, row in zip(classes, counts, strict=True)]
-    return markdown.table(["is \\ taken for", *classes], rows)
+    return terminal.markdown_table(["is \\ taken for", *classes], rows)
 
 
 def _heat_map(counts: Sequence[Sequence[int]], side: int) -> bytes:

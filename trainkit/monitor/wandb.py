@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from trainkit import fileio
 from trainkit.config.schema import Config
+from trainkit.fileio import Notice
 from trainkit.monitor.base import Logger, Start
 from trainkit.monitor.described import settings, shown_name, taken_for
 from trainkit.monitor.wandb_client import HAS_SAID_WHY, IGNORED
-from trainkit.records import files
-from trainkit.records.notice import Notice
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
 
 Mode = Literal["online", "offline", "disabled", "shared"]
 
@@ -152,7 +152,7 @@ class _Wandb:
     def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
         self._client = start.prepared if isinstance(start.prepared, _Client) else _Client()
         self._run_dir = run_dir
-        files.make_folder(run_dir.wandb, run_dir.path)
+        fileio.make_folder(run_dir.wandb, run_dir.path)
         self._client.send(init=_init(run_dir, config, start))
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -6,13 +6,326 @@ The finest description wins. ``srun torchrun``, and mpirun's daemons that srun s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import hmac
+import ipaddress
+import itertools
+import math
+import os
+import random
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
 
+from trainkit import fileio, terminal
 from trainkit.errors import UserError
-from trainkit.ranks.hostlist import expand_counts
-from trainkit.ranks.rendezvous import derived_port
-from trainkit.ranks.variables import HAND_SET, Reader, is_job_shell, is_loopback, is_srun_task, job_port, slurm_hosts
+
+# SLURM's compact lists: host names (``gpu[03-05,9],cpu1``) and task counts (``4(x2),3``).
+
+_MOST = 100_000
+"""Hosts in one list; SLURM itself knows at most 65,533."""
+_LONGEST = 1 << 20
+"""Characters of a list."""
+_ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")  # a comma inside brackets does not end an item
+_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)  # the last one of a host name
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand(nodelist: str) -> list[str]:
+    """The host names of ``nodelist`` in its order, which is SLURM's order of nodes.
+
+    ``rack[1-2]-n[03-04]`` is ``rack1-n03, rack1-n04, rack2-n03, rack2-n04``; leading zeros are kept.
+    Raises UserError if it is empty, malformed, or longer than any machine's.
+    """
+    hosts: list[str] = []
+    position = 0
+    while position < len(nodelist) <= _LONGEST and len(hosts) <= _MOST:
+        item = _ITEM.match(nodelist, position)
+        if item is None:
+            raise _malformed(nodelist)
+        hosts += _expand_item(item.group(), nodelist)
+        position = item.end()
+        if position < len(nodelist):
+            if nodelist[position] != "," or position + 1 == len(nodelist):
+                raise _malformed(nodelist)
+            position += 1
+    if position < len(nodelist) or not 0 < len(hosts) <= _MOST:
+        raise _malformed(nodelist)
+    return hosts
+
+
+def fold(hosts: Sequence[str]) -> str:
+    """``hosts`` for people, in their order: three and more in a row are ``n[01-32]``."""
+    rows: list[list[str]] = []
+    for host in hosts:
+        if rows and host == _next(rows[-1][-1]):
+            rows[-1].append(host)
+        else:
+            rows.append([host])
+    return ", ".join(_folded(row) if len(row) > 2 else ", ".join(row) for row in rows)
+
+
+def _next(host: str) -> str | None:
+    match = _NUMBER.fullmatch(host)
+    return f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}{match[3]}" if match is not None else None
+
+
+def _folded(row: list[str]) -> str:
+    first, last = (_NUMBER.fullmatch(host) for host in (row[0], row[-1]))
+    assert first is not None
+    assert last is not None
+    return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}"
+
+
+def expand_counts(counts: str) -> list[int]:
+    """SLURM_TASKS_PER_NODE, one number per node: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
+    numbers: list[int] = []
+    for item in counts.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise UserError(
+                f"Cannot read the tasks per node '{counts}'.",
+                why="SLURM writes them like '4' or '2(x3),1'.",
+                fix="Leave SLURM_TASKS_PER_NODE as SLURM sets it.",
+            )
+        numbers += [int(match[1])] * int(match[2] or 1)
+    return numbers
+
+
+def _expand_item(item: str, nodelist: str) -> Iterator[str]:
+    # re.split with a group alternates text, bracket content, text, ...
+    parts = re.split(r"\[([^\]]*)\]", item)
+    choices = [[part] if i % 2 == 0 else _expand_ranges(part, nodelist) for i, part in enumerate(parts)]
+    if math.prod(map(len, choices)) > _MOST:
+        raise _malformed(nodelist)
+    return map("".join, itertools.product(*choices))
+
+
+def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in ranges.split(","):
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", piece)
+        if match is None:
+            raise _malformed(nodelist)
+        first, last = match[1], match[2] or match[1]
+        if not 0 <= int(last) - int(first) < _MOST:
+            raise _malformed(nodelist)
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _malformed(nodelist: str) -> UserError:
+    return UserError(
+        f"Cannot read the host list '{terminal.one_line(nodelist, 200)}'.",
+        why="SLURM writes them like 'n1,n2' or 'gpu[03-05,9]'.",
+        fix="Give host names, or a list that 'scontrol show hostnames' can read.",
+    )
+
+
+# Where ranks meet: the head node's address and a port.
+#
+# ``python -m trainkit.ranks.env`` prints a free port; batch scripts call it on the head node.
+
+PORTS = range(20000, 30000)
+"""Below Linux's default ephemeral range (32768-60999): a port in that range can be taken, between our probe and
+rank 0's bind, by any outgoing connection."""
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def derived_port(job: str, attempt: int) -> int:
+    """A port that all ranks compute alike, without a message: another one for each job, and for each attempt of it."""
+    digest = hashlib.sha256(job.encode()).digest()
+    # A stride that shares no factor with the span: the attempts of a job visit every port before one returns.
+    return PORTS[(int.from_bytes(digest[:4], "big") + 7919 * attempt) % len(PORTS)]
+
+
+def ephemeral_range(text: str) -> range:
+    """The ports that the kernel gives to outgoing connections, from the text of ip_local_port_range."""
+    first, last = text.split()
+    return range(int(first), int(last) + 1)
+
+
+def candidates(start: int, ephemeral: range) -> Iterable[int]:
+    """Ports to try, from ``start`` on; none of them ephemeral, unless the site has made all of them so."""
+    ring = [*range(start, PORTS.stop), *range(PORTS.start, start)]
+    outside = [port for port in ring if port not in ephemeral]
+    return outside or [port for port in range(1024, 65536) if port not in ephemeral] or ring
+
+
+def free_port(start: int | None = None) -> int:
+    """A port that nothing listens on here now, outside the ephemeral range; near ``start``, else anywhere."""
+    try:
+        ephemeral = ephemeral_range(fileio.read_text(_EPHEMERAL))
+    except OSError:  # not Linux: the range that IANA suggests, which macOS uses
+        ephemeral = range(49152, 65536)
+    for port in candidates(random.choice(PORTS) if start is None else start, ephemeral):
+        if _is_free(port):
+            return port
+    raise UserError(
+        "No free port for the ranks to meet on.",
+        why=f"Everything outside the ephemeral range, from {PORTS.start} on, is taken on {socket.gethostname()}.",
+        fix="Set MASTER_PORT to a free one.",
+    )
+
+
+def check_head(addr: str, num_nodes: int) -> None:
+    """Refuse a head node that other nodes cannot reach: a name that does not resolve, or loopback on several nodes."""
+    try:
+        found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(
+            f"The head node '{addr}' cannot be found.",
+            why=f"Its name does not resolve on {socket.gethostname()}: {error}.",
+            fix="Give a name or an IP address that every node can resolve, as MASTER_ADDR or --master-addr.",
+        ) from error
+    addresses = sorted({str(entry[4][0]) for entry in found})
+    # A scope ("fe80::1%eth0") is not part of the address.
+    if num_nodes > 1 and all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses):
+        raise UserError(
+            f"The head node '{addr}' is loopback ({', '.join(addresses)}), but there are {num_nodes} nodes.",
+            why="On every other node that address is the node itself, so its ranks would wait for ever.",
+            fix="Give the head node's address in the nodes' network, as MASTER_ADDR or --master-addr.",
+        )
+
+
+def head_address(addr: str) -> str | None:
+    """The head node's address in the nodes' network, by its name as another node sees it; None if there is none."""
+    try:
+        found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    addresses = [str(entry[4][0]).split("%")[0] for entry in found]
+    return next((address for address in addresses if not ipaddress.ip_address(address).is_loopback), None)
+
+
+def address_towards(addr: str) -> str | None:
+    """This machine's own address on the route to ``addr``, as the kernel would choose it; nothing is sent."""
+    there = head_address(addr)
+    if there is None:
+        return None
+    with socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((there, 9))
+        except OSError:  # no route
+            return None
+        return str(probe.getsockname()[0]).split("%")[0]
+
+
+def _is_free(port: int) -> bool:
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as probe:
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # both families, as TCPStore listens
+        # As TCPStore does: a port in TIME_WAIT from the attempt before may be used, one in LISTEN may not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def start_for(env: Mapping[str, str]) -> int | None:
+    """Where this job's search for a port begins: moves on with each restart; None outside of SLURM."""
+    job = env.get("SLURM_JOB_ID")
+    return derived_port(job, int(env.get("SLURM_RESTART_COUNT") or 0)) if job else None
+
+
+if __name__ == "__main__":
+    print(free_port(start_for(os.environ)))
+
+
+# The variables that launchers set: read with errors that name them, and what several launchers share.
+
+# Step ids from here on are SLURM's own: the shell of salloc (interactive), the batch script, external, pending.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+HAND_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_srun_task(env: Mapping[str, str]) -> bool:
+    """Not the shell of salloc (no PROCID, or an interactive step) nor the batch script (PROCID 0, no numbered step)."""
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    return "SLURM_PROCID" in env and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def is_job_shell(env: Mapping[str, str]) -> bool:
+    """A batch script, or a shell in an allocation: MASTER_ADDR exported there is for the tasks it will start."""
+    return "SLURM_JOB_ID" in env and "RANK" not in env
+
+
+def slurm_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Hosts of the step, else of the job; empty outside SLURM."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if env.get(name):
+            return tuple(expand(env[name]))
+    return ()
+
+
+def job_port(env: Mapping[str, str]) -> int:
+    """The port where the ranks of a job meet, when nobody has set one."""
+    # All ranks must agree without a message, so from what all of them see: the job, its step, how often it restarted.
+    for name in ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "AZ_BATCH_JOB_ID"):
+        if env.get(name):
+            restarts = env.get("SLURM_RESTART_COUNT") or "0"
+            return derived_port(f"{env[name]}.{env.get('SLURM_STEP_ID', '')}", int(restarts))
+    return derived_port("", 0)
+
+
+def is_loopback(addr: str) -> bool:
+    """Whether the address is this machine's own."""
+    return addr == "localhost" or addr == "::1" or addr.startswith("127.")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Variables of one launcher, with errors that name them."""
+
+    env: Mapping[str, str]
+    launcher: str
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A variable's value, or the default; without one, UserError when it is not set."""
+        value = self.env.get(name, "")
+        return value or (self.missing(name) if default is None else default)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 0; otherwise UserError."""
+        value = self.text(name, None if default is None else str(default))
+        if not value.isdecimal():
+            raise UserError(
+                f"{name}='{value}' is not a number.",
+                why=f"This process was started as a rank ({self.launcher}), and {name} says which.",
+                fix=f"Set {name} to a number, or unset it.",
+            )
+        return int(value)
+
+    def missing(self, name: str) -> NoReturn:
+        """Raise the UserError for a set of variables without ``name``."""
+        there = [other for other in SETS[self.launcher] if other in self.env]
+        raise UserError(
+            f"{name} is not set, so this process cannot tell its place among the ranks.",
+            why=f"Only part of a set is there ({self.launcher}): {', '.join(there)}.",
+            fix=f"Set {name} too, or unset the others to run as a single process.",
+        )
+
+
+SETS = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", *HAND_SET, "LOCAL_WORLD_SIZE"),
+    "manual": (*HAND_SET, "LOCAL_WORLD_SIZE"),
+    "submitit-local": ("SUBMITIT_EXECUTOR", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
+    "mpi": (
+        *(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ),
+    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"),
+}
+
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -264,3 +577,72 @@ def _from_hand_set(read: Reader) -> RankEnv:
         master_port=read.number("MASTER_PORT"),
         launcher=read.launcher,
     )
+
+
+# The secret of a run: whoever does not know it is no rank of it.
+#
+# It comes in the environment variable TRAINKIT_SECRET, which whoever starts the ranks sets, and is never written
+# down.
+
+VARIABLE = "TRAINKIT_SECRET"
+SHORTEST = 16
+"""Characters. What is sealed with a secret can be seen by strangers, who may try all short ones in peace."""
+
+
+class ForgedError(Exception):
+    """What was read was not written by one who knows the secret."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What the ranks of one run know and nobody else; the empty one is known to everybody."""
+
+    text: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.text and len(self.text) < SHORTEST:
+            raise UserError(
+                f"The run's secret is too short: {len(self.text)} characters.",
+                why=f"A stranger could guess it; {SHORTEST} characters are the least.",
+                fix='Make one with `python -c "import secrets; print(secrets.token_urlsafe())"`.',
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+    @classmethod
+    def generate(cls) -> Secret:
+        """A new one, of 256 random bits."""
+        return cls(secrets.token_urlsafe(32))
+
+    @classmethod
+    def from_mapping(cls, env: Mapping[str, str]) -> Secret:
+        """That of ``env``, as a rule os.environ; the empty one if there is none."""
+        return cls(env.get(VARIABLE, "").strip())
+
+    def name(self, purpose: str) -> str:
+        """A name for ``purpose`` that only who knows the secret can tell: HMAC-SHA256, in hex."""
+        return self._mac(b"name", purpose.encode()).hex()
+
+    def seal(self, purpose: str, value: bytes) -> bytes:
+        """``value`` with a mark that only who knows the secret can make."""
+        return self._mac(b"value", purpose.encode(), value) + value
+
+    def unseal(self, purpose: str, sealed: bytes) -> bytes:
+        """The value that was sealed for ``purpose``.
+
+        Raises ForgedError when it was sealed with another secret, for another purpose, or not at all.
+        """
+        mark, value = sealed[:32], sealed[32:]
+        if not hmac.compare_digest(mark, self._mac(b"value", purpose.encode(), value)):
+            raise ForgedError(purpose)
+        return value
+
+    def _mac(self, *parts: bytes) -> bytes:
+        # Each part with its length: ("ab", "c") must not be ("a", "bc").
+        message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.new(self.text.encode(), message, hashlib.sha256).digest()
+
+
+NO_SECRET = Secret()
+"""Of a single process, and of ranks that were started by hand without one."""

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from trainkit import reading
+from trainkit import fileio
 
 Point = tuple[float, float]
 WIDTH, HEIGHT = 400, 230
 """Of a line chart."""
 COLOURS = 8
 GREY = 7
-STYLE = reading.read_text(Path(__file__).parent / "chart.css", follow=True)
+STYLE = fileio.read_text(Path(__file__).parent / "chart.css", follow=True)
 _LEFT, _TOP, _BOTTOM = 44, 12, 30
 _LETTER, _LINE = 6.6, 14.0
 """Width of a letter and height of a line of text."""
@@ -253,7 +253,7 @@ def line_chart(
 
 def _is_drawable(pair: Point) -> bool:
     """A stranger may have recorded numbers that no picture has room for."""
-    return all(reading.is_number(value) for value in pair)
+    return all(fileio.is_number(value) for value in pair)
 
 
 def _is_wide(values: Sequence[float], above: float = 20) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.report.facts import Facts
 from trainkit.report.tables import NONE, Row, number
 
@@ -34,15 +34,15 @@ def rows(facts: Facts) -> list[Row]:
 
 def rounds_rows(facts: Facts) -> list[Row]:
     """Rounds of this peer, and what it has sent and received in them. Empty for every other run."""
-    told = [record for record in facts.train if reading.is_number(record.get("round"))]
+    told = [record for record in facts.train if fileio.is_number(record.get("round"))]
     if not told:
         return []
 
     def total(key: str) -> float:
-        return float(sum(record[key] for record in told if reading.is_number(record.get(key))))
+        return float(sum(record[key] for record in told if fileio.is_number(record.get(key))))
 
     planned, groups = facts.setting("collaborative.rounds"), [record.get("peers") for record in told]
-    together = [group for group in groups if reading.is_number(group) and group > 1]
+    together = [group for group in groups if fileio.is_number(group) and group > 1]
     expected = total("parts_expected")
     return [
         ("rounds", f"{told[-1]['round']:,} of {planned:,}" if isinstance(planned, int) else f"{told[-1]['round']:,}"),

@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.records.files import replacing
-from trainkit.records.rundir import run_at
+from trainkit.fileio import replacing
+from trainkit.run.folder import run_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,18 +8,16 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from trainkit import markdown, plugins, reading, terminal
+from trainkit import fileio, plugins, terminal
 from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
-from trainkit.records import jsonl
-from trainkit.records.contributions import Contribution, Contributions
-from trainkit.records.events import read_events
-from trainkit.records.metrics import Thinned, best_evaluation, best_of, read_thinned
-from trainkit.records.rundir import RunDir
-from trainkit.records.setbacks import Setbacks, setbacks_of, steps_done
 from trainkit.report.points import name_of, points_of
 from trainkit.report.samples import HostSamples, cpus_taken
+from trainkit.run.contributions import Contribution, Contributions
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Setbacks, Thinned, best_evaluation, best_of, read_thinned, setbacks_of, steps_done
 
 _SHOWN_BYTES = 16384
 _STILL = 0.05
@@ -39,7 +37,7 @@ class Facts:
     def config(self) -> dict[str, Any]:
         """The resolved configuration as plain values; empty if it cannot be read."""
         try:
-            return dict(reading.plain(yaml.read(self.run_dir.config, follow=False)[0], 8))
+            return dict(fileio.plain(yaml.read(self.run_dir.config, follow=False)[0], 8))
         except UserError:
             return {}
 
@@ -53,11 +51,11 @@ class Facts:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """``summary.json``; empty for a run that did not get to its end."""
-        return dict(reading.plain(reading.read_object(self.run_dir.summary)))
+        return dict(fileio.plain(fileio.read_object(self.run_dir.summary)))
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        return dict(reading.plain(reading.read_object(self.run_dir.manifest)))
+        return dict(fileio.plain(fileio.read_object(self.run_dir.manifest)))
 
     @cached_property
     def metrics(self) -> Thinned:
@@ -104,8 +102,8 @@ class Facts:
         found = []
         files = sorted(self.run_dir.path.glob("system-*.jsonl"))
         for file in files:
-            records = jsonl.read_thinned(file, max(_MOST_SAMPLES // len(files), 500)).records
-            samples = [sample for sample in records if reading.is_time(sample.get("time"))]
+            records = fileio.read_thinned(file, max(_MOST_SAMPLES // len(files), 500)).records
+            samples = [sample for sample in records if fileio.is_time(sample.get("time"))]
             if samples:
                 found.append(HostSamples(terminal.one_line(file.stem.removeprefix("system-")), samples))
         return found
@@ -116,7 +114,7 @@ class Facts:
         found = []
         for file in sorted(self.run_dir.path.glob("nvidia-smi-*.txt")):
             with suppress(OSError):
-                lines = reading.read_end(file, _SHOWN_BYTES).replace("`", "'").splitlines()
+                lines = fileio.read_end(file, _SHOWN_BYTES).replace("`", "'").splitlines()
                 host = terminal.one_line(file.stem.removeprefix("nvidia-smi-"))
                 found.append((host, "\n".join(terminal.one_line(line, 200) for line in lines)))
         return found
@@ -132,19 +130,19 @@ class Facts:
     def memory_of_ranks(self) -> list[float]:
         """Peak memory of every rank in MB, by rank; of a run without an end that of rank 0, if it is known."""
         told = self.summary.get("max_memory_mb_of_ranks")
-        known = [float(value) for value in told if reading.is_number(value)] if isinstance(told, list) else []
+        known = [float(value) for value in told if fileio.is_number(value)] if isinstance(told, list) else []
         return known or ([self.max_memory_mb] if self.max_memory_mb is not None else [])
 
     def count(self, key: str) -> int:
         """A setting that is a whole number; 0 where it is none."""
         value = self.setting(key)
-        return value if reading.is_whole(value) else 0
+        return value if fileio.is_whole(value) else 0
 
     @property
     def steps(self) -> int:
         """Optimizer updates that were done."""
         steps = self.summary.get("steps")
-        if reading.is_whole(steps):
+        if fileio.is_whole(steps):
             return steps
         return steps_done(self.events, self.train + self.val)
 
@@ -165,7 +163,7 @@ class Facts:
     @property
     def speeds(self) -> list[float]:
         """Images a second, of each train record."""
-        return [record["images_per_sec"] for record in self.train if reading.is_number(record.get("images_per_sec"))]
+        return [record["images_per_sec"] for record in self.train if fileio.is_number(record.get("images_per_sec"))]
 
     @property
     def images_per_sec(self) -> float | None:
@@ -176,12 +174,12 @@ class Facts:
     def train_seconds(self) -> float | None:
         """Time in training steps, over all attempts; of a run without an end, from the speed of its records."""
         seconds = self.summary.get("train_seconds")
-        if reading.is_number(seconds):
+        if fileio.is_number(seconds):
             return float(seconds)
         batch, total, before = self.setting("train.global_batch_size"), 0.0, 0
         for record in self.train:
             speed = record.get("images_per_sec")
-            if not (reading.is_number(batch) and reading.is_number(speed) and speed > 0):
+            if not (fileio.is_number(batch) and fileio.is_number(speed) and speed > 0):
                 return None
             total += (record["step"] - before) * batch / speed
             before = record["step"]
@@ -193,12 +191,12 @@ class Facts:
 
         Those are records at a tenth of the usual speed; the first one of an attempt is slow by itself.
         """
-        begins = [step for event in read_events(self.run_dir, "started") if reading.is_whole(step := event.get("step"))]
+        begins = [step for event in read_events(self.run_dir, "started") if fileio.is_whole(step := event.get("step"))]
         batch, usual, still, before = self.count("train.global_batch_size"), self.images_per_sec, 0.0, 0
         for record in self.train:
             step, speed = record["step"], record.get("images_per_sec")
             is_first = any(before <= begun < step for begun in begins)
-            if usual and reading.is_number(speed) and 0 < speed < usual / 10 and not is_first:
+            if usual and fileio.is_number(speed) and 0 < speed < usual / 10 and not is_first:
                 still += (step - before) * batch * (1 / speed - 1 / usual)
             before = step
         return still if still > _STILL * (self.train_seconds or 0.0) else 0.0
@@ -211,24 +209,24 @@ class Facts:
             told = {}
             for record in self.train:
                 for key, value in record.items():
-                    if key.startswith("seconds_") and reading.is_number(value):
+                    if key.startswith("seconds_") and fileio.is_number(value):
                         name = key.removeprefix("seconds_")
                         told[name] = told.get(name, 0.0) + value * self.metrics.every
-        return {name: float(value) for name, value in told.items() if reading.is_number(value) and value > 0}
+        return {name: float(value) for name, value in told.items() if fileio.is_number(value) and value > 0}
 
     @property
     def wall_seconds(self) -> float | None:
         """From the first start to the last word of the run, waiting between attempts included."""
         starts = [event["time"] for event in self.events if event.get("event") == "started" and "time" in event]
         times = [event["time"] for event in self.events if "time" in event]
-        times += [record["time"] for record in self.train + self.val if reading.is_number(record.get("time"))]
+        times += [record["time"] for record in self.train + self.val if fileio.is_number(record.get("time"))]
         return max(times) - min(starts) if starts else None
 
     @property
     def max_memory_mb(self) -> float | None:
         """Peak memory of rank 0: of the GPU's allocator, or of the process on CPU."""
         found = [self.summary.get("max_memory_mb"), *(record.get("max_memory_mb") for record in self.train)]
-        return max((float(value) for value in found if reading.is_number(value)), default=None)
+        return max((float(value) for value in found if fileio.is_number(value)), default=None)
 
     @property
     def attempts(self) -> int:
@@ -260,7 +258,7 @@ class Facts:
         if self.started("device") != "cpu":
             return ""
         ranks, threads, cpus, hosts = (self.started(key) for key in ("world_size", "threads", "cpus", "hosts"))
-        known = all(reading.is_whole(item) for item in (ranks, threads, cpus)) and isinstance(hosts, list) and hosts
+        known = all(fileio.is_whole(item) for item in (ranks, threads, cpus)) and isinstance(hosts, list) and hosts
         each = -(-ranks // len(hosts)) if known else 0
         if each * (threads or 0) > (cpus or 0):
             return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
@@ -277,10 +275,10 @@ class Facts:
         if not self.val:
             found.append("validation metrics: no evaluation was reached")
         if self.test is None:
-            measure = markdown.code(terminal.command("evaluate", self.run_dir.path))
+            measure = terminal.code(terminal.command("evaluate", self.run_dir.path))
             found.append(f"test metrics: {measure} measures them")
         if self.val and not self.run_dir.mistakes("val").exists():
-            measure = markdown.code(terminal.command("evaluate", self.run_dir.path, "--split", "val"))
+            measure = terminal.code(terminal.command("evaluate", self.run_dir.path, "--split", "val"))
             found.append(f"images that were told wrong: {measure} keeps them")
         if not self.summary:
             found.append("final numbers (summary.json): the run has not ended, or was stopped; times are estimates")

@@ -12,13 +12,12 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from trainkit import markdown, reading, terminal
+from trainkit import fileio, terminal
 from trainkit.errors import UserError
-from trainkit.records import files
-from trainkit.records.rundir import run_at
 from trainkit.report import comparing, contributors, plots, story, tables
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.sweep import by_accuracy, sweep_tables
+from trainkit.run.folder import run_at
 
 _MOST_OF_A_SWEEP = 8
 _MOST_PICTURED = 20
@@ -46,7 +45,7 @@ class _Pages:
         if not draw(path):
             return ""
         self.written.append(path)
-        return f"![{markdown.literal(text)}]({path.name})\n"
+        return f"![{terminal.literal(text)}]({path.name})\n"
 
     def slug(self, label: str) -> str:
         """A run's name for its files; of two that would be alike, each has its own."""
@@ -73,10 +72,10 @@ def write_logbook(runs: Runs, out: Path) -> list[Path]:
         else:
             parts = [f"# Log book of {len(found)} runs", _comparison(found, pages)]
             if rest := found[_MOST_PICTURED:]:
-                one = markdown.code(terminal.command("report", rest[0].run_dir.path))
+                one = terminal.code(terminal.command("report", rest[0].run_dir.path))
                 parts.append(f"Here are pictures of the first {_MOST_PICTURED}; every other has its own by {one}.")
             parts += [_run(facts, pages, "## ", "###", number < _MOST_PICTURED) for number, facts in enumerate(found)]
-        files.write(path, "\n\n".join([MARK, *parts]) + "\n", run_at(out))
+        fileio.write(path, "\n\n".join([MARK, *parts]) + "\n", run_at(out))
     return pages.written
 
 
@@ -89,26 +88,29 @@ def write_sweep(sweep: Path, runs: Runs, out: Path) -> list[Path]:
     pages = _Pages(out, [])
     with written_to(out / "logbook.md") as path:
         pages.written.append(path)
-        parts = [f"# Log book of the sweep {markdown.literal(terminal.one_line(sweep.name))}", _finished(found)]
+        parts = [f"# Log book of the sweep {terminal.literal(terminal.one_line(sweep.name))}", _finished(found)]
         parts += [
             "## Results",
-            *(markdown.table(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)),
+            *(
+                terminal.markdown_table(header, rows, numbers_from=len(header))
+                for header, rows in sweep_tables(sweep, runs)
+            ),
         ]
         shown = found[:_MOST_OF_A_SWEEP]
         parts += [
             pages.picture("val-acc1", "validation accuracy", lambda path: plots.draw_accuracies(shown, path)).rstrip()
         ]
         if rest := found[_MOST_OF_A_SWEEP:]:
-            one = markdown.code(terminal.command("report", rest[0].run_dir.path))
+            one = terminal.code(terminal.command("report", rest[0].run_dir.path))
             parts.append(f"Here are the best {len(shown)} of them; every other has its log book by {one}.")
         parts += [_run(facts, pages, "## ", "###") for facts in shown]
-        files.write(path, "\n\n".join([MARK, *(part for part in parts if part)]) + "\n", run_at(out))
+        fileio.write(path, "\n\n".join([MARK, *(part for part in parts if part)]) + "\n", run_at(out))
     return pages.written
 
 
 def _finished(runs: Sequence[Facts]) -> str:
     done = sum(facts.finished for facts in runs)
-    diverged = [markdown.literal(facts.label) for facts in runs if facts.setbacks.diverged]
+    diverged = [terminal.literal(facts.label) for facts in runs if facts.setbacks.diverged]
     more = f" **Diverged**: {', '.join(diverged)}." if diverged else ""
     return f"{done} of {len(runs)} runs have come to their end.{more}"
 
@@ -127,9 +129,9 @@ def require_something(found: Sequence[Facts]) -> None:
 def written_to(path: Path) -> Iterator[Path]:
     """Its folder is made. Raises UserError where it cannot be written, or would replace what somebody else wrote."""
     try:
-        files.make_folder(path.parent)
+        fileio.make_folder(path.parent)
         marked = path.name in ("logbook.md", "comparison.md", "report.html")
-        if marked and path.is_file() and not path.is_symlink() and _BY not in reading.read_start(path, 400):
+        if marked and path.is_file() and not path.is_symlink() and _BY not in fileio.read_start(path, 400):
             raise UserError(
                 f"{path} was not written by this command.",
                 why="It would be replaced.",
@@ -154,21 +156,23 @@ def write_comparison(runs: Runs, out: Path) -> tuple[str, list[Path]]:
     pages = _Pages(out, [])
     with written_to(out / "comparison.md") as path:
         pages.written.append(path)
-        files.write(path, "\n\n".join([MARK, _comparison(found, pages)]) + "\n", run_at(out))
-    return markdown.table(comparing.COMPARISON, comparing.comparison_rows(found), numbers_from=2), pages.written
+        fileio.write(path, "\n\n".join([MARK, _comparison(found, pages)]) + "\n", run_at(out))
+    return terminal.markdown_table(
+        comparing.COMPARISON, comparing.comparison_rows(found), numbers_from=2
+    ), pages.written
 
 
 def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
-    first, shown = markdown.literal(runs[0].label), runs[:_MOST_PICTURED]
-    simulated = [markdown.literal(facts.label) for facts in runs if story.is_simulated(facts)]
+    first, shown = terminal.literal(runs[0].label), runs[:_MOST_PICTURED]
+    simulated = [terminal.literal(facts.label) for facts in runs if story.is_simulated(facts)]
     parts = [
         "## Comparison",
-        markdown.table(comparing.COMPARISON, comparing.comparison_rows(runs), numbers_from=2),
+        terminal.markdown_table(comparing.COMPARISON, comparing.comparison_rows(runs), numbers_from=2),
         f"Speed-up: images/s relative to {first}. Efficiency: speed-up divided by how many times more processors there"
         " are (ranks, or GPUs under DataParallel). Time ratio: training time of"
         f" {first} divided by that of the run, where both saw the same number of images to the end. Memory saved: of"
         f" the rank that needs most, relative to {first}, where a rank takes as many images in one pass.",
-        "\n".join(f"- {markdown.literal(sentence)}" for sentence in comparing.not_comparable(runs)),
+        "\n".join(f"- {terminal.literal(sentence)}" for sentence in comparing.not_comparable(runs)),
         f"The nodes of {', '.join(simulated)} were simulated on one machine, whose processors their ranks share:"
         " speed-up and efficiency say nothing of real nodes."
         if simulated
@@ -178,7 +182,7 @@ def _comparison(runs: Sequence[Facts], pages: _Pages) -> str:
     ]
     header, different = comparing.differences(runs)
     if different:
-        parts += ["### Settings that differ", markdown.table(header, different)]
+        parts += ["### Settings that differ", terminal.markdown_table(header, different)]
     return "\n\n".join(part.rstrip() for part in parts if part)
 
 
@@ -191,31 +195,31 @@ def _run(facts: Facts, pages: _Pages, title: str, heading: str, pictured: bool =
         ("hardware", "use of the hardware", plots.draw_hardware),
     )
     pictures = [pages.picture(f"{slug}-{name}", text, partial(draw, facts)) for name, text, draw in drawn if pictured]
-    parts = [f"{title}{markdown.literal(facts.label)}", _outcome(facts), *_asked(facts, heading)]
+    parts = [f"{title}{terminal.literal(facts.label)}", _outcome(facts), *_asked(facts, heading)]
     if where := story.where_rows(facts):
-        parts += [f"{heading} Where it ran", markdown.table(("", "what"), where)]
-    parts += [f"{heading} Settings", markdown.table(("setting", "value"), tables.settings_rows(facts))]
+        parts += [f"{heading} Where it ran", terminal.markdown_table(("", "what"), where)]
+    parts += [f"{heading} Settings", terminal.markdown_table(("setting", "value"), tables.settings_rows(facts))]
     if results:
-        parts += [f"{heading} Results", markdown.table(tables.RESULTS, results, numbers_from=1)]
+        parts += [f"{heading} Results", terminal.markdown_table(tables.RESULTS, results, numbers_from=1)]
     if costs:
-        parts += [f"{heading} Cost", markdown.table(("measure", "value"), costs)]
+        parts += [f"{heading} Cost", terminal.markdown_table(("measure", "value"), costs)]
     rounds = contributors.rounds_rows(facts)
     if (spent := tables.spent_rows(facts)) and not rounds:  # the loop of rounds does not tell the parts of an update
-        parts += [markdown.table(tables.SPENT, spent, numbers_from=1), _SPENT_NOTE]
+        parts += [terminal.markdown_table(tables.SPENT, spent, numbers_from=1), _SPENT_NOTE]
     if facts.hosts:
-        parts.append(markdown.table(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
+        parts.append(terminal.markdown_table(tables.HARDWARE, tables.hardware_rows(facts), numbers_from=1))
     parts += [
-        f"GPUs of {markdown.literal(host)}, as `nvidia-smi` has them:\n\n{markdown.block(text)}"
+        f"GPUs of {terminal.literal(host)}, as `nvidia-smi` has them:\n\n{terminal.block(text)}"
         for host, text in facts.gpus_shown
     ]
     if facts.started("device") == "cpu":
         parts.append("No GPU took part: there is nothing for `nvidia-smi` to show.")
     if attempts := story.attempts_rows(facts):
-        parts += [f"{heading} Attempts", markdown.table(story.ATTEMPTS, attempts)]
+        parts += [f"{heading} Attempts", terminal.markdown_table(story.ATTEMPTS, attempts)]
     if rounds:
-        parts += [f"{heading} Rounds", markdown.table(("measure", "value"), rounds)]
+        parts += [f"{heading} Rounds", terminal.markdown_table(("measure", "value"), rounds)]
     if contributed := contributors.rows(facts):
-        parts += [f"{heading} Contributions", markdown.table(contributors.HEADER, contributed, numbers_from=1)]
+        parts += [f"{heading} Contributions", terminal.markdown_table(contributors.HEADER, contributed, numbers_from=1)]
     if any(pictures):
         parts += [f"{heading} Curves", *pictures]
     if facts.metrics.every > 1:
@@ -233,11 +237,11 @@ def _asked(facts: Facts, heading: str) -> list[str]:
     command, preset = story.asked(facts)
     changed = story.changed_rows(facts)
     parts = [f"{heading} What was asked"] if command or changed else []
-    parts += [markdown.block(command)] if command else []
+    parts += [terminal.block(command)] if command else []
     if changed:
-        parts.append(markdown.table(story.CHANGED, changed))
+        parts.append(terminal.markdown_table(story.CHANGED, changed))
     elif command and preset:
-        parts.append(f"All other settings are those of the preset {markdown.code(preset)}.")
+        parts.append(f"All other settings are those of the preset {terminal.code(preset)}.")
     return parts
 
 
@@ -248,34 +252,34 @@ def _outcome(facts: Facts) -> str:
         when = f" **It has diverged**: {told}.{when}" if facts.setbacks.diverged else f" {told.capitalize()}.{when}"
     if facts.finished:
         early = facts.summary.get("stopped_early")
-        early = f" Stopped early: {markdown.literal(terminal.one_line(early))}." if isinstance(early, str) else ""
+        early = f" Stopped early: {terminal.literal(terminal.one_line(early))}." if isinstance(early, str) else ""
         return f"Finished after {facts.steps} steps.{early}{when}"
     last = next((event for event in reversed(facts.events) if event.get("event") in ("failed", "handed_back")), None)
     reason = ""
     if last and last["event"] == "failed":
         words = (str(last.get("error") or "").splitlines() or ["unknown"])[0]
-        reason = f" It failed on rank {markdown.literal(str(last.get('rank', '?')))}: {markdown.code(words)}."
+        reason = f" It failed on rank {terminal.literal(str(last.get('rank', '?')))}: {terminal.code(words)}."
     elif last:
         reason = " It was told to stop and saved."
     total = facts.started("total_steps")
-    all_of_them = markdown.literal(str(total)) if total is not None else "?"
+    all_of_them = terminal.literal(str(total)) if total is not None else "?"
     return f"**Not finished**: {facts.steps} of {all_of_them} steps.{reason}{when}"
 
 
 def _files(facts: Facts) -> str:
     run_dir = facts.run_dir
-    lines = [f"- run folder: {markdown.code(terminal.path(run_dir.path))}"]
+    lines = [f"- run folder: {terminal.code(terminal.path(run_dir.path))}"]
     best = run_dir.checkpoints / "best"
     if os.path.islink(best) and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
-        lines.append(f"- best checkpoint: {markdown.code(str(best))} (step {int(step[1])})")
-    place = reading.plain(reading.read_object(run_dir.path / "remote.json")).get("url")
+        lines.append(f"- best checkpoint: {terminal.code(str(best))} (step {int(step[1])})")
+    place = fileio.plain(fileio.read_object(run_dir.path / "remote.json")).get("url")
     if isinstance(place, str):
-        lines.append(f"- in the bucket: {markdown.code(place)}, with the best weights")
+        lines.append(f"- in the bucket: {terminal.code(place)}, with the best weights")
     if os.path.isdir(run_dir.code):
-        lines.append(f"- code as it ran: {markdown.code(str(run_dir.code))}")
+        lines.append(f"- code as it ran: {terminal.code(str(run_dir.code))}")
     if run_dir.tensorboard.is_dir():
-        lines.append(f"- curves: {markdown.code(f'tensorboard --logdir {run_dir.tensorboard}')}")
+        lines.append(f"- curves: {terminal.code(f'tensorboard --logdir {run_dir.tensorboard}')}")
     if any(run_dir.wandb.glob("offline-run-*")):
-        lines.append(f"- upload to Weights & Biases: {markdown.code(f'wandb sync {run_dir.wandb}/offline-run-*')}")
-    lines.append(f"- repeat it: {markdown.code(terminal.command('submit', run_dir.config, '--again'))}")
+        lines.append(f"- upload to Weights & Biases: {terminal.code(f'wandb sync {run_dir.wandb}/offline-run-*')}")
+    lines.append(f"- repeat it: {terminal.code(terminal.command('submit', run_dir.config, '--again'))}")
     return "\n".join(lines)

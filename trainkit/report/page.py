@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import reading, terminal
-from trainkit.records import files
-from trainkit.records.rundir import run_at
+from trainkit import fileio, terminal
 from trainkit.report import comparing, contributors, tables
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.logbook import written_to
@@ -26,6 +24,7 @@ from trainkit.report.page_sweep import outcome, swept
 from trainkit.report.page_timeline import timeline
 from trainkit.report.sweep import by_accuracy
 from trainkit.report.tables import NONE, duration, memory, number, speed_spec
+from trainkit.run.folder import run_at
 
 FILE = "report.html"
 MARK = "<!-- Written by `python -m jobs.report`, which replaces it the next time. -->"
@@ -42,7 +41,7 @@ def write_page(runs: Runs, out: Path) -> Path:
         UserError: it cannot be written, or a ``report.html`` there is somebody else's.
     """
     with written_to(out / FILE) as path:
-        files.write(path, page(collect(runs)).encode(errors="replace"), run_at(out))
+        fileio.write(path, page(collect(runs)).encode(errors="replace"), run_at(out))
     return path
 
 
@@ -52,7 +51,7 @@ def page(runs: Sequence[Facts]) -> str:
     about_speed = not is_sweep or comparing.is_about_speed(key for facts in runs for key in facts.point)
     in_order = sorted(runs, key=by_accuracy) if is_sweep else runs
     detailed = in_order[:MOST] if is_sweep else runs
-    style, script = (reading.read_text(_HERE / name, follow=True) for name in ("page.css", "page.js"))
+    style, script = (fileio.read_text(_HERE / name, follow=True) for name in ("page.css", "page.js"))
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     if is_sweep:
         title = f"Sweep {terminal.one_line(runs[0].run_dir.path.parent.name)}: {title}"

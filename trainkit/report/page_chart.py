@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.report.page_markup import NOTHING, Html, tag
 from trainkit.report.page_scales import TINY, Point, Scale, is_wide, shown, smoothed, thinned
 
@@ -99,7 +99,7 @@ def line_chart(
 
 def _can_be_drawn(pair: Point) -> bool:
     """What a stranger has recorded may be of no size that a picture has."""
-    return all(reading.is_number(value) for value in pair)
+    return all(fileio.is_number(value) for value in pair)
 
 
 def _vertical(axes: Axes, values: Sequence[float]) -> Scale:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 from trainkit.report.facts import Facts
 from trainkit.report.page_markup import NOTHING, Html, join, section, table, tag
 from trainkit.report.tables import Row
@@ -51,12 +51,12 @@ def classes(runs: Sequence[Facts]) -> Html:
 
 
 def _counts(facts: Facts) -> _Counts | None:
-    read = reading.read_object(facts.run_dir.confusion)
+    read = fileio.read_object(facts.run_dir.confusion)
     names = [terminal.one_line(name, 60) for name in _list(read.get("classes"))[:4000]]
     kind = "raw" if _list(read.get("raw")) else "ema"
     pairs: dict[tuple[int, int], int] = {}
     for item in _list(read.get(kind)):
-        if isinstance(item, list) and len(item) == 3 and all(reading.is_whole(value) for value in item):
+        if isinstance(item, list) and len(item) == 3 and all(fileio.is_whole(value) for value in item):
             label, told, count = item
             if label < len(names) and told < len(names) and count:
                 pairs[label, told] = pairs.get((label, told), 0) + count
@@ -67,7 +67,7 @@ def _counts(facts: Facts) -> _Counts | None:
 
 
 def _at_step(read: Mapping[str, Any]) -> str:
-    return f", step {read['step']}" if reading.is_whole(read.get("step")) else ""
+    return f", step {read['step']}" if fileio.is_whole(read.get("step")) else ""
 
 
 def _list(value: Any) -> list[Any]:
@@ -173,7 +173,7 @@ def _gallery(runs: Sequence[Facts]) -> Html:
     parts: list[object] = []
     for facts in runs[:_MOST_RUNS]:
         for split in ("val", "test"):
-            read = reading.read_object(facts.run_dir.mistakes(split))
+            read = fileio.read_object(facts.run_dir.mistakes(split))
             most = _MOST_IMAGES if len(runs) == 1 else _MOST_OF_ONE
             images = [image for item in _list(read.get("images"))[:most] if (image := _image(item))]
             if images or read.get("images") == []:
@@ -193,7 +193,7 @@ def _image(item: Any) -> Html | None:
         content = base64.b64decode(png, validate=True)
     except (binascii.Error, ValueError):
         return None
-    if not content.startswith(_PNG) or len(content) < 33 or not reading.is_number(item.get("confidence")):
+    if not content.startswith(_PNG) or len(content) < 33 or not fileio.is_number(item.get("confidence")):
         return None
     label, told = (terminal.one_line(item.get(key, "?"), 60) for key in ("label", "told"))
     large = int.from_bytes(content[16:20], "big") > 40

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.report.facts import Facts
 from trainkit.report.page_chart import COLOURS, Axes, Series, line_chart
 from trainkit.report.page_markup import NOTHING, Html, section, tag
@@ -76,8 +76,8 @@ def _legend(runs: Sequence[Facts]) -> Html | None:
 def _series(
     records: Sequence[dict[str, Any]], by: str, key: str, split: str, label: str, colour: int, runs: int
 ) -> Series:
-    placed = [record for record in records if reading.is_number(record.get(by))]
-    points = [(float(record[by]), float(record[key])) for record in placed if reading.is_number(record.get(key))]
+    placed = [record for record in records if fileio.is_number(record.get(by))]
+    points = [(float(record[by]), float(record[key])) for record in placed if fileio.is_number(record.get(key))]
     lost = [float(record[by]) for record in placed if key in record and record[key] is None]
     one = runs == 1
     end = _end_value(key, points) if points else ""

@@ -65,7 +65,7 @@ def table(header: Row, rows: Sequence[Row], *, numbers_from: int | None = None, 
 
 
 def with_code(text: str) -> Html:
-    """Text with spans of code in it, as `trainkit.markdown.code` writes them."""
+    """Text with spans of code in it, as `trainkit.terminal.code` writes them."""
     parts = re.split(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", text)  # text, fence, code, text, ...
     return join(tag("code", part.strip()) if at % 3 == 2 else part for at, part in enumerate(parts) if at % 3 != 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.report.facts import Facts
 from trainkit.report.page_chart import COLOURS, Axes, Series, line_chart
 from trainkit.report.page_markup import NOTHING, Html, section, table, tag
@@ -82,4 +82,4 @@ def _as_number(text: str | None) -> float | None:
         value = float(text or "")
     except ValueError:
         return None
-    return value if reading.is_number(value) else None
+    return value if fileio.is_number(value) else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from trainkit import reading
+from trainkit import fileio
 from trainkit.report.drawing import time_unit
 from trainkit.report.facts import Facts
 from trainkit.report.page_markup import Html, section, table, tag
@@ -80,8 +80,8 @@ def timeline(runs: Sequence[Facts]) -> Html:
 
 
 def _lane(facts: Facts) -> _Lane | None:
-    events = [event for event in facts.events if reading.is_time(event.get("time"))]
-    told = [record["time"] for record in (*facts.train[-1:], *facts.val[-1:]) if reading.is_time(record.get("time"))]
+    events = [event for event in facts.events if fileio.is_time(event.get("time"))]
+    told = [record["time"] for record in (*facts.train[-1:], *facts.val[-1:]) if fileio.is_time(record.get("time"))]
     starts = [event["time"] for event in events if event["event"] in ("submitted", "started")]
     if not starts:
         return None
@@ -182,7 +182,7 @@ def _rows(lane: _Lane) -> list[Row]:
         said = [(told[-1]["event"], told[-1].get("state"))] if told else []
         if ("ended", event.get("state")) in said and event["event"] == "ended":
             continue  # the ranks and who looks after them may both have the last word
-        if event["event"] in _WORDS and reading.is_time(event.get("time")):
+        if event["event"] in _WORDS and fileio.is_time(event.get("time")):
             told.append(event)
     left_out = max(0, len(told) - _MOST_ROWS)
     shown_ones = told[: _MOST_ROWS // 2] + told[-_MOST_ROWS // 2 :] if left_out else told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit import reading, terminal
+from trainkit import fileio, terminal
 
 Point = dict[str, str]
 """Swept keys and their values, as they were written."""
@@ -14,7 +14,7 @@ Point = dict[str, str]
 def points_of(sweep: Path) -> dict[str, Point]:
     """By run; empty if the folder is no sweep. Overrides that all runs share are left out."""
     try:
-        told = reading.parse(reading.read_text(sweep / "sweep.json"))
+        told = fileio.parse(fileio.read_text(sweep / "sweep.json"))
         found = {str(item["run"]): dict(_pair(str(word)) for word in item["overrides"]) for item in told}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

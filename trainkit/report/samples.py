@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit import reading
+from trainkit import fileio
 
 _TAKEN = 10.0
 """Percent of the CPU time that a run wanted, from which on others had too much of it: `trainkit.monitor.hardware`.
@@ -57,16 +57,16 @@ class HostSamples:
         points = []
         for sample in self.samples:
             holders = [sample] if gpu is None else [found for found in _gpus(sample) if found["index"] == gpu]
-            points += [(sample["time"], holder[key]) for holder in holders if reading.is_number(holder.get(key))]
+            points += [(sample["time"], holder[key]) for holder in holders if fileio.is_number(holder.get(key))]
         return points
 
 
 def _gpus(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     gpus = sample.get("gpus")
     readable = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-    return [gpu for gpu in readable if reading.is_whole(gpu.get("index"))]
+    return [gpu for gpu in readable if fileio.is_whole(gpu.get("index"))]
 
 
 def _usage(values: Iterable[Any]) -> Usage | None:
-    numbers = [float(value) for value in values if reading.is_number(value)]
+    numbers = [float(value) for value in values if fileio.is_number(value)]
     return Usage(statistics.fmean(numbers), max(numbers)) if numbers else None

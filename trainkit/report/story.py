@@ -13,7 +13,7 @@ from typing import Any
 from trainkit import terminal
 from trainkit.config.loading import flatten, load
 from trainkit.errors import TrainkitError
-from trainkit.ranks.hostlist import fold
+from trainkit.ranks.env import fold
 from trainkit.report.facts import Facts
 from trainkit.report.spans import spans
 from trainkit.report.tables import NONE, Row, duration

@@ -6,13 +6,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from trainkit import markdown, reading
+from trainkit import fileio, terminal
 from trainkit.errors import UserError
-from trainkit.records import files
-from trainkit.records.rundir import run_at
 from trainkit.report.facts import Facts, Runs, collect
 from trainkit.report.points import points_of
 from trainkit.report.tables import NONE, Row, duration, number
+from trainkit.run.folder import run_at
 
 FILE = "results.md"
 
@@ -50,11 +49,13 @@ def write_results(sweep: Path, runs: Runs, out: Path) -> str:
 
     Raises UserError where it cannot be written.
     """
-    tables = [markdown.table(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)]
+    tables = [
+        terminal.markdown_table(header, rows, numbers_from=len(header)) for header, rows in sweep_tables(sweep, runs)
+    ]
     text = "\n\n".join(tables) + "\n"
     try:
-        files.make_folder(out)
-        files.write(out / FILE, text, run_at(out))
+        fileio.make_folder(out)
+        fileio.write(out / FILE, text, run_at(out))
     except OSError as error:
         raise UserError(
             f"Cannot write {out / FILE}.", why=f"{error.strerror}.", fix="Free some space, or check who may write."
@@ -111,7 +112,7 @@ def test_accuracy(facts: Facts) -> float | None:
 
 def _accuracy(record: dict[str, object] | None) -> float | None:
     value = record.get("acc1") if record else None
-    return float(value) if isinstance(value, int | float) and reading.is_number(value) else None
+    return float(value) if isinstance(value, int | float) and fileio.is_number(value) else None
 
 
 def spread(values: Iterable[float | None]) -> str:

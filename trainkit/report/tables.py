@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainkit import reading
-from trainkit.ranks.hostlist import fold
+from trainkit import fileio
+from trainkit.ranks.env import fold
 from trainkit.report.facts import Facts
 from trainkit.report.samples import Usage
 from trainkit.report.spans import processor_hours
@@ -63,7 +63,7 @@ def results_rows(facts: Facts) -> list[Row]:
 
 def cost_rows(facts: Facts) -> list[Row]:
     """Time, speed, memory, energy, restarts."""
-    estimated = "" if reading.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
+    estimated = "" if fileio.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
     seconds, wall = facts.train_seconds, facts.wall_seconds
     rows: list[Row] = [
         ("training time", duration(seconds) + estimated if seconds is not None else NONE),
@@ -75,7 +75,7 @@ def cost_rows(facts: Facts) -> list[Row]:
     ranks = facts.memory_of_ranks
     if len(ranks) > 1:
         rows.append(("peak memory of every rank", _each(ranks)))
-    kept = [value for value in _list(facts.summary.get("max_memory_reserved_mb_of_ranks")) if reading.is_number(value)]
+    kept = [value for value in _list(facts.summary.get("max_memory_reserved_mb_of_ranks")) if fileio.is_number(value)]
     if kept:
         rows.append(("and reserved by its allocator", _each(kept)))
     rows.append(("GPU utilisation, mean", _utilisation(facts)))
@@ -119,12 +119,12 @@ def hardware_rows(facts: Facts) -> list[Row]:
 
 def number(value: Any, spec: str, unit: str = "") -> str:
     """A number in ``spec`` with its unit, or a dash."""
-    return format(value, spec) + unit if reading.is_number(value) else NONE
+    return format(value, spec) + unit if fileio.is_number(value) else NONE
 
 
 def duration(seconds: float) -> str:
     """``12.3 s``, ``4 min 05 s``, ``1 h 30 min``; ``40 ms``, for nothing that took time took 0.0 s."""
-    if not reading.is_number(seconds):
+    if not fileio.is_number(seconds):
         return NONE
     if 0 < seconds < 0.05:
         return f"{seconds * 1000:.2g} ms"
@@ -147,7 +147,7 @@ def speed_spec(images_per_sec: float) -> str:
 
 def memory(mb: Any) -> str:
     """Megabytes as ``812 MB`` or ``15.2 GB``."""
-    if not reading.is_number(mb):
+    if not fileio.is_number(mb):
         return NONE
     return f"{mb:,.0f} MB" if mb < 1024 else f"{mb / 1024:,.1f} GB"
 
@@ -219,7 +219,7 @@ def _schedule(facts: Facts) -> str:
     epochs = schedule.get("warmup_epochs", 0)
     total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
     told = f"{schedule.get('name')}, warm-up {number(epochs, 'g')} epoch{'s' * (epochs != 1)}"
-    known = all(reading.is_number(value) for value in (epochs, total, per_epoch))
+    known = all(fileio.is_number(value) for value in (epochs, total, per_epoch))
     # Training warms up for at most half of a run, and not at all for a single update.
     return f"{told}, here {total // 2} steps" if known and epochs * per_epoch > total / 2 else told
 
@@ -245,7 +245,7 @@ def _largest_batch(facts: Facts) -> str:
     """What ``train.micro_batch_size=auto`` has found: of a size that was given nobody knows if it is the largest."""
     found: dict[str, Any] = next((event for event in reversed(facts.events) if event.get("event") == "probed"), {})
     micro, ranks = found.get("micro_batch_size"), found.get("world_size")
-    if not reading.is_whole(micro) or not reading.is_whole(ranks) or not ranks:
+    if not fileio.is_whole(micro) or not fileio.is_whole(ranks) or not ranks:
         return NONE
     used = f"an update takes {memory(found.get('peak_mb'))} of {memory(found.get('room_mb'))}"
     share = facts.count("train.global_batch_size") // ranks

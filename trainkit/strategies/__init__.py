@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainkit import options, plugins
+from trainkit import plugins
 from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
 
@@ -48,7 +48,7 @@ def build_strategy(config: StrategyChoice, dist: Distributed, precision: str = "
     build = plugins.load(__name__, config.name)
     kinds = [parameter.kind for parameter in inspect.signature(build).parameters.values()]
     told = (dist, precision)[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    strategy: Strategy = build(*told, **options.fill(build, config.options, where="strategy"))
+    strategy: Strategy = build(*told, **plugins.fill(build, config.options, where="strategy"))
     if absent := [verb for verb in ("parallelize", "grad_sync") if not callable(getattr(strategy, verb, None))]:
         raise UserError(
             f"{config.name} returned no strategy.",

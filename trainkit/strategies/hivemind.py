@@ -1,6 +1,6 @@
 """A swarm: every rank is a peer of its own, with the whole model; peers average the progress of each round.
 
-The averaging is no part of an update, so that it is not here but in `trainkit.collaborative`, with its own loop.
+The averaging is no part of an update, so that it is not here but in `trainkit.swarm`, with its own loop.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.device import device_name, random_state_kept
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
-from trainkit.records.history import micro_batch_found
-from trainkit.records.writer import Writer
+from trainkit.run.events import Writer, micro_batch_found
 from trainkit.training.parts import Parts
 from trainkit.training.probing import PASSES, Probed, probe
 

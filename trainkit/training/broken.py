@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainkit.errors import UserError
-from trainkit.records.events import read_events
-from trainkit.records.writer import Writer
+from trainkit.run.events import Writer, read_events
 from trainkit.training.parts import Parts
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
+from trainkit.data.loader import placed as placed_data
 from trainkit.data.loader import resolve_workers
-from trainkit.data.memory import placed as placed_data
 from trainkit.distributed.allocator import keep_freed
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
 from trainkit.distributed.process_group import Distributed

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.base import Samples, Splits
-from trainkit.distributed.process_group import Distributed
-from trainkit.distributed.sharded import local_part
+from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import UserError
 
 _KEY = "train.class_weights"

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from trainkit.records import index
-from trainkit.records.files import make_own
+from trainkit.fileio import make_own
+from trainkit.run import folder as run_folder
 
 _NAME, _CACHE = "torch._dynamo", "TORCHINDUCTOR_CACHE_DIR"
 _OWN = ("torch.optim.", "torch.nn.parallel.")
@@ -40,7 +40,7 @@ def use_own_cache() -> None:
     """
     if not os.environ.get(_CACHE):
         node = Path(tempfile.gettempdir(), f"trainkit-{os.geteuid()}")
-        folder = node if make_own(node) else index.state_file("cache")
+        folder = node if make_own(node) else run_folder.state_file("cache")
         os.environ[_CACHE] = str(folder / "torchinductor")
 
 

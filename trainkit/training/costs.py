@@ -10,8 +10,8 @@ from trainkit.config.checks import strategy_traits
 from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb, reserved_memory_mb, visible_cpus
 from trainkit.monitor.advice import Place, advice
 from trainkit.monitor.energy import energy_of
-from trainkit.records.events import read_events
-from trainkit.records.rundir import RunDir
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
 from trainkit.training.flops import peak_flops
 from trainkit.training.parts import Parts
 

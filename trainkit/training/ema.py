@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.state import follow_masters, master_of, plain_name
-from trainkit.distributed.sharded import local_part
+from trainkit.distributed.process_group import local_part
 
 
 def decay_at(updates: int, decay: float) -> float:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.source import Held, Sent
-from trainkit.checkpoint.state import load_where_named
+from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.schema import Config
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed

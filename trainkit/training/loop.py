@@ -12,7 +12,7 @@ from torch import Tensor
 from trainkit import lifetime
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
-from trainkit.distributed.votes import StopVote
+from trainkit.distributed.process_group import StopVote
 from trainkit.monitor.stragglers import Stragglers
 from trainkit.training.clock import END, OPTIMIZER, OTHER, Lap
 from trainkit.training.costs import mfu

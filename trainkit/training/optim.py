@@ -9,7 +9,7 @@ from torch import nn
 
 from trainkit.checkpoint.state import master_of
 from trainkit.config.schema import OptimConfig
-from trainkit.distributed.sharded import is_sharded
+from trainkit.distributed.process_group import is_sharded
 from trainkit.errors import UserError
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.checkpoint.saving import Checkpoints, Restored
+from trainkit import fileio
+from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.distributed.device import device_name
 from trainkit.monitor.base import Logger
 from trainkit.monitor.profiler import Profiler
-from trainkit.records import files, jsonl
-from trainkit.records.attempts import Remark
-from trainkit.records.rundir import RunDir
-from trainkit.records.writer import Writer
+from trainkit.run.events import Remark, Writer
+from trainkit.run.folder import RunDir
 from trainkit.training import mistakes
 from trainkit.training.broken import share_broken
 from trainkit.training.classes import require_same_classes, told_classes
@@ -282,8 +281,8 @@ class Keeper:
 
     def _write(self, file: Path, content: Mapping[str, Any], indent: int | None) -> None:
         """A file that is complete or absent."""
-        text = json.dumps(jsonl.plain(content), indent=indent, allow_nan=False) + "\n"
+        text = json.dumps(fileio.finite(content), indent=indent, allow_nan=False) + "\n"
         self.writer.check()
-        with files.replacing(file, self.writer.run.path) as out:
+        with fileio.replacing(file, self.writer.run.path) as out:
             out.write(text.encode())
             self.writer.check()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainkit.config.checks import lost_when_resized
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits, normalize
-from trainkit.data.broken import Broken
+from trainkit.data.folders import Broken
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies.base import HasTensors, SharesOptimizer, Strategy

@@ -12,8 +12,7 @@ from torch.amp.grad_scaler import GradScaler  # before torch 2.10 torch.amp does
 
 from trainkit.config.schema import auto_precision
 from trainkit.distributed.device import is_free_to_ask
-from trainkit.distributed.process_group import Distributed
-from trainkit.distributed.sharded import is_sharded, local_part
+from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import RefusedError
 from trainkit.training.fused import Stepper
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.data.batch import Batch
+from trainkit.data.base import Batch
 from trainkit.data.loader import train_batches
 from trainkit.distributed.memory import MemoryGauge
-from trainkit.distributed.process_group import Distributed
-from trainkit.distributed.sharded import local_part
+from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import RankEnv
 from trainkit.strategies.base import AsItIs, SharesOptimizer

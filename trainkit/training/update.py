@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trainkit.data.batch import Batch
+from trainkit.data.augment import Augment
+from trainkit.data.base import Batch
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
-from trainkit.training.augment import Augment
 from trainkit.training.class_weights import divide_by_mean
 from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.meter import Meter

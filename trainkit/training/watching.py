@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trainkit.distributed.watchdog import Place, watchdog
-from trainkit.records.attempts import Attempt
+from trainkit.run.events import Attempt
 from trainkit.training.parts import Parts
 
 

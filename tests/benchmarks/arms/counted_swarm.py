@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from jobs import cli, swarm
-from trainkit.collaborative import processes
+from trainkit.swarm import processes
 
 COUNTS = struct.Struct("<QQ")
 

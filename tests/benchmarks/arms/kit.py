@@ -22,17 +22,15 @@ from jobs import train
 from tests.benchmarks.arms.torchvision_cifar import MEAN, STD
 from tests.benchmarks.arms.turns import Job, Over, Report, Turns, limit_memory, made
 from tests.benchmarks.processes import end_with
-from trainkit.data.base import DataInfo, Splits, normalize
-from trainkit.data.batch import Batch
-from trainkit.data.loader import train_batches
-from trainkit.data.photos import PHOTO_MEAN, PHOTO_STD
-from trainkit.data.prefetch import on_gpu
+from trainkit.data.base import Batch, DataInfo, Splits, normalize
+from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD
+from trainkit.data.loader import on_gpu, train_batches
 from trainkit.distributed.memory import MemoryGauge
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import TrainkitError
 from trainkit.ranks.env import RankEnv
-from trainkit.records.metrics import read_metrics
-from trainkit.records.rundir import RunDir
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 EPOCH = 1_281_167
 

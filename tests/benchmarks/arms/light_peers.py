@@ -56,14 +56,14 @@ def locks_of_its_own() -> None:
 
 
 def main(folder: Path) -> None:
-    from trainkit.collaborative import processes
+    from trainkit.swarm import processes
 
     processes.require_hivemind()
     # Everything that a peer needs, before the first is forked.
-    from trainkit.collaborative import joining, settings
-    from trainkit.collaborative.entry import with_token
-    from trainkit.collaborative.seat import Seat
     from trainkit.ranks.env import RankEnv
+    from trainkit.swarm import guest, settings
+    from trainkit.swarm.admission import with_token
+    from trainkit.swarm.assemble import Seat
 
     token = os.environ["TRAINKIT_TOKEN"]
 
@@ -72,7 +72,7 @@ def main(folder: Path) -> None:
             print(f"{name}: {line}", flush=True)
 
         seat = Seat(name, RankEnv.single(), lambda: False, say, None)
-        ending, _ = joining.join(
+        ending, _ = guest.join(
             with_token(token), seat, adapt=lambda manifest: settings.adapted(manifest.config, (), allow_code=True)
         )
         say(ending)

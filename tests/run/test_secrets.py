@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.loading import load
+from trainkit.errors import RefusedError
+from trainkit.run import secrets
+
+PROJECT = Path(__file__).parents[2]
+HEX40 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b"
+SECRETS = [
+    # by their shape
+    'requests.get(url, headers={"Authorization": "Bearer 0a1b2c3d4e5f6071"})',
+    "curl -H 'Authorization: Bearer eyJhbGciOi.J9x.2k'",
+    'headers = {"Authorization": "Basic dXNlcjpodW50ZXIy"}',
+    'db = connect("postgres://trainer:hunter2@db.example.org/runs")',
+    'db = "mysql://root:p4/ss@10.0.0.1/x"',
+    'proxy = "http://me:correct%20horse@proxy:3128"',
+    'slack = "xoxb-' + '1234567890-abcdefGHIJ"',
+    "post('https://hooks.slack.com/services/" + "T00000000/B00000000/XXXXXXXXXXXXXXXXXXXXXXXX')",
+    'git = "glpat-' + 'aB3dE5gH7jK9mN1pQ3sT"',
+    'g = "ghp_' + 'aB3dE5gH7jK9mN1pQ3sTaB3dE5gH7jK9mN1p"',
+    'maps = "AIza' + 'SyA1b2C3d4E5f6G7h8I9j0K1l2M3n4O5p6Q"',
+    "login('hf_s3cretAAAAAAAAAAAAAAAAAAAA')",
+    "client('sk-proj-a1B2c3D4e5F6g7H8i9J0k1L2')",
+    "client('sk-ant-api03-a1B2c3D4e5F6g7H8i9J0k1L2')",
+    "s = 'AKIA" + "IOSFODNN7EXAMPL0'",
+    "pay = 'sk_live_" + "4eC39HqLyjWDarjtT1zdp7dc'",
+    "bot = '110201543:AA" + "HdqTcvCH1vGWJxfSeofSAs0K5PALDsaw'",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----",
+    "key = '''-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNz\n'''",
+    # by their name
+    'WANDB_API_KEY = "s3cret"',
+    f'wandb.login(key="{HEX40}")',
+    f'os.environ["WANDB_API_KEY"] = "{HEX40}"',
+    f'os.environ.setdefault("WANDB_API_KEY", "{HEX40}")',
+    f'WANDB = "{HEX40}"',
+    f"wandb login {HEX40}",
+    f"wandb_key: '{HEX40}'",
+    'os.environ[\\"DB_PASSWORD\\"] = \\"hunter2hunter2\\"',  # as a notebook has it
+    f'os.environ[\\"WANDB\\"] = \\"{HEX40}\\"',
+    f"machine api.wandb.ai login user password {HEX40[:20]}",
+    'password = "hunter2"',
+    "password = 'correct horse battery staple'",
+    'db = dict(user="me", passwd="tr0ub4dor&3")',
+    'api_key: str = "k-93kd02mf83nd"',
+    '{"secret": "dGhpcyBpcyBub3Q="}',
+    'hf_token = "a1b2c3d4e5f6a7b8c9d0"',
+    'AWS_SECRET_ACCESS_KEY = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzzzzzzKEY"',
+    'if password == "hunter2":',
+    'account_key = "Zm9vYmFyYmF6cXV4"',
+]
+IN_SHELL_AND_YAML = [
+    "machine example.org\n  login me\n  password correct-horse",
+    "export AWS_SECRET_ACCESS_KEY=s3cret",
+    "password: hunter2",
+    "hf_token: s3cret1",
+    "--token=s3cret",
+    "WANDB_API_KEY=" + HEX40,
+    "remote.secret_key=s3cret",
+]
+INNOCENT = [
+    f"wandb @ git+https://github.com/wandb/wandb@{HEX40}",
+    f"# https://github.com/wandb/wandb/commit/{HEX40}",
+    f"# as of wandb commit {HEX40}",
+    f'WEIGHTS = {{"model.safetensors": "{HEX40}"}}',
+    f'revision = "{HEX40}"',
+    'MD5 = {"train": "1d675b47d978889d74fa0da5fadfb00e"}',
+    'url = "https://download.pytorch.org/models/resnet50-0676ba61.pth"',
+    'sha256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"',
+    "best = max(runs, key=lambda run: run.acc1)",
+    'sorted(rows, key=itemgetter("name"))',
+    "key = jax.random.PRNGKey(0)",
+    'self.cls_token = nn.Parameter(torch.zeros(1, 1, dim), requires_grad=True)  # "token"',
+    'pad_token = "<|endoftext|>"',
+    'tokenizer = AutoTokenizer.from_pretrained("bert-base-uncased")',
+    'global_pool = "token"',
+    'token_mixer = "attention12"',
+    'class_token="learned_embedding"',
+    'api_key = os.environ["WANDB_API_KEY"]',
+    'password = getpass.getpass("Password: ")',
+    'password = "your-password-here"',
+    'password = "<password>"',
+    'token = f"{user}-{number}"',
+    'secret_name = "projects/x/secrets/y"',
+    "def login(password: str, token: str | None = None) -> None:",
+    "def connect(secret: 'Optional[str]' = None): ...",
+    'parser.add_argument("--password", help="the password of the data server")',
+    'print("password:", len(password))',
+    'url = f"https://{user}:{password}@example.org"',
+    'url = "https://user:$TOKEN@example.org"',
+    'TOKEN_VARIABLE = os.environ.get("HF_TOKEN", "")',
+    'for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):',
+    'key_path = "~/.ssh/id_ed25519.pub"',
+    'private_key = "/etc/ssl/private/me.key"',
+    "# Bearer authentication is described in RFC 6750",
+    'mean = "0.4914,0.4822,0.4465"; keys = ("loss", "acc1")',
+    'state_dict["head.weight"] = state_dict.pop("classifier.weight")',
+    'id = "123e4567-e89b-12d3-a456-426614174000"',
+    'font = "sk-learn-looks-like-a-key-but-is-none"',
+    'image = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"',
+    'host = "http://127.0.0.1:8080/users/x@y"',
+    'model = "hf_hub:timm/resnet50.a1_in1k"',
+    'password = "hunter2"  # pragma: allowlist secret',
+]
+
+
+@pytest.mark.parametrize("line", SECRETS)
+def test_a_secret_in_code_is_found_and_taken_out(line: str) -> None:
+    text = f"import os\n{line}\nend = 1\n"
+    found = secrets.find(text, python=True)
+    assert [finding.line for finding in found][:1] == [2]
+    left = secrets.redacted(text, found)
+    assert left.startswith("import os\n")
+    assert left.endswith("\nend = 1\n") or "BEGIN" in line
+    assert secrets.find(left, python=True) == []
+
+
+@pytest.mark.parametrize("line", [*SECRETS, *IN_SHELL_AND_YAML])
+def test_elsewhere_it_need_not_stand_in_quotes(line: str) -> None:
+    assert secrets.find(line, python=False)
+
+
+@pytest.mark.parametrize("line", INNOCENT)
+def test_what_only_looks_like_one_is_left(line: str) -> None:
+    assert secrets.find(f"{line}\n", python=True) == []
+
+
+SETTINGS = [
+    "data.password=hunter2",
+    "model.api_key=k-93kd02mf83nd",
+    "data.url=https://me:hunter2@example.org/data",
+    "data.headers=Bearer 0a1b2c3d4e5f6071",
+    "launch.setup=[export WANDB_API_KEY=0123456789abcdef]",
+    "launch.sbatch.comment=glpat-aB3dE5gH7jK9mN1pQ3sT",
+    "data.root=s3://AKIAIOSFODNN7EXAMPL0:wJalrXUtnFEMI@bucket",
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_that_looks_like_a_secret_is_refused_without_showing_it(setting: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        secrets.refuse_settings(load("ddp", ["data.name=my:data", "model.name=my:model", setting]))
+    key, _, value = setting.partition("=")
+    assert ".".join(key.split(".")[:2]) in caught.value.what
+    assert value not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.class_token=true", "model.global_pool=token", "model.token_mixer=attention12", "data.key=label",
+        "launch.setup=[export WANDB_API_KEY=$MY_KEY, module load cuda/12.4, source ~/secrets.sh]",
+        "launch.mail_user=me@example.org", "data.root=/scratch/password/9f86d081884c7d659a2feaa0c55ad015",
+        "model.name=hf-hub:timm/resnet50.a1_in1k", "monitor.wandb_project=secret-santa-2024",
+        "data.secret=/run/secrets/me", "data.password=$DATA_PASSWORD",
+    ],
+)  # fmt: skip
+def test_an_ordinary_setting_is_none(setting: str) -> None:
+    own = [] if setting.startswith("model.name") else ["model.name=my:model"]
+    secrets.refuse_settings(load("ddp", ["data.name=my:data", *own, setting]))
+
+
+ORDINARY = ["train.max_steps=460", "schedule.warmup_epochs=0", "model.name=fashion_cnn", "--run-dir", "runs/ddp-0001"]
+
+
+def test_ordinary_settings_and_words_need_no_detectors_whose_import_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_detectors", lambda: pytest.fail("imported"))
+    secrets.refuse_settings(load("ddp", ORDINARY[:3]))
+    assert [secrets.find(word, python=False) for word in ORDINARY] == [[]] * len(ORDINARY)
+
+
+@pytest.mark.parametrize("line", SECRETS + IN_SHELL_AND_YAML)
+def test_the_detectors_are_asked_wherever_they_find_something(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparing = secrets._of_detectors(line)
+    monkeypatch.setattr(secrets, "_MAY_HAVE_A_SHAPE", re.compile(""))
+    assert sparing == secrets._of_detectors(line)
+
+
+def test_our_own_code_holds_none() -> None:
+    """Whoever changes it would be refused."""
+    files = [*(PROJECT / "trainkit").rglob("*.py"), *(PROJECT / "jobs").rglob("*.py")]
+    assert [str(file) for file in files if secrets.find(file.read_text("utf-8"), python=True)] == []
+
+
+def test_two_hundred_files_cost_less_than_two_seconds() -> None:
+    """They lie between the command and the first update. About 0.2 s where nothing else runs."""
+    code = "    x = self.norm(self.proj(x) + self.drop(x))  # residual\n" * 100 + "".join(
+        f"{line}\n" for line in INNOCENT
+    )
+    secrets.find(code, python=True)  # imports the detector
+    began = time.process_time()
+    for _ in range(20):
+        secrets.find(code, python=True)
+    assert (time.process_time() - began) * 10 < 2.0
+
+
+def test_one_enormous_line_does_not_hold_it_up() -> None:
+    began = time.process_time()
+    secrets.find("token=" + "a1-_.:/=" * 100_000, python=False)
+    assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".netrc", "_netrc", ".env", ".env.local", "server.pem", "server.key", "credentials", "credentials.json",
+        "id_rsa", "id_ed25519", ".npmrc", ".pypirc", ".git-credentials", "kaggle.json", "service-account-1.json",
+        "service_account.json", ".htpasswd", ".aws/config", "home/.ssh/known_hosts", "token", "hf_token", "token.txt",
+        "wandb-token.txt", "secrets.yaml", "client_secret_12.json", ".NETRC", "credentials.py", "x/.docker/config.json",
+        "run.secret",
+    ],
+)  # fmt: skip
+def test_a_file_is_one_of_credentials_by_its_name(name: str) -> None:
+    assert secrets.is_credentials(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.py", "secrets.py", "tokenizer.json", "tokens.py", "id_map.py", "keys.yaml", "environment.yaml", "env.py",
+        "key.py", "configs/ddp.yaml", "data/credential_cards/x.jpg", ".github/workflows/test.yml", "notes.token.md",
+    ],
+)  # fmt: skip
+def test_a_file_of_another_name_is_judged_by_what_it_holds(name: str) -> None:
+    assert not secrets.is_credentials(name)
+
+
+def test_no_tracked_file_of_ours_has_such_a_name() -> None:
+    names = [
+        str(file.relative_to(PROJECT))
+        for room in ("jobs", "trainkit", "configs", "slurm")
+        for file in (PROJECT / room).rglob("*")
+    ]
+    assert [name for name in names if secrets.is_credentials(name)] == []

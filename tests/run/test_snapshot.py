@@ -1,0 +1,564 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from trainkit.errors import RefusedError, UserError
+from trainkit.fileio import create as real_create
+from trainkit.run import snapshot
+from trainkit.run.folder import RunDir
+from trainkit.run.snapshot import LARGEST_CODE, read_tree
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return RunDir.create(tmp_path / "runs" / "ddp-0001", "seed: 0\n")
+
+
+def manifest(run: RunDir, *command: str) -> dict[str, Any]:
+    snapshot.write_manifest(run, list(command))
+    content: dict[str, Any] = json.loads(run.manifest.read_text())
+    return content
+
+
+def files(run: RunDir) -> set[str]:
+    return {str(file.relative_to(run.code)) for file in run.code.rglob("*") if file.is_file()}
+
+
+# Code
+
+
+def test_the_snapshot_runs_without_the_checkout(run: RunDir) -> None:
+    snapshot.write_code(run)
+    code = "import jobs.submit, trainkit.config.loading as l; print(jobs.submit.__file__); l.load('ddp')"
+    env = {**os.environ, "PYTHONPATH": str(run.code)}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == str(run.code / "jobs" / "submit.py")
+
+
+def test_compiled_files_stay_behind(run: RunDir) -> None:
+    snapshot.write_code(run)
+    assert not [name for name in files(run) if "__pycache__" in name]
+
+
+def test_the_users_own_modules_come_along(run: RunDir) -> None:
+    Path("package").mkdir()
+    Path("package/model.py").write_text("def build(): pass\n")
+    Path("model.py").touch()
+    snapshot.write_code(run)
+    assert {"model.py", "package/model.py"} <= files(run)
+
+
+@pytest.mark.parametrize("name", ["runs/x.py", "data/x.py", ".venv/x.py", "venv/site-packages/x.py", "notes.txt"])
+def test_what_is_no_code_of_the_users_stays_behind(run: RunDir, name: str) -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).touch()
+    snapshot.write_code(run)
+    assert name not in files(run)
+
+
+def test_copies_in_other_run_folders_stay_behind(run: RunDir) -> None:
+    other = RunDir.create(Path("experiments/ddp-0001"), "seed: 0\n")
+    other.manifest.touch()
+    other.code.mkdir()
+    (other.code / "x.py").touch()
+    snapshot.write_code(run)
+    assert not [name for name in files(run) if name.startswith("experiments")]
+
+
+def test_a_link_that_leads_nowhere_is_no_error(run: RunDir) -> None:
+    Path("gone.py").symlink_to("nowhere.py")
+    snapshot.write_code(run)
+    assert "gone.py" not in files(run)
+
+
+def test_a_home_folder_is_no_project(run: RunDir) -> None:
+    for number in range(2001):
+        Path(f"m{number}.py").touch()
+    snapshot.write_code(run)
+    assert "m0.py" not in files(run)
+
+
+TOKEN = "xoxb-" + "1234567890-abcdefGHIJ"
+
+
+def test_a_file_with_a_secret_stays_behind_and_the_manifest_says_which_and_why(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("notify.py").write_text(f'import os\nslack = "{TOKEN}"\n')
+    Path("model.py").write_text('REVISION = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b"\n')
+    withheld = snapshot.write_code(run)
+    snapshot.write_manifest(run, [], withheld)
+    assert files(run) & {"notify.py", "model.py"} == {"model.py"}
+    assert json.loads(run.manifest.read_text())["withheld"] == [{"what": "notify.py", "line": 2, "kind": "Slack token"}]
+    assert capsys.readouterr().err == "Withheld from the run folder: notify.py (line 2 looks like a Slack token).\n"
+
+
+@pytest.mark.parametrize(("file", "name"), [("m.py", "m:build"), ("p/q.py", "p.q:build"), ("p/__init__.py", "p:build")])
+def test_a_run_whose_own_module_holds_a_secret_is_refused(run: RunDir, file: str, name: str) -> None:
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_text(f'slack = "{TOKEN}"\n')
+    with pytest.raises(RefusedError, match=rf"{file} \(line 1 looks like a Slack token\)") as caught:
+        snapshot.write_code(run, own=("fashion_cnn", name))
+    assert TOKEN not in str(caught.value)
+    assert not run.code.exists()
+
+
+def test_a_plugin_in_the_checkout_that_holds_a_secret_is_refused(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files that are as they were published are not looked through."""
+    checkout = tmp_path / "checkout"
+    (checkout / "trainkit").mkdir(parents=True)
+    (checkout / "trainkit" / "published.py").write_text(f'a = "{TOKEN}"\n')
+    git = ["git", "-C", str(checkout), "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(snapshot, "INSTALLED", checkout)
+    assert snapshot._changed_own_files() == []
+    (checkout / "trainkit" / "mine.py").write_text(f'a = "{TOKEN}"\n')
+    with pytest.raises(RefusedError, match=r"trainkit/mine\.py"):
+        snapshot.write_code(run)
+
+
+def test_files_of_credentials_are_not_copied_whatever_they_hold(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("credentials.py").write_text("USER = 'me'\n")
+    Path(".netrc").write_text("machine x\n")
+    Path("innocent.py").symlink_to(".netrc")
+    Path("model.py").touch()
+    withheld = snapshot.write_code(run)
+    snapshot.write_manifest(run, [], withheld)
+    assert files(run) & {"credentials.py", "innocent.py", ".netrc", "model.py"} == {"model.py"}
+    assert "credentials.py (a file of credentials, by its name)" in capsys.readouterr().err
+
+
+def test_a_run_whose_own_module_has_the_name_of_such_a_file_is_refused(run: RunDir) -> None:
+    Path("credentials.py").write_text("def build(): pass\n")
+    with pytest.raises(RefusedError, match=r"(?s)credentials\.py.*Give the module another name"):
+        snapshot.write_code(run, own=("credentials:build",))
+
+
+def test_credentials_beside_our_own_code_are_not_copied_with_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    for room in ("jobs", "trainkit"):
+        (checkout / room).mkdir(parents=True)
+        (checkout / room / "kept.py").touch()
+    (checkout / "trainkit" / ".env").write_text("HF_TOKEN=x\n")
+    monkeypatch.setattr(snapshot, "INSTALLED", checkout)
+    assert [str(item) for item in snapshot.write_code(run)] == ["trainkit/.env (a file of credentials, by its name)"]
+    assert {"trainkit/kept.py"} == {name for name in files(run) if name.startswith("trainkit/")}
+
+
+# Manifest
+
+
+def repository() -> Callable[..., None]:
+    """A repository in the current folder, with a commit."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@example.org", *words], check=True)
+
+    git("init", "-q")
+    Path("kept.txt").write_text("one\n")
+    Path("old.pem").write_text("".join(f"line {n} of a key\n" for n in range(20)))
+    git("add", ".")
+    git("commit", "-qm", "x")
+    return git
+
+
+def test_a_diff_leaves_out_files_of_credentials_renamed_ones_by_both_names(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git = repository()
+    Path("sub").mkdir()
+    Path("sub/.netrc").write_text("machine x s3cret\n")
+    Path("\u00e4 b.key").write_text("s3cret\n")
+    git("mv", "old.pem", "notes.txt")
+    Path("kept.txt").write_text("two\n")
+    git("add", ".")
+    os.chdir("sub")  # names are those from the top
+    written = manifest(run)
+    assert "+two" in written["git"]["diff"]
+    assert not [word for word in ("s3cret", "of a key", "netrc", "pem") if word in written["git"]["diff"]]
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("sub/.netrc", "old.pem", "notes.txt", "b.key"))
+
+
+@pytest.mark.parametrize("name", ["notes.ipynb", "train.py", "run.sh", "noted"])
+def test_a_key_in_a_change_is_not_written_whatever_the_file(run: RunDir, name: str) -> None:
+    git = repository()
+    key = "0123456789abcdef0123456789abcdef01234567"
+    quote = '\\"' if name.endswith(".ipynb") else '"'
+    Path(name).write_text(f"WANDB = {quote}{key}{quote}\nsize = 3\n")
+    git("add", ".")
+    written = manifest(run)
+    assert key not in json.dumps(written)
+    assert "size = 3" in written["git"]["diff"]
+    assert written["withheld"]
+
+
+def test_a_change_in_another_encoding_is_no_error(run: RunDir) -> None:
+    repository()
+    Path("kept.txt").write_bytes(b"gr\xfc\xdfe\n")
+    assert "+gr" in manifest(run)["git"]["diff"]
+
+
+def test_the_users_own_diff_program_is_not_asked(run: RunDir) -> None:
+    git = repository()
+    git("config", "diff.external", "false")
+    git("config", "diff.noprefix", "true")
+    Path("kept.txt").write_text("two\n")
+    assert "diff --git a/kept.txt b/kept.txt" in manifest(run)["git"]["diff"]
+
+
+def test_the_manifest_says_what_the_run_was_made_of(run: RunDir) -> None:
+    written = manifest(run, "python", "-m", "jobs.submit", "ddp")
+    assert written["command"] == ["python", "-m", "jobs.submit", "ddp"]
+    assert written["cwd"] == str(Path.cwd())
+    assert written["packages"]["pydantic"]
+    assert set(written["git"]) == {"commit", "diff", "untracked"}
+
+
+@pytest.mark.parametrize(
+    "word", ["WANDB_API_KEY=s3cret", "--token=s3cret", "remote.secret_key=s3cret", "password:s3cret"]
+)
+def test_a_secret_on_the_command_line_is_not_written(run: RunDir, word: str) -> None:
+    assert "s3cret" not in json.dumps(manifest(run, word))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'WANDB_API_KEY = "s3cret"',
+        "export AWS_SECRET_ACCESS_KEY=s3cret",
+        '{"hf_token": "s3cret"}',
+        "password: s3cret",
+        "login('hf_s3cretAAAAAAAAAAAAAAAAAAAA')",
+        "AKIAs3cretAAAAAAAAAAA",
+    ],
+)
+def test_a_secret_in_an_uncommitted_change_is_not_written(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(snapshot, "_git", lambda *arguments: f"+{line}\n" if arguments[0] == "diff" else "")
+    assert "s3cret" not in json.dumps(manifest(run))
+
+
+def test_the_diff_of_python_is_read_as_python(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`token = tokenizer(x)` is code there; in a shell script a value needs no quotes."""
+    code = "diff --git a/m.py b/m.py\n+    password = read_password()\n+    secret = 'hunter2'\n"
+    script = "diff --git a/run.sh b/run.sh\n+PASSWORD=hunter3\n"
+    monkeypatch.setattr(snapshot, "_git", lambda *arguments: code + script if arguments[0] == "diff" else "")
+    written = manifest(run)
+    assert written["git"]["diff"] == (code + script).replace("hunter2", "***").replace("hunter3", "***")
+    assert [(item["what"], item["kind"]) for item in written["withheld"]] == [
+        ("the diff", "Secret Keyword"), ("the diff", "value of PASSWORD"),
+    ]  # fmt: skip
+
+
+def test_ordinary_code_in_an_uncommitted_change_is_written_as_it_is(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "+    return sorted(runs, key=lambda run: run.name)\n"
+    monkeypatch.setattr(snapshot, "_git", lambda *arguments: line)
+    assert manifest(run)["git"]["diff"] == line
+
+
+def test_the_environment_is_not_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_VARIABLE", "v4lue")
+    assert "v4lue" not in json.dumps(manifest(run))
+
+
+def test_without_git_the_manifest_says_the_rest(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert manifest(run)["git"] == {"commit": None, "diff": "", "untracked": []}
+
+
+# Code that runs share
+
+
+def shared(run: RunDir) -> Path:
+    """Where the code of a run is, after writing it."""
+    assert snapshot.write_code(run, store=run.path.parent / ".code") == []
+    return run.code.resolve()
+
+
+def another(run: RunDir, name: str = "ddp-0002") -> RunDir:
+    return RunDir.create(run.path.parent / name, "seed: 0\n")
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    found = read_tree(folder)
+    assert found is not None
+    return found
+
+
+def test_runs_of_equal_code_share_one_copy_of_it(run: RunDir) -> None:
+    first, second = shared(run), shared(another(run))
+    assert first == second
+    assert first.parent == run.path.parent / ".code"
+    count = [sum(len(files) for _, _, files in os.walk(path)) for path in (run.path, first)]
+    assert count[0] < 30 < count[1]
+    assert run.code_archive.stat().st_nlink == 3, "of both runs, and of the shared copy"
+
+
+def test_code_that_differs_is_not_shared(run: RunDir) -> None:
+    first = shared(run)
+    Path("model.py").write_text("x = 1\n")
+    second = shared(another(run))
+    assert first != second
+    assert "model.py" not in tree(first)
+    assert tree(second)["model.py"] == b"x = 1\n"
+
+
+def test_shared_code_that_somebody_has_changed_is_not_given_to_a_new_run(run: RunDir) -> None:
+    first = shared(run)
+    changed = first / "jobs" / "cli.py"
+    assert changed.stat().st_mode & 0o222 == 0, "an editor warns"
+    changed.chmod(0o644)
+    changed.write_text("raise SystemExit\n")
+    second = shared(another(run))
+    assert second != first
+    assert tree(second)["jobs/cli.py"] == (snapshot.INSTALLED / "jobs" / "cli.py").read_bytes()
+
+
+@pytest.mark.parametrize("what", ["moved", "the store is gone", "changed", "a link to elsewhere"])
+def test_a_run_has_its_code_from_its_own_archive_when_the_shared_one_is_not_its(
+    run: RunDir, tmp_path: Path, what: str
+) -> None:
+    code = tree(shared(run))
+    if what == "moved":
+        run = RunDir(run.path.rename(tmp_path / "elsewhere"))
+    elif what == "the store is gone":
+        shutil.rmtree(run.path.parent / ".code")
+    elif what == "changed":
+        (run.code.resolve() / "jobs" / "cli.py").unlink()
+    else:
+        (tmp_path / "private").mkdir()
+        (tmp_path / "private" / "key.py").touch()
+        run.code.unlink()
+        run.code.symlink_to(tmp_path / "private")
+    snapshot.restore_code(run)
+    assert not run.code.is_symlink()
+    assert tree(run.code) == code
+
+
+def test_the_code_of_a_run_that_is_whole_stays_where_it_is(run: RunDir) -> None:
+    first = shared(run)
+    (first / "jobs" / "__pycache__").mkdir()
+    (first / "jobs" / "__pycache__" / "cli.pyc").touch()
+    snapshot.restore_code(run)
+    assert run.code.resolve() == first
+
+
+def test_what_a_killed_command_has_left_of_code_goes_with_time(run: RunDir) -> None:
+    shared(run)
+    fresh, old = (run.path / f".partial-{number * 8}-code" for number in "01")
+    for folder in (fresh, old):
+        (folder / "jobs").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    snapshot.restore_code(run)
+    assert (fresh.exists(), old.exists()) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["../out.py", "/tmp/out.py", "a/../../out.py", "./out.py"])
+def test_an_archive_that_leads_out_of_the_run_is_refused(run: RunDir, name: str) -> None:
+    with zipfile.ZipFile(run.code_archive, "w") as archive:
+        archive.writestr(name, "x = 1\n")
+    with pytest.raises(UserError, match=r"no snapshot of code"):
+        snapshot.restore_code(run)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a.py"] * 2, ["a", "a/b"], ["a/b", "a"], ["a" * 300], ["a/" * 60 + "b"], ["."], ["a/__pycache__/b.pyc"]],
+    ids=lambda names: names[-1][:20],
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_archive_that_makes_no_plain_folder_is_refused(run: RunDir, names: list[str]) -> None:
+    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, "x = 1\n")
+    with pytest.raises(UserError, match=r"no snapshot of code"):
+        snapshot.restore_code(run)
+    assert not os.path.lexists(run.code)
+
+
+def test_an_archive_is_compressed_as_ours_are(run: RunDir) -> None:
+    """Other decoders take as much memory as the archive asks for, and have errors of their own."""
+    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("a.py", "x = 1\n")
+    damaged = run.code_archive.read_bytes().replace(b"\x5d\0", b"\xff\xff")
+    run.code_archive.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"no snapshot of code"):
+        snapshot.restore_code(run)
+
+
+def test_an_archive_of_gigabytes_is_not_read(run: RunDir) -> None:
+    """Its list of names is read into memory at once, as long as it says to be."""
+    end, size = struct.Struct("<4s4H2LH"), 3 << 30
+    with run.code_archive.open("wb") as file:
+        file.seek(size)
+        file.write(end.pack(b"PK\5\6", 0, 0, 9, 9, size - 100, 100, 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"no snapshot of code"):
+            snapshot.restore_code(run)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+def test_code_nested_beyond_any_program_is_none(run: RunDir) -> None:
+    deep = run.code
+    for _ in range(40):
+        deep = deep / "a"
+    deep.mkdir(parents=True)
+    (deep / "b.py").touch()
+    assert snapshot.read_code(run) is None
+
+
+def test_a_store_that_others_may_write_to_is_not_used(run: RunDir) -> None:
+    """They could put other files in the place of those that were just compared."""
+    shared(run)
+    (run.path.parent / ".code").chmod(0o777)
+    snapshot.write_code(second := another(run), store=run.path.parent / ".code")
+    assert not second.code.is_symlink()
+
+
+def test_files_that_others_may_have_compiled_are_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:
+    """The store may have come with an archive of runs; Python runs them in the place of the sources beside them."""
+    first = shared(run)
+    (first / "jobs" / "__pycache__").mkdir()
+    (first / "jobs" / "__pycache__" / "cli.pyc").touch()
+    assert shared(another(run)) == first
+    assert list(first.rglob("*.pyc")), "of this user's own runs; without them each start takes a second more"
+    packed = shutil.copytree(first.parent, tmp_path / "packed")
+    shutil.rmtree(first.parent)
+    shutil.copytree(packed, first.parent)
+    assert shared(another(run, "ddp-0003")) == first
+    assert not list(first.rglob("*.pyc"))
+
+
+def test_a_link_to_compiled_files_is_not_given_to_a_new_run(run: RunDir, tmp_path: Path) -> None:
+    first = shared(run)
+    (first / "jobs" / "__pycache__").symlink_to(tmp_path)
+    assert shared(another(run)) != first
+
+
+@pytest.mark.parametrize("has_hard_links", [True, False])
+def test_shared_code_goes_once_no_run_has_it(
+    run: RunDir, tmp_path: Path, has_hard_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_hard_links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nothing"))
+    of_sweep = RunDir.create(run.path.parent / "ddp-0002" / "0", "seed: 0\n")
+    first = shared(run)
+    assert snapshot.write_code(of_sweep, store=first.parent) == []
+    for number in (3, 4):
+        Path("model.py").write_text(f"x = {number}\n")
+        last = shared(another(run, f"ddp-{number:04}"))
+    (last.parent / ".partial-0a1b2c3d-of-a-killed-command").mkdir()
+    shutil.rmtree(run.path.parent / "ddp-0003")
+    shutil.rmtree(run.path)
+    before = set(last.parent.iterdir())
+    assert last == shared(another(run, "ddp-0005"))
+    assert set(last.parent.iterdir()) == before, "another command may just be about to use it"
+    monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", -1.0)
+    assert last == shared(another(run, "ddp-0006"))
+    assert {path.stem for path in last.parent.iterdir()} == {first.name, last.name}
+    assert of_sweep.code.resolve() == first
+
+
+def test_shared_code_of_a_run_that_was_moved_stays(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_UNUSED_SECONDS", -1.0)
+    first = shared(run)
+    run.path.rename(tmp_path / "elsewhere")
+    Path("model.py").write_text("x = 1\n")
+    shared(another(run))
+    assert first.is_dir()
+
+
+@pytest.mark.parametrize("at", [0, 30])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+def test_half_of_a_copy_is_never_shared(
+    run: RunDir, error: BaseException, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed command leaves it, and a full disk makes it."""
+    turns = iter(range(at + 1))
+
+    def create(file: Path, *within: Path) -> BinaryIO:
+        if next(turns, None) == at:
+            raise error
+        return real_create(file, *within)
+
+    monkeypatch.setattr(snapshot, "create", create)
+    with suppress(KeyboardInterrupt):
+        snapshot.write_code(run, store=run.path.parent / ".code")
+        assert not run.code.is_symlink(), "it has a copy of its own"
+        assert "jobs/cli.py" in tree(run.code)
+    second = another(run)
+    code = tree(shared(second))
+    assert code["jobs/cli.py"] == (snapshot.INSTALLED / "jobs" / "cli.py").read_bytes()
+    snapshot.restore_code(second)
+    assert tree(second.code) == code
+
+
+def test_an_archive_that_grows_beyond_all_code_is_refused(run: RunDir) -> None:
+    with zipfile.ZipFile(run.code_archive, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("large.py", b"\0" * (LARGEST_CODE + 1))
+    assert run.code_archive.stat().st_size < 1 << 20
+    with pytest.raises(UserError, match=r"no snapshot of code"):
+        snapshot.restore_code(run)
+
+
+def test_a_store_that_cannot_be_used_leaves_the_run_with_a_copy_of_its_own(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (run.path.parent / ".code").symlink_to(tmp_path / "theirs")
+    snapshot.write_code(run, store=run.path.parent / ".code")
+    assert not run.code.is_symlink()
+    assert "jobs/cli.py" in tree(run.code)
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_commands_that_write_the_same_code_at_once_share_it(run: RunDir) -> None:
+    runs = [another(run, f"ddp-{n}") for n in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert (
+            list(threads.map(lambda item: snapshot.write_code(item, store=run.path.parent / ".code"), runs)) == [[]] * 4
+        )
+    paths = [item.path for item in runs]
+    assert len({(path / "code").resolve() for path in paths}) == 1
+    assert sorted(path.suffix for path in (run.path.parent / ".code").iterdir()) == ["", ".zip"], "nothing half-made"
+
+
+def test_a_run_is_as_open_as_asked_whatever_the_others_are(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = shared(run)
+    monkeypatch.setenv("TRAINKIT_RUN_MODE", "750")
+    second = shared(another(run))
+    assert first.parent != second.parent
+    assert stat.S_IMODE(second.parent.stat().st_mode) == 0o750
+    assert stat.S_IMODE((second / "jobs" / "cli.py").stat().st_mode) == 0o440

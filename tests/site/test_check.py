@@ -1,0 +1,154 @@
+"""Who is to blame: the report of a check, judged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainkit.site.node_health import culprits, findings, slow, table
+
+Report = dict[str, Any]
+FAST = {"gb_s": 10.0, "there": 12.0, "back": 11.0}
+
+
+def a_report(*nodes: str) -> Report:
+    """Of good nodes, one rank on each."""
+    facts = {
+        "host": "h", "versions": {"python": "3.11.7", "torch": "2.6.0"}, "cpus": 8,
+        "memory_free_mb": 50_000, "memory_total_mb": 64_000, "busy": [],
+        "disks": [{"path": "/scratch", "free_mb": 100_000, "free_inodes": 10**6}],
+        "gpus": [{"index": 0, "name": "A100", "driver": "550.54", "ecc_errors": 0, "memory_used_mb": 4,
+                  "memory_total_mb": 81_920, "processes": [], "pcie_width": 16, "pcie_width_max": 16}],
+    }  # fmt: skip
+    ranks = range(len(nodes))
+    return {
+        "ranks": {str(rank): copy.deepcopy(facts) | {"node": nodes[rank], "local_rank": 0} for rank in ranks},
+        "missing": {},
+        "clocks": {str(rank): 0.001 * rank for rank in ranks},
+        "found": {str(rank): {"checksum": 7, "wrong": 0, "unsteady": False, "device": "A100"} for rank in ranks},
+        "pairs": [{"ranks": [a, b], **FAST} for a in ranks for b in ranks if a < b],
+    }
+
+
+def _set(report: Report, rank: int, **facts: Any) -> None:
+    report["ranks"][str(rank)].update(facts)
+
+
+def _gpu(report: Report, rank: int, **facts: Any) -> None:
+    report["ranks"][str(rank)]["gpus"][0].update(facts)
+
+
+def test_good_nodes_have_no_findings() -> None:
+    report = a_report("n1", "n2", "n3")
+    assert findings(report) == []
+    assert table(report, [])[-1] == "All good."
+
+
+@pytest.mark.parametrize(
+    ("spoil", "check", "words"),
+    [
+        (lambda r: r["missing"].update({"3": "n2"}), "answer", "did not answer"),
+        (lambda r: r["found"].pop("1"), "answer", "was gone"),
+        (lambda r: _set(r, 1, disks=[{"path": "/x", "free_mb": 3}]), "disk", "/x: 3 MB free"),
+        (lambda r: _set(r, 1, disks=[{"path": "/x", "free_mb": 9000, "free_inodes": 2}]), "disk", "2 inodes"),
+        (lambda r: _set(r, 1, disks=[{"path": "/x", "error": "Read-only file system"}]), "disk", "Read-only"),
+        (lambda r: _set(r, 1, memory_free_mb=100), "memory", "100 MB of 64000 free"),
+        (lambda r: _set(r, 1, gpus=[]), "GPUs", "none, and n1 has 1 x A100 (driver 550.54)"),
+        (lambda r: _gpu(r, 1, driver="470.1"), "GPUs", "driver 470.1"),
+        (lambda r: _gpu(r, 1, error="GPU is lost"), "GPUs", "GPU 0: GPU is lost"),
+        (lambda r: _gpu(r, 1, ecc_errors=3), "ECC", "3 uncorrected"),
+        (lambda r: _gpu(r, 1, remap_failed=True), "ECC", "memory rows"),
+        (lambda r: _gpu(r, 1, processes=[4711]), "processes", "pid 4711"),
+        (lambda r: _gpu(r, 1, memory_used_mb=9000), "memory", "9000 MB are in use"),
+        (lambda r: _set(r, 1, versions={"python": "3.11.7", "torch": "2.7.0"}), "versions", "torch 2.7.0, and n1 has"),
+        (lambda r: r["clocks"].update({"1": 61.0}), "clock", "+61.0 s"),
+        (lambda r: r["found"]["1"].update(wrong=2), "matmul", "rank 1 (A100): known products came out wrong"),
+        (lambda r: r["found"]["1"].update(unsteady=True), "matmul", "wrong"),
+        (lambda r: r["found"]["1"].update(checksum=8), "matmul", "another checksum"),
+        (lambda r: r["found"]["1"].update(inside={"error": "NCCL error"}), "all-reduce", "inside the node: NCCL error"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",  # a function's own differs between workers
+)  # fmt: skip
+def test_a_node_that_is_not_like_it_should_be_is_named(
+    spoil: Callable[[Report], object], check: str, words: str
+) -> None:
+    report = a_report("n1", "n2", "n3")
+    spoil(report)
+    found = [item for item in findings(report) if item.check == check]
+    assert [item.node for item in found] == ["n2"]
+    assert words in found[0].what
+    assert culprits(findings(report)) == ["n2"]
+
+
+def test_what_others_compute_on_a_shared_node_is_a_remark() -> None:
+    report = a_report("n1", "n2")
+    _set(report, 1, busy=[{"pid": 9, "name": "python", "user": "eve", "cpu_percent": 99}])
+    found = findings(report)
+    assert [item.what for item in found] == ["eve's python (pid 9) uses 99 % of a core"]
+    assert culprits(found) == []
+
+
+@pytest.mark.parametrize(("here", "wrong"), [(0.0, "n2"), (5.0, "n1")])
+def test_of_two_clocks_the_one_is_wrong_that_this_machine_does_not_agree_with(here: float, wrong: str) -> None:
+    report = a_report("n1", "n2")
+    report["clocks"]["1"] = 5.0
+    assert culprits(findings(report, here)) == [wrong]
+
+
+def _slow_between(report: Report, *ranks: int, **speeds: Any) -> None:
+    for pair in report["pairs"]:
+        if set(ranks) & set(pair["ranks"]) == set(ranks):
+            pair.update(speeds)
+
+
+def test_the_node_that_all_slow_links_have_in_common_is_named() -> None:
+    report = a_report("n1", "n2", "n3", "n4")
+    _slow_between(report, 2, gb_s=0.5)
+    assert culprits(findings(report)) == ["n3"]
+
+
+def test_two_nodes_with_slow_links_are_both_named() -> None:
+    report = a_report("n1", "n2", "n3", "n4")
+    for rank in (1, 2):
+        _slow_between(report, rank, gb_s=0.5)
+    assert culprits(findings(report)) == ["n2", "n3"]
+
+
+def test_a_node_that_nobody_reaches_is_named_with_what_was_said() -> None:
+    report = a_report("n1", "n2", "n3")
+    for pair in report["pairs"]:
+        if 1 in pair["ranks"]:
+            del pair["gb_s"], pair["there"], pair["back"]
+            pair["error"] = "Connection timed out"
+    found = findings(report)
+    assert culprits(found) == ["n2"]
+    assert "Connection timed out" in found[0].what
+
+
+def test_of_two_nodes_alone_the_one_that_sends_slowly_is_named() -> None:
+    report = a_report("n1", "n2")
+    _slow_between(report, 0, 1, gb_s=0.5, back=0.3)
+    found = findings(report)
+    assert culprits(found) == ["n2"]
+    assert "a check of three nodes would tell" in found[0].what
+
+
+def test_of_two_nodes_with_a_link_slow_both_ways_nobody_can_tell() -> None:
+    report = a_report("n1", "n2")
+    _slow_between(report, 0, 1, gb_s=0.002, there=0.002, back=0.002)
+    assert culprits(findings(report)) == ["n1", "n2"]
+
+
+def test_all_ranks_of_two_nodes_together_are_not_measured_by_what_one_rank_sends_alone() -> None:
+    assert slow([{"gb_s": 0.4, "there": 1.4, "back": 2.4}, {"gb_s": 0.5, "there": 1.5, "back": 2.0}]) == []
+
+
+def test_the_table_says_the_verdict_of_every_node_and_what_to_do() -> None:
+    report = a_report("n1", "n2")
+    _set(report, 1, memory_free_mb=100)
+    lines = table(report, findings(report))
+    assert [line.split()[-1] for line in lines[1:3]] == ["ok", "BAD"]
+    assert lines[-2:] == ["BAD  n2: memory: 100 MB of 64000 free", "Bad: n2. Keep away from it with --exclude n2."]

@@ -1,0 +1,341 @@
+"""What a site tells about itself, and what it keeps to itself.
+
+The text of 22.05 is as a cluster printed it, varied here by what one small cluster does not have. What several versions
+print of the same cluster is in test_versions.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs import cluster
+from trainkit import programs
+from trainkit.errors import SchedulerError, UserError
+from trainkit.site import discover as read
+from trainkit.site.discover import ask_site
+from trainkit.site.profile import (
+    Account,
+    PartitionFacts,
+    Qos,
+    SiteFacts,
+    facts_of,
+    read_facts,
+    read_nodes,
+    read_partitions,
+    renewed,
+    to_profile,
+)
+
+Fake = Callable[[str, str], Path]
+
+CONFIG_22_05 = """\
+Configuration data as of 2026-11-21T19:12:29
+AccountingStorageEnforce = none
+ClusterName             = devcluster
+KillWait                = 5 sec
+MaxArraySize            = 1001
+PreemptMode             = REQUEUE
+PreemptType             = preempt/partition_prio
+SelectType              = select/cons_tres
+SLURM_VERSION           = 22.05.8
+SlurmctldParameters     = (null)
+
+Slurmctld(primary) at here is UP
+"""
+# An older site without cons_tres, and a newer one that enforces accounts and sends a job's own signal.
+CONFIG_20_11 = CONFIG_22_05.replace("22.05.8", "20.11.9").replace("cons_tres", "cons_res")
+CONFIG_24_05 = (
+    CONFIG_22_05.replace("22.05.8", "24.05.3")
+    .replace("Enforce = none", "Enforce = associations,limits,qos")
+    .replace("KillWait                = 5 sec", "KillWait                = 30 sec")
+    .replace("PreemptMode ", "PreemptParameters       = send_user_signal\nPreemptMode ")
+)
+PARTITIONS = """\
+PartitionName=gpu AllowGroups=ALL AllowAccounts=vision,nlp AllowQos=normal,long AllocNodes=ALL Default=YES QoS=N/A \
+DefaultTime=00:10:00 MaxNodes=20 MaxTime=3-00:00:00 MinNodes=0 Nodes=g[1-3] PreemptMode=OFF State=UP TotalNodes=3 \
+SelectTypeParameters=NONE JobDefaults=DefMemPerGPU=29440 DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED
+PartitionName=spare AllowGroups=ALL AllowAccounts=ALL DenyAccounts=guest AllowQos=ALL Default=NO MaxNodes=UNLIMITED \
+MaxTime=UNLIMITED MinNodes=2 Nodes=c1 PreemptMode=REQUEUE State=UP JobDefaults=(null) DefMemPerCPU=3875 \
+MaxMemPerNode=120000
+PartitionName=old AllowQOS=ALL AllowAccounts=ALL MaxNodes=1 MaxTime=15:00 Nodes=c1 State=DRAIN DefMemPerNode=UNLIMITED
+"""
+NODES = """\
+NodeName=g1 CPUTot=32 AvailableFeatures=a100,ib ActiveFeatures=a100 Gres=gpu:a100:4(S:0-1) RealMemory=515000 \
+State=IDLE
+NodeName=g2 CPUTot=32 AvailableFeatures=a100,ib Gres=gpu:a100:4(S:0-1) RealMemory=515000 MemSpecLimit=0 \
+State=MIXED+PLANNED
+NodeName=g3 CPUEfctv=30 CPUTot=32 AvailableFeatures=(null) Gres=gpu:v100:2 RealMemory=256000 \
+MemSpecLimit=6000 State=IDLE*+DRAIN
+NodeName=c1 CPUTot=64 Gres=(null) RealMemory=1 State=IDLE+CLOUD+POWERED_DOWN
+"""
+ASSOCIATIONS = (
+    "ann|vision|alpha|vision||normal,long\nann|vision|alpha|nlp|gpu|normal\nann|other|beta|beta-only||normal\n"
+)
+
+
+def test_limits_and_who_may_use_a_partition_are_read() -> None:
+    gpu, spare, old = read_partitions(PARTITIONS, read_nodes(NODES))
+    assert (gpu.accounts, gpu.qos, gpu.max_nodes, gpu.max_time_min) == (("vision", "nlp"), ("normal", "long"), 20, 4320)
+    assert (spare.accounts, spare.denied_accounts, spare.max_mem_mb, spare.min_nodes) == ((), ("guest",), 120000, 2)
+    assert (gpu.has_memory_default, spare.has_memory_default, old.has_memory_default) == (True, True, False)
+    assert (spare.preempt_mode, old.up, old.max_time_min) == ("REQUEUE", False, 15)
+
+
+def test_nodes_are_read_with_memory_for_jobs_gpu_types_and_features() -> None:
+    g1, _, g3, c1 = read_nodes(NODES).values()
+    assert (g1.mem_mb, g1.gpu_types, g1.features) == (515000, ("a100",), ("a100", "ib"))
+    assert (g3.mem_mb, g3.cpus, g3.gpu_types, g3.up) == (250000, 30, ("v100",), False)
+    assert c1.mem_mb is None, "1 MB is what SLURM says where nobody has configured it"
+
+
+@pytest.mark.parametrize(
+    ("state", "up"),
+    [
+        *(("IDLE+CLOUD+POWERED_DOWN", True), ("IDLE+CLOUD+POWERING_DOWN", True), ("IDLE~", True), ("MIXED", True)),
+        *(("DOWN*", False), ("DOWN+CLOUD+POWERED_DOWN", False), ("IDLE+DRAIN", False), ("IDLE+NOT_RESPONDING", False)),
+        *(("ALLOCATED+MAINT", False), ("UNKNOWN*", False), ("FUTURE", False)),
+    ],
+)
+def test_a_node_that_is_powered_down_is_there_for_jobs_and_one_that_is_down_is_not(state: str, up: bool) -> None:
+    (node,) = read_nodes(f"NodeName=n1 CPUTot=4 Gres=(null) State={state} ThreadsPerCore=1").values()
+    assert node.up is up
+
+
+def test_a_profile_keeps_the_nodes_of_a_partition_by_kind() -> None:
+    gpu = facts_of(read_partitions(PARTITIONS, read_nodes(NODES))[0])
+    assert [(kind.count, kind.gpus, kind.gpu_types) for kind in gpu.nodes] == [(2, 4, ("a100",)), (1, 2, ("v100",))]
+    assert (gpu.max_time, gpu.preempt_mode) == ("3-0:00:00", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "kill_wait", "preemption"),
+    [
+        (CONFIG_20_11, "20.11.9", 5, "partition_prio, REQUEUE"),
+        (CONFIG_22_05, "22.05.8", 5, "partition_prio, REQUEUE"),
+        (CONFIG_24_05, "24.05.3", 30, "partition_prio, REQUEUE, with the job's own signal"),
+    ],
+)
+def test_the_configuration_is_read(text: str, version: str, kill_wait: int, preemption: str) -> None:
+    config = read.read_config(text)
+    assert (config["SLURM_VERSION"], read.leading_number(config["KillWait"])) == (version, kill_wait)
+    assert read.read_preemption(config) == preemption
+
+
+def test_nobody_is_preempted_where_the_plugin_is_none() -> None:
+    assert read.read_preemption({"PreemptType": "preempt/none", "PreemptMode": "OFF"}) == ""
+
+
+def test_accounts_are_those_on_this_cluster_with_partition_and_qos() -> None:
+    assert read.read_accounts(ASSOCIATIONS, "alpha") == (
+        Account("vision", "", ("normal", "long"), default=True),
+        Account("nlp", "gpu", ("normal",)),
+    )
+
+
+def test_qos_are_read_with_their_limits() -> None:
+    assert read.read_qos("normal||\nlong|7-00:00:00|gres/gpu=8\n") == (
+        Qos("normal"),
+        Qos("long", "7-00:00:00", "gres/gpu=8"),
+    )
+
+
+def test_sinfo_stands_in_for_scontrol_as_far_as_it_knows() -> None:
+    main, debug = read.read_sinfo(
+        "main*|up|3-00:00:00|1-20|32+|515000|a100,ib|gpu:a100:4|idle|g[1-2]\n"
+        "main*|up|3-00:00:00|1-20|64|256000+|(null)|(null)|drained*|c1\n"
+        "debug|inact|15:00|1-infinite|8|1|(null)|(null)|idle~|c2\n"
+    )
+    assert (main.name, main.default, main.max_time_min, main.max_nodes) == ("main", True, 4320, 20)
+    assert [(node.name, node.cpus, node.gpus, node.up) for node in main.nodes] == [
+        ("g1", 32, 4, True),
+        ("g2", 32, 4, True),
+        ("c1", 64, 0, False),
+    ]
+    assert (debug.up, debug.max_nodes, debug.nodes[0].mem_mb, debug.nodes[0].up) == (False, None, None, True)
+
+
+def test_only_file_systems_that_others_see_are_called_shared() -> None:
+    mounts = """\
+/dev/vda / ext4 rw 0 0
+tmpfs /tmp tmpfs rw 0 0
+nas:/home /home nfs4 rw 0 0
+10.0.0.1@o2ib:/work /work lustre rw 0 0
+s3 /data\\040sets fuse.s3fs rw 0 0
+nas:/boot /boot/images nfs rw 0 0
+"""
+    assert read.read_shared_folders(mounts) == ("/home", "/work", "/data sets")
+
+
+# Asked for
+
+
+def slurm(fake: Fake, config: str = CONFIG_24_05, *, scontrol_node: str | None = None) -> None:
+    node = f"cat <<'E'\n{NODES}\nE" if scontrol_node is None else scontrol_node
+    answers = f"config) cat <<'E'\n{config}\nE\n;; partition) cat <<'E'\n{PARTITIONS}\nE\n;; node) {node}\n;;"
+    fake("scontrol", f"case $2 in {answers} esac")
+    nodes = "echo 'gpu*|up|1:00:00|1-2|8|16000|(null)|gpu:4|idle|g1'"
+    fake("sinfo", f"if [ $1 = --version ]; then echo slurm 23.02.7; else {nodes}; fi")
+    fake(
+        "sacctmgr",
+        f"if [ $3 = user ]; then cat <<'E'\n{ASSOCIATIONS.replace('alpha', 'devcluster')}\nE\nelse echo 'normal||'; fi",
+    )
+    fake("srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'")
+    fake("apptainer", "exit 0")
+
+
+def test_a_site_is_asked_with_few_calls_and_tells_everything(fake_command: Fake, tmp_path: Path) -> None:
+    slurm(fake_command)
+    facts = ask_site(dict(os.environ))
+    assert (facts.cluster, facts.version, facts.gpu_dialect) == ("devcluster", "24.05.3", "gpus-per-node")
+    assert (facts.max_array_size, facts.kill_wait_seconds, facts.accounts_enforced) == (1001, 30, True)
+    assert [partition.name for partition in facts.partitions] == ["gpu", "spare", "old"]
+    assert [account.name for account in facts.accounts] == ["vision", "nlp"]
+    assert facts.containers[:2] == ("pyxis", "apptainer")
+    assert facts.gaps == ()
+    calls = [len((tmp_path / f"{name}.calls").read_text().splitlines()) for name in ("scontrol", "sacctmgr")]
+    assert calls == [3, 2]
+    assert not (tmp_path / "sinfo.calls").exists()
+
+
+def test_what_is_missing_or_refused_is_a_gap_with_its_reason_and_the_rest_is_found(fake_command: Fake) -> None:
+    slurm(fake_command, scontrol_node="echo 'slurm_load_node error: Access/permission denied' >&2; exit 1")
+    fake_command("sacctmgr", "echo 'sacctmgr: error: Sending PersistInit msg: Connection refused' >&2; exit 1")
+    facts = ask_site(dict(os.environ))
+    assert facts.gaps == (
+        "scontrol show node: slurm_load_node error: Access/permission denied",
+        "sacctmgr -nP show user: sacctmgr: error: Sending PersistInit msg: Connection refused",
+    )
+    assert [(item.name, item.max_nodes) for item in facts.partitions] == [("gpu", 2)], "from sinfo"
+    assert facts.accounts == ()
+
+
+def test_a_site_that_keeps_its_configuration_to_itself_still_has_a_version(fake_command: Fake) -> None:
+    slurm(fake_command)
+    fake_command("scontrol", "echo 'scontrol: error: not permitted' >&2; exit 1")
+    facts = ask_site(dict(os.environ))
+    assert (facts.version, facts.cluster, facts.max_array_size) == ("23.02.7", "", None)
+    assert [gap.partition(":")[0] for gap in facts.gaps] == ["scontrol show config", "scontrol show partition"]
+    assert [partition.name for partition in facts.partitions] == ["gpu"]
+
+
+def test_a_command_that_was_silent_is_not_asked_again(
+    fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(fake_command)
+    fake_command("scontrol", "exec sleep 60")
+    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.5)
+    facts = ask_site(dict(os.environ))
+    assert facts.gaps == (
+        "scontrol show config: no answer within 0.5 s",
+        "scontrol show partition: not asked, since it was silent before",
+    )
+    assert len((tmp_path / "scontrol.calls").read_text().splitlines()) == 1
+    assert [partition.name for partition in facts.partitions] == ["gpu"], "from sinfo"
+
+
+@pytest.mark.parametrize("sinfo", ["echo 'gpu|up|1:00:00|1-2|many|16000|(null)|gpu:4|idle|g1'", "echo 'gpu|up'"])
+def test_what_cannot_be_read_is_a_gap(fake_command: Fake, sinfo: str) -> None:
+    slurm(fake_command, scontrol_node="echo 'NodeName=g1 CPUTot=32x Gres=(null) State=IDLE'")
+    fake_command("sinfo", sinfo)
+    facts = ask_site(dict(os.environ))
+    assert facts.gaps[0] == "scontrol show: cannot be read: invalid literal for int() with base 10: '32x'"
+    assert (facts.version, facts.partitions) == ("24.05.3", ())
+
+
+def test_a_profile_is_not_renewed_by_a_scheduler_that_is_silent(
+    fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(fake_command)
+    monkeypatch.chdir(tmp_path)
+    cluster.main(["discover", "mine"], os.environ)
+    profile = tmp_path / "configs" / "clusters" / "mine.yaml"
+    before = profile.read_bytes()
+    fake_command("sacctmgr", "exec sleep 60")
+    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.5)
+    with pytest.raises(SchedulerError, match="stays as it is"):
+        cluster.main(["discover", "mine", "--force"], os.environ)
+    assert profile.read_bytes() == before
+
+
+def test_a_scheduler_that_is_silent_is_not_called_absent(
+    fake_command: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("scontrol", "sinfo", "sacctmgr", "srun"):
+        fake_command(name, "exec sleep 60")
+    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.5)
+    with pytest.raises(SchedulerError, match="does not answer"):
+        cluster.main(["show"], os.environ)
+
+
+def test_a_machine_without_slurm_has_nothing_but_gaps(tmp_path: Path) -> None:
+    facts = ask_site({"PATH": str(tmp_path)})
+    assert (facts.version, facts.partitions, facts.containers) == ("", (), ())
+    assert facts.gaps[0] == "scontrol show config: there is no scontrol on this machine"
+
+
+def test_gpus_are_asked_for_by_gres_where_cons_tres_is_not(fake_command: Fake) -> None:
+    slurm(fake_command, CONFIG_20_11)
+    assert ask_site(dict(os.environ)).gpu_dialect == "gres"
+
+
+def test_gpus_that_are_a_feature_only_are_asked_for_by_constraint(fake_command: Fake) -> None:
+    slurm(fake_command, scontrol_node="echo 'NodeName=g1 CPUTot=12 AvailableFeatures=gpu,p100 Gres=(null) State=IDLE'")
+    assert ask_site(dict(os.environ)).gpu_dialect == "constraint"
+
+
+@pytest.mark.parametrize("variable", ["LMOD_CMD", "MODULES_CMD"])  # of Lmod, of Environment Modules from 4 on
+def test_modules_that_training_may_need_are_listed(tmp_path: Path, variable: str) -> None:
+    lmod = tmp_path / "lmod"
+    lmod.write_text(
+        "#!/bin/bash\n[ \"$*\" = 'bash -t avail' ] && printf '%s\\n' "
+        "/opt/modules: python/3.11 python/3.12'(default)' gcc/13 lang/CUDA/12.4 pytorch openfoam/11 >&2\n"
+    )
+    lmod.chmod(0o755)
+    facts = ask_site({"PATH": str(tmp_path), variable: str(lmod)})
+    assert facts.modules == ("python/3.11", "python/3.12", "lang/CUDA/12.4", "pytorch")
+
+
+# Kept
+
+
+def test_what_is_written_into_a_profile_is_read_back(fake_command: Fake, tmp_path: Path) -> None:
+    slurm(fake_command)
+    facts = ask_site(dict(os.environ))
+    profile = tmp_path / "mine.yaml"
+    profile.write_text(to_profile(facts))
+    assert read_facts(str(profile)) == facts
+
+
+def test_settings_around_what_is_known_outlive_its_renewal() -> None:
+    old = "# ours\nsite:\n  cluster: old\n\n  accounts:\n  - {name: a}\nlaunch: {account: thesis}  # since March\n"
+    new = renewed(old, SiteFacts(cluster="new"))
+    assert new.startswith("# ours\nlaunch: {account: thesis}  # since March\n\n#")
+    assert new.endswith("site: {cluster: new}\n")
+    assert "old" not in new
+
+
+def test_a_profile_of_settings_alone_knows_nothing_of_its_site(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("launch: {partition: gpu}\n")
+    assert read_facts(str(profile)) is None
+
+
+def test_a_damaged_profile_is_refused_at_its_line(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("launch: {}\nsite:\n  version: '24.05'\n  max_array_size: many\n")
+    with pytest.raises(UserError) as refused:
+        read_facts(str(profile))
+    assert f"{profile}:4" in refused.value.what
+    assert "max_array_size" in refused.value.why
+
+
+def test_partition_facts_of_an_older_kit_are_still_read(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("site: {cluster: a, partitions: [{name: gpu, from_the_future: 1}]}\n")
+    known = read_facts(str(profile))
+    assert known is not None
+    assert known.partitions == (PartitionFacts("gpu"),)

@@ -1,0 +1,229 @@
+"""Commands for a login node, as a shell there takes them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from trainkit.errors import SchedulerError, UserError
+from trainkit.site.ssh import BEGIN, NEEDED, SSH, Host, Sent, Word, run_there, script
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "folder"),
+    [
+        ("login", "login", "trainkit"),
+        ("me@login.example.org", "me@login.example.org", "trainkit"),
+        ("me@login:work/kit", "me@login", "work/kit"),
+        ("login:/scratch/my folder", "login", "/scratch/my folder"),
+    ],
+)
+def test_a_host_is_what_ssh_and_scp_take(text: str, name: str, folder: str) -> None:
+    assert Host.parse(text) == Host(name, folder)
+
+
+@pytest.mark.parametrize("text", ["-oProxyCommand=reboot", "", ":folder", "a b", "login;reboot", "login:a\nb"])
+def test_what_ssh_would_take_for_something_else_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is not a machine"):
+        Host.parse(text)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Host:
+    """A login node whose Python prints what it is told to run, and where."""
+    python = tmp_path / "work" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "in $PWD"; shift 3; cat >/dev/null; printf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    return Host("login", str(tmp_path / "work"))
+
+
+def _run(line: str, content: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    done = subprocess.run(
+        ["sh", "-c", line], input=content, capture_output=True, check=False, env={"PATH": "/usr/bin:/bin"}
+    )
+    begin, _, said = done.stdout.partition(b"\n")
+    assert begin.decode() == BEGIN
+    return subprocess.CompletedProcess(done.args, done.returncode, said, done.stderr)
+
+
+@pytest.mark.parametrize("word", ["a b", "it's", 'say "x"', "$HOME", "`reboot`", "*", "a;b", "back\\slash"])
+def test_every_word_arrives_as_it_was_given(there: Host, word: str) -> None:
+    done = _run(script(there, "jobs.status", [word, "last"]))
+    assert done.stdout.decode().splitlines() == [f"in {there.folder}", "", str(there), "jobs.status", word, "last"]
+
+
+def test_a_path_below_the_folder_is_made_there(there: Host) -> None:
+    done = _run(script(there, "jobs.report", [Word("my data", before="data.root=")]))
+    assert done.stdout.decode().splitlines()[-1] == f"data.root={there.folder}/my data"
+
+
+def test_a_folder_that_is_not_there_is_said_in_three_lines() -> None:
+    done = _run(script(Host("login", "/not/there"), "jobs.status", []))
+    assert done.returncode == 2
+    assert [line.split()[0] for line in done.stderr.decode().splitlines()] == ["login", "why:", "fix:"]
+
+
+def _packed(tmp_path: Path) -> bytes:
+    (tmp_path / "my_model.py").write_text("")
+    return subprocess.run(
+        ["tar", "czf", "-", "-C", str(tmp_path), "my_model.py"], capture_output=True, check=True
+    ).stdout
+
+
+def test_code_that_is_sent_twice_is_there_once_and_commands_run_in_it(there: Host, tmp_path: Path) -> None:
+    code = Sent(_packed(tmp_path))
+    line = script(there, "jobs.submit", ["ddp"], sent=code)
+    for _ in range(2):
+        done = _run(line, code.content)
+        assert done.stdout.decode().splitlines()[0] == f"in {there.folder}/.trainkit/sent/{code.name}"
+    sent = Path(there.folder, ".trainkit/sent")
+    assert sorted(path.name for path in sent.iterdir()) == sorted([code.name, "latest"])
+    assert (sent / "latest" / "my_model.py").is_file()
+    assert sent.stat().st_mode & 0o077 == 0
+    after = _run(script(there, "jobs.status", [])).stdout.decode().splitlines()
+    assert after[1] == f"{there.folder}/.trainkit/sent/latest"  # whose packages are imported
+
+
+def test_code_that_arrives_torn_is_not_run_and_leaves_nothing(there: Host, tmp_path: Path) -> None:
+    code = Sent(_packed(tmp_path))
+    done = _run(script(there, "jobs.submit", ["ddp"], sent=code), code.content[:20])
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"nothing was submitted" in done.stderr
+    assert list(Path(there.folder, ".trainkit/sent").iterdir()) == []
+
+
+def _with_python(folder: Path, text: str) -> bytes:
+    """What a login node says whose Python is this script of the shell."""
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{text}\n")
+    python.chmod(0o755)
+    done = _run(script(Host("login", str(folder)), "jobs.status", []))
+    assert done.returncode == 3
+    assert [line.split()[0] for line in done.stderr.decode().splitlines()[1:]] == ["why:", "fix:"]
+    return done.stderr.splitlines()[0]
+
+
+def test_a_python_without_the_packages_is_told_what_to_install(tmp_path: Path) -> None:
+    without_packages = f'exec {shlex.quote(sys.executable)} -S "$@"'
+    assert b"there has no pydantic" in _with_python(tmp_path, without_packages)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("import sys; sys.version_info = (3, 6, 8)", b"there is Python 3.6, and trainkit needs 3.10."),
+        ("from importlib import metadata; metadata.version = lambda name: '2.1.0+cu118'", b"there has pydantic 2.1.0"),
+    ],
+)
+def test_what_is_too_old_there_is_said(tmp_path: Path, change: str, said: bytes) -> None:
+    text = f'shift 2; code=$1; shift; exec {shlex.quote(sys.executable)} -c "{change}\n$code" "$@"'
+    assert said in _with_python(tmp_path, text.replace("\\n", "\n"))
+
+
+def test_a_machine_without_python_is_said_in_three_lines(tmp_path: Path) -> None:
+    line = script(Host("login", str(tmp_path)), "jobs.status", [])
+    done = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False, env={"PATH": "/none"})
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[0] == "login has no Python."
+
+
+def test_the_versions_that_are_asked_for_there_are_those_of_the_package() -> None:
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    for module, lowest in NEEDED.items():
+        assert re.search(rf'"{"pyyaml" if module == "yaml" else module}>={re.escape(lowest)}[",]', text), module
+
+
+def _env(tmp_path: Path, ssh: str) -> Mapping[str, str]:
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    return {SSH: str(tmp_path / "ssh"), "PATH": "/usr/bin:/bin", "XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+def _heard(host: Host, line: str, env: Mapping[str, str]) -> tuple[int, str]:
+    heard = bytearray()
+    return run_there(host, line, env, heard.extend), heard.decode()
+
+
+def test_no_connection_is_said_as_such(tmp_path: Path) -> None:
+    with pytest.raises(SchedulerError, match="No connection to login"):
+        _heard(Host("login"), "true", _env(tmp_path, "exit 255"))
+
+
+def test_a_connection_that_is_lost_later_is_said_as_such(tmp_path: Path) -> None:
+    with pytest.raises(SchedulerError, match="The connection to login was lost"):
+        _heard(Host("login"), "true", _env(tmp_path, f"echo '{BEGIN}'; exit 255"))
+
+
+def test_a_machine_without_ssh_says_so() -> None:
+    with pytest.raises(SchedulerError, match="no ssh here"):
+        _heard(Host("login"), "true", {SSH: "/no/ssh"})
+
+
+def test_what_a_profile_there_prints_is_no_part_of_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says = f"printf 'Welcome\\033[2J! '; echo '{BEGIN}'; echo [1]; exit 3"
+    assert _heard(Host("login"), "true", _env(tmp_path, says)) == (3, "[1]\n")
+    assert capsys.readouterr().err == "Welcome!\n"
+
+
+def test_a_login_node_that_never_comes_to_the_point_is_left(tmp_path: Path) -> None:
+    with pytest.raises(SchedulerError, match="login does not come to the point"):
+        _heard(Host("login"), "true", _env(tmp_path, "exec yes Welcome"))
+
+
+def test_a_connection_that_is_deaf_is_killed_when_nobody_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.site.ssh._END_SECONDS", 0.2)
+
+    def hear(chunk: bytes) -> None:
+        raise KeyboardInterrupt
+
+    deaf = f"case \"$*\" in *-G*) exit 1; esac; trap '' TERM HUP; echo '{BEGIN}'; echo"
+    env = _env(tmp_path, f"{deaf}; while :; do read -r line; sleep 0.1; done")
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_there(Host("login"), "true", env, hear)
+    assert time.monotonic() - began < 30
+
+
+def _options(tmp_path: Path, configured: str, **env: str) -> str:
+    """The words that ssh is given, for a configuration as ``ssh -G`` tells it."""
+    answers = f'case "$*" in *-G*) {configured} ;; *) echo "{BEGIN}"; echo "$@" ;; esac'
+    return _heard(Host("login"), "true", {**_env(tmp_path, answers), **env})[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "shared"), [("echo controlmaster false", True), ("echo controlmaster auto; echo controlpath /x", False)]
+)
+def test_a_connection_is_shared_unless_the_users_configuration_says_how(
+    tmp_path: Path, said: str, shared: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as short:  # as the path of a socket must be
+        assert ("ControlMaster=auto" in _options(tmp_path, said, XDG_STATE_HOME=short)) == shared
+
+
+def test_where_the_home_folders_path_is_too_long_for_a_socket_it_is_elsewhere(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as short:
+        long = {"XDG_STATE_HOME": str(tmp_path / ("long" * 30)), "XDG_RUNTIME_DIR": short}
+        assert f"ControlPath={short}/trainkit/%C" in _options(tmp_path, "echo controlmaster false", **long)
+        Path(short, "trainkit").chmod(0o755)  # others could enter, and use the connection
+        assert short not in _options(tmp_path, "echo controlmaster false", **long)
+
+
+@pytest.mark.parametrize(("said", "ours"), [("0", True), ("60", False)])
+def test_a_dead_connection_is_noticed_unless_the_users_configuration_says_when(
+    tmp_path: Path, said: str, ours: bool
+) -> None:
+    assert ("ServerAliveInterval" in _options(tmp_path, f"echo serveraliveinterval {said}")) == ours

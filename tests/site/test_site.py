@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainkit.site.profile import Site, count_gpus, discover, read_nodes, read_partitions, visible_gpus
+
+# As a SLURM 22.05.8 printed them, but for what one cluster does not have at once: a drained node, a reason, limits.
+NODES = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=0 CPUEfctv=8 CPUTot=8 CPULoad=6.76 AvailableFeatures=(null) \
+ActiveFeatures=(null) Gres=gpu:4 NodeAddr=10.99.7.1 NodeHostName=n1 Version=22.05.8 OS=Linux 6.18.44 #1 SMP \
+RealMemory=16000 AllocMem=0 FreeMem=17113 Sockets=8 Boards=1 State=IDLE ThreadsPerCore=1 TmpDisk=0 Weight=1 \
+Partitions=main,low,high  BootTime=2026-11-20T09:43:57 CfgTRES=cpu=8,mem=16000M,billing=8,gres/gpu=4 AllocTRES=
+NodeName=n2 CPUEfctv=6 CPUTot=8 Gres=gpu:a100:2(S:0-1),nvme:1 State=IDLE+DRAIN ThreadsPerCore=1 \
+Reason=disk is bad [root@x]
+NodeName=n3 CPUTot=16 Gres=(null) State=MIXED
+"""
+PARTITIONS = """\
+PartitionName=main AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=YES QoS=N/A DefaultTime=00:05:00 \
+MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 MaxCPUsPerNode=UNLIMITED Nodes=n[1-3] PriorityTier=10 \
+State=UP TotalCPUs=32 TotalNodes=3 TRES=cpu=32,mem=62.50G,node=4,billing=32,gres/gpu=16
+PartitionName=short Default=NO MaxNodes=2 MaxTime=1-12:00:00 Nodes=n1 State=UP
+PartitionName=closed Default=NO MaxNodes=1 MaxTime=00:30:00 Nodes=(null) State=INACTIVE
+"""
+
+
+def test_nodes_are_read_with_their_gpus_and_usable_cpus() -> None:
+    nodes = read_nodes(NODES)
+    assert [(node.name, node.cpus, node.gpus, node.up) for node in nodes.values()] == [
+        ("n1", 8, 4, True),
+        ("n2", 6, 2, False),
+        ("n3", 16, 0, True),
+    ]
+
+
+def test_partitions_are_read_with_their_limits_and_nodes() -> None:
+    main, short, closed = read_partitions(PARTITIONS, read_nodes(NODES))
+    assert (main.default, main.max_time_min, main.max_nodes, len(main.nodes)) == (True, None, None, 3)
+    assert (short.default, short.max_time_min, short.max_nodes) == (False, 36 * 60, 2)
+    assert [node.name for node in short.nodes] == ["n1"]
+    assert (closed.up, closed.max_time_min, closed.nodes) == (False, 30, ())
+
+
+def test_the_default_partition_is_the_one_that_no_name_means() -> None:
+    site = Site(True, 0, 1, read_partitions(PARTITIONS, {}))
+    assert site.partition(None) == site.partition("main")
+    assert site.partition("nosuch") is None
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("gpu:4", 4),
+        ("gpu", 1),
+        ("gpu:a100:8", 8),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:2(S:0),gpu:t4:1(S:1),nvme:1", 3),
+        ("(null)", 0),
+        ("nvme:2", 0),
+        ("", 0),
+    ],
+)
+def test_gpus_are_counted_in_generic_resources(gres: str, count: int) -> None:
+    assert count_gpus(gres) == count
+
+
+@pytest.mark.parametrize(
+    ("mask", "present", "count"),
+    [
+        (None, 4, 4),
+        ("", 4, 0),
+        ("0,1", 4, 2),
+        ("5,6", 8, 2),
+        ("5,6", 4, 0),
+        ("0,-1,1", 4, 1),
+        ("1,1", 4, 1),
+        ("GPU-8932f937,GPU-11111111", 4, 2),
+        ("0", 0, 0),
+    ],
+)
+def test_the_visible_device_mask_is_counted_as_cuda_reads_it(mask: str | None, present: int, count: int) -> None:
+    assert visible_gpus(mask, present) == count
+
+
+def test_a_machine_without_sbatch_has_no_slurm(tmp_path: Path) -> None:
+    assert not discover({"PATH": str(tmp_path)}).slurm
+
+
+def test_a_login_node_tells_its_partitions(fake_command: Callable[[str, str], Path]) -> None:
+    fake_command("sbatch", "exit 1")
+    fake_command("scontrol", f"if [ $2 = node ]; then cat <<'E'\n{NODES}\nE\nelse cat <<'E'\n{PARTITIONS}\nE\nfi")
+    site = discover(dict(os.environ))
+    assert site.slurm
+    assert [partition.name for partition in site.partitions] == ["main", "short", "closed"]
+
+
+def test_a_slurm_that_does_not_answer_is_a_slurm_that_is_not_known(fake_command: Callable[[str, str], Path]) -> None:
+    fake_command("sbatch", "exit 1")
+    fake_command("scontrol", "echo 'slurm_load_node: Unable to contact slurm controller' >&2; exit 1")
+    site = discover(dict(os.environ))
+    assert site.slurm
+    assert "Unable to contact" in site.unknown
+
+
+def test_slurms_packages_without_a_cluster_are_no_slurm(fake_command: Callable[[str, str], Path]) -> None:
+    fake_command("sbatch", "exit 1")
+    fake_command("scontrol", "echo 'fatal: Could not establish a configuration source' >&2; exit 1")
+    site = discover(dict(os.environ))
+    assert not site.slurm
+    assert "configured for no cluster" in site.unknown

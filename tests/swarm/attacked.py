@@ -1,0 +1,98 @@
+"""Swarms of real peers with somebody among them who cheats, and what they come to.
+
+Where it can be made, each is in a small internet of its own: the creator has a public address, the volunteers are
+behind two routers that let nobody in, and whoever cheats is behind a third, or public.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.swarm.conftest import Command, Commands
+from tests.swarm.internet import internet_or_loopback
+
+HARDER = ("data.name=tests.swarm.noisy:data", "collaborative.round_seconds=4")
+# What somebody can do whom the owner has trusted to average for others.
+REDUCERS = {"reduces-minus", "reduces-minus-9", "reduces-minus-50", "reduces-noise", "reduces-own", "wrong-state"}
+# Long enough that peers that start slowly have most of it in common.
+SETTINGS = (*HARDER, "collaborative.rounds=24")
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """What a swarm of honest peers, and perhaps an attacker, came to."""
+
+    creator: Command
+    honest: list[Command]
+    attackers: list[Command]
+    run: Path
+    status: str
+
+    @property
+    def loss(self) -> float:
+        """Of the creator's last validation."""
+        done = json.loads((self.run / "summary.json").read_text(encoding="utf-8"))
+        return float(done["val"]["loss"])
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+def swarm(
+    commands: Commands,
+    *attacks: str,
+    honest: int,
+    settings: Sequence[str] = SETTINGS,
+    late: bool = False,
+    until: str = "",
+    seconds: float = 240,
+) -> Swarm:
+    """A creator and ``honest`` more, with an attacker for each of ``attacks``; all of them end with the creator.
+
+    ``late``: one more honest peer joins when all are there, which is when the creator says ``until``.
+
+    The attack ``intruder`` is somebody without an invitation, see there.
+    """
+    with internet_or_loopback(public=2, homes=3) as net:
+        creator, token = commands.create(*settings, host=net.address("pub1"), on=net.on("pub1"))
+
+        def join(name: str, token: str) -> tuple[str, ...]:
+            # Each in a folder of its own, for those that start at once would take the same one.
+            return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
+
+        def start(index: int, name: str) -> Command:
+            return commands.start(*join(name, token), on=net.on(f"lan{1 + index % 2}"))
+
+        reduces = bool(REDUCERS.intersection(attacks))
+        hers = commands.invite("mallory", *(["--reduce"] * reduces))  # of her own: a ban is of all who use it
+
+        def cheat(number: int, attack: str) -> Command:
+            if attack == "intruder":
+                return commands.intrude(token, 10.0, on=net.on("lan3"))
+            # Who wants to be reached has a public address.
+            machine = "pub2" if attack == "impostor" or reduces else "lan3"
+            where = ("--public", "--host", net.address(machine)) if reduces else ()
+            return commands.attack(attack, *join(f"mallory{number or ''}", hers), *where, on=net.on(machine))
+
+        # First of all, for it is slow to start.
+        intruders = [cheat(0, attack) for attack in attacks if attack == "intruder"]
+        peers = [start(index, f"honest-{index}") for index in range(honest)]
+        cheats = [*intruders, *(cheat(*one) for one in enumerate(attacks) if one[1] != "intruder")]
+        # Whose records are lies has no name here; whoever sends no part is in no group.
+        averages = not {"gather", "impostor", "stall"}.intersection(attacks)
+        there = 1 + honest + len(cheats) - len(intruders)
+        creator.says(until or (f"{there} peers averaged" if averages else "mallory"), 120)
+        status = commands.start("swarm", "status", token, on=net.on("lan1"))
+        assert status.ends() == 0, status.output
+        if late:
+            peers.append(start(len(peers), "late"))
+        assert creator.ends(seconds) == 0, creator.output
+        for peer in [*peers, *intruders]:
+            peer.ends(60)
+        assert [peer.process.returncode for peer in peers] == [0] * len(peers), [peer.output for peer in peers]
+        return Swarm(creator, peers, cheats, commands.run("hivemind-0001"), status.output)

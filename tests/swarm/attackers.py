@@ -1,0 +1,298 @@
+"""Peers that cheat: ``python -m tests.swarm.attackers ATTACK VERB ...``, a changed ``python -m jobs.VERB ...``.
+
+Each attack is what somebody can do who changes the code on a machine of their own. They reach as deep as hivemind, so
+that nothing of ours stands between an attacker and the wire.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jobs import cli
+from trainkit.swarm import processes
+
+
+def contribution(change: Callable[[Any], Any], *, weight: float | None = None) -> None:
+    """Change what this peer sends (a vector in shared memory), and the weight that it claims."""
+    from hivemind.averaging import DecentralizedAverager
+    from hivemind.averaging.control import StepControl
+
+    averagers: list[Any] = []
+    step, allow = DecentralizedAverager.step, StepControl.allow_allreduce
+
+    def stepped(self: Any, *args: Any, **options: Any) -> Any:
+        averagers[:] = [self]
+        return step(self, *args, **options)
+
+    def allowed(self: Any) -> None:
+        (averager,) = averagers
+        (vector,) = averager._averaged_tensors
+        vector.copy_(change(vector.clone()))
+        if weight is not None:
+            self.weight = weight
+            if hasattr(averager, "plan"):
+                averager.plan[1:] = weight
+        allow(self)
+
+    DecentralizedAverager.step = stepped
+    StepControl.allow_allreduce = allowed
+
+
+def gather(data: bytes) -> None:
+    """Tell the group ``data`` about this peer."""
+    from hivemind.averaging.control import StepControl
+
+    init = StepControl.__init__
+
+    def made(self: Any, **options: Any) -> None:
+        init(self, **{**options, "data_for_gather": data})
+
+    StepControl.__init__ = made
+
+
+def progress(**lies: Any) -> None:
+    """Publish lies, past the checks that an honest peer makes of its own records."""
+    from dataclasses import replace
+
+    from hivemind.dht.schema import SchemaValidator
+
+    from trainkit.swarm.dht import SwarmDHT
+    from trainkit.swarm.messages import PeerProgress
+
+    publish = SwarmDHT.publish_progress
+
+    def published(self: SwarmDHT, progress: PeerProgress, seconds: float) -> None:
+        publish(self, replace(progress, **lies), seconds)
+
+    SwarmDHT.publish_progress = published  # type: ignore[method-assign]
+    SchemaValidator.validate = lambda self, record: True
+
+
+def probe(*, serves: bool) -> None:
+    """Claim to hold the run's state, of a round far ahead, and give random weights to whoever asks.
+
+    Args:
+        serves: listen as reducers do; else only say so, as a client.
+    """
+    import torch
+
+    from trainkit.swarm import averager, guest
+    from trainkit.swarm.average import Averaging
+    from trainkit.swarm.averager import digest_of, sign_digest
+    from trainkit.swarm.sync_diloco import OuterState
+
+    def state(self: Any) -> Any:
+        print("GAVE AWAY random weights", flush=True)
+        round_index, *tensors = self.common.copy()
+        wrong = [torch.randn_like(tensor) for tensor in tensors]
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index + 1, wrong))}, tuple(wrong), None
+
+    init, honest = Averaging.__init__, OuterState.probe
+
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._can_share = True
+
+    averager._Averager.get_current_state = state  # type: ignore[method-assign]
+    Averaging.__init__ = made  # type: ignore[method-assign]
+    OuterState.probe = lambda self: torch.randn_like(honest(self))  # type: ignore[method-assign]
+    if serves:
+        module: Any = guest
+        opened, prepared = module.open_dht, averager._Averager.__init__
+        # The DHT takes it for a client all the same: nobody dials back a volunteer.
+        module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "0.0.0.0", "proven": False})
+        averager._Averager.__init__ = lambda self, *args, **options: prepared(  # type: ignore[method-assign]
+            self, *args, **{**options, "client_mode": False}
+        )
+    else:
+        Averaging.share = lambda self: None  # type: ignore[method-assign]
+    progress(round=1 << 40, client=not serves)
+
+
+def reduces(change: Callable[[Any, Any], Any]) -> None:
+    """As a reducer give back something else than the average, of as much of the vector as one can get.
+
+    Args:
+        change: makes it of the average and this peer's own part, anew for every peer.
+    """
+    import torch
+
+    from trainkit.swarm import exchange
+    from trainkit.swarm.average import Averaging
+    from trainkit.swarm.exchange import Exchange
+
+    patched: Any = Exchange
+    honest, settled = patched.rpc_aggregate_part, Averaging.settle
+
+    async def answers(self: Any, stream: Any, context: Any) -> Any:
+        index = 0
+        async for answer in honest(self, stream, context):
+            if answer.tensor_part.buffer:
+                own = self.parts_for_local_averaging[index].reshape(-1)
+                average = exchange._read(answer.tensor_part, own.numel())
+                codec = self._sending.codec_of(self._own_first + index, self._sending.codec_back)
+                torch.manual_seed(hash(context.remote_id) % 2**31)
+                answer.tensor_part.CopyFrom(exchange._written(change(average, own), codec))
+                print("GAVE BACK what is no average", flush=True)
+            index += 1
+            yield answer
+
+    def settle(self: Any, *args: Any, **options: Any) -> Any:
+        result = settled(self, *args, **options)
+        self._averager.bandwidth = 1e12
+        return result
+
+    patched.rpc_aggregate_part = answers
+    Averaging.settle = settle  # type: ignore[method-assign]
+
+
+def wrong_state() -> None:
+    """As one of the owner's side: sign random weights as the run's, and be the first whom everybody asks."""
+    import torch
+
+    from trainkit.swarm import averager
+    from trainkit.swarm.average import Averaging
+    from trainkit.swarm.averager import digest_of, sign_digest
+
+    def state(self: Any) -> Any:
+        print("GAVE AWAY random weights", flush=True)
+        round_index, *tensors = self.common.copy()
+        wrong = [torch.randn_like(tensor) for tensor in tensors]
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, wrong))}, tuple(wrong), None
+
+    def share(self: Any) -> None:
+        self._averager.allow_state_sharing = True
+        self._averager.state_sharing_priority = 1e9
+
+    averager._Averager.get_current_state = state  # type: ignore[method-assign]
+    Averaging.share = share  # type: ignore[method-assign]
+
+
+def twice() -> None:
+    """Send every contribution in two calls at once, to count in the place of somebody who is slower."""
+    import asyncio
+
+    from hivemind.proto import averaging_pb2
+
+    from trainkit.swarm.exchange import Exchange
+
+    communicate = Exchange._communicate_with_peer
+
+    async def again(self: Any, peer: Any) -> set[str]:
+        index = self.ordered_peer_ids.index(peer)
+        # hivemind itself gives the parts away once.
+        parts = tuple(part for part, _ in self.tensor_part_container._input_parts_by_peer[index])
+        messages = self._messages(self._first[index], parts, asyncio.Event())
+        stream = await self._get_peer_stub(peer).rpc_aggregate_part(messages)
+        return {averaging_pb2.MessageCode.Name(answer.code) async for answer in stream}
+
+    async def both(self: Any, peer: Any) -> None:
+        if peer == self.peer_id:
+            return
+        first = asyncio.ensure_future(communicate(self, peer))
+        one, two = await asyncio.gather(first, again(self, peer), return_exceptions=True)
+        if isinstance(two, set):  # whichever comes first
+            taken = [not isinstance(one, BaseException), "AVERAGED_PART" in two]
+            print(f"CALLS THAT COUNT: {sum(taken)}, the second said {' '.join(two)}", flush=True)
+        await first
+
+    patched: Any = Exchange
+    patched._communicate_with_peer = both
+
+
+def half() -> None:
+    """Send half of the bytes that a part has."""
+    from trainkit.swarm import exchange
+
+    honest, patched = exchange._written, exchange.__dict__
+
+    def written(*of: Any) -> Any:
+        message = honest(*of)
+        message.buffer = message.buffer[::2]
+        return message
+
+    patched["_written"] = written
+
+
+def stall() -> None:
+    """Take a place in every group, open the call, and never send anything."""
+    import asyncio
+
+    from trainkit.swarm.exchange import Exchange
+
+    async def messages(self: Any, *of: Any) -> Any:
+        await asyncio.sleep(600.0)
+        yield None
+
+    patched: Any = Exchange
+    patched._messages = messages
+
+
+def other_data() -> None:
+    """No lie: a data set of the same name and shape, with other labels."""
+    from tests.swarm import noisy
+
+    honest, patched = noisy._noisy, noisy.__dict__
+    patched["_noisy"] = lambda samples, seed: honest(samples, seed + 10)
+
+
+def other_torch() -> None:
+    """No lie either: another version."""
+    from importlib import metadata
+
+    honest, patched = metadata.version, metadata.__dict__
+    patched["version"] = lambda name: "1.13.1" if name == "torch" else honest(name)
+
+
+def deaf() -> None:
+    """Go on after having been told to leave."""
+    from trainkit.swarm.bans import Excluded
+
+    Excluded.require_welcome = lambda self: None  # type: ignore[method-assign]
+
+
+ATTACKS: dict[str, Callable[[], None]] = {
+    "turned": lambda: contribution(lambda vector: -vector),
+    "times-9": lambda: contribution(lambda vector: -9 * vector),
+    "times-50": lambda: contribution(lambda vector: -50 * vector),
+    "times1000": lambda: contribution(lambda vector: 1000 * vector),
+    "nan": lambda: contribution(lambda vector: vector * float("nan")),
+    "weight": lambda: contribution(lambda vector: -vector, weight=1e9),
+    "gather": lambda: gather(b"\xc1garbage"),
+    "name": lambda: progress(name="\x1b]0;owned\x07\x1b[2J\u202eeve\r\nmallory\n" + "x" * 40),
+    "loss": lambda: progress(loss=float("inf")),
+    "speed": lambda: progress(samples_per_sec=1e300),
+    "gathered": lambda: progress(samples=1 << 50, samples_per_sec=1e9),
+    "ahead": lambda: progress(round=10**6, client=False),
+    "reduces-noise": lambda: reduces(lambda average, own: own.norm() * own.new_empty(own.shape).normal_()),
+    "reduces-minus": lambda: reduces(lambda average, own: -average),
+    "reduces-minus-9": lambda: reduces(lambda average, own: -9 * average),
+    "reduces-minus-50": lambda: reduces(lambda average, own: -50 * average),
+    "reduces-own": lambda: reduces(lambda average, own: own),
+    "wrong-state": wrong_state,
+    "half": half,
+    "twice": twice,
+    "stall": stall,
+    "deaf": deaf,
+    "other-data": other_data,
+    "other-torch": other_torch,
+    "probe": lambda: probe(serves=False),
+    "impostor": lambda: probe(serves=True),
+}
+
+
+def main() -> None:
+    """Change the code, then run the command."""
+    attack, verb, *words = sys.argv[1:]
+    processes.require_hivemind()
+    ATTACKS[attack]()
+    command = importlib.import_module(f"jobs.{verb}")
+    sys.argv = [f"jobs/{verb}.py", *words]
+    cli.run(command.main)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Peers as a user starts them: processes of the real commands on this machine, ended by their ids."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import readme
+
+PROJECT = Path(__file__).resolve().parents[2]
+TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+    """Fail with ``what`` if ``condition`` is not true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
+        time.sleep(0.1)
+
+
+@dataclass
+class Command:
+    """One started command, its output, and every process it has had."""
+
+    process: subprocess.Popen[bytes]
+    file: Path
+    family: set[psutil.Process] = field(default_factory=set)
+
+    @property
+    def output(self) -> str:
+        return self.file.read_text(encoding="utf-8", errors="replace")
+
+    def note_family(self) -> None:
+        """Remember the processes that it has now."""
+        try:
+            own = psutil.Process(self.process.pid)
+            self.family.update({own, *own.children(recursive=True)})
+        except psutil.NoSuchProcess:
+            return
+
+    def says(self, pattern: str, seconds: float = 90.0) -> re.Match[str]:
+        """Wait for a line of its output."""
+
+        def found() -> bool:
+            self.note_family()
+            text = self.output
+            if re.search(pattern, text, re.MULTILINE) is None:
+                over = self.process.poll() is not None and re.search(pattern, self.output, re.MULTILINE) is None
+                assert not over, f"ended with {self.process.returncode}: {text}"
+            return re.search(pattern, text, re.MULTILINE) is not None
+
+        wait_for(found, seconds, lambda: f"{pattern!r} in {self.output}")
+        match = re.search(pattern, self.output, re.MULTILINE)
+        assert match is not None
+        return match
+
+    def ends(self, seconds: float = 90.0) -> int:
+        """Wait for its end; its exit code."""
+
+        def over() -> bool:
+            self.note_family()
+            return self.process.poll() is not None
+
+        try:
+            wait_for(over, seconds, f"the end of {self.process.args!r}")
+        except AssertionError as error:
+            self.process.send_signal(signal.SIGABRT)  # it says where it hangs
+            self.process.wait(10)
+            raise AssertionError(f"{error}: {self.output}") from None
+        return int(self.process.returncode)
+
+    def alive(self) -> list[psutil.Process]:
+        """Its processes that still run. What has ended and waits for its parent does not count."""
+        return [one for one in self.family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@dataclass
+class Commands:
+    """Starts commands in a folder of the test's own."""
+
+    folder: Path
+    started: list[Command] = field(default_factory=list)
+
+    @property
+    def runs_root(self) -> Path:
+        """Where their run folders are."""
+        return self.folder / "runs"
+
+    def run(self, name: str) -> Path:
+        """A run folder."""
+        return self.runs_root / name
+
+    def start(self, *words: str, on: tuple[str, ...] = ()) -> Command:
+        """``python -m jobs.<words>``; ``on``: what starts it on another machine."""
+        return self._start(f"jobs.{words[0]}", *words[1:], on=on)
+
+    def attack(self, *words: str, on: tuple[str, ...] = ()) -> Command:
+        """``python -m tests.swarm.attackers ATTACK VERB ...``."""
+        return self._start("tests.swarm.attackers", *words, on=on)
+
+    def intrude(self, token: str, seconds: float, *, on: tuple[str, ...] = ()) -> Command:
+        """``python -m tests.swarm.intruder``, to whom somebody with a token has told all but that."""
+        code = (
+            "import sys\n"
+            "from trainkit.swarm.admission import with_token\n"
+            "from trainkit.swarm.agreement import meeting_place\n"
+            "from trainkit.swarm.reader import open_reader\n"
+            "with open_reader(with_token(sys.argv[1])) as asked:\n"
+            "    (manifest,) = asked.read().manifests.values()\n"
+            "    print(meeting_place(manifest.run_id, manifest.facts))\n"
+        )
+        env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+        asking = [*on, sys.executable, "-c", code, token]
+        done = subprocess.run(asking, env=env, capture_output=True, text=True, check=True)
+        prefix = f"{done.stdout.strip()}_common"
+        return self._start("tests.swarm.intruder", self.address(), prefix, str(seconds), on=on)
+
+    def _start(
+        self, module: str, *words: str, on: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    ) -> Command:
+        file = self.folder / f"{len(self.started)}-{module}.txt"
+        with file.open("wb") as out:
+            process = subprocess.Popen(
+                [*on, sys.executable, "-m", module, *words],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(PROJECT),
+                    "TRAINKIT_RUNS": str(self.runs_root),
+                    "XDG_STATE_HOME": str(self.folder / "state"),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONFAULTHANDLER": "1",
+                    **(env or {}),
+                },
+                start_new_session=True,
+            )
+        command = Command(process, file)
+        self.started.append(command)
+        return command
+
+    def type_in(self, line: str, *more: str, on: tuple[str, ...] = ()) -> Command:
+        """A line as a user types it, ``VARIABLE=... python -m jobs.VERB ...``, and what a test adds to it."""
+        words = shlex.split(line)
+        env = dict(word.split("=", 1) for word in takewhile(lambda word: word != "python", words))
+        python, dash_m, verb, *words = words[len(env) :]
+        assert (python, dash_m, verb[:5]) == ("python", "-m", "jobs.")
+        return self._start(verb, *words, *more, on=on, env=env)
+
+    def create(self, *overrides: str, host: str = "127.0.0.1", on: tuple[str, ...] = ()) -> tuple[Command, str]:
+        """A creator, by the README's first line, and the token that it prints."""
+        fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", host]
+        model = "model.name=tests.swarm.patient:model"
+        creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, model, *overrides, on=on)
+        return creator, creator.says(TOKEN)[1]
+
+    def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:
+        """A peer that joins what `create` made."""
+        return self.start("join", token, "--allow-code", *words, on=on)
+
+    def status(self, token: str, *, on: tuple[str, ...] = ()) -> dict[str, Any]:
+        """What ``swarm status --json`` says; before it stands that others see the token."""
+        asked = self.start("swarm", "status", token, "--json", on=on)
+        assert asked.ends() == 0, asked.output
+        return dict(json.loads(asked.output[asked.output.index("{") :]))
+
+    def address(self) -> str:
+        """Of the first swarm that was created."""
+        return (self.run("hivemind-0001") / "swarm_address").read_text(encoding="utf-8").split()[0]
+
+    def invite(self, name: str, *words: str) -> str:
+        """The token that the creator of the first swarm gets for ``name``."""
+        invited = self.start("swarm", "invite", name, "hivemind-0001", *words)
+        token = invited.says(TOKEN)[1]
+        assert invited.ends() == 0
+        return token
+
+
+@contextmanager
+def started_in(folder: Path) -> Iterator[Commands]:
+    """Starts commands; at the end all of their processes must be gone, and are made to go."""
+    starter = Commands(folder)
+    try:
+        yield starter
+    finally:
+        for command in starter.started:
+            command.note_family()
+            if command.process.poll() is None:
+                command.process.send_signal(signal.SIGKILL)
+                command.process.wait(10)
+        left = [one for command in starter.started for one in command.alive()]
+        _, left = psutil.wait_procs(left, timeout=15)
+        for one in left:
+            one.kill()
+        assert left == []
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    """`started_in` a folder of the test's own."""
+    with started_in(tmp_path) as starter:
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def hivemind_here() -> Iterator[None]:
+    """hivemind in this process. It wants processes started in a way of its own; other tests do not."""
+    from trainkit.swarm import processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HIVEMIND_LOGLEVEL", "CRITICAL")
+        patch.setenv("GOMP_SPINCOUNT", "0")
+        processes.require_hivemind()
+        yield
+    multiprocessing.set_start_method(None, force=True)

@@ -1,0 +1,98 @@
+"""Volunteers on machines with faults: a full disk, a clock that is off. The swarm does not care. One story."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.conftest import Command, Commands, started_in
+from tests.swarm.test_full_disk import fill, small_disk
+
+pytestmark = [pytest.mark.swarm, pytest.mark.long]
+
+
+@dataclass
+class Story:
+    """A creator, and a volunteer whose disk is full from its third round on, to the end."""
+
+    commands: Commands
+    creator: Command
+    full: Command
+    run: Path
+    """Of the volunteer."""
+    off: dict[str, Command]
+    """What was tried with a clock that is off."""
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    folder = tmp_path_factory.mktemp("swarm")
+    with small_disk(folder / "disk"), started_in(folder) as commands:
+        creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=60")
+        run = folder / "disk" / "anna"
+        full = commands.join(token, "--name", "anna", "--run-dir", str(run))
+        full.says(r"(2 peers averaged(.*\n)+.*){2}")
+        fill(folder / "disk" / "ballast")
+        full.says("cannot write into the run folder")
+        told = full.output.count("2 peers averaged")
+        words = {
+            "fast": ("3600", "jobs.join", token, "--allow-code"),
+            "slow": ("-3600", "jobs.join", token, "--allow-code"),
+            "a little": ("2.5", "jobs.join", token, "--allow-code"),
+            "status": ("3600", "jobs.swarm", "status", token),
+            "doctor": ("3600", "jobs.swarm", "doctor", token),
+        }
+        off = {name: commands._start("tests.swarm.elsewhen", *own) for name, own in words.items()}
+        for command in off.values():
+            command.ends()
+        full.says(rf"(2 peers averaged(.*\n)+.*){{{told + 3}}}")
+        creator.process.send_signal(signal.SIGINT)
+        for command in (creator, full):
+            command.ends()
+        yield Story(commands, creator, full, run, off)
+
+
+def test_a_volunteer_whose_disk_is_full_trains_on_and_says_so_once(story: Story) -> None:
+    assert story.full.output.count("cannot write into the run folder: No space left on device") == 1
+    assert "Traceback" not in story.full.output
+    assert story.full.process.returncode == 1
+    assert "There is no room for the results of anna." in story.full.output
+
+
+def test_and_the_swarm_does_not_notice(story: Story) -> None:
+    rounds = re.findall(r"^round .*", story.creator.output, re.MULTILINE)
+    with_it = rounds[next(index for index, line in enumerate(rounds) if "2 peers averaged" in line) :]
+    assert len(with_it) >= 5
+    assert [line for line in with_it[:-1] if "2 peers averaged" not in line] == []
+
+
+def test_what_was_measured_before_is_whole(story: Story) -> None:
+    lines = (story.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["split"] for line in lines if line.endswith("}")][:2] == ["train", "train"]
+
+
+@pytest.mark.parametrize("clock", ["fast", "slow", "status"])
+def test_a_clock_that_is_an_hour_off_is_named_with_its_remedy(story: Story, clock: str) -> None:
+    command = story.off[clock]
+    assert command.process.returncode == 2, command.output
+    assert "The clock of this machine differs from the swarm's by more than three seconds." in command.output
+    assert "timedatectl set-ntp true" in command.output
+
+
+def test_one_that_is_off_by_less_than_hivemind_minds_is_named_too(story: Story) -> None:
+    """Its peer would find the others in no round, and would not know why."""
+    command = story.off["a little"]
+    assert command.process.returncode == 2, command.output
+    assert re.search(r"The clock of this machine is \d\.\d s ahead of the swarm's\.", command.output), command.output
+
+
+def test_so_does_the_doctor(story: Story) -> None:
+    doctor = story.off["doctor"]
+    assert doctor.process.returncode == 2, doctor.output
+    assert re.search(r"^FAIL +clock .*\n +fix: Set it: `timedatectl set-ntp true`", doctor.output, re.MULTILINE)

@@ -1,0 +1,165 @@
+"""A creator that is killed, or sleeps, and volunteers behind routers, who find it again by themselves: one story."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.swarm.conftest import TOKEN, Command, Commands, started_in
+from tests.swarm.internet import internet
+
+pytestmark = [pytest.mark.swarm, pytest.mark.long]
+
+ROUND_SECONDS = 4
+SETTINGS = (
+    "monitor.loggers=[jsonl]",
+    "collaborative.matchmaking_seconds=1.5",
+    f"collaborative.round_seconds={ROUND_SECONDS}",
+    "collaborative.rounds=120",
+    "model.name=tests.swarm.patient:model",
+)
+
+
+@dataclass
+class Story:
+    """The creator is killed while it saves, the volunteers wait, it is resumed, sleeps for three rounds, leaves by
+    Ctrl-C, and is resumed once more."""
+
+    commands: Commands
+    creator: Command
+    again: Command
+    volunteers: list[Command]
+    last: Command
+    addresses: list[str]
+    """Of the creator, each time."""
+    cut: str
+    """The checkpoint on which the kill has left nothing but a beginning."""
+
+
+def sleep_for(command: Command, seconds: float) -> None:
+    """As a laptop whose lid is closed: none of its processes does anything."""
+    command.note_family()
+    for one in command.alive():
+        with suppress(psutil.NoSuchProcess):
+            one.suspend()
+    time.sleep(seconds)
+    for one in command.alive():
+        with suppress(psutil.NoSuchProcess):
+            one.resume()
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    with internet(public=1, homes=2) as net, started_in(tmp_path_factory.mktemp("swarm")) as commands:
+        create = ("swarm", "create", "hivemind", "--name", "creator", "--port", "4711", "--allow-code", *SETTINGS)
+        creator = commands.start(*create, on=net.on("pub1"))
+        token = creator.says(TOKEN)[1]
+        addresses = [commands.address()]
+        volunteers = [
+            commands.join(token, "--name", name, on=net.on(f"lan{number}"))
+            for number, name in ((1, "anna"), (2, "ben"))
+        ]
+        creator.says("anna has joined")
+        creator.says(r"round [3-9]/.* 3 peers averaged.*val loss")  # so that there are two checkpoints
+        creator.note_family()
+        creator.process.kill()
+        creator.process.wait(10)
+        newest = (commands.run("hivemind-0001") / "checkpoints" / "latest").resolve()
+        weights = newest / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        for peer in volunteers:
+            peer.says("Waiting for it for up to 24 hours")
+        run = str(commands.run("hivemind-0001"))
+        again = commands.start("resume", run, "--allow-code", on=net.on("pub1"))
+        again.says("3 peers averaged", 120)
+        addresses.append(commands.address())
+        sleep_for(again, 3.5 * ROUND_SECONDS)
+        slept = len(again.output)
+        again.says(rf"(?s)\A.{{{slept}}}.*3 peers averaged", 120)
+        again.process.send_signal(signal.SIGINT)
+        for command in (again, *volunteers):
+            command.ends()
+        last = commands.start("swarm", "create", "--resume", run, "--allow-code", "--no-train", on=net.on("pub1"))
+        last.says(r"round \d+/120")
+        addresses.append(commands.address())
+        last.process.send_signal(signal.SIGINT)
+        last.ends()
+        yield Story(commands, creator, again, volunteers, last, addresses, newest.name)
+
+
+def rounds_in(output: str) -> list[int]:
+    lines = [line for line in output.splitlines() if line.startswith("round ")]
+    return [int(line.split()[1].partition("/")[0]) for line in lines]
+
+
+def events(run: Path, kind: str) -> int:
+    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return sum(json.loads(line)["event"] == kind for line in lines)
+
+
+def test_the_creator_comes_back_under_its_address(story: Story) -> None:
+    assert len(story.addresses) == 3
+    assert len(set(story.addresses)) == 1
+
+
+def test_its_rounds_go_on_after_the_last_one_that_was_saved(story: Story) -> None:
+    last = rounds_in(story.creator.output)[-1]  # whose checkpoint may have been on its way, and the one before is cut
+    assert last - 2 <= rounds_in(story.again.output)[0] <= last + 1
+
+
+def test_a_checkpoint_that_the_kill_has_cut_short_is_passed_over_and_that_is_said(story: Story) -> None:
+    assert story.cut in story.again.output
+    assert rounds_in(story.again.output)[0] > 1  # it has not begun anew
+
+
+def test_volunteers_who_only_call_out_keep_their_weights_and_come_back_by_themselves(story: Story) -> None:
+    for peer in story.volunteers:
+        before, _, after = peer.output.partition("Back in hivemind-0001, in round")
+        assert "The weights of round" in before
+        assert before.count("Nobody of the swarm answers") == 1
+        assert "3 peers averaged" in after
+    for run in story.commands.runs_root.glob("*-peer-*"):
+        assert list(run.glob("checkpoints/step-*/common.safetensors"))
+        assert events(run, "swarm_lost") == events(run, "swarm_back") >= 1
+
+
+def test_it_says_what_it_goes_on_with(story: Story) -> None:
+    output = story.last.output
+    said = re.search(r"^Goes on after round (\d+): .*; the optimizer within rounds begins anew\.$", output, re.M)
+    assert said is not None
+    assert rounds_in(output)[0] > int(said[1])
+
+
+def test_a_creator_that_has_slept_goes_on_with_the_round_that_it_is_by_then(story: Story) -> None:
+    rounds = rounds_in(story.again.output)
+    skipped = [after - before for before, after in pairwise(rounds) if after > before + 1]
+    assert rounds == sorted(set(rounds))
+    assert any(2 <= gap <= 6 for gap in skipped)
+
+
+def test_ctrl_c_is_a_stop_that_can_be_resumed_and_not_an_end(story: Story) -> None:
+    assert story.again.process.returncode == 0
+    assert "Go on with it: python -m jobs.resume" in story.again.output
+    assert [peer.process.returncode for peer in story.volunteers] == [0, 0]
+    assert rounds_in(story.last.output)[0] > rounds_in(story.again.output)[-1] - 2
+
+
+def test_a_creator_that_does_not_train_still_judges(story: Story) -> None:
+    assert "images/s here" not in story.last.output
+    assert "val acc1" in story.last.output
+    assert story.last.process.returncode == 0
+
+
+def test_the_key_is_in_the_run_folder_for_its_user_alone(story: Story) -> None:
+    key = story.commands.run("hivemind-0001") / "swarm_identity"
+    assert key.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,235 @@
+"""What peers must have alike to train together: what is computed, and not how it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.config.loading import load
+from trainkit.data import build_data
+from trainkit.data.base import Splits
+from trainkit.data.loader import TensorSamples
+from trainkit.errors import RefusedError
+from trainkit.swarm import agreement
+from trainkit.swarm.agreement import (
+    code_facts,
+    facts_of,
+    installed,
+    meaning_of,
+    meeting_place,
+    parameters_in,
+    require_same,
+)
+
+CONFIG = load("hivemind").config
+
+CODE = b'''
+"""Doubles."""
+@decorated(by=1)
+class A(B):
+    """A class."""
+
+    def double(self, number, *more, key=2.0):  # a comment
+        """Twice."""
+        if (twice := 2 * number) > 5e-1:
+            return f"{twice:>{key}} of {number!r}"
+        with open("x") as file, other():
+            yield from (a for a in file if a)
+        match number:
+            case [1, *rest]:
+                return lambda: -key
+'''
+
+
+def test_comments_docstrings_and_layout_are_no_difference() -> None:
+    bare = CODE.replace(b'"""Doubles."""\n', b"").replace(b"  # a comment", b"").replace(b'        """Twice."""\n', b"")
+    wrapped = bare.replace(b"(a for a in file if a)", b"(\n  a\n  for a in file if a)").replace(b"5e-1", b"0.5")
+    assert meaning_of(CODE) == meaning_of(bare) == meaning_of(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        (b"2 * number", b"3 * number"),
+        (b"2 * number", b"2 + number"),
+        (b"> 5e-1", b">= 5e-1"),
+        (b"key=2.0", b"key=2"),
+        (b"!r", b""),
+        (b"-key", b"+key"),
+        (b"by=1", b"by=-1"),
+        (b'"x"', b'"y"'),
+        (b"[1, *rest]", b"[1]"),
+    ],
+)
+def test_whatever_changes_what_is_computed_is_a_difference(was: bytes, becomes: bytes) -> None:
+    assert CODE.count(was) == 1
+    assert meaning_of(CODE) != meaning_of(CODE.replace(was, becomes))
+
+
+def test_every_version_of_python_reads_the_same_meaning() -> None:
+    assert agreement._hash([meaning_of(CODE)]) == "214ea2466304"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    for name in ("data/order", "models/net", "training/update", "training/deep/er", "report/page"):
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f'"""{name}"""\nx = 1\n')
+    (tmp_path / "collaborative").mkdir()
+    for name in ("clock", "codecs", "common", "exchange", "gradients", "outer", "parts", "doctor"):
+        (tmp_path / "collaborative" / f"{name}.py").write_text("x = 1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "differs"),
+    [
+        ("data/order", ["code of data"]),
+        ("models/net", ["code of models"]),
+        ("training/deep/er", ["code of training"]),
+        ("training/new", ["code of training"]),
+        ("collaborative/common", ["code of collaborative"]),
+        ("collaborative/doctor", []),
+        ("report/page", []),
+    ],
+)
+def test_it_is_said_which_room_of_the_code_differs_if_it_decides_what_is_computed(
+    package: Path, file: str, differs: list[str]
+) -> None:
+    before = code_facts(package, ())
+    (package / f"{file}.py").write_text('"""New words."""\nx = 2\n')
+    after = code_facts(package, ())
+    assert [key for key in after if after[key] != before[key]] == differs
+
+
+def test_the_files_that_are_looked_at_exist() -> None:
+    found = code_facts(Path(agreement.__file__).parents[1], ())
+    assert list(found) == ["code of data", "code of models", "code of training", "code of collaborative"]
+
+
+def test_a_module_of_ones_own_that_the_run_names_counts(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = tmp_path / "mine_of_facts.py"
+    own.write_text("size = 1\n")
+    before = code_facts(package, ["mine_of_facts:build", "digits"])
+    own.write_text("size = 1  # tried 3\n")
+    assert code_facts(package, ["mine_of_facts:build", "digits"]) == before
+    own.write_text("size = 3\n")
+    after = code_facts(package, ["mine_of_facts:build", "digits"])
+    assert [key for key in after if after[key] != before[key]] == ["code of mine_of_facts"]
+
+
+def test_everything_in_which_a_peer_differs_is_said_with_both_values_and_a_remedy() -> None:
+    theirs = {"torch": "2.6", "seed": "0", "data": "digits", "code of training": "ab12", "timm": "1.0.9"}
+    ours = {"torch": "2.7", "seed": "0", "data": "digits, 9 classes", "code of training": "cd34"}
+    with pytest.raises(RefusedError) as refused:
+        require_same(theirs, ours)
+    error = refused.value
+    assert error.what == "This peer differs from the run in: code of training, data, timm, torch."
+    assert error.why == (
+        "code of training: cd34 here, ab12 in the run; data: digits, 9 classes here, digits in the run; "
+        "timm: none here, 1.0.9 in the run; torch: 2.7 here, 2.6 in the run."
+    )
+    assert error.fix == (
+        "Give data.root the folder of the very same data set. "
+        "Use the creator's version of trainkit, and of code of one's own. Install timm 1.0.9, torch 2.6."
+    )
+
+
+def test_who_is_alike_is_welcome_and_meets_the_others() -> None:
+    here, there = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
+    require_same(here, there)
+    assert meeting_place("run-1", here) == meeting_place("run-1", there)
+
+
+@pytest.mark.parametrize("changed", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}])
+def test_who_differs_would_look_for_the_others_elsewhere(changed: dict[str, str]) -> None:
+    assert meeting_place("run-1", changed) != meeting_place("run-1", {"a": "1", "b": "2"})
+
+
+@pytest.mark.parametrize(
+    ("version", "same"),
+    [("2.6.1", True), ("2.6.0+cpu", True), ("2.6.0+cu124", True), ("2.7.0", False), ("3.6.0", False)],
+)
+def test_a_third_digit_or_a_build_for_another_device_is_no_other_version(
+    version: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "2.6.0")
+    before = installed()
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    assert (installed() == before) == same
+
+
+@pytest.fixture(scope="module")
+def splits() -> Splits:
+    return build_data(CONFIG.data)
+
+
+def net(width: int = 4, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))
+
+
+Differing = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def differing() -> Iterator[Differing]:
+    """Keys in which a peer differs from one with the digits and `net`, but for the code, which is the same here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "code_facts", lambda package, plugins: {})
+        before = facts_of(CONFIG, build_data(CONFIG.data), net())
+
+        def keys(splits: Splits, model: nn.Module, **settings: Any) -> list[str]:
+            after = facts_of(CONFIG.model_copy(update=settings), splits, model)
+            return [key for key in before if before[key] != after[key]]
+
+        yield keys
+
+
+def test_the_same_run_on_another_machine_is_the_same(splits: Splits, differing: Differing) -> None:
+    assert differing(splits, net()) == []
+
+
+def test_what_a_model_begins_with_comes_from_the_swarm_and_its_shapes_must_be_alike(
+    splits: Splits, differing: Differing
+) -> None:
+    assert differing(splits, net(seed=1)) == []
+    assert differing(splits, net(width=5)) == ["model"]
+    assert differing(splits, net().double()) == ["model"]
+
+
+def test_another_seed_is_a_difference(splits: Splits, differing: Differing) -> None:
+    assert differing(splits, net(), seed=1) == ["seed"]
+
+
+def test_other_samples_of_the_same_shape_are_a_difference(splits: Splits, differing: Differing) -> None:
+    train = splits.train
+    assert isinstance(train, TensorSamples)
+    for images, labels in (
+        (train.images.flip(0), train.labels),
+        (train.images, (train.labels + 1) % 10),
+        (train.images[:-1], train.labels[:-1]),
+    ):
+        assert differing(replace(splits, train=TensorSamples(images, labels)), net()) == ["data"]
+
+
+def test_other_classes_are_a_difference(splits: Splits, differing: Differing) -> None:
+    names = tuple(reversed(splits.info.class_names))
+    assert differing(replace(splits, info=replace(splits.info, class_names=names)), net()) == ["data"]
+
+
+def test_the_number_of_parameters_is_read_from_what_was_published() -> None:
+    known = facts_of(CONFIG, build_data(CONFIG.data), net())
+    assert parameters_in(known) == sum(parameter.numel() for parameter in net().parameters())
+    assert [parameters_in({"model": text}) for text in ("", "many parameters", "-5 parameters")] == [0, 0, 0]

@@ -1,0 +1,241 @@
+"""Signatures, invitations and tokens: every way in which they can be forged, and what is said."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from trainkit.errors import UserError
+from trainkit.swarm import invitations
+from trainkit.swarm.address import EXAMPLE
+from trainkit.swarm.invitations import (
+    NOBODY,
+    Grant,
+    Key,
+    Pass,
+    UntrustedError,
+    is_signed,
+    looks_like,
+    open_pass,
+    pack,
+    read_statement,
+    read_token,
+    unpack,
+    write_token,
+)
+
+OWNER = Key(b"o" * 32)
+STRANGER = Key(b"s" * 32)
+NOW = 1_800_000_000.0
+
+
+def anna(role: invitations.Role = "volunteer", owner: Key = OWNER, expires: float = NOW + 60) -> Pass:
+    return invitations.grant(owner, "digits-0001", "anna", role, expires)
+
+
+def read(data: bytes, purpose: str = "peer", *, open_run: bool = False, now: float = NOW) -> invitations.Statement:
+    return read_statement(data, purpose, owner=OWNER.public, open_run=open_run, now=now)
+
+
+def refusal(data: bytes, purpose: str = "peer", *, open_run: bool = False, now: float = NOW) -> str:
+    with pytest.raises(UntrustedError) as caught:
+        read(data, purpose, open_run=open_run, now=now)
+    return str(caught.value)
+
+
+# Signatures
+
+
+def test_a_signature_is_for_one_key_one_purpose_and_one_content() -> None:
+    signature = OWNER.sign("grant", b"content")
+    assert is_signed(OWNER.public, signature, "grant", b"content")
+    assert not is_signed(STRANGER.public, signature, "grant", b"content")
+    assert not is_signed(OWNER.public, signature, "state", b"content")
+    assert not is_signed(OWNER.public, signature, "grant", b"content ")
+    assert not is_signed(OWNER.public, signature[:-1], "grant", b"content")
+    assert not is_signed(b"", signature, "grant", b"content")
+
+
+def test_purpose_and_content_cannot_be_shifted_into_each_other() -> None:
+    assert not is_signed(OWNER.public, OWNER.sign("ab", b"c"), "a", b"bc")
+
+
+def test_parts_come_out_as_they_went_in_and_what_is_cut_or_longer_is_refused() -> None:
+    packed = pack([b"", b"two", b"\x00" * 300])
+    assert unpack(packed, 3) == [b"", b"two", b"\x00" * 300]
+    for wrong in (packed[:-1], packed + b"x", b"", b"\xff\xff\xff\xff", packed[:2]):
+        with pytest.raises(UntrustedError):
+            unpack(wrong, 3)
+
+
+# Statements
+
+
+def test_what_an_invited_peer_says_is_believed_with_the_owners_public_key_alone() -> None:
+    said = read(anna("reducer").state("peer", b"my key"))
+    assert (said.grant.name, said.grant.role, said.grant.run, said.content) == (
+        "anna",
+        "reducer",
+        "digits-0001",
+        b"my key",
+    )
+
+
+def test_what_was_said_for_one_purpose_is_nothing_for_another() -> None:
+    assert refusal(anna().state("state", b"x"), "peer") == "it was not signed with the key of its invitation"
+
+
+def test_an_invitation_by_somebody_else_is_none() -> None:
+    assert refusal(anna(owner=STRANGER).state("peer", b"x")) == "it is an invitation to another run"
+
+
+def test_a_stranger_cannot_sign_in_the_owners_name() -> None:
+    forged = Grant("digits-0001", OWNER.public, STRANGER.public, "eve", "owner", int(NOW + 60))
+    own = Pass(forged, STRANGER.sign("grant", forged.to_bytes()), STRANGER)
+    assert refusal(own.state("peer", b"x")) == "the owner has not signed it"
+
+
+@pytest.mark.parametrize(
+    "change", [{"role": "reducer"}, {"expires": int(NOW) + 9999}, {"name": "bo"}, {"key": STRANGER.public}]
+)
+def test_nothing_in_an_invitation_can_be_changed(change: dict[str, object]) -> None:
+    own = anna()
+    changed = Pass(replace(own.grant, **change), own.signature, STRANGER if "key" in change else own.key)  # type: ignore[arg-type]
+    assert refusal(changed.state("peer", b"x")) == "the owner has not signed it"
+
+
+def test_an_invitation_is_of_no_use_without_its_secret_key() -> None:
+    assert refusal(replace(anna(), key=STRANGER).state("peer", b"x")).startswith("it was not signed with the key")
+
+
+def test_an_invitation_ends_on_the_second() -> None:
+    said = anna(expires=NOW + 60).state("peer", b"x")
+    assert read(said, now=NOW + 59.9).content == b"x"
+    assert refusal(said, now=NOW + 60) == "its invitation has expired"
+
+
+def test_what_is_cut_short_lengthened_or_changed_in_any_byte_is_refused() -> None:
+    said = anna().state("peer", b"x")
+    for size in range(0, len(said), 7):
+        refusal(said[:size])
+    refusal(said + b"\x00")
+    for at in range(0, len(said), 11):
+        refusal(said[:at] + bytes([said[at] ^ 1]) + said[at + 1 :])
+
+
+def test_a_huge_one_is_refused_before_it_is_looked_at() -> None:
+    assert refusal(anna().state("peer", b"x" * 70_001)) == "it is too long"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"[]",
+        b"null",
+        b"{}",
+        b"\xff",
+        b"[" * 60_000,
+        b'["run","YQ","YQ","anna","volunteer",1900000000]',
+        json.dumps(["r", "A" * 43, "A" * 43, "anna", "king", 1_900_000_000]).encode(),
+        json.dumps(["r", "A" * 43, "A" * 43, "an\x1b[31mna", "volunteer", 1_900_000_000]).encode(),
+        json.dumps(["r", "A" * 43, "A" * 43, "a" * 65, "volunteer", 1_900_000_000]).encode(),
+        json.dumps(["r", "A" * 43, "A" * 43, 5, "volunteer", 1_900_000_000]).encode(),
+        json.dumps(["r", "A" * 43, "A" * 43, "anna", "volunteer", "soon"]).encode(),
+        json.dumps(["r", "A" * 43, "A" * 43, "anna", "volunteer", True]).encode(),
+        b'["r","' + b"A" * 43 + b'","' + b"A" * 43 + b'","anna","volunteer",1e400]',
+        json.dumps(["r", "A" * 42 + "!", "A" * 43, "anna", "volunteer", 1_900_000_000]).encode(),
+        json.dumps(["r", 7, "A" * 43, "anna", "volunteer", 1_900_000_000]).encode(),
+    ],
+)
+def test_a_grant_has_its_types_and_sizes_or_is_none(fields: bytes) -> None:
+    with pytest.raises(UntrustedError):
+        Grant.from_bytes(fields)
+
+
+def test_who_signs_for_themselves_is_a_volunteer_of_open_runs_and_nothing_elsewhere() -> None:
+    said = open_pass("eve", NOW + 60).state("peer", b"x")
+    assert refusal(said) == "it comes from nobody that was invited"
+    assert read(said, open_run=True).grant.role == "volunteer"
+    key = Key.generate()
+    more = Grant("open", NOBODY, key.public, "eve", "reducer", int(NOW + 60))
+    own = Pass(more, key.sign("grant", more.to_bytes()), key)
+    assert refusal(own.state("peer", b"x"), open_run=True) == "only an owner makes a peer more than a volunteer"
+
+
+def test_an_open_run_takes_invitations_as_well() -> None:
+    assert read(anna("reducer").state("peer", b"x"), open_run=True).grant.role == "reducer"
+    assert refusal(anna(owner=STRANGER).state("peer", b"x"), open_run=True) == "it is an invitation to another run"
+
+
+# Tokens
+
+
+def later() -> Pass:
+    return anna(expires=time.time() + 60)
+
+
+def test_a_token_is_one_word_that_carries_the_pass_and_the_addresses() -> None:
+    own = later()
+    text = write_token(own, [EXAMPLE])
+    assert text.startswith("trainkit1.")
+    assert len(text.split()) == 1
+    assert len(text) < 1000
+    found = read_token(text)
+    assert found.addresses == (EXAMPLE,)
+    assert (found.own.grant, found.own.signature, found.own.key.seed) == (own.grant, own.signature, own.key.seed)
+
+
+def test_a_token_that_a_mail_program_has_wrapped_is_read() -> None:
+    text = write_token(later(), [EXAMPLE])
+    assert read_token(f"\n  {text[:70]}\n {text[70:]} \n").addresses == (EXAMPLE,)
+
+
+def test_the_whole_line_that_was_printed_with_a_token_is_taken_for_it() -> None:
+    text = write_token(later(), [EXAMPLE])
+    for line in (f"  TRAINKIT_TOKEN={text} python -m jobs.join\n", f"export TRAINKIT_TOKEN='{text}'"):
+        assert looks_like(line)
+        assert read_token(line).addresses == (EXAMPLE,)
+
+
+@pytest.mark.parametrize("name", ["trainkit-0001", "runs/trainkit1.old", "/home/me/trainkit", "trainkit", ""])
+def test_a_name_or_a_path_is_not_taken_for_a_token(name: str) -> None:
+    assert not looks_like(name)
+
+
+def test_a_token_that_lost_or_changed_any_letter_is_refused_without_repeating_it() -> None:
+    text = write_token(later(), [EXAMPLE])
+    broken = [text[:size] for size in (0, 5, 10, 11, 60, 200, len(text) - 1)]
+    broken += [text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :] for at in range(10, len(text), 13)]
+    broken += [text + "A", text + "=", text + "!", text.replace("1.", "2."), text[:50] + "+/" + text[52:], "A" * 9000]
+    for wrong in broken:
+        with pytest.raises(UserError) as caught:
+            read_token(wrong)
+        assert caught.value.what == "This is no token."
+        assert wrong[12:40] not in str(caught.value) or len(wrong) < 40
+
+
+@pytest.mark.parametrize("where", [[], ["/ip4/203.0.113.7/tcp/4711"], ["x" * 5000], "text", [5]])
+def test_a_token_that_leads_nowhere_is_refused(where: object) -> None:
+    own = later()
+    body = pack([own.grant.to_bytes(), own.signature, own.key.seed, json.dumps(where).encode()])
+    text = base64.urlsafe_b64encode(pack([body, own.key.sign("token", body)])).decode().rstrip("=")
+    with pytest.raises(UserError):
+        read_token("trainkit1." + text)
+
+
+def test_a_token_that_has_expired_says_when() -> None:
+    text = write_token(anna(expires=NOW), [EXAMPLE])
+    with pytest.raises(UserError) as caught:
+        read_token(text, now=NOW)
+    assert caught.value.what == "The invitation of anna to digits-0001 has expired."
+    assert "2027-01-15 08:00 UTC" in caught.value.why
+
+
+def test_a_secret_is_in_no_representation() -> None:
+    own = later()
+    assert own.key.seed.hex() not in repr(own)
+    assert str(own.key.seed) not in repr(read_token(write_token(own, [EXAMPLE])))

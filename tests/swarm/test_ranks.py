@@ -1,0 +1,65 @@
+"""A peer of two ranks in a swarm: real commands, DDP on the CPU."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+
+from tests.swarm.conftest import Command, Commands, wait_for
+from trainkit.errors import UserError
+from trainkit.swarm.local_ranks import ranks_of_peer
+
+
+def launched(rank: int, size: int) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NODE_RANK")
+    values = (rank, size, rank, size, 29500, 0)
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in zip(names, values, strict=True)}}
+
+
+def test_without_a_launcher_and_a_wish_a_peer_is_one_rank() -> None:
+    with ranks_of_peer(None, "join", [], {}) as (env, secret):
+        assert (env.world_size, bool(secret)) == (1, False)
+
+
+def test_the_ranks_that_torchrun_has_started_are_one_peer() -> None:
+    with ranks_of_peer(None, "join", [], launched(1, 2) | {"TRAINKIT_SECRET": "x" * 16}) as (env, secret):
+        assert (env.rank, env.world_size, secret.text) == (1, 2, "x" * 16)
+
+
+@pytest.mark.parametrize(("number", "env"), [(0, {}), (-1, {}), (1000, {}), (3, launched(0, 2))])
+def test_a_number_of_ranks_that_cannot_be_is_refused(number: int, env: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="--nproc"), ranks_of_peer(number, "join", [], env):
+        pass
+
+
+def second_rank(command: Command) -> psutil.Process:
+    def found() -> list[psutil.Process]:
+        children = psutil.Process(command.process.pid).children()
+        return [child for child in children if child.environ().get("RANK") == "1" and "jobs.join" in child.cmdline()]
+
+    wait_for(found, 30, "rank 1")
+    return found()[0]
+
+
+@pytest.mark.long
+@pytest.mark.swarm
+def test_two_ranks_are_one_peer_that_leaves_on_ctrl_c_and_fails_in_words_when_one_dies(commands: Commands) -> None:
+    creator, address = commands.create("collaborative.round_seconds=6", "collaborative.rounds=500")
+    first = commands.join(address, "--name", "pair", "--nproc", "2")
+    second = commands.join(address, "--name", "broken", "--nproc", "2")
+    creator.says("3 peers averaged", 150)  # and not five
+    assert sorted(row["name"] for row in commands.status(address)["peers"]) == ["broken", "creator", "pair"]
+
+    second_rank(second).kill()
+    assert second.ends(60) == 1
+    assert "A rank of this peer has died." in second.output
+    creator.says("broken has left", 60)
+
+    other = second_rank(first)
+    first.process.send_signal(signal.SIGINT)
+    assert first.ends(60) == 0
+    assert not other.is_running()
+    creator.process.send_signal(signal.SIGINT)
+    assert creator.ends() == 0

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.loading import load, to_yaml
+from trainkit.config.schema import Config
+from trainkit.errors import UserError
+from trainkit.swarm.settings import adapted, check_own, check_peer, require_collaborative, same_settings
+
+
+def config(*overrides: str) -> Config:
+    return load("hivemind", overrides).config
+
+
+def test_a_joiner_takes_the_settings_of_the_run() -> None:
+    theirs = config("optim.lr=0.123", "collaborative.rounds=7", "seed=5")
+    own = adapted(to_yaml(theirs), (), allow_code=False)
+    assert (own.optim.lr, own.collaborative.rounds, own.seed) == (0.123, 7, 5)
+
+
+def test_a_joiner_keeps_its_data_where_it_wants_and_uses_its_own_gpu() -> None:
+    theirs = config("data.root=/creator/data", "launch.gpus_per_node=0", "data.workers=7")
+    own = adapted(to_yaml(theirs), ["data.root=/mine"], allow_code=False)
+    assert (own.data.root, own.launch.gpus_per_node, own.data.workers) == ("/mine", "auto", "auto")
+
+
+def test_a_joiner_cannot_change_what_all_peers_share() -> None:
+    check_own(["data.root=/mine", "train.micro_batch_size=8", "monitor.log_every=3"])
+    with pytest.raises(UserError, match=r"optim\.lr"):
+        check_own(["optim.lr=1"])
+
+
+@pytest.mark.parametrize(
+    "override", ["model.name=os:system", "data.name=runpy:run_path", "monitor.loggers=[os:system]"]
+)
+def test_code_that_a_manifest_names_is_run_only_with_leave(override: str) -> None:
+    text = to_yaml(config(override))
+    with pytest.raises(UserError, match="code of its creator"):
+        adapted(text, (), allow_code=False)
+    assert adapted(text, (), allow_code=True)
+
+
+def test_weights_that_a_manifest_has_unpickled_are_code_too() -> None:
+    text = to_yaml(config("model.name=resnet18", "model.pretrained_cfg_overlay={file: /w/w.bin}"))
+    with pytest.raises(UserError, match="code of its creator"):
+        adapted(text, (), allow_code=False)
+
+
+def test_a_joiner_starts_nothing_and_sends_nowhere_for_the_creator() -> None:
+    """Whose bucket, project and set-up they are, a manifest does not say."""
+    places = ("checkpoint.remote=s3://theirs/all", "monitor.wandb_project=theirs", "launch.mail_user=them")
+    text = to_yaml(
+        config(*places, "launch.setup=[theirs]", "launch.sbatch={comment: theirs}", "collaborative.open=true")
+    )
+    own = adapted(text, (), allow_code=True)
+    assert "theirs" not in to_yaml(own)
+    assert own.launch.mail_user is None
+    assert own.collaborative.open, "what all peers have in common stays"
+    assert adapted(text, ["monitor.wandb_project=mine"], allow_code=False).monitor.wandb_project == "mine"
+
+
+def test_a_strategy_that_a_manifest_names_is_not_even_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text('LOOP = "collaborative"\ndef build(dist): ...\n')
+    monkeypatch.chdir(tmp_path)
+    text = to_yaml(config("strategy.name=theirs:build"))
+    with pytest.raises(UserError, match="code of its creator"):
+        adapted(text, (), allow_code=False)
+    assert adapted(text, (), allow_code=True).strategy.name == "theirs:build"
+
+
+@pytest.mark.parametrize("text", ["seed: [", "seed: 0\nnonsense: 1\n", "strategy: {name: ddp}\n"])
+def test_a_manifest_that_is_no_collaborative_configuration_is_refused(text: str) -> None:
+    with pytest.raises(UserError):
+        adapted(text, (), allow_code=False)
+
+
+def test_only_the_strategy_hivemind_makes_a_swarm() -> None:
+    with pytest.raises(UserError, match="no collaborative run"):
+        require_collaborative(load("ddp").config)
+    with pytest.raises(UserError, match=r"strategy\.bucket_cap_mb"):
+        require_collaborative(config("strategy.bucket_cap_mb=1"))
+
+
+def test_a_job_that_joins_says_where_its_settings_differ() -> None:
+    theirs = to_yaml(config("collaborative.rounds=7", "data.root=/elsewhere"))
+    assert same_settings(config("collaborative.rounds=7", "data.root=/here"), theirs)
+    with pytest.raises(UserError) as caught:
+        same_settings(config("collaborative.rounds=8"), theirs)
+    assert caught.value.fix == "Submit with collaborative.rounds=7."
+
+
+@pytest.mark.parametrize(
+    ("ranks", "max_upload", "says"),
+    [(2, None, "A peer of 2 ranks cannot take part"), (1, 1e6, "--max-upload does not go with")],
+)
+def test_what_a_peer_that_averages_gradients_cannot_do_is_refused(
+    ranks: int, max_upload: float | None, says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        check_peer(load("hivemind_gradients").config, ranks=ranks, max_upload=max_upload)
+    check_peer(config(), ranks=ranks, max_upload=max_upload)
+
+
+def test_each_peer_has_a_micro_batch_of_its_own_that_divides_the_update() -> None:
+    theirs = to_yaml(load("hivemind_gradients").config)
+    assert adapted(theirs, ["train.micro_batch_size=256"], allow_code=False).train.micro_batch_size == 256
+    with pytest.raises(UserError, match=r"not a multiple of train\.micro_batch_size=100"):
+        adapted(theirs, ["train.micro_batch_size=100"], allow_code=False)

@@ -1,0 +1,176 @@
+"""One who is banned and one who is revoked, in a swarm of real peers: they are out, and stay out. One story."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.attacked import HARDER, Swarm
+from tests.swarm.conftest import Command, started_in
+from tests.swarm.internet import internet_or_loopback
+from trainkit.swarm.bans import Bans
+
+pytestmark = [pytest.mark.swarm, pytest.mark.long]
+
+
+@dataclass(frozen=True)
+class Story(Swarm):
+    """How a swarm got rid of two, and kept them away after its creator was killed and came back."""
+
+    resumed: Command
+    """The creator that came back."""
+    anchor: Path
+    """Its run folder."""
+    mallory: tuple[Command, ...]
+    """Banned; comes back at once, and once more when nobody but the creator's folder knows of it any more."""
+    anna: tuple[Command, ...]
+    """Revoked; comes back."""
+    deaf: Command | None
+    """A second machine with anna's invitation, that does not leave when it is told to."""
+    different: dict[str, Command]
+    """What they have another of than the run: data, torch."""
+    told_after: float
+    """Seconds from what ``swarm revoke anna`` says until anna had left."""
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """One sends its pseudo-gradient fifty times as long and turned round, until it is out; another is revoked."""
+    with (
+        internet_or_loopback(public=2, homes=3) as net,
+        started_in(tmp_path_factory.mktemp("attack")) as commands,
+    ):
+        endless = (*HARDER, "collaborative.rounds=500")
+        creator, guests = commands.create(*endless, host=net.address("pub1"), on=net.on("pub1"))
+
+        def join(name: str, token: str) -> tuple[str, ...]:
+            return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
+
+        anchoring = ("--host", net.address("pub2"), "--name", "anchor", "--run-dir", str(commands.run("anchor")))
+        trusted = commands.invite("anchors", "--reduce")
+        anchor = commands.start("swarm", "anchor", trusted, "--allow-code", *anchoring, on=net.on("pub2"))
+        honest = commands.start(*join("honest", guests), on=net.on("lan1"))
+        different = {
+            what: commands.attack(f"other-{what}", *join(f"other-{what}", guests), on=net.on("lan2"))
+            for what in ("data", "torch")
+        }
+        for peer in different.values():
+            peer.ends(60)
+        hers = commands.invite("mallory")
+        mallory = commands.attack("times-50", *join("mallory", hers), on=net.on("lan3"))
+        creator.says("mallory is banned")
+        mallory.ends(30)
+        mallory_again = commands.start(*join("mallory-again", hers), on=net.on("lan3"))
+        mallory_again.ends(60)
+        annas = commands.invite("anna")
+        anna = commands.start(*join("anna", annas), on=net.on("lan2"))
+        deaf = commands.attack("deaf", *join("deaf", annas), on=net.on("lan3"))
+        creator.says("(anna|deaf) has joined.*\n(.*\n)*.*5 peers averaged")
+        revoke = commands.start("swarm", "revoke", "anna", "hivemind-0001", on=net.on("pub1"))
+        revoke.says("Revoked: anna")
+        revoked = time.monotonic()
+        anna.ends(60)
+        told_after = time.monotonic() - revoked
+        assert revoke.ends() == 0
+        anna_again = commands.start(*join("anna-again", annas), on=net.on("lan2"))
+        anna_again.ends(60)
+        creator.says("anna has left.*\n(.*\n)*.*3 peers averaged")
+        still_there = deaf.process.poll() is None
+        # From now on nobody else knows of the ban.
+        anchor.process.send_signal(signal.SIGINT)
+        assert anchor.ends(60) == 0, anchor.output
+        creator.note_family()
+        creator.process.kill()
+        creator.process.wait(10)
+        resumed = commands.start("resume", str(commands.run("hivemind-0001")), "--allow-code", on=net.on("pub1"))
+        resumed.says("2 peers averaged")
+        mallory_later = commands.start(*join("mallory-later", hers), on=net.on("lan3"))
+        mallory_later.ends(60)
+        resumed.says("2 peers averaged(.*\n)*.*2 peers averaged")
+        resumed.process.send_signal(signal.SIGINT)
+        assert [command.ends(60) for command in (resumed, honest)] == [0, 0]
+        run = commands.run("hivemind-0001")
+        found = Swarm(creator, [honest], [mallory], run, "")
+        yield Story(
+            **vars(found),
+            resumed=resumed,
+            anchor=commands.run("anchor"),
+            mallory=(mallory, mallory_again, mallory_later),
+            anna=(anna, anna_again),
+            deaf=deaf if still_there else None,
+            different=different,
+            told_after=told_after,
+        )
+
+
+def test_an_attacker_does_not_spoil_the_model(story: Story) -> None:
+    losses = [float(text) for text in re.findall(r"val loss (\S+)", story.creator.output)]
+    assert losses[-1] < losses[0] < 2.4
+    assert max(losses) < 2.4  # who knows nothing has 2.3
+
+
+def test_who_was_left_out_and_why_is_an_event_and_a_line(story: Story) -> None:
+    dropped, (banned,) = story.events("peer_dropped"), story.events("peer_banned")
+    assert {event["peer"] for event in dropped} == {banned["peer"]}
+    assert all(re.match(r"was .* times longer|points against", event["why"]) for event in dropped)
+    assert re.search(r"^  mallory was left out of round \d+: ", story.creator.output, re.MULTILINE)
+
+
+def test_three_times_in_a_row_is_a_ban(story: Story) -> None:
+    (banned,) = story.events("peer_banned")
+    assert banned["name"] == "mallory"
+    assert [event["round"] for event in story.events("peer_dropped")][2] == banned["round"]
+    assert "To lift it: python -m jobs.swarm unban mallory" in story.creator.output
+    assert "mallory" in (story.run / "bans.jsonl").read_text(encoding="utf-8")
+
+
+def test_a_ban_is_known_to_whoever_else_reduces_and_outlives_who_has_pronounced_it(story: Story) -> None:
+    assert Bans(story.anchor / "bans.jsonl").read() == Bans(story.run / "bans.jsonl").read() != {}
+
+
+def test_who_is_banned_is_told_so_and_why_and_whenever_it_comes_back(story: Story) -> None:
+    for peer in story.mallory:
+        assert peer.process.returncode == 3, peer.output
+        assert "You were banned from the run.\n  why: 3 times in a row" in peer.output
+        assert "Traceback" not in peer.output, peer.output
+
+
+def test_a_ban_holds_when_the_creator_was_killed_and_came_back_and_nobody_else_knew_of_it(story: Story) -> None:
+    assert "mallory-later" not in story.resumed.output
+    assert "3 peers averaged" not in story.resumed.output
+
+
+@pytest.mark.parametrize("what", ["data", "torch"])
+def test_who_has_other_data_or_another_torch_is_refused_before_it_averages_with_anybody(
+    story: Story, what: str
+) -> None:
+    peer = story.different[what]
+    assert peer.process.returncode == 3, peer.output
+    assert f"This peer differs from the run in: {what}.\n  why: {what}: " in peer.output
+    assert f"other-{what}" not in story.creator.output
+
+
+def test_who_is_revoked_is_told_so_and_once_more_when_it_comes_back(story: Story) -> None:
+    for peer in story.anna:
+        assert peer.process.returncode == 3, peer.output
+        assert "Your invitation was revoked." in peer.output
+        assert "Traceback" not in peer.output, peer.output
+
+
+def test_who_is_revoked_is_out_within_15_seconds_and_the_others_go_on(story: Story) -> None:
+    print(f"out {story.told_after:.1f} s after `swarm revoke` has said so")
+    assert story.told_after < 15
+
+
+def test_who_does_not_leave_when_its_invitation_is_revoked_averages_with_nobody(story: Story) -> None:
+    assert story.deaf is not None
+    _, _, afterwards = story.creator.output.partition("anna has left")
+    _, _, without = afterwards.partition("3 peers averaged")
+    assert without
+    assert not re.search("[45] peers averaged", without)

@@ -1,0 +1,223 @@
+"""Whole swarms: real peers on the loopback interface, started by the commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import readme
+from tests.swarm.conftest import TOKEN, Command, Commands, started_in, wait_for
+from trainkit.swarm.invitations import read_token
+
+pytestmark = pytest.mark.swarm
+
+STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text(encoding="utf-8")))
+
+
+def kill_main_process(command: Command) -> None:
+    """As the memory killer does it, or `restart runtime` in a notebook."""
+    command.note_family()
+    assert len(command.alive()) >= 3  # itself, the DHT, libp2p's daemon
+    command.process.kill()
+    command.process.wait(10)
+
+
+@pytest.mark.long
+def test_a_swarm_survives_kill_9_and_a_late_join_and_learns_as_well_as_a_single_run(commands: Commands) -> None:
+    # Two minutes, of which all that happens here takes one, for machines that have much else to do.
+    creator, token = commands.create("collaborative.round_seconds=5", "collaborative.rounds=24")
+    first, second = (commands.join(token, "--name", name) for name in ("first", "second"))
+    creator.says("3 peers averaged(.*\n)+.*3 peers averaged")  # their names are known by the second time
+
+    kill_main_process(first)
+    wait_for(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
+
+    late = commands.join(token, "--name", "late")
+    late.says("Who uses this machine sees the token in its list of processes; put it in TRAINKIT_TOKEN or a file")
+    late.says("peers averaged")
+    creator.says("first has left")
+
+    status = commands.start("swarm", "status", token)
+    assert status.ends() == 0, status.output
+    assert re.search(
+        r"hivemind-0001: running, round \d+/24, \d peers, [\d,]+ samples/s, loss \d.*, val acc1 \d", status.output
+    )
+    assert all(name in status.output for name in ("creator", "second", "late"))
+
+    board = commands.start("swarm", "status", token, "--leaderboard")
+    assert board.ends() == 0, board.output
+    assert re.search(r"^hivemind-0001: round \d+/24, [\d,]+ samples of [34] contributors$", board.output, re.MULTILINE)
+    for name in ("creator", "guest first", "guest second"):
+        assert re.search(rf"^  {name} +\d", board.output, re.MULTILINE), board.output
+
+    assert [peer.ends(150) for peer in (creator, second, late)] == [0, 0, 0]
+    done = summary(commands.run("hivemind-0001"))
+    assert (done["outcome"], done["rounds"], done["most_peers"]) == ("finished", 24, 3)
+    contributed = {item["name"]: item for item in done["contributions"]}
+    assert {"creator", "guest first", "guest second", "guest late"} <= set(contributed)
+    assert contributed["creator"]["rounds"] > contributed["guest first"]["rounds"] > 0
+    assert contributed["guest first"]["bytes"] > 10_000 * contributed["guest first"]["rounds"]
+    assert all(item["samples"] >= 64 * item["rounds"] for item in contributed.values())
+    assert done["best"]["val/acc1"] >= 98.5
+    assert done["val"]["acc1"] >= 98.0
+    # All end with the same model: what a peer that joined has validated is what the creator has.
+    joined = [path for path in commands.runs_root.glob("*-peer-*") if (path / "summary.json").exists()]
+    assert len(joined) == 2
+    assert [summary(path)["val"]["acc1"] for path in joined] == pytest.approx([done["val"]["acc1"]] * 2, abs=0.8)
+
+    afterwards = commands.start("swarm", "status", str(commands.run("hivemind-0001")))
+    assert afterwards.ends() == 0, afterwards.output
+    assert "hivemind-0001: not running, round 24/24" in afterwards.output
+
+
+@dataclass
+class Story:
+    """A swarm that many things happen to, at once where they can: starting a peer costs seconds."""
+
+    commands: Commands
+    creator: Command
+    guest: Command
+    """Joined, and left on SIGTERM."""
+    public: Command
+    """Joined as one that others can reach, and stayed to the end."""
+    submitted: Command
+    """Waited for a job that joined, with a token from a file."""
+    asked: Command
+    """Asked for the swarm's status, with four peers in it."""
+    refused: dict[str, Command]
+    tokens: tuple[str, ...]
+    seen: list[str]
+    """What everybody on the machine sees: the arguments of those who had a token in the environment or in a file."""
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    with started_in(tmp_path_factory.mktemp("swarm")) as commands:
+        creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
+        address = commands.address()
+        machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
+        _, join, ask = readme.blocks("swarm")[0]
+        guest = commands.type_in(join.replace("=TOKEN", f"={token}"), "--name", "guest", "--allow-code")
+        trusted = commands.invite("trusted", "--reduce")
+        (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
+        public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
+        (commands.folder / "invited.txt").write_text(f"{token}\n", encoding="utf-8")
+        here = ("--executor", "local", "--gpus-per-node", "0", "--wait", "--allow-code", "data.workers=0")
+        submitted = commands.start("submit", "hivemind", "--join", "invited.txt", *here)
+        refused = {
+            "dead": commands.start("join", f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"),
+            "stranger": commands.start("join", f"{machine}/{STRANGER}"),
+            "port": commands.start("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
+            "closed": commands.start("join", address),
+            "reduce": commands.start("join", token, "--public", "--host", "127.0.0.1"),
+            "data": commands.join(token, "data.root=/nowhere", "optim.lr=1"),
+        }
+        creator.says("4 peers averaged")
+        for command in (guest, public, submitted):
+            command.note_family()
+        seen = [word for command in (guest, public, submitted) for one in command.alive() for word in one.cmdline()]
+        asked = commands.type_in(ask)
+        asked.ends()
+        guest.process.terminate()
+        guest.ends()
+        creator.says("guest has left")
+        creator.process.send_signal(signal.SIGINT)
+        for command in (creator, public, submitted, *refused.values()):
+            command.ends()
+        yield Story(commands, creator, guest, public, submitted, asked, refused, (token, trusted), seen)
+
+
+def test_the_readmes_commands_for_volunteers_work_as_they_stand(story: Story) -> None:
+    create, join, ask = readme.blocks("swarm")[0]
+    assert join == "TRAINKIT_TOKEN=TOKEN python -m jobs.join"
+    assert [line.split()[2] for line in (create, ask)] == ["jobs.swarm", "jobs.swarm"]
+    assert re.search(TOKEN, story.creator.output, re.MULTILINE)
+    assert "Joined hivemind-0001" in story.guest.output
+    assert story.asked.process.returncode == 0
+    assert re.search(r"^hivemind-0001: running, round \d+/500, 4 peers", story.asked.output, re.MULTILINE)
+
+
+def test_a_token_is_in_no_list_of_processes_and_in_nothing_that_is_kept(story: Story) -> None:
+    assert story.seen
+    assert not any(word.startswith("trainkit1") for word in story.seen)
+    kept = [file for root in (story.commands.runs_root, story.commands.folder / "state") for file in root.rglob("*")]
+    texts = [file.read_bytes() for file in kept if file.is_file()]
+    assert len(texts) > 20
+    assert "list of processes" not in story.guest.output + story.public.output  # there was nothing to see
+    for token in story.tokens:
+        assert [item for item in texts if token.encode() in item or read_token(token).own.key.seed in item] == []
+
+
+def test_a_peer_leaves_cleanly_on_sigterm_and_the_others_go_on(story: Story) -> None:
+    assert story.guest.process.returncode == 0
+    assert "Left the swarm." in story.guest.output
+
+
+def test_the_creator_leaves_cleanly_on_ctrl_c(story: Story) -> None:
+    assert story.creator.process.returncode == 0
+    assert summary(story.commands.run("hivemind-0001"))["outcome"] == "stopped"
+
+
+def test_when_the_creator_leaves_the_others_are_told_and_end_too(story: Story) -> None:
+    assert story.public.process.returncode == 0
+    assert "The creator ended the run." in story.public.output
+
+
+def test_a_submitted_peer_joins_with_its_token_and_ends_with_the_run(story: Story) -> None:
+    assert story.submitted.process.returncode == 0
+    (run,) = story.commands.runs_root.glob("hivemind-peer-*")
+    assert summary(run)["outcome"] == "stopped"  # as the run was
+
+
+def test_the_creators_run_folder_is_one_like_any_other(story: Story) -> None:
+    run = story.commands.run("hivemind-0001")
+    splits = [json.loads(line)["split"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {"train", "val"} <= set(splits)
+    assert (run / "checkpoints" / "best" / "model.safetensors").is_file()
+    assert (run / "manifest.json").is_file()
+    events = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {"started", "saved", "peer_joined", "peer_left"} <= set(events)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("dead", "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/"),
+        ("stranger", "Nobody of the swarm answers at"),
+        ("port", "Cannot listen on 127.0.0.1, port"),
+        ("closed", "Nobody of the swarm answers at"),
+        ("reduce", "Only those whom the owner trusts can be reached by others."),
+        ("data", "'optim.lr' cannot be set by a peer that joins."),
+    ],
+)
+def test_what_cannot_work_is_refused_with_exit_code_2_and_three_lines(story: Story, case: str, says: str) -> None:
+    command = story.refused[case]
+    assert command.process.returncode == 2
+    lines = command.output.splitlines()
+    assert lines[0].startswith(says)
+    assert [line[:6] for line in lines[1:]] == ["  why:", "  fix:"]
+
+
+def test_who_was_refused_has_written_nothing(story: Story) -> None:
+    names = sorted(path.name for path in story.commands.runs_root.glob("[!.]*"))
+    assert [name[:-5] for name in names] == ["hivemind", "hivemind-0001-peer", "hivemind-0001-peer", "hivemind-peer"]
+
+
+def test_a_peer_whose_training_diverges_ends_as_failed(commands: Commands) -> None:
+    own = ("data.name=tests.training.poisoned:data", "data.positions=all", "model.name=tests.training.poisoned:model")
+    creator, _ = commands.create("train.global_batch_size=8", "collaborative.round_seconds=5", *own)
+    assert creator.ends() == 1
+    assert "Training has diverged: 3 updates in a row were not finite." in creator.output
+    done = summary(commands.run("hivemind-0001"))
+    assert (done["outcome"], done["why"]) == ("failed", "Training has diverged: 3 updates in a row were not finite.")

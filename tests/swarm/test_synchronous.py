@@ -1,0 +1,303 @@
+"""The loop of a peer that averages gradients, with a swarm around it that the test plays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.rank_functions import QUICK
+from trainkit.config.loading import load
+from trainkit.data import build_data
+from trainkit.data.base import Splits
+from trainkit.distributed.process_group import Distributed
+from trainkit.models import build_model
+from trainkit.ranks.env import RankEnv
+from trainkit.swarm.messages import PeerProgress, UpdateClock
+from trainkit.swarm.robust import Round
+from trainkit.swarm.sync_diloco import Given
+from trainkit.swarm.sync_gradients import GatheringParts, GradientState
+from trainkit.swarm.team import Team
+from trainkit.training.building import alone, build
+from trainkit.training.progress import Progress as OwnProgress
+
+pytestmark = pytest.mark.usefixtures("hivemind_here", "one_thread")
+
+CPU = Distributed(RankEnv.single(), torch.device("cpu"))
+SIZES = ("train.micro_batch_size=16", "train.global_batch_size=64", "collaborative.matchmaking_seconds=0.1")
+CONFIG = load(
+    "hivemind_gradients",
+    [*QUICK, *SIZES, "data.workers=0", "collaborative.rounds=3"],
+).config
+OWNER, GUEST = "owner", "guest"
+SECONDS = 1.0
+"""A round may last."""
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def splits() -> Splits:
+    return build_data(CONFIG.data)
+
+
+@dataclass
+class Swarm:
+    """What the loop asks of the swarm: the averaging, the news, and who is who."""
+
+    common: GradientState
+    role: str = "owner"
+    client_mode: bool = False
+    others: dict[str, PeerProgress] = field(default_factory=dict)
+    fails: int = 0
+    """So many rounds come to nothing."""
+    strays: bool = False
+    """Its weights are others than those of the owner's side, until it has taken over that state."""
+    dies: bool = False
+    """All others, as soon as a group has formed."""
+    newer: tuple[int, Tensor, Tensor] | None = None
+    """A state that the owner's side gives away."""
+    begun = found = False
+    searches: int = 0
+    given: list[Given] = field(default_factory=list)
+    leads: list[bool] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    told: list[PeerProgress] = field(default_factory=list)
+    adopted: list[int] = field(default_factory=list)
+    _samples: int = 0
+
+    def begin(self, boundary: float, samples_per_sec: float, *, grace: float) -> None:
+        assert not self.begun
+        self.begun, self.searches = True, self.searches + 1
+        if self.dies:
+            self.found, self.others = True, {}
+
+    def withdraw(self) -> None:
+        self.begun = self.found = False
+
+    def exchange(self, *, samples: int, trained: float, next_round: int, alone: bool) -> None:
+        self.begun = False
+        self.given.append(self.common.give(samples))
+        self._samples = samples
+
+    def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round:
+        given = self.given[-1]
+        self.leads.append(leads)
+        everything = [True] * len(given.weights)
+        used = "average" if self.others and self.fails <= 0 else "own" if leads else "nothing"
+        self.fails -= 1
+        if used != "nothing":
+            self.common.step(given.vector, self.common.round + 1, given, arrived=everything, counted=everything)
+        strays = used == "nothing" and self.strays and not self.adopted
+        return Round(2 if used == "average" else 0, used, "" if used == "average" else "no others", 0.0, strays)
+
+    def adopt(self, seconds: float, *, newer_than: int = -1) -> bool:
+        if self.newer is None or self.newer[0] <= newer_than:
+            return False
+        round_index, theta, momentum = self.newer
+        self.common.load(theta, momentum, round_index)
+        self.adopted.append(round_index)
+        return True
+
+    def member(self, peer: str) -> Any:
+        return SimpleNamespace(trusted=peer == OWNER)
+
+    def publish_progress(self, told: PeerProgress, seconds: float) -> None:
+        self.told.append(told)
+
+    def heard(self, since: float) -> dict[str, PeerProgress]:
+        return self.others
+
+
+@contextmanager
+def peer(splits: Splits, *, until: int = 99, **facts: Any) -> Iterator[tuple[Any, Swarm, list[Any]]]:
+    """A peer, its swarm, and the rounds that it has taken note of; after so many it is told to leave."""
+    from trainkit.swarm.rounds import Peer
+
+    common = GradientState(build_model(CONFIG.model, splits.info, CONFIG.seed), CONFIG)
+    judge = build(alone(CONFIG), CPU, splits, model=common.model)
+    team = Team(GatheringParts.of(judge, common.gathered), judge, common)
+    boxes: list[Any] = []
+    options = {"may_be_alone": True, "stop_requested": lambda: len(boxes) >= until, **facts}
+    swarm = Swarm(common, **{key: options.pop(key) for key in list(options) if key in Swarm.__dataclass_fields__})
+    nobody = SimpleNamespace(require_welcome=lambda: None)
+    yield (
+        Peer(
+            name="me",
+            parts=judge,
+            team=team,
+            clock=UpdateClock(SECONDS, 0, 3, lambda: common.round),
+            dht=SimpleNamespace(  # type: ignore[arg-type]
+                client_mode=swarm.client_mode,
+                own=SimpleNamespace(grant=SimpleNamespace(role=swarm.role)),
+                member=swarm.member,
+                publish_progress=swarm.publish_progress,
+                excluded=nobody,
+            ),
+            watch=SimpleNamespace(  # type: ignore[arg-type]
+                poll=lambda: None, peers={}, others=swarm.heard, stopped=False, first_round=0
+            ),
+            common=common,
+            averaging=swarm,  # type: ignore[arg-type]
+            sentry=SimpleNamespace(  # type: ignore[arg-type]
+                look=lambda: None,
+                say=swarm.said.append,
+                before_round=lambda peers, seconds: None,
+                after_round=lambda index, peers, result: None,
+            ),
+            data_seed=5,
+            progress=OwnProgress(),
+            after_round=boxes.append,
+            **options,
+        ),
+        swarm,
+        boxes,
+    )
+
+
+def told(*, round_index: int = 0, samples: int = 0, client: bool = False, ahead: float = 5.0) -> PeerProgress:
+    """``ahead``: it stays fresh for that much longer than a test lasts."""
+    return PeerProgress("x", round_index, samples, 0.0, 0.0, 1, time.time() + ahead, client)
+
+
+def train(p: Any) -> str:
+    from trainkit.swarm.rounds import train_by_samples
+
+    return train_by_samples(p)
+
+
+def test_one_peer_alone_makes_the_updates_of_the_whole_batch(splits: Splits) -> None:
+    with peer(splits) as (p, swarm, boxes):
+        assert train(p) == "finished"
+    assert [(box.index, box.samples, box.result.used) for box in boxes] == [
+        (0, 64, "own"),
+        (1, 64, "own"),
+        (2, 64, "own"),
+    ]
+    assert [set(given.weights) for given in swarm.given] == [{64.0}] * 3
+    assert swarm.searches == 0  # nobody is there
+    assert (p.progress.step, p.progress.position) == (3, 12)
+
+
+@pytest.mark.parametrize(("others_at", "stays"), [(2, True), (3, False)])
+def test_the_owners_side_stays_as_long_as_somebody_lacks_the_last_update(
+    splits: Splits, others_at: int, stays: bool
+) -> None:
+    with peer(splits, others={GUEST: told(round_index=others_at)}) as (p, swarm, _):
+        assert train(p) == "finished"
+    news = [one for one in swarm.told if one.round == 3]
+    assert (len(news) > 2) == stays  # one of them with the last round, one at the end
+    assert time.time() - news[0].time < 2 * SECONDS  # and not for ever
+
+
+def guest(splits: Splits, *, until: int = 1, **facts: Any) -> Any:
+    """A volunteer behind a router."""
+    return peer(splits, until=until, role="volunteer", client_mode=True, may_be_alone=False, **facts)
+
+
+def test_what_the_others_have_gathered_need_not_be_gathered_here(splits: Splits) -> None:
+    with guest(splits, others={OWNER: told(samples=40)}) as (p, swarm, boxes):
+        assert train(p) == "stopped"
+    assert [(box.samples, box.result.used, box.peers) for box in boxes] == [(32, "average", 2)]
+    assert swarm.searches == 1
+    assert swarm.told[0].samples == 0
+    assert swarm.told[-1].round == 1
+
+
+def test_a_volunteer_makes_no_update_by_itself_and_leaves_when_the_swarm_is_silent(splits: Splits) -> None:
+    with guest(splits) as (p, swarm, boxes):
+        began = time.time()
+        assert train(p) == "lost"
+    assert (boxes, swarm.given, swarm.common.round) == ([], [], 0)
+    assert 3 * SECONDS <= time.time() - began < 20.0
+    assert swarm.common.samples == 64  # it has gathered one update's worth, and no more
+
+
+@pytest.mark.timeout(60)
+def test_a_group_of_which_nobody_is_left_keeps_no_peer(splits: Splits) -> None:
+    with guest(splits, others={OWNER: told()}, dies=True) as (p, swarm, boxes):
+        assert train(p) == "lost"
+        assert not swarm.begun
+    assert (swarm.searches, boxes) == (1, [])
+
+
+def test_a_round_that_fails_is_tried_again_with_the_same_gradients(splits: Splits) -> None:
+    with peer(splits, others={GUEST: told()}, fails=2, until=1) as (p, swarm, boxes):
+        assert train(p) == "stopped"
+    first, *again = swarm.given
+    assert len(again) == 2
+    assert all(torch.equal(given.vector, first.vector) for given in again)
+    assert [(box.index, box.result.used) for box in boxes] == [(0, "average")]
+    assert swarm.said[0] == "  round 1: no average (no others); it is tried again with the same gradients"
+
+
+def test_the_creator_goes_on_alone_when_the_others_cannot_be_averaged_with(splits: Splits) -> None:
+    with peer(splits, others={GUEST: told()}, fails=99, until=1) as (p, swarm, boxes):
+        assert train(p) == "stopped"
+    assert swarm.leads == [False, False, False, True]
+    assert [box.result.used for box in boxes] == ["own"]
+
+
+def state_of(splits: Splits, round_index: int) -> tuple[int, Tensor, Tensor]:
+    other = GradientState(build_model(CONFIG.model, splits.info, 7), CONFIG)
+    return round_index, other.theta, other.momentum
+
+
+def test_a_peer_takes_over_the_state_of_the_owners_side_when_that_is_ahead(splits: Splits) -> None:
+    newer = state_of(splits, 2)
+    with guest(splits, others={OWNER: told(round_index=2)}, newer=newer) as (p, swarm, boxes):
+        assert train(p) == "finished"
+    assert swarm.adopted == [2]
+    assert [box.index for box in boxes] == [2]  # the last of three
+
+
+def test_a_peer_with_other_weights_takes_over_the_right_ones_also_when_nothing_was_averaged(splits: Splits) -> None:
+    """Where all volunteers have strayed, as when the creator dies while it sends, nobody sends anything any more."""
+    right = state_of(splits, 0)
+    with guest(splits, others={OWNER: told(samples=40)}, newer=right, strays=True, fails=1) as (p, swarm, boxes):
+        assert train(p) == "stopped"
+    assert (swarm.adopted, [box.index for box in boxes]) == ([0], [0])
+
+
+def test_a_volunteer_that_says_it_is_ahead_moves_nobody(splits: Splits) -> None:
+    newer = state_of(splits, 2)
+    with peer(splits, others={GUEST: told(round_index=2)}, newer=newer, until=1) as (p, swarm, boxes):
+        assert train(p) == "stopped"
+    assert (swarm.adopted, [box.index for box in boxes]) == ([], [0])
+
+
+@pytest.mark.parametrize(("role", "goes_back"), [("volunteer", True), ("reducer", False)])
+def test_only_a_volunteer_goes_back_with_a_creator_that_has_come_back(
+    splits: Splits, role: str, goes_back: bool
+) -> None:
+    from trainkit.swarm import rounds
+
+    with peer(splits, others={OWNER: told(round_index=0)}, role=role, newer=state_of(splits, 0)) as (p, swarm, _):
+        swarm.common.round = 2
+        work = rounds._Work(iter(()), None, None, swarm.common, None, began=time.time() - 1.0)  # type: ignore[arg-type]
+        assert rounds._has_strayed(p, work) is goes_back
+
+
+def test_a_round_lasts_no_longer_than_its_limit(splits: Splits) -> None:
+    """One of three peers has died, and the others are slow."""
+    slow = {GUEST: told(samples=0)}
+    with peer(splits, others=slow, until=1) as (p, _, boxes):
+        target = p.parts.config.train.model_copy(update={"global_batch_size": 1 << 20})
+        p = replace(p, parts=replace(p.parts, config=p.parts.config.model_copy(update={"train": target})))
+        began = time.time()
+        assert train(p) == "stopped"
+    assert SECONDS <= time.time() - began < 10.0
+    assert 0 < boxes[0].samples < 1 << 20

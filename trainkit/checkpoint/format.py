@@ -1,0 +1,427 @@
+"""A checkpoint on disk: a folder of safetensors files and one JSON file, complete or absent.
+
+    checkpoints/step-00001000/model.safetensors       plain weights: `safetensors.torch.load_file` reads them
+                              optimizer.safetensors   or one file of each rank, if each has a part:
+                              optimizer-00001-of-00002.safetensors
+                              state.json              step, best value, ..., size and SHA-256 of the files above, and
+                                                      a checksum of its own
+    checkpoints/latest -> step-00001000
+    checkpoints/best   -> step-00000800
+
+It is written beside its place, flushed to disk and then renamed; `state.json` is written last. So a process killed at
+any moment leaves either the whole checkpoint or none. What is read is compared with what was written: a disk flips
+bits, a copy stops half way, and a folder may come from a stranger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+from trainkit import fileio
+from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# ``state.json``: what a checkpoint says of itself. Parsed into a type of ours, since anybody may have edited it.
+
+LONGEST = 1 << 22
+"""Bytes of a ``state.json`` that is read at all."""
+
+_FORMATS = (1, 2)
+"""The second one has stems in several files; what holds none is still written as the first."""
+_DEEPEST = 16
+_INT64 = range(-(2**63), 2**63)
+_FILE = re.compile(r"[a-z][a-z0-9_-]{0,63}\.safetensors")
+_PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class BrokenCheckpointError(Exception):
+    """A checkpoint that is not what was written."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file of a checkpoint must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of a ``state.json``."""
+
+    step: int
+    state: Mapping[str, Any]
+    """Plain values of whoever trains; bounded, but else as they were given."""
+    files: Mapping[str, FileFacts]
+
+    @property
+    def stems(self) -> set[str]:
+        """What it holds."""
+        return {stem_of(name) for name in self.files}
+
+    def files_of(self, stem: str) -> list[str]:
+        """Names of the files that hold a stem's tensors: ``model.safetensors``, or one of each rank that wrote some.
+
+        Raises BrokenCheckpointError when there are none.
+        """
+        names = sorted(name for name in self.files if stem_of(name) == stem)
+        if not names:
+            raise BrokenCheckpointError(f"it has no {stem}.safetensors")
+        return names
+
+    def to_json(self) -> str:
+        """The text of the file. A number that is not finite becomes null: JSON has no word for it."""
+        files = {name: {"bytes": facts.bytes, "sha256": facts.sha256} for name, facts in self.files.items()}
+        sharded = any(stem_of(name) != name.removesuffix(".safetensors") for name in self.files)
+        body = {"format": _FORMATS[sharded], "step": self.step, "state": _finite(self.state), "files": files}
+        return json.dumps({**body, "sha256": _checksum(body)}, indent=1, allow_nan=False) + "\n"
+
+
+def file_name(stem: str, index: int, count: int) -> str:
+    """Name of a stem's file, or of its ``index``-th of ``count``."""
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def stem_of(name: str) -> str:
+    """What a file of this name holds."""
+    stem = name.removesuffix(".safetensors")
+    return stem[: part.start()] if (part := _PART.search(stem)) and part.end() == len(stem) else stem
+
+
+def parse(content: bytes, step: int) -> Record:
+    """The record of the checkpoint of ``step``.
+
+    Raises BrokenCheckpointError and says what is wrong with it.
+    """
+    try:
+        body = json.loads(content, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpointError(f"state.json is not readable ({error})") from None
+    if not isinstance(body, dict) or "sha256" not in body:
+        raise BrokenCheckpointError("state.json has no checksum of its own")
+    claimed = body.pop("sha256")
+    if not _is_bounded(body):
+        raise BrokenCheckpointError("state.json holds numbers without end or lists in lists in lists")
+    if claimed != _checksum(body):
+        raise BrokenCheckpointError("state.json has been changed: its checksum is another")
+    if body.keys() != {"format", "step", "state", "files"} or body["format"] not in _FORMATS:
+        raise BrokenCheckpointError("state.json is of another version of trainkit")
+    state, files = body["state"], body["files"]
+    if type(body["step"]) is not int or body["step"] != step:
+        raise BrokenCheckpointError(f"state.json is that of step {body['step']}")
+    if not isinstance(state, dict) or not isinstance(files, dict):
+        raise BrokenCheckpointError("state.json does not say what it must")
+    return Record(step, state, {name: _facts(name, facts) for name, facts in files.items()})
+
+
+def _facts(name: str, facts: object) -> FileFacts:
+    if _FILE.fullmatch(name) is None:  # no folder, no way out of this one
+        raise BrokenCheckpointError(f"state.json names a file {name[:80]!r}")
+    if isinstance(facts, dict) and facts.keys() == {"bytes", "sha256"}:
+        size, digest = facts["bytes"], facts["sha256"]
+        if type(size) is int and size >= 0 and isinstance(digest, str) and _SHA256.fullmatch(digest):
+            return FileFacts(size, digest)
+    raise BrokenCheckpointError(f"state.json does not say what {name} must be")
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_bounded(value: object, depth: int = 0) -> bool:
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return depth < _DEEPEST and all(_is_bounded(item, depth + 1) for item in items)
+    if isinstance(value, int):
+        return value in _INT64
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_NAME = re.compile(r"step-([0-9]{8,15})")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Step of a checkpoint's folder; None for other names."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and name == path_of(Path(), int(match[1])).name else None
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps with a checkpoint, whole or broken, ascending."""
+    if not folder.is_dir():
+        return []
+    return sorted(step for entry in folder.iterdir() if (step := step_of(entry.name)) is not None)
+
+
+def write(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    may_write: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write the checkpoint of ``step``, in this process alone, and point ``latest`` at it.
+
+    Args:
+        tensors: file stem -> name -> tensor.
+        state: plain values for ``state.json``.
+        may_write: raises when this process no longer writes this run; asked before the first byte and the last move.
+
+    Raises:
+        OSError: it could not be written; the checkpoints before it are as they were.
+    """
+    from trainkit.checkpoint import tensors as checkpoint_tensors
+
+    partial = begin(folder, step, may_write)
+    facts = {}
+    try:
+        for stem, named in tensors.items():
+            entries = [checkpoint_tensors.Entry.of(name, value) for name, value in named.items()]
+            name = file_name(stem, 0, 1)
+            with new_file(partial, name) as out:
+                facts[name] = checkpoint_tensors.write(
+                    out, entries, lambda it, of=named: checkpoint_tensors.as_bytes(of[it.name])
+                )  # type: ignore[misc]
+    except BaseException:
+        abandon(folder, step)
+        raise
+    commit(folder, Record(step, state, facts), may_write)
+    return path_of(folder, step)
+
+
+def begin(folder: Path, step: int, may_write: Callable[[], None] = lambda: None) -> Path:
+    """Make the folder in which the files of ``step`` are written; what killed processes have left of such goes."""
+    may_write()
+    fileio.make_folder(folder, folder.parent)  # and it is no link, which the removal below would follow
+    for left in folder.glob(".step-*.partial"):  # this step's or another's
+        _remove(left)
+    partial = partial_of(folder, step)
+    fileio.make_folder(partial, folder.parent)
+    return partial
+
+
+def new_file(partial: Path, name: str) -> BinaryIO:
+    """A file of the checkpoint that is being written; unbuffered. Raises OSError."""
+    return fileio.create(partial / name, partial.parents[1], buffering=0)
+
+
+def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda: None) -> None:
+    """Give the checkpoint whose files are all written and flushed its name, and point ``latest`` at it.
+
+    Raises:
+        OSError: it could not be done; the checkpoints before it are as they were, and what was written is gone.
+    """
+    final, partial = path_of(folder, record.step), partial_of(folder, record.step)
+    try:
+        with new_file(partial, "state.json") as out:
+            out.write(record.to_json().encode())
+            os.fsync(out.fileno())
+        _flush(partial)
+        may_write()
+        if _is_same(folder, record):
+            # A second save of a step, after a validation that a stop request had cut short. Only what is said of it is
+            # new, and a whole checkpoint is never taken away to be put back.
+            os.replace(partial / "state.json", final / "state.json")
+            _flush(final)
+            _remove(partial)
+        else:
+            _delete(final)
+            os.replace(partial, final)
+            _flush(folder)
+            _flush(folder.parent)  # the first one has made the folder
+    except BaseException:
+        abandon(folder, record.step)
+        raise
+    point(folder, "latest", record.step)
+
+
+def abandon(folder: Path, step: int) -> None:
+    """Remove what is written of ``step``: on a full disk it would keep the next save from fitting."""
+    _remove(partial_of(folder, step))
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Folder in which the checkpoint of a step is written."""
+    return folder / f".{path_of(folder, step).name}.partial"
+
+
+def _is_same(folder: Path, record: Record) -> bool:
+    try:
+        return verified(folder, record.step).files == record.files
+    except BrokenCheckpointError:
+        return False
+
+
+def point(folder: Path, name: str, step: int) -> None:
+    """Make ``latest`` or ``best`` name the checkpoint of ``step``, in one move."""
+    place = folder / name
+    if place.is_dir() and not place.is_symlink():  # a copy that followed the links
+        aside = next(path for number in range(10**6) if not (path := folder / f"{name}-{number}").exists())
+        os.rename(place, aside)
+        _say(f"{place} is a folder and no link; it has been moved to {aside.name}.")
+    fileio.link(place, path_of(folder, step).name, folder.parent)
+    _flush(folder)
+
+
+def pointed(folder: Path, name: str) -> int | None:
+    """Step that ``latest`` or ``best`` names; None if it is not a link to a checkpoint of this folder."""
+    link = folder / name
+    return step_of(os.readlink(link)) if link.is_symlink() else None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints and the ones that ``latest`` and ``best`` name."""
+    named = {pointed(folder, "latest"), pointed(folder, "best")}
+    for step in steps(folder)[:-keep]:
+        if step not in named:
+            _delete(path_of(folder, step))
+    for left in folder.glob(".step-*.deleted"):  # by a process that was killed while deleting
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def verified(folder: Path, step: int) -> Record:
+    """What a checkpoint says of itself, once its files are found to be as they were written.
+
+    Raises BrokenCheckpointError and says what is wrong with it.
+    """
+    record = described(folder, step)
+    compare(folder, record, record.files)
+    return record
+
+
+def described(folder: Path, step: int) -> Record:
+    """What a checkpoint says of itself; its files have not been looked at.
+
+    Raises BrokenCheckpointError when it says nothing.
+    """
+    checkpoint = path_of(folder, step)
+    try:
+        if not stat.S_ISDIR(checkpoint.lstat().st_mode):
+            raise BrokenCheckpointError("it is no folder")
+        with _open(checkpoint / "state.json") as file:
+            return parse(file.read(LONGEST + 1)[: LONGEST + 1], step)
+    except OSError as error:
+        raise BrokenCheckpointError(f"{error.strerror}: {error.filename}") from None
+
+
+def compare(folder: Path, record: Record, names: Iterable[str]) -> None:
+    """Look at files of a checkpoint.
+
+    Raises BrokenCheckpointError when one is not as it was written.
+    """
+    try:
+        for name in names:
+            _compare(path_of(folder, record.step) / name, record.files[name])
+    except OSError as error:
+        raise BrokenCheckpointError(f"{error.strerror}: {error.filename}") from None
+
+
+def resolve(folder: Path, which: str) -> int:
+    """Step of ``best``, ``latest`` or a number; of the newest checkpoint, and says so, where a link names none.
+
+    Raises UserError when there is no such checkpoint.
+    """
+    known = steps(folder)
+    if which in ("best", "latest"):
+        step = pointed(folder, which)
+        if step not in known and known:
+            _say(f"{folder / which} does not name a checkpoint of this run. Taking the newest, of step {known[-1]}.")
+            step = known[-1]
+    else:
+        step = int(which) if re.fullmatch("[0-9]{1,15}", which) else None
+    if step is None or step not in known:
+        raise UserError(
+            f"No checkpoint '{which}' in {folder}.",
+            why=f"Steps with a checkpoint: {', '.join(map(str, known)) or 'none'}.",
+            fix="Use best, latest or a step.",
+        )
+    return step
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _compare(file: Path, expected: FileFacts) -> None:
+    with _open(file) as data:
+        size = os.fstat(data.fileno()).st_size
+        if size != expected.bytes:
+            raise BrokenCheckpointError(f"{file.name} has {size} bytes instead of {expected.bytes}")
+        if _sha256(data) != expected.sha256:
+            raise BrokenCheckpointError(f"the content of {file.name} has changed")
+
+
+def _open(file: Path) -> Any:
+    """Open a plain file: no link that leads elsewhere, and no pipe that never answers."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BrokenCheckpointError(f"{file.name} is no plain file")
+    return open(descriptor, "rb")
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint that loses its name first, so that half of one is never taken for a whole."""
+    if checkpoint.is_dir() and not checkpoint.is_symlink():
+        doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
+        _remove(doomed)
+        os.replace(checkpoint, doomed)
+        checkpoint = doomed
+    _remove(checkpoint)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(data: BinaryIO) -> str:
+    # hashlib.file_digest would be this, from Python 3.11 on.
+    digest = hashlib.sha256()
+    while block := data.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,1 +1,0 @@
-"""Collaborative runs: peers anywhere train one model in time-boxed rounds. The only place that knows hivemind."""

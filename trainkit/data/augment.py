@@ -1,0 +1,381 @@
+"""What becomes of a batch on its way into the model: augmented, normalised, mixed; whole, and on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.config.schema import AugmentConfig
+from trainkit.data import order as data_order
+from trainkit.data.base import Batch, DataInfo
+from trainkit.errors import UserError
+
+# RandAugment (Cubuk et al., arXiv 1909.13719) of whole batches: each image gets what torchvision's would give it.
+#
+# Each image of a batch draws its own operations. All that drew the same one, in the same direction, go through
+# torchvision's own function together: 22 calls at most for a batch of any size, instead of one for each image.
+
+BINS = 31
+"""Magnitudes go from 0 to this, less one."""
+
+Operation = Callable[["Tensor", int], "Tensor"]
+"""Images uint8 [N, C, H, W], and in which direction, 1 or -1."""
+
+
+class RandAugment:
+    """``num_ops`` operations for each image, all of ``magnitude``, 0 to 30."""
+
+    def __init__(self, num_ops: int, magnitude: int) -> None:
+        self.num_ops = num_ops
+        self._operations = operations(magnitude)
+
+    def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
+        """uint8 [N, 1 or 3, H, W]; ``keys``, int64 [N], are on the host. Gives what they became."""
+        import torch
+
+        places = torch.arange(len(keys))
+        for drawn in self.draw(keys):
+            drawn, order = drawn[places].sort(stable=True)
+            places = places[order]
+            images = images.index_select(0, order.to(images.device, non_blocking=True))
+            groups = torch.split(images, drawn.bincount().tolist())
+            images = torch.cat([self._made(number, group) for number, group in enumerate(groups) if len(group)])
+        return images.index_select(0, places.argsort().to(images.device, non_blocking=True))
+
+    def draw(self, keys: Tensor) -> list[Tensor]:
+        """What each image gets, one operation after the other: numbers of `operations`, twice, and one more for those
+        that go the other way. int64 [N] each."""
+        import torch
+
+        signed = torch.tensor([signed for _, _, signed in self._operations])
+        drawn = []
+        for number in range(self.num_ops):
+            chosen = data_order.below(keys, data_order.RAND_AUGMENT + 2 * number, len(self._operations))
+            other_way = data_order.below(keys, data_order.RAND_AUGMENT + 2 * number + 1, 2) * signed[chosen]
+            drawn.append(2 * chosen + other_way)
+        return drawn
+
+    def _made(self, number: int, images: Tensor) -> Tensor:
+        _, operation, _ = self._operations[number // 2]
+        return operation(images, -1 if number % 2 else 1)
+
+
+def operations(magnitude: int) -> list[tuple[str, Operation, bool]]:
+    """Those of torchvision's RandAugment: name, what it does, and whether it goes in two directions."""
+    import torch
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+
+    nearest = InterpolationMode.NEAREST
+
+    def at(most: float) -> float:
+        return float(torch.linspace(0.0, most, BINS)[magnitude])  # to torchvision's last bit
+
+    def affine(
+        images: Tensor, shift: tuple[int, int], shear: tuple[float, float], center: list[float] | None
+    ) -> Tensor:
+        made: Tensor = functional.affine(
+            images, angle=0.0, translate=list(shift), scale=1.0, shear=list(shear), interpolation=nearest, center=center
+        )
+        return made
+
+    def shear(images: Tensor, way: int, *, along_x: bool) -> Tensor:
+        angle = math.degrees(math.atan(at(0.3) * way))
+        return affine(images, (0, 0), (angle, 0.0) if along_x else (0.0, angle), [0, 0])
+
+    def translate(images: Tensor, way: int, *, along_x: bool) -> Tensor:
+        pixels = int(at(150 / 331 * images.shape[-1 if along_x else -2])) * way
+        return affine(images, (pixels, 0) if along_x else (0, pixels), (0.0, 0.0), None)
+
+    angle, blend = at(30.0), at(0.9)
+    bits, threshold = round(8 - magnitude / ((BINS - 1) / 4)), 255 * float(torch.linspace(1.0, 0.0, BINS)[magnitude])
+    return [
+        ("Identity", lambda images, way: images, False),
+        ("ShearX", lambda images, way: shear(images, way, along_x=True), True),
+        ("ShearY", lambda images, way: shear(images, way, along_x=False), True),
+        ("TranslateX", lambda images, way: translate(images, way, along_x=True), True),
+        ("TranslateY", lambda images, way: translate(images, way, along_x=False), True),
+        ("Rotate", lambda images, way: functional.rotate(images, angle * way, interpolation=nearest), True),
+        ("Brightness", lambda images, way: functional.adjust_brightness(images, 1 + blend * way), True),
+        ("Color", lambda images, way: functional.adjust_saturation(images, 1 + blend * way), True),
+        ("Contrast", lambda images, way: functional.adjust_contrast(images, 1 + blend * way), True),
+        ("Sharpness", lambda images, way: functional.adjust_sharpness(images, 1 + blend * way), True),
+        ("Posterize", lambda images, way: functional.posterize(images, bits), False),
+        ("Solarize", lambda images, way: functional.solarize(images, threshold), False),
+        ("AutoContrast", lambda images, way: functional.autocontrast(images), False),
+        ("Equalize", lambda images, way: functional.equalize(images), False),
+    ]
+
+
+# Mixup (Zhang et al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899) of whole batches, as in timm.
+#
+# Neighbours in the order of the data are mixed with each other: the first with the second, the third with the fourth.
+# The order is random, so they are random pairs; and a micro batch of even size has both or none of a pair, whatever
+# its size and whichever rank it falls to. What is drawn for a pair, as in timm's `mixup_mode=pair`, is keyed by its
+# first sample. So ranks, accumulation and restarts change nothing.
+
+
+class Mixed(NamedTuple):
+    """A batch after mixing. Each label has another one beside it, which counts for less or as much."""
+
+    images: Tensor
+    labels: Tensor
+    """int64 [N]: what there is more of in each image."""
+    others: Tensor
+    """int64 [N]: what there is less of."""
+    share: Tensor
+    """float32 [N], 0.5 to 1: how much of each image is that of ``labels``."""
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What share of the pairs is mixed, and how."""
+
+    mixup_alpha: float
+    """Of the Beta distribution that an image's share is drawn from; 0: no mixup."""
+    cutmix_alpha: float
+    """The same of a rectangle's share; 0: no CutMix."""
+    prob: float
+    """Of a pair to be mixed."""
+    switch_prob: float
+    """Of CutMix instead of mixup, where there are both."""
+
+    def __call__(self, images: Tensor, labels: Tensor, keys: Tensor) -> Mixed:
+        """Mix float [N, C, H, W] and int64 [N] of one device, N even; ``keys``, int64 [N], are on the host."""
+        import torch
+
+        height, width = images.shape[-2:]
+        drawn = self.draw(keys, height, width).to(images.device, non_blocking=True)
+        share, inside = drawn[:, 4], drawn[:, 5, None, None]
+        partners = _swapped(images)
+        others = _swapped(labels)
+        of_partner = torch.where(boxes(drawn[:, :4], height, width), inside, 0.0)[:, None]
+        own = share >= 0.5
+        return Mixed(
+            torch.lerp(images, partners, of_partner),
+            torch.where(own, labels, others),
+            torch.where(own, others, labels),
+            torch.where(own, share, 1 - share),
+        )
+
+    def draw(self, keys: Tensor, height: int, width: int) -> Tensor:
+        """float32 [N, 6]: a rectangle (top, bottom, left, right), the share of an image that stays its own, and how
+        much of the partner there is inside the rectangle: all of it in CutMix, some, everywhere, in mixup."""
+        import torch
+
+        assert len(keys) % 2 == 0, "pairs are not torn apart"
+        pairs = keys[::2]
+        u, v = data_order.uniform(pairs, data_order.MIXING), data_order.uniform(pairs, data_order.MIXING + 1)
+        if self.mixup_alpha and self.cutmix_alpha:
+            cut = data_order.uniform(pairs, data_order.MIXING + 2) < self.switch_prob
+        else:
+            cut = torch.full(pairs.shape, self.cutmix_alpha > 0)
+        share = torch.where(cut, beta(self.cutmix_alpha, u, v), beta(self.mixup_alpha, u, v))
+        share = torch.where(data_order.uniform(pairs, data_order.MIXING + 3) < self.prob, share, 1.0)
+        sides: list[Tensor] = []
+        for number, size in ((4, height), (5, width)):
+            middle = data_order.below(pairs, data_order.MIXING + number, size)
+            length = ((1 - share).sqrt() * size).long()
+            for side in (middle - length // 2, middle + (length + 1) // 2):
+                sides.append(torch.where(cut, side.clamp(0, size), size if len(sides) % 2 else 0))
+        area = (sides[1] - sides[0]) * (sides[3] - sides[2])
+        share = torch.where(cut, 1 - area / (height * width), share)  # of the rectangle, a part may be outside
+        inside = torch.where(cut, 1.0, 1 - share)
+        return torch.stack([*sides, share, inside], dim=1).float().repeat_interleave(2, dim=0)
+
+
+def _swapped(column: Tensor) -> Tensor:
+    """Each of a pair in the other's place."""
+    return column.view(len(column) // 2, 2, *column.shape[1:]).flip(1).flatten(0, 1)
+
+
+def beta(alpha: float, u: Tensor, v: Tensor) -> Tensor:
+    """Numbers of Beta(alpha, alpha), from two uniform ones each; alpha 0: ones.
+
+    Devroye, "Random variate generation in one line of code" (Winter Simulation Conference 1996): exact for every alpha,
+    and without rejection, so that each number needs exactly two draws.
+    """
+    import torch
+
+    if alpha == 0:
+        return torch.ones_like(u)
+    cosine = torch.cos(2 * torch.pi * v)
+    return 0.5 + 0.5 * cosine.sign() / (1 + 1 / ((u ** (-1 / alpha) - 1) * cosine**2)).sqrt()
+
+
+def boxes(sides: Tensor, height: int, width: int) -> Tensor:
+    """bool [N, height, width]: what is inside of each rectangle (top, bottom, left, right), [N, 4]."""
+    import torch
+
+    rows, columns = (torch.arange(size, device=sides.device) for size in (height, width))
+    top, bottom, left, right = sides.unsqueeze(-1).unbind(1)
+    return ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None, :]
+
+
+# Random erasing (Zhong et al., arXiv 1708.04896) of whole batches, with timm's defaults.
+
+AREA = (0.02, 1 / 3)
+"""Smallest and largest part of an image that is erased."""
+ASPECT = (0.3, 1 / 0.3)
+"""Height to width of what is erased."""
+_TRIES = 10
+_NOISE = data_order.ERASING + 1 + 4 * _TRIES
+
+
+@dataclass(frozen=True)
+class RandomErasing:
+    """Fills a random rectangle of some images, after they have been normalised."""
+
+    prob: float
+    """Of an image to lose a rectangle."""
+    mode: Literal["const", "rand", "pixel"]
+    """What comes there: zeros, which is the mean colour; one random colour; or noise."""
+
+    def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
+        """Erase in ``images``, float [N, C, H, W], which are changed; ``keys``, int64 [N], are on the host."""
+        import torch
+
+        sides = self.draw(keys, *images.shape[-2:])
+        # By number and not by a mask: how many there are is known here, and the device need not be asked.
+        chosen = (sides[:, 1] > sides[:, 0]).nonzero().view(-1)
+        if not len(chosen):
+            return images
+        device = images.device
+        noise_keys = data_order.stream(keys[chosen], _NOISE).to(device, non_blocking=True)
+        sides, chosen = (item.to(device, non_blocking=True) for item in (sides[chosen], chosen))
+        some = images.index_select(0, chosen)
+        inside = boxes(sides, *images.shape[-2:])[:, None]
+        some = torch.where(inside, self._filling(noise_keys, some), some)
+        return images.index_copy_(0, chosen, some)
+
+    def draw(self, keys: Tensor, height: int, width: int) -> Tensor:
+        """Rectangles (top, bottom, left, right), int64 [N, 4]; empty for images that stay whole."""
+        import torch
+
+        tries = torch.arange(_TRIES) * 4 + data_order.ERASING + 1
+        one, two, three, four = (data_order.uniform(keys[:, None], tries + number) for number in range(4))
+        area = (AREA[0] + (AREA[1] - AREA[0]) * one) * (height * width)
+        aspect = (math.log(ASPECT[0]) + (math.log(ASPECT[1]) - math.log(ASPECT[0])) * two).exp()
+        tall, wide = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
+        fits = (tall < height) & (wide < width)
+        first = fits.byte().argmax(dim=1, keepdim=True)
+        top, left = (three * (height - tall + 1)).floor(), (four * (width - wide + 1)).floor()
+        sides = torch.stack([top, top + tall, left, left + wide], dim=-1).long()
+        sides = sides.gather(1, first[:, :, None].expand(-1, -1, 4)).squeeze(1)
+        erased = (data_order.uniform(keys, data_order.ERASING) < self.prob) & fits.any(dim=1)
+        return torch.where(erased[:, None], sides, 0)
+
+    def _filling(self, keys: Tensor, images: Tensor) -> Tensor:
+        """For images [N, C, H, W]: [N, C, H, W], or what is spread to it."""
+        import torch
+
+        if self.mode == "const":
+            return torch.zeros((), dtype=images.dtype, device=images.device)
+        shape = images.shape if self.mode == "pixel" else (*images.shape[:2], 1, 1)
+        numbers = torch.arange(math.prod(shape[1:]), device=images.device)
+        return data_order.normal(keys[:, None], numbers).view(shape).to(images.dtype)
+
+
+class Losses(NamedTuple):
+    """Means over a batch."""
+
+    plain: Tensor
+    """Of all samples alike."""
+    weighted: Tensor
+    """Of the losses times the weight of their class; the same where there are no weights."""
+    weight: Tensor | None
+    """Of those weights."""
+
+
+class Target(NamedTuple):
+    """What the model is to say of a batch."""
+
+    labels: Tensor
+    """int64 [N]: what an image shows, or shows most of. Hits are counted by it."""
+    others: Tensor | None = None
+    """int64 [N]: what else a mixed image shows."""
+    share: Tensor | None = None
+    """float32 [N], 0.5 to 1: how much of it shows ``labels``."""
+
+    def losses(self, logits: Tensor, label_smoothing: float, weights: Tensor | None = None) -> Losses:
+        """Cross entropy of logits [N, classes]; a mixed image's against both labels, each by its share.
+
+        That is the cross entropy against the mixture of the two, smoothed or not, because it is linear in the target.
+
+        Args:
+            weights: of the classes, [classes].
+        """
+        if self.others is None and weights is None:  # the usual case in one kernel
+            loss = functional.cross_entropy(logits, self.labels, label_smoothing=label_smoothing)
+            return Losses(loss, loss, None)
+        first = _part(logits, self.labels, self.share, label_smoothing, weights)
+        if self.others is None or self.share is None:
+            return first
+        second = _part(logits, self.others, 1 - self.share, label_smoothing, weights)
+        weight = None if first.weight is None or second.weight is None else first.weight + second.weight
+        return Losses(first.plain + second.plain, first.weighted + second.weighted, weight)
+
+
+def _part(
+    logits: Tensor, labels: Tensor, share: Tensor | None, label_smoothing: float, weights: Tensor | None
+) -> Losses:
+    losses = functional.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
+    losses = losses if share is None else losses * share
+    plain = losses.mean()
+    if weights is None:
+        return Losses(plain, plain, None)
+    weight = weights[labels]
+    return Losses(plain, (weight * losses).mean(), (weight if share is None else weight * share).mean())
+
+
+class Augment:
+    """Makes of a batch what a model trains on. With nothing switched on, that is its normalised images."""
+
+    def __init__(self, config: AugmentConfig, info: DataInfo, normalized: Callable[[Tensor], Tensor]) -> None:
+        """``normalized``: uint8 [N, C, H, W] as the model takes them.
+
+        Raises UserError for RandAugment of images that are neither gray nor RGB.
+        """
+        if config.rand_augment_ops and info.in_chans not in (1, 3):
+            raise UserError(
+                f"augment.rand_augment_ops={config.rand_augment_ops} is not possible with {info.in_chans} channels.",
+                why="RandAugment changes colours: it takes gray or RGB images.",
+                fix="Use augment.rand_augment_ops=0.",
+                key="augment.rand_augment_ops",
+            )
+        self._normalized = normalized
+        ops, prob = config.rand_augment_ops, config.random_erasing_prob
+        self._rand_augment = RandAugment(ops, config.rand_augment_magnitude) if ops else None
+        self._erase = RandomErasing(prob, config.random_erasing_mode) if prob else None
+        self._mix = (
+            Mixing(config.mixup_alpha, config.cutmix_alpha, config.mixup_prob, config.mixup_switch_prob)
+            if config.mixes
+            else None
+        )
+
+        self._is_plain = self._rand_augment is None and self._erase is None and self._mix is None
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Target]:
+        """Images, float32 [N, C, H, W], and what they show."""
+        if self._is_plain:  # bytes have no gradient
+            return self._normalized(batch.images), Target(batch.labels)
+        return self._augmented(batch)
+
+    @torch.no_grad()
+    def _augmented(self, batch: Batch) -> tuple[Tensor, Target]:
+        images, labels, keys = batch
+        if self._rand_augment is not None:
+            images = self._rand_augment(images, keys)
+        images = self._normalized(images)
+        if self._erase is not None:
+            images = self._erase(images, keys)
+        if self._mix is None:
+            return images, Target(labels)
+        images, *target = self._mix(images, labels, keys)
+        return images, Target(*target)

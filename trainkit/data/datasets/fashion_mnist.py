@@ -1,0 +1,154 @@
+"""Fashion-MNIST, in the files that torchvision reads and writes: ROOT/FashionMNIST/raw."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit import fileio
+from trainkit.data.base import DataInfo, Splits, missing, require, size_left, stratified_split
+from trainkit.data.download import Say, require_names, verified
+from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER = Path("FashionMNIST", "raw")
+MIRROR = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+MD5S = {
+    "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+}
+FILES = tuple(name.removesuffix(".gz") for name in MD5S)
+CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+
+
+_LONGEST = 1 << 28
+"""Bytes of a file; the largest has 47 million."""
+
+
+def build(
+    root: Path, *, image_size: int = 28, in_chans: int = 1, augment: bool = True, val_fraction: float = 0.1
+) -> Splits:
+    """60,000 + 10,000 gray pictures of clothes, 28x28. ``val_fraction`` of the training images become val, stratified.
+
+    Augmented by a shift of up to 2 pixels and mirroring, at 28x28; then resized to ``image_size``.
+    """
+    from trainkit.data.loader import TensorSamples, tensor_transforms
+
+    locate(root, image_size=image_size, in_chans=in_chans, val_fraction=val_fraction)
+    images, labels = _read(root / FOLDER, "train", in_chans)
+    train, val = (
+        TensorSamples(images[part], labels[part]) for part in stratified_split(labels.tolist(), (val_fraction,))
+    )
+    train_transform, eval_transform = tensor_transforms(image_size, augment=augment, shift=2, flip=True)
+    return Splits(
+        info=DataInfo(
+            name="fashion_mnist",
+            num_classes=len(CLASSES),
+            in_chans=in_chans,
+            image_size=image_size,
+            class_names=CLASSES,
+            mean=(0.2860,) * in_chans,
+            std=(0.3530,) * in_chans,
+        ),
+        train=train,
+        val=val,
+        test=TensorSamples(*_read(root / FOLDER, "t10k", in_chans)),
+        train_transform=train_transform,
+        eval_transform=eval_transform,
+        in_memory=True,
+    )
+
+
+def train_size(root: Path, *, val_fraction: float, **others: object) -> int:
+    """How many images the training split has, by the labels' file."""
+    labels = fileio.read_bytes(root / FOLDER / "train-labels-idx1-ubyte", _LONGEST, follow=True)[8:]
+    return size_left(Counter(labels).values(), (val_fraction,))
+
+
+def locate(root: Path, *, image_size: int, in_chans: int, val_fraction: float, **others: object) -> None:
+    """Check the options, and that all files are there."""
+    require(image_size >= 8, "image_size", image_size, "8 or more")
+    require(in_chans in (1, 3), "in_chans", in_chans, "1, or 3 (the gray channel thrice)")
+    require(0.0 < val_fraction < 1.0, "val_fraction", val_fraction, "between 0 and 1")
+    for file in FILES:
+        if not (root / FOLDER / file).is_file():
+            raise missing("fashion_mnist", root, root / FOLDER / file)
+
+
+def prepare(root: Path, archives: list[Path], say: Say) -> None:
+    """Download (or take from ``archives`` or ROOT), verify and unpack the four official files."""
+    folder = root / FOLDER
+    if all((folder / file).is_file() for file in FILES):
+        say(f"{folder} is already there.")
+        return
+    require_names(archives, MD5S)
+    for name, md5 in MD5S.items():
+        final = folder / name.removesuffix(".gz")
+        if final.is_file():
+            continue
+        packed = verified(f"{MIRROR}{name}", folder / name, md5, archives, say)
+        fileio.make_folder(folder)
+        try:
+            with gzip.open(packed) as file:
+                content = file.read(_LONGEST + 1)
+            if len(content) > _LONGEST:
+                raise gzip.BadGzipFile(f"It holds more than {_LONGEST:,} bytes")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{packed} cannot be unpacked.", why=f"{error}.", fix="Fetch it again.") from None
+        fileio.write(final, content)
+    say(f"{folder} is complete.")
+
+
+def _read(folder: Path, split: str, in_chans: int) -> tuple[Tensor, Tensor]:
+    """Images uint8 [N, in_chans, 28, 28] and labels int64 [N]."""
+    import torch
+
+    images = read_idx(folder / f"{split}-images-idx3-ubyte")
+    labels = read_idx(folder / f"{split}-labels-idx1-ubyte").to(torch.int64)
+    if len(images) != len(labels) or images.ndim != 3 or labels.max() >= len(CLASSES):
+        raise UserError(
+            f"The images and labels of '{split}' in {folder} do not belong together.",
+            why=f"{len(images)} images, {len(labels)} labels up to {int(labels.max())}.",
+            fix="Delete the folder, and fetch it again: python -m jobs.prepare fashion_mnist",
+        )
+    return images[:, None].expand(-1, in_chans, -1, -1), labels
+
+
+def read_idx(path: Path) -> Tensor:
+    """The bytes of an IDX file (what MNIST comes in), with their shape. Raises UserError where it is cut short."""
+    import torch
+
+    try:
+        data = fileio.read_bytes(path, _LONGEST, follow=True)
+        zeros, kind, dims = struct.unpack(">HBB", data[:4])
+        shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
+        if zeros == 0 and kind == 8 and dims > 0:
+            body = bytearray(data[4 + 4 * dims :])
+            return torch.frombuffer(body, dtype=torch.uint8).reshape(shape)
+        why = "Its first four bytes are not those of such a file."
+    except (OSError, struct.error, RuntimeError, ValueError) as error:
+        why = f"{error}."
+    raise UserError(
+        f"{path} is no IDX file of bytes.",
+        why=why,
+        fix="Delete it, and fetch it again: python -m jobs.prepare fashion_mnist",
+    )

@@ -1,0 +1,189 @@
+"""ImageNet (ILSVRC 2012), JPEG files in ROOT/imagenet/{train,val}/WNID, as everybody lays it out."""
+
+from __future__ import annotations
+
+import io
+import os
+from functools import partial
+from pathlib import Path
+
+from trainkit import terminal
+from trainkit.data.base import DataInfo, Splits, missing, require
+from trainkit.data.download import (
+    HashingReader,
+    Say,
+    complete_folder,
+    extract,
+    given_or_in,
+    md5_of,
+    opened_tar,
+    regular,
+    require_names,
+)
+from trainkit.data.folders import Files, Place, class_folders, image_files, listed, read_split, require_classes
+from trainkit.errors import UserError
+
+TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+MD5S = {
+    TRAIN: "1d675b47d978889d74fa0da5fadfb00e",
+    VAL: "29b22e2961454d5413ddabcf34fc5622",
+    DEVKIT: "fa75699e90414af021442c21a62c3abf",
+}
+OFFICIAL_COUNTS = {TRAIN: 1_281_167, VAL: 50_000}
+
+
+def build(root: Path, *, image_size: int = 224, augment: bool = True) -> Splits:
+    """1,281,167 + 50,000 photos of 1,000 classes. The labels of the test images were never published: test is val.
+
+    Augmented by a random part of the photo and mirroring; evaluated on the centre.
+    """
+    locate(root, image_size=image_size)
+    return build_from(listed(root, where), image_size=image_size, augment=augment)
+
+
+def where(root: Path) -> Place:
+    """The folder of the images, and its splits."""
+    return _folder(root), ("train", "val")
+
+
+def build_from(files: Files, *, image_size: int, augment: bool) -> Splits:
+    """The same, of files that are listed already."""
+    from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD, photo_transforms
+
+    classes = require_classes(files.folder / "train", files.splits["train"])
+    train, val = (read_split(files, split, classes, in_chans=3) for split in ("train", "val"))
+    train_transform, eval_transform = photo_transforms(image_size, augment=augment)
+    return Splits(
+        info=DataInfo("imagenet", len(classes), 3, image_size, tuple(classes), PHOTO_MEAN, PHOTO_STD),
+        train=train,
+        val=val,
+        test=val,
+        train_transform=train_transform,
+        eval_transform=eval_transform,
+        transforms_for=partial(photo_transforms, image_size, augment=augment),
+    )
+
+
+def locate(root: Path, *, image_size: int, **others: object) -> None:
+    """Check the options, and that both splits are there."""
+    require(image_size >= 8, "image_size", image_size, "8 or more")
+    for split in ("train", "val"):
+        if not class_folders(_folder(root) / split):
+            raise missing(
+                "imagenet",
+                root,
+                _folder(root) / split / "WNID",
+                fix=f"Put the archives of image-net.org into {root} and unpack them: "
+                + terminal.command("prepare", "imagenet", "--root", root),
+            )
+
+
+def prepare(root: Path, archives: list[Path], say: Say) -> None:
+    """Unpack the archives into their layout, and count. What is there already is left; an interrupted call goes on."""
+    final = root / "imagenet"
+    todo = [name for name, split in ((TRAIN, "train"), (VAL, "val")) if not (final / split).is_dir()]
+    if not todo:
+        say(f"{final} is already there.")
+        return
+    require_names(archives, MD5S)
+    found = {name: given_or_in(root, name, archives) for name in (*todo, *([DEVKIT] if VAL in todo else []))}
+    absent = [name for name, path in found.items() if path is None]
+    if absent:
+        raise UserError(
+            f"There is no {' and no '.join(absent)} to unpack.",
+            why=f"ImageNet must be fetched with an account of one's own; neither --archive nor {root} has it.",
+            fix=f"Fetch it from https://image-net.org (ILSVRC 2012), put it into {root}, and give this command again.",
+        )
+    paths = {name: path for name, path in found.items() if path is not None}
+    classes = read_devkit(paths[DEVKIT], say) if DEVKIT in paths else []  # before the long work: it may be broken
+    if TRAIN in todo:
+        _unpack_train(paths[TRAIN], final / "train", say)
+    if VAL in todo:
+        _unpack_val(paths[VAL], final / "val", classes, say)
+
+
+def read_devkit(archive: Path, say: Say) -> list[str]:
+    """The class (WNID) of each validation image, in the order of their numbers."""
+    from scipy.io import loadmat  # type: ignore[import-untyped]  # comes with scikit-learn
+
+    if md5_of(archive) != MD5S[DEVKIT]:
+        say(f"Note: {archive} is not the official development kit (another MD5). Taking it as it is.")
+    content: dict[str, bytes] = {}
+    with opened_tar(archive) as tar:
+        for member in regular(tar, 1 << 28):
+            name = Path(member.name).name
+            if name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
+                file = tar.extractfile(member)
+                assert file is not None  # it is a regular file
+                content[name] = file.read()
+    try:
+        synsets = loadmat(io.BytesIO(content["meta.mat"]), squeeze_me=True)["synsets"]
+        wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if int(row["num_children"]) == 0}
+        return [wnids[int(line)] for line in content["ILSVRC2012_validation_ground_truth.txt"].split()]
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{archive} is no development kit of ILSVRC 2012.",
+            why=f"Its meta.mat or validation_ground_truth.txt is missing or other ({type(error).__name__}: {error}).",
+            fix=f"Fetch {DEVKIT} again; it is 2.5 MB.",
+        ) from None
+
+
+def _unpack_train(archive: Path, final: Path, say: Say) -> None:
+    """An archive of one archive for each class. A class is complete or absent, so that an interrupted call goes on."""
+    say(f"Unpacking {archive}")
+    with HashingReader(archive, say) as reader, complete_folder(final, keep=True) as partial:
+        with opened_tar(reader, stream=True) as outer:
+            for member in regular(outer, 1 << 38):
+                wnid, suffix = os.path.splitext(Path(member.name).name)
+                if suffix != ".tar" or (partial / wnid).is_dir():
+                    continue
+                packed = outer.extractfile(member)
+                assert packed is not None  # it is a regular file
+                with complete_folder(partial / wnid) as folder, opened_tar(packed, stream=True) as inner:
+                    for image in regular(inner, 1 << 33):
+                        extract(inner, image, folder, Path(image.name).name)
+        _verify(archive, TRAIN, reader.finish(), partial, say)
+    say(f"{final} is complete.")
+
+
+def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> None:
+    """An archive of images, whose classes are in the development kit."""
+    say(f"Unpacking {archive}")
+    with HashingReader(archive, say) as reader, complete_folder(final) as partial:
+        with opened_tar(reader, stream=True) as tar:
+            for member in regular(tar, 1 << 35):
+                name = Path(member.name)
+                number = name.stem.rpartition("_")[2]  # ILSVRC2012_val_00000001.JPEG
+                if not (number.isascii() and number.isdecimal()):
+                    continue
+                if not 1 <= int(number) <= len(classes):
+                    raise UserError(
+                        f"{archive} and the development kit do not belong together.",
+                        why=f"{name} is image {int(number)}; the kit knows {len(classes)}.",
+                        fix=f"Use {VAL} and {DEVKIT} of the same year, 2012.",
+                    )
+                extract(tar, member, partial, f"{classes[int(number) - 1]}/{name.name}")
+        _verify(archive, VAL, reader.finish(), partial, say)
+    say(f"{final} is complete.")
+
+
+def _verify(archive: Path, name: str, md5: str, folder: Path, say: Say) -> None:
+    count = len(image_files(folder))
+    if count == 0:
+        raise UserError(
+            f"{archive} holds no images.",
+            why=f"It is not laid out as {name}.",
+            fix="Fetch it again from https://image-net.org (ILSVRC 2012).",
+        )
+    if md5 != MD5S[name]:
+        say(f"Note: {archive} is not the official {name} (another MD5). It gave {count} images.")
+    elif count != OFFICIAL_COUNTS[name]:
+        raise UserError(
+            f"{archive} gave {count} images instead of {OFFICIAL_COUNTS[name]}.",
+            why=f"Unpacking lost some, or {folder} has some of another archive.",
+            fix=f"Delete {folder}, check the disk's free space and quota, and give this command again.",
+        )
+
+
+def _folder(root: Path) -> Path:
+    return root if (root / "train").is_dir() and not (root / "imagenet").is_dir() else root / "imagenet"

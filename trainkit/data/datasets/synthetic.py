@@ -1,0 +1,149 @@
+"""Made-up images that can be learned: a smooth pattern for each class, plus noise. For trying models and machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit.data.base import DataInfo, Splits, require
+from trainkit.data.download import Say
+from trainkit.data.order import derive_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainkit.data.loader import TensorSamples
+
+MOST_IN_MEMORY = 20_000
+"""So many small images are made within half a second."""
+
+
+def build(
+    root: Path,
+    *,
+    num_classes: int = 10,
+    image_size: int = 32,
+    in_chans: int = 3,
+    train_size: int = 2048,
+    val_size: int = 512,
+    test_size: int = 512,
+    noise: float = 0.5,
+    augment: bool = True,
+) -> Splits:
+    """The same images on every machine and for every seed. ``noise`` is the noise's share of the contrast, 0 to 1.
+
+    A few small ones are made at the start. Others are made from their index when they are asked for, so that
+    ``train_size=1281167 image_size=224`` costs no memory.
+    """
+    from trainkit.data.loader import tensor_transforms
+
+    sizes = {"train_size": train_size, "val_size": val_size, "test_size": test_size}
+    locate(root, num_classes=num_classes, image_size=image_size, in_chans=in_chans, noise=noise, **sizes)
+    shift = image_size // 8
+    train_transform, eval_transform = tensor_transforms(image_size, augment=augment, shift=shift, flip=True)
+    patterns = _patterns(num_classes, in_chans, image_size)
+    made = [_Made(patterns, noise, size, split=split) for split, size in enumerate(sizes.values())]
+    small = image_size <= 64  # larger ones take long enough to make that loader processes pay
+    few = sum(sizes.values()) <= MOST_IN_MEMORY
+    train, val, test = (item.in_memory() if small and few else item for item in made)
+    return Splits(
+        info=DataInfo(
+            name="synthetic",
+            num_classes=num_classes,
+            in_chans=in_chans,
+            image_size=image_size,
+            class_names=tuple(f"class {label}" for label in range(num_classes)),
+            mean=(0.5,) * in_chans,
+            std=(0.25,) * in_chans,
+        ),
+        train=train,
+        val=val,
+        test=test,
+        train_transform=train_transform,
+        eval_transform=eval_transform,
+        in_memory=small,
+    )
+
+
+def train_size(root: Path, *, train_size: int, **others: object) -> int:
+    """How many images the training split has."""
+    return train_size
+
+
+def locate(
+    root: Path,
+    *,
+    num_classes: int,
+    image_size: int,
+    in_chans: int,
+    train_size: int,
+    val_size: int,
+    test_size: int,
+    noise: float,
+    **others: object,
+) -> None:
+    """Check the options. There is nothing to find: the images are computed."""
+    require(num_classes >= 2, "num_classes", num_classes, "2 or more")
+    require(image_size >= 4, "image_size", image_size, "4 or more")
+    require(in_chans >= 1, "in_chans", in_chans, "1 or more")
+    require(0.0 <= noise <= 1.0, "noise", noise, "between 0 and 1")
+    for option, size in (("train_size", train_size), ("val_size", val_size), ("test_size", test_size)):
+        require(size >= 1, option, size, "1 or more")
+
+
+def prepare(root: Path, archives: list[Path], say: Say) -> None:
+    """Nothing to fetch."""
+    say("synthetic images are computed: nothing to fetch.")
+
+
+class _Made:
+    def __init__(self, patterns: Tensor, noise: float, size: int, *, split: int) -> None:
+        self.patterns, self.noise, self.size, self.split = patterns, noise, size, split
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def labels(self) -> list[int]:
+        return [index % len(self.patterns) for index in range(self.size)]
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        import torch
+
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        label = index % len(self.patterns)
+        generator = torch.Generator().manual_seed(derive_seed(self.split, index))
+        pattern = self.patterns[label]
+        noise = torch.rand(pattern.shape, generator=generator)
+        image = pattern + self.noise * (noise - pattern)
+        return image.mul_(255).to(torch.uint8), label
+
+    def in_memory(self) -> TensorSamples:
+        """All of them, made at once."""
+        import torch
+
+        from trainkit.data.loader import TensorSamples
+
+        labels = torch.arange(self.size) % len(self.patterns)
+        images = torch.empty((self.size, *self.patterns.shape[1:]), dtype=torch.uint8)
+        generator, noise = torch.Generator(), torch.empty((min(self.size, 256), *self.patterns.shape[1:]))
+        for start in range(0, self.size, len(noise)):
+            part = slice(start, min(start + len(noise), self.size))
+            for index, one in zip(range(part.start, part.stop), noise.unbind(), strict=False):
+                torch.rand(one.shape, generator=generator.manual_seed(derive_seed(self.split, index)), out=one)
+            pattern = self.patterns[labels[part]]
+            images[part] = (pattern + self.noise * (noise[: len(pattern)] - pattern)).mul_(255).to(torch.uint8)
+        return TensorSamples(images, labels)
+
+
+def _patterns(num_classes: int, in_chans: int, image_size: int) -> Tensor:
+    """One smooth image in 0..1 for each class [num_classes, in_chans, image_size, image_size], symmetric as a face is:
+    mirroring, which is part of the augmentation, leaves its class as it is."""
+    import torch
+    import torch.nn.functional as F
+
+    generator = torch.Generator().manual_seed(derive_seed(num_classes, in_chans))
+    coarse = torch.rand((num_classes, in_chans, 4, 4), generator=generator)
+    smooth = F.interpolate(coarse, size=(image_size, image_size), mode="bicubic", align_corners=False).clamp_(0, 1)
+    return (smooth + smooth.flip(-1)) / 2

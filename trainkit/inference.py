@@ -1,0 +1,277 @@
+"""Metrics of a checkpoint, by one process: whatever trained it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainkit import lifetime
+from trainkit.checkpoint import format
+from trainkit.checkpoint.save import Checkpoints
+from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.data.base import DataInfo, Transform
+from trainkit.data.folders import SUFFIXES, Centre, read_image
+from trainkit.data.loader import TensorTransform, default_workers, eval_batches
+from trainkit.distributed.process_group import distributed
+from trainkit.errors import UserError
+from trainkit.fileio import write
+from trainkit.ranks.env import RankEnv
+from trainkit.run.folder import RunDir
+from trainkit.training.broken import too_many
+from trainkit.training.building import alone, build, wants_gpu
+from trainkit.training.classes import classes_in, difference, require_same_classes
+from trainkit.training.mistakes import told
+from trainkit.training.parts import Parts
+from trainkit.training.testing import STEMS, Measured, measure_saved, no_average
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was measured, of which step's weights, on what data."""
+
+    step: int
+    found: Measured
+    info: DataInfo
+    which: str
+    """What was asked for: ``best``, ``latest`` or a step; ``newest`` where that one was taken in its place."""
+
+
+def evaluate_checkpoint(
+    config: Config, run_dir: RunDir, which: str, split: str, weights: Literal["raw", "ema", "both"] | None = None
+) -> Evaluated:
+    """Measure a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
+
+    A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
+
+    Of ``best`` the images that were told wrong most surely are kept, for the report (``mistakes-<split>.json``), where
+    training has kept none.
+
+    Where ``best`` or ``latest`` is broken, the newest whole one is taken, and said so.
+
+    Args:
+        weights: the model's own, the averaged ones or both; None: all that there are.
+
+    Raises:
+        UserError: no such checkpoint, it is broken, or it has no averaged weights and these were asked for;
+            the data has other classes than it was trained on.
+    """
+    step = format.resolve(run_dir.checkpoints, which)
+    splits = build_data(config.data)
+    with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+        require_same_classes(checkpoints.state_of(step), splits, config.data.root)
+        averaged = checkpoints.holds(step, STEMS["ema"])
+        if weights in ("ema", "both") and not averaged:
+            raise no_average(step)
+        parts = build(alone(config), dist, splits)
+        kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or averaged)]
+        samples = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
+        lifetime.settled()
+        step, found = measure_saved(
+            parts,
+            checkpoints,
+            step,
+            samples,
+            kinds=kinds,
+            batch_size=min(config.train.global_batch_size, 256),
+            or_newest=which in ("best", "latest"),
+        )
+        if which in ("best", "latest") and format.pointed(run_dir.checkpoints, which) != step:
+            which = "newest"
+        is_shown = which == "best" and split != "train" and "raw" in found.mistakes
+        if is_shown and not run_dir.mistakes(split).exists():
+            images = found.mistakes["raw"].read(dist, parts.splits.info)
+            with suppress(OSError):  # it may be somebody else's run
+                write(run_dir.mistakes(split), json.dumps(told(images, split, step)) + "\n", run_dir.path)
+    left_out = sorted(parts.broken.met)
+    if len(left_out) > parts.broken.most:
+        raise too_many(left_out, parts.broken.most)
+    if left_out:
+        print(f"Left out, for they cannot be decoded: {', '.join(left_out)}", file=sys.stderr)
+    return Evaluated(step, found, parts.splits.info, which)
+
+
+# What a run's model says about images that nobody has labelled, and how fast.
+
+Kind = Literal["raw", "ema"]
+# A batch size is timed for so long, and so often.
+_SECONDS, _PASSES = 0.5, 3
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the model says about one image."""
+
+    file: Path
+    probabilities: Tensor | None
+    """float32 [num_classes] on the CPU; they add up to 1. None: the image has no class."""
+    why: str = ""
+    """Why not: what is wrong with the image, or with the model's scores of it."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A checkpoint's weights, ready to be asked."""
+
+    step: int
+    kind: Kind
+    parts: Parts
+    transform: Transform
+    class_names: tuple[str, ...]
+    """Of the model's outputs, in order: as in training, where the checkpoint says so, else as in the data."""
+    renamed: str
+    """How the data's classes differ from them; empty if they do not."""
+
+    @property
+    def info(self) -> DataInfo:
+        """Of the data that it was trained on."""
+        return self.parts.splits.info
+
+    def predict(self, images: Sequence[Path], batch_size: int) -> Iterator[Predicted]:
+        """In the order given; a broken image does not keep the others from being told."""
+        samples = _Unlabelled(images, self.info.in_chans, self.transform)
+        loader = eval_batches(
+            samples,
+            _as_it_is,
+            batch_size=min(batch_size, len(images)),
+            rank=0,
+            world_size=1,
+            workers=default_workers() if len(images) > batch_size else 0,
+            device=self.parts.dist.device,
+        )
+        place = 0
+        with loader as batches, torch.inference_mode():
+            for pixels, whole, mask in batches:
+                told = self._probabilities(pixels).cpu()
+                for probabilities, code in zip(told[mask.cpu()], whole[mask].tolist(), strict=True):
+                    file, place = images[place], place + 1
+                    if not code:
+                        yield Predicted(file, None, samples.why(file))
+                    elif not bool(probabilities.isfinite().all()):
+                        yield Predicted(file, None, "The model's scores of it are not finite (NaN).")
+                    else:
+                        yield Predicted(file, probabilities)
+
+    def images_per_sec(self, image: Path, batch_size: int) -> float:
+        """The model alone, of images that lie on its device: the median of three times half a second.
+
+        Raises torch.OutOfMemoryError where so many do not fit.
+        """
+        pixels = self.transform(read_image(image, self.info.in_chans))
+        batch = pixels[None].expand(batch_size, -1, -1, -1).contiguous().to(self.parts.dist.device)
+        speeds = []
+        with torch.inference_mode():
+            for _ in range(2):  # kernels are chosen, memory is taken
+                self._probabilities(batch)
+            for _ in range(_PASSES):
+                self._wait()
+                began, done = time.perf_counter(), 0
+                while (seconds := time.perf_counter() - began) < _SECONDS:
+                    self._probabilities(batch)
+                    self._wait()
+                    done += batch_size
+                speeds.append(done / seconds)
+        return sorted(speeds)[_PASSES // 2]
+
+    def _probabilities(self, pixels: Tensor) -> Tensor:
+        with self.parts.precision.autocast():
+            logits: Tensor = self.parts.model(self.parts.normalized(pixels))
+        return logits.float().softmax(dim=1)
+
+    def _wait(self) -> None:
+        if self.parts.dist.device.type == "cuda":
+            torch.cuda.synchronize(self.parts.dist.device)
+
+
+@contextmanager
+def predicting(config: Config, run_dir: RunDir, which: str, kind: Kind | None = None) -> Iterator[Predictor]:
+    """The weights of a checkpoint (``best``, ``latest`` or a step) of a run, in this process.
+
+    Args:
+        kind: the model's own weights, or the averaged ones; None: the averaged ones, if there are any.
+
+    Raises:
+        UserError: no such checkpoint, it is broken, or it has no averaged weights and these were asked for.
+    """
+    step = format.resolve(run_dir.checkpoints, which)
+    splits = build_data(config.data)
+    with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
+        averaged = checkpoints.holds(step, STEMS["ema"])
+        if kind == "ema" and not averaged:
+            raise no_average(step)
+        taken: Kind = kind or ("ema" if averaged else "raw")
+        here = tuple(map(str, splits.info.class_names))
+        trained = classes_in(checkpoints.state_of(step))
+        renamed = difference(trained, here)
+        parts = build(alone(config), dist, splits)
+        step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])
+        parts.model.eval()
+        lifetime.settled()
+        transform = _for_any_size(parts.splits.eval_transform, parts.splits.info)
+        yield Predictor(step, taken, parts, transform, trained or here, renamed)
+
+
+def images_in(folder: Path) -> list[Path]:
+    """All image files below a folder, by name; or the one that it is.
+
+    Raises UserError where there is none.
+    """
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}.", why="It was to hold the images.", fix="Correct its path.")
+    found = [Path(where, name) for where, _, names in os.walk(folder) for name in names]
+    images = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
+    if not images:
+        raise UserError(
+            f"{folder} holds no images.",
+            why=f"Image files end in {', '.join(SUFFIXES[:6])}, ...",
+            fix="Give a folder that holds some, at any depth.",
+        )
+    return images
+
+
+def _for_any_size(transform: Transform, info: DataInfo) -> Transform:
+    """Images of a small data set are all of one size, and its transform resizes them whole: others are cut to the
+    square in their middle."""
+    return Centre(info.image_size, info.image_size, "bilinear") if isinstance(transform, TensorTransform) else transform
+
+
+def _as_it_is(image: Tensor) -> Tensor:
+    return image
+
+
+class _Unlabelled:
+    """Images as samples; the label is 1 of an image, and 0 of black in the place of a broken one."""
+
+    def __init__(self, images: Sequence[Path], in_chans: int, transform: Transform) -> None:
+        self.images, self.in_chans, self.transform = images, in_chans, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        try:
+            return self.transform(read_image(self.images[index], self.in_chans)), 1
+        except UserError:
+            return self.transform(torch.zeros(self.in_chans, 8, 8, dtype=torch.uint8)), 0
+
+    def why(self, file: Path) -> str:
+        """What is wrong with a broken one: a worker process met it, so it is read once more."""
+        try:
+            read_image(file, self.in_chans)
+        except UserError as error:
+            return error.why
+        return "It could not be read at first."

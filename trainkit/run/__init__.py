@@ -1,0 +1,1 @@
+"""The record of a run: a folder that any tool can read."""

@@ -1,0 +1,541 @@
+"""A run is a folder, and it is complete. `RunDir` is the one place that knows its file names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pwd
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit import fileio, terminal
+from trainkit.errors import UserError, did_you_mean
+
+# Where this user's runs are, so that `status`, `logs` and `cancel` find them from any folder.
+#
+# Paths only: what a run is doing is asked from its folder and its scheduler. Each installation of trainkit (a clone,
+# an environment) has a list of its own: two clones are two projects, and what one has started is no news in the
+# other.
+
+
+def state_file(name: str = "runs") -> Path:
+    """A file of this user's, on whatever machine shares their home."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "trainkit" / name
+
+
+def own_file(name: str) -> Path:
+    """A file of this installation's."""
+    project = Path(__file__).resolve().parents[2]
+    digest = hashlib.blake2b(os.fsencode(project), digest_size=4).hexdigest()
+    return state_file("projects") / f"{project.name}-{digest}" / name
+
+
+def make_state_folder(folder: Path) -> None:
+    """Make a folder of `state_file` where it is not there; nobody else may write there, or a run of theirs would pass
+    for the user's own."""
+    root = state_file().parent
+    root.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.stat().st_mode & 0o022:
+        root.chmod(0o700)
+    fileio.make_folder(folder, root)
+
+
+def remember(path: Path) -> None:
+    """Add a run folder. A home that cannot be written costs only the convenience, so it is no error."""
+    _append(own_file("runs"), str(path))
+
+
+def mark(path: Path, fingerprint: str) -> None:
+    """Note what a run is made of, so that another of the same is found without a look into every folder."""
+    _append(own_file("fingerprints"), f"{fingerprint} {path}")
+
+
+def marked() -> list[tuple[str, Path]]:
+    """Fingerprint and folder of every run that was marked, oldest first; the folder may be gone."""
+    pairs = (line.partition(" ") for line in _lines(own_file("fingerprints")))
+    return [(mark, Path(path)) for mark, _, path in pairs if path.startswith("/")]
+
+
+def note_job(path: Path, executor: str, job_id: str, process: str) -> None:
+    """Note that this user has started a job or a process for a run: what its folder says of that, others may write."""
+    _append(state_file("jobs"), f"{executor} {job_id} {process or '-'} {os.path.realpath(path)}")
+
+
+def has_started(path: Path, executor: str, job_id: str, process: str) -> bool:
+    """Whether that was noted."""
+    return f"{executor} {job_id} {process or '-'} {os.path.realpath(path)}" in _private_lines(state_file("jobs"))
+
+
+def vouch(seals: Sequence[str]) -> None:
+    """Note digests of code and settings that this user has submitted (`trainkit.run.ownership`)."""
+    known = vouched()
+    for seal in seals:
+        if seal not in known:
+            _append(state_file("vouched"), seal)
+
+
+def vouched() -> frozenset[str]:
+    """Those digests."""
+    return _private_lines(state_file("vouched"))
+
+
+def known(*, everywhere: bool = False) -> list[Path]:
+    """Run folders that were remembered and still exist, oldest first; ``everywhere``: by other installations too."""
+    files = _everywhere() if everywhere else [own_file("runs")]
+    return [path for path in _remembered(files) if os.path.isfile(path / "config.yaml")]
+
+
+def named(reference: str) -> list[Path]:
+    """Folders of the runs and sweeps of that name, ``SWEEP/NUMBER`` included: those of this installation, or where it
+    has none those of others."""
+    for everywhere in (False, True):
+        found = [folder for path in known(everywhere=everywhere) for folder in _called(path, reference)]
+        if found:
+            return list(dict.fromkeys(found))
+    return []
+
+
+def _called(run: Path, reference: str) -> list[Path]:
+    """The run's folder, or that of its sweep, if that is its name."""
+    in_sweep = run.name.isdecimal() and os.path.isfile(run.parent / "sweep.json")
+    if reference == (f"{run.parent.name}/{run.name}" if run.name.isdecimal() else run.name):
+        return [run]
+    if in_sweep:
+        return [run.parent] if reference == run.parent.name else []
+    return [run] if reference == run.name else []  # a run that is called by a number
+
+
+def has(path: Path) -> bool:
+    """Whether a command of this user made the run in ``path``, by whatever name the folder is reached."""
+    real = os.path.realpath(path)
+    return any(
+        str(item) in (str(path), real) or (item.name == path.name and os.path.realpath(item) == real)
+        for item in _remembered([file for file in _everywhere() if _is_private(file)])
+    )
+
+
+def _everywhere() -> list[Path]:
+    """The lists of all installations; the first was that of all of them until each had its own."""
+    return [state_file(), *sorted(state_file("projects").glob("*/runs"))]
+
+
+def _remembered(files: Sequence[Path]) -> list[Path]:
+    lines = dict.fromkeys(line for file in files for line in _lines(file))
+    return [Path(line) for line in lines if line.startswith("/")]
+
+
+def _append(file: Path, line: str) -> None:
+    if "\n" in line:  # one a line
+        return
+    try:
+        make_state_folder(file.parent)
+        with fileio.append(file, file.parent) as out:
+            os.fchmod(out.fileno(), 0o600)  # of lists that are there already, too
+            out.write(os.fsencode(f"{line}\n"))
+    except (OSError, UserError):
+        return
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return list(dict.fromkeys(fileio.read_end(file).splitlines()))
+    except OSError:
+        return []
+
+
+def _private_lines(file: Path) -> frozenset[str]:
+    return frozenset(_lines(file)) if _is_private(file) else frozenset()
+
+
+def _is_private(file: Path) -> bool:
+    """Whether nobody else can have written it: what it says is trusted."""
+    try:
+        found = file.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+LISTED = "`python -m jobs.status` lists the runs."
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. ``path`` is absolute."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """For people. A stranger's folder may have a name that a terminal obeys."""
+        return terminal.one_line(self.path.name)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "submit.sbatch"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def code(self) -> Path:
+        """What the job runs: a link to the copy in ``../.code`` of all runs of equal code, or a folder of its own."""
+        return self.path / "code"
+
+    @property
+    def code_archive(self) -> Path:
+        """The run's own copy of its code, by which it is complete without the shared one."""
+        return self.path / "code.zip"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def submitit(self) -> Path:
+        """submitit's own files: the pickle with one path in it, and the results of the tasks."""
+        return self.path / ".submitit"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def task(self) -> Path:
+        """The metrics in `metrics`: unit, direction and label of each."""
+        return self.path / "task.json"
+
+    @property
+    def evaluations(self) -> Path:
+        """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def lease(self) -> Path:
+        """Who may write, while somebody does."""
+        return self.path / "lease.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def confusion(self) -> Path:
+        """Which class the best weights take for which."""
+        return self.path / "confusion.json"
+
+    def mistakes(self, split: str) -> Path:
+        """The images of a split that the best weights told wrong, and were surest of."""
+        return self.path / f"mistakes-{split}.json"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of the profiler, and what memory held when there was too little of it."""
+        return self.path / "profile"
+
+    @property
+    def profile_request(self) -> Path:
+        """Who makes this file asks for a profile of the next updates."""
+        return self.path / "PROFILE"
+
+    def hardware(self, host: str) -> Path:
+        """Hardware samples of one host."""
+        return self.path / f"system-{host}.jsonl"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        """Log folder of one attempt: ``rank-<n>.out`` and ``rank-<n>.err``."""
+        return self.logs / str(attempt)
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts that have started, in order."""
+        try:
+            with os.scandir(self.logs) as entries:
+                return sorted(int(entry.name) for entry in entries if _NUMBER.fullmatch(entry.name) and entry.is_dir())
+        except OSError:
+            return []
+
+    def made(self) -> float:
+        """When it was made, or resumed: seconds since 1970; 0 for one that is just being removed."""
+        try:
+            return self.config.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    @classmethod
+    def create(cls, path: Path, config_yaml: str, *, after_logs: bool = False) -> RunDir:
+        """Make the folder of a new run; it holds its configuration from the first moment that it has its name.
+
+        Args:
+            after_logs: the folder may be there with nothing but ``logs/`` in it, as a plain sbatch script leaves it:
+                srun opens the ranks' logs before any Python runs.
+
+        Raises:
+            UserError: something of that name exists, or the folder cannot be written.
+        """
+        path = path.absolute()
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        late = False
+        try:
+            late = after_logs and _holds_only_logs(path)
+            if late:
+                path.chmod(_mode())
+                fileio.write(path / "config.yaml", config_yaml, path)
+            else:
+                make_private(partial)
+                fileio.write(partial / "config.yaml", config_yaml, partial)
+                fileio.make_folder(partial / "logs", partial)
+                if path.exists() or path.is_symlink():
+                    raise FileExistsError(path)
+                partial.rename(path)
+        except OSError as error:
+            _remove(partial)
+            if path.exists() and not late:
+                raise UserError(
+                    f"{path} exists already.",
+                    why="A run is never written over.",
+                    fix="Give another --run-dir, or continue that one with `python -m jobs.resume`.",
+                ) from None
+            raise UserError(
+                f"Cannot make the run folder {path}.",
+                why=f"{error.strerror}: {error.filename}",
+                fix="Choose a folder that you may write to with TRAINKIT_RUNS=FOLDER or --run-dir, or free some space.",
+            ) from None
+        remember(path)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run folder. Raises UserError: there is none, or it is half-written."""
+        path = path.absolute()
+        run_dir = cls(path)
+        try:
+            is_run = stat.S_ISREG(run_dir.config.stat().st_mode)
+        except PermissionError:
+            raise closed(path) from None
+        except (OSError, ValueError):  # also a name that no file can have
+            is_run = False
+        if not is_run and not os.path.isdir(path):
+            raise UserError(f"No run folder {path}.", why="There is nothing there.", fix=LISTED)
+        if not is_run:
+            half = any(os.path.exists(path / name) for name in ("logs", "code", "events.jsonl"))
+            fix = f"{LISTED}{' Remove this folder if nothing in it is needed.' * half}"
+            if is_sweep(path):
+                fix = f"It is a sweep: name one of its runs, such as {path.name}/0."
+            raise UserError(f"{path} is not a run folder, or only half of one.", why="It has no config.yaml.", fix=fix)
+        if run_dir.config.is_symlink():
+            why = "It may lead to any file of yours, and what a run says of itself is shown and sent."
+            raise UserError(f"{run_dir.config} is a link.", why=why, fix="Put the file itself there.")
+        return run_dir
+
+
+def make_private(folder: Path, *, exist_ok: bool = False) -> None:
+    """Make a folder that only the user can enter, or whom ``$TRAINKIT_RUN_MODE`` (octal, as for chmod: 750) lets in.
+
+    Folders above it that are not there are made too, and nobody else can write there: who can, replaces the run.
+    """
+    for above in reversed([parent for parent in folder.parents if not parent.exists()]):
+        above.mkdir(mode=0o755, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not exist_ok:
+            raise
+    else:
+        folder.chmod(_mode())
+
+
+@contextmanager
+def as_open_as(run: Path) -> Iterator[None]:
+    """What this process and its children write in the block, by whatever library, is as open as the run."""
+    before = os.umask(umask_of(run))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def umask_of(run: Path) -> int:
+    """The umask of a process that works for a run; of one that is not there yet, it is that of `make_private`."""
+    return ~(stat.S_IMODE(run.stat().st_mode) if run.is_dir() else _mode()) & 0o777
+
+
+def run_at(folder: Path) -> Path | None:
+    """The folder if it is that of a run or of a sweep: what is written there is as open as the run."""
+    return folder if any((folder / name).is_file() for name in ("config.yaml", "sweep.json")) else None
+
+
+def _mode() -> int:
+    text = os.environ.get("TRAINKIT_RUN_MODE") or "700"
+    if not re.fullmatch(r"[0-2]?7[0-7][0-7]", text):
+        raise UserError(
+            f"TRAINKIT_RUN_MODE={text} is no mode for a folder that you write to.",
+            why="It is written as for chmod, and you have all rights yourself.",
+            fix="Use 700 (only you), 750 (your group reads), 2770 (your group writes), or leave it out.",
+        )
+    return int(text, 8)
+
+
+def runs_root(env: Mapping[str, str]) -> Path:
+    """Where new runs go: ``$TRAINKIT_RUNS``, else ``./runs``."""
+    return Path(env.get("TRAINKIT_RUNS") or "runs").expanduser().absolute()
+
+
+def next_path(root: Path, name: str) -> Path:
+    """Folder of the next run of that name: ``root/<name>-<id>``, ids counting up from 0001 over all runs in ``root``.
+
+    Sequential, so that a dry run prints the very script that the submission after it will queue.
+    """
+    safe = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.") or "run"
+    taken = [0]
+    if os.path.isdir(root):
+        taken += [int(m[1]) for entry in root.iterdir() if (m := re.fullmatch(r".+-(\d{4,})", entry.name))]
+    return root / f"{safe}-{max(taken) + 1:04d}"
+
+
+def list_runs(root: Path) -> list[RunDir]:
+    """Every run in ``root``, runs of a sweep included, oldest first."""
+    found = [file.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for file in root.glob(pattern)]
+    hidden = [path for path in found if any(part.startswith(".") for part in path.relative_to(root).parts)]
+    runs = [RunDir(path) for path in found if path.name != "code" and path not in hidden]
+    return sorted(runs, key=RunDir.made)
+
+
+def is_url(reference: str) -> bool:
+    """Whether a run is named by where its copy is (`checkpoint.remote`)."""
+    return reference.startswith(("s3://", "gs://", "file://"))
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether it is the folder of a sweep, whose runs are its folders 0, 1, 2, ..."""
+    return os.path.isfile(folder / "sweep.json")
+
+
+def find_run(reference: str, env: Mapping[str, str]) -> RunDir:
+    """The run that a user names. Raises UserError: there is none, or there are several (`_folder_of`)."""
+    return RunDir.open(_folder_of(reference, env))
+
+
+def find_runs(reference: str, env: Mapping[str, str]) -> list[RunDir]:
+    """The run that a user names, or all runs of a sweep. Raises UserError as `find_run` does."""
+    folder = _folder_of(reference, env)
+    if is_sweep(folder) and (runs := [run for run in list_runs(folder) if run.path.parent == folder]):
+        return runs
+    return [RunDir.open(folder)]
+
+
+def folders_named(reference: str, env: Mapping[str, str]) -> list[Path]:
+    """The folders of the runs and sweeps that a reference may mean: those here; elsewhere only if there is none here.
+
+    Here is the runs folder, and the current folder for what is a run there. What begins with ``/``, ``~``, ``./`` or
+    ``../`` is a path and nothing else. Elsewhere only a name is looked for, or ``SWEEP/NUMBER``.
+    """
+    given, first = Path(reference).expanduser(), reference.split("/")[0]
+    if given.is_absolute() or first in (".", ".."):
+        return [given.absolute()] if os.path.lexists(given) else []
+    path, in_root = given.absolute(), runs_root(env) / reference
+    # Whatever has that name in the runs folder stands for it, be it half a run: another of that name is not meant.
+    here = [path] * (os.path.isfile(path / "config.yaml") or is_sweep(path)) + [in_root] * _may_be(in_root)
+    found = here or ([] if _may_be(runs_root(env) / first) else named(reference))
+    return list({os.path.realpath(folder): folder for folder in reversed(found)}.values())[::-1]
+
+
+def _may_be(folder: Path) -> bool:
+    """Whether there is such a folder, or this user may not even ask."""
+    try:
+        return stat.S_ISDIR(folder.stat().st_mode)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def _folder_of(reference: str, env: Mapping[str, str]) -> Path:
+    """The one folder that a reference means."""
+    if not reference.strip():
+        raise UserError("The name of the run is empty.", why="A variable of the shell may be unset.", fix=LISTED)
+    found = folders_named(reference, env)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(
+            f"'{reference}' names {len(found)} runs.",
+            why=", ".join(str(path) for path in found),
+            fix="Give the path of one of them.",
+        )
+    root, given = runs_root(env), Path(reference).expanduser().absolute()
+    if os.path.isdir(given):
+        return given  # which `RunDir.open` refuses
+    names = [run.name for run in list_runs(root)] + [path.name for path in known(everywhere=True)]
+    raise UserError(
+        f"No run '{reference}'.",
+        why=f"It is neither a folder, nor a run in {root}, nor one that you submitted from elsewhere.",
+        fix=did_you_mean(reference, names, otherwise=LISTED),
+    )
+
+
+def closed(path: Path) -> UserError:
+    """The error for a folder or a file that this user may not read."""
+    try:
+        found = path.stat()
+        mode = f"mode {stat.S_IMODE(found.st_mode):o}"
+        whose = f"It belongs to {_user(found.st_uid)} ({mode}), and you are {_user(os.geteuid())}."
+    except OSError:  # a folder on the way is closed
+        whose = f"A folder on the way there does not let you in, {_user(os.geteuid())}."
+    return UserError(
+        f"Permission denied: {path}.",
+        why=whose,
+        fix="Ask its owner: `chmod 750` opens it to their group; TRAINKIT_RUN_MODE=750 does so for new runs.",
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _holds_only_logs(path: Path) -> bool:
+    return path.is_dir() and [entry.name for entry in path.iterdir()] == ["logs"]
+
+
+def _remove(partial: Path) -> None:
+    if partial.is_dir():  # it may not even have been made: a file can lie where its folder should be
+        (partial / "config.yaml").unlink(missing_ok=True)
+        for folder in (partial / "logs", partial):
+            if folder.is_dir():
+                folder.rmdir()

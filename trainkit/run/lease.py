@@ -1,0 +1,365 @@
+"""One writer for a run folder: ``lease.json`` says who, and is renewed as long as it lives.
+
+The file is put in place by a hard link, which succeeds for one of several at once, and replaced by a rename; both are
+atomic on NFS too, where locks may not be. Time is the file server's: ages are differences of its own time stamps, so
+the clocks of the machines do not matter.
+
+A holder on this machine is dead when its process is gone; one elsewhere when it has not renewed for `EXPIRY_SECONDS`. A
+job that SLURM starts again takes over from its own earlier attempt at once. Whoever has lost the lease (stopped for a
+while, cut off, thought dead) notices before its next write: `Lease.check`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit import fileio, terminal
+from trainkit.errors import RunFailedError, UserError
+from trainkit.run.folder import RunDir
+
+# A process that cannot be mistaken for another: the machine it runs on, its number, and when it started.
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """One process, on whatever machine."""
+
+    host: str
+    pid: int
+    started: str
+    space: str = ""
+    """Where the number counts: a container, or a machine before and after a restart, may have the same host name."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """That of a process which runs here now."""
+        return cls(socket.gethostname(), pid, _start_time(pid) or "", _space())
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ProcessId | None:
+        """From what `fields` has put into a record; None if it is not there or was written by somebody else."""
+        host, pid = fields.get("host"), fields.get("pid")
+        started, space = fields.get("process_started"), fields.get("process_space", "")
+        if isinstance(host, str) and isinstance(started, str) and isinstance(space, str) and type(pid) is int:
+            return cls(host, pid, started, space)
+        return None
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values for a record."""
+        return {
+            "host": self.host,
+            "pid": self.pid,
+            "process_started": self.started,
+            "process_space": self.space,
+        }
+
+    @classmethod
+    def seen_from_here(cls, word: str) -> ProcessId | None:
+        """That of a `word`; None if no such process is seen here, as from within a container or on another machine."""
+        number, _, started = word.partition(":")
+        seen = cls(socket.gethostname(), int(number) if number.isdigit() else 0, started, _space())
+        return seen if seen.is_alive() else None
+
+    def word(self) -> str:
+        """The process for others who share its numbers of processes, in one word."""
+        return f"{self.pid}:{self.started}"
+
+    def is_here(self) -> bool:
+        """Whether it counts among the processes that this one can see."""
+        return self.host == socket.gethostname() and self.space in ("", _space())
+
+    def is_alive(self) -> bool:
+        """Whether it runs still. Only meaningful where `is_here`."""
+        return bool(self.started) and _start_time(self.pid) == self.started
+
+    def signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self.is_here() and self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is held by SIGSTOP or a debugger."""
+    return (_stat(pid) or [""])[0] in ("T", "t")
+
+
+def _space() -> str:
+    try:
+        boot = fileio.read_text(Path("/proc/sys/kernel/random/boot_id"))[:8]
+        return f"{boot}-{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, as text that only it has; None if it does not run (a zombie does not)."""
+    fields = _stat(pid)
+    if fields is None:
+        return None if Path("/proc/self/stat").exists() else _start_time_elsewhere(pid)
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        stat = fileio.read_text(Path(f"/proc/{pid}/stat"))
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()  # the name before it may hold anything
+
+
+def _start_time_elsewhere(pid: int) -> str | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.Error:
+        return None
+
+
+EXPIRY_SECONDS = 60.0
+"""A holder on another machine that has not renewed for so long is taken for dead."""
+RENEW_SECONDS = 10.0
+_MOMENT = 0.1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who writes: a process, and for which job and attempt it does."""
+
+    process: ProcessId
+    job_id: str = ""
+    """Of SLURM; empty where there is none."""
+    attempt: int | None = None
+    """None for a command that only prepares the run."""
+
+    @classmethod
+    def me(cls, *, job_id: str = "", attempt: int | None = None) -> Holder:
+        """This process."""
+        return cls(ProcessId.of(os.getpid()), job_id, attempt)
+
+    def __str__(self) -> str:
+        words = f"process {self.process.pid} on {self.process.host}"
+        job = f"job {self.job_id}, " if self.job_id else ""
+        return f"{job}{words}" + (f", attempt {self.attempt}" if self.attempt is not None else "")
+
+
+class StaleAttemptError(RunFailedError):
+    """Another process writes the run by now: this one ends, and leaves the record to it."""
+
+
+class Lease:
+    """The right to write into a run folder, as long as `check` says so. Made by `lease_on`."""
+
+    def __init__(self, run: RunDir, token: str) -> None:
+        self._file, self._token = run.lease, token
+        self._run = run
+
+    def check(self) -> None:
+        """Raise StaleAttemptError unless this is still the writer. Reads a small file: call it before every write."""
+        there = _read(self._file)
+        if there is None:  # being replaced on a file system that is not quite atomic, or removed by hand
+            time.sleep(_MOMENT)
+            there = _read(self._file)
+        if there is None or there.token != self._token:
+            who = there.holder if there is not None else "somebody who has removed its lease.json"
+            raise _stale(self._run, f"{who}")
+
+    def _renew(self) -> None:
+        there = _read(self._file)
+        if there is not None and there.token == self._token:
+            os.utime(self._file)
+
+    def _release(self) -> None:
+        there = _read(self._file)
+        if there is not None and there.token == self._token:
+            self._file.unlink(missing_ok=True)
+
+
+@contextmanager
+def lease_on(
+    run: RunDir,
+    holder: Holder,
+    *,
+    is_dead: Callable[[Holder], bool] = lambda other: False,
+    patience: float = EXPIRY_SECONDS + RENEW_SECONDS,
+) -> Iterator[Lease]:
+    """Hold the lease on ``run`` while the body runs, renewed by a thread.
+
+    Args:
+        is_dead: what else is known of a holder, from its scheduler.
+        patience: how long to wait for a holder elsewhere that may be dead: its lease must expire first. One that is
+            seen to renew is alive, and refuses at once.
+
+    Raises:
+        UserError: somebody else writes, and lives; or the folder cannot be written.
+    """
+    try:
+        lease = _acquire(run, holder, is_dead, patience)
+    except OSError as error:
+        raise UserError(
+            f"Cannot write into {run.path}.",
+            why=f"{error.strerror}: {error.filename}",
+            fix="Free some space, or check who may write there.",
+        ) from None
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(RENEW_SECONDS):
+            with suppress(OSError):  # a file server that does not answer now is asked again
+                lease._renew()
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield lease
+    finally:
+        stop.set()
+        with suppress(OSError):
+            lease._release()
+
+
+@dataclass(frozen=True)
+class _Found:
+    token: str
+    holder: Holder
+    renewed: float
+    """Time stamp of the file server."""
+
+
+def writing_attempt(run: RunDir) -> int | None:
+    """The attempt that holds the lease; None if none does."""
+    there = _read(run.lease)
+    return there.holder.attempt if there is not None else None
+
+
+def _stale(run: RunDir, who: str) -> StaleAttemptError:
+    return StaleAttemptError(
+        f"{run.name} has another writer now: {who}.",
+        why="This process was taken for dead; what it has not saved is done again by the other.",
+        fix=f"Nothing is to be done, unless both are yours: `{terminal.command('status', run.path)}`.",
+    )
+
+
+def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float) -> Lease:
+    token, deadline, first = uuid.uuid4().hex, time.monotonic() + patience, None
+    mine = run.path / f".lease-{token}"
+    try:
+        while True:
+            _write(mine, token, holder)
+            there = _read(run.lease)
+            if there is None:
+                if _put(mine, run.lease):
+                    return Lease(run, token)
+                continue
+            first = first or there
+            if _precedes(holder, there.holder):
+                raise _stale(run, f"{there.holder}")
+            if is_dead(there.holder) or _is_over(there, holder, now=mine.stat().st_mtime):
+                if _replace(mine, run, there.token):
+                    return Lease(run, token)
+                continue
+            lives = there.holder.process.is_here() or there.renewed > first.renewed or there.token != first.token
+            is_short = there.holder.attempt is None and holder.attempt is not None  # the command that has started me
+            if (lives and not is_short) or time.monotonic() > deadline:
+                raise UserError(
+                    f"{run.name} is being written by {there.holder}.",
+                    why="Two writers on one run would write over each other.",
+                    fix=f"Wait for it, or end it with `{terminal.command('cancel', run.path)}`.",
+                )
+            time.sleep(min(1.0, max(patience / 20, _MOMENT)))
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def _precedes(one: Holder, other: Holder) -> bool:
+    """Whether SLURM has started the job of ``one`` again as ``other``, whatever is left of it."""
+    same_job = bool(one.job_id) and one.job_id == other.job_id
+    return same_job and one.attempt is not None and other.attempt is not None and one.attempt < other.attempt
+
+
+def _is_over(there: _Found, holder: Holder, *, now: float) -> bool:
+    """Whether the one who holds the lease will not write again."""
+    other = there.holder
+    if _precedes(other, holder):
+        return True
+    if other.process.is_here():
+        return not other.process.is_alive()
+    return now - there.renewed > EXPIRY_SECONDS
+
+
+def _put(mine: Path, lease: Path) -> bool:
+    """Put ``mine`` where no lease is; False if somebody was faster."""
+    try:
+        os.link(mine, lease)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        try:
+            out = fileio.create(lease, lease.parent)
+        except FileExistsError:
+            return False
+        with out:
+            out.write(fileio.read_bytes(mine))
+    return True
+
+
+def _replace(mine: Path, run: RunDir, token: str) -> bool:
+    """Put ``mine`` in the place of a dead holder's lease; False if somebody else does so."""
+    right = run.path / f".lease-{token}.over"  # which only one can make: the right to replace that very lease
+    try:
+        fileio.create(right, run.path).close()
+    except FileExistsError:
+        with suppress(FileNotFoundError):  # left by one that died in the middle
+            if mine.stat().st_mtime - right.stat().st_mtime > EXPIRY_SECONDS:
+                right.unlink()
+        time.sleep(_MOMENT)
+        return False
+    try:
+        there = _read(run.lease)
+        if there is None or there.token != token:
+            return False
+        os.replace(mine, run.lease)
+        return True
+    finally:
+        right.unlink(missing_ok=True)
+
+
+def _write(file: Path, token: str, holder: Holder) -> None:
+    content = {"token": token, "job_id": holder.job_id, "attempt": holder.attempt, **holder.process.fields()}
+    fileio.write(file, json.dumps(content), file.parent)
+
+
+def _read(file: Path) -> _Found | None:
+    """What the lease says; None if there is none. One that cannot be read is nobody's, and expires like any other."""
+    try:
+        with fileio.open_regular(file) as content:  # opened, so that NFS asks its server anew
+            renewed = os.fstat(content.fileno()).st_mtime
+            text = content.read(10_000)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        renewed, text = file.stat().st_mtime, b""  # a FIFO in its place
+    try:
+        fields: Any = fileio.parse(text)
+        process = ProcessId.from_fields(fields)
+        attempt = fields.get("attempt")
+    except (ValueError, AttributeError):
+        fields, process, attempt = {}, None, None
+    nobody = ProcessId("an unknown machine", 0, "")
+    holder = Holder(process or nobody, str(fields.get("job_id") or ""), attempt if type(attempt) is int else None)
+    return _Found(str(fields.get("token") or ""), holder, renewed)

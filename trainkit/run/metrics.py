@@ -1,0 +1,429 @@
+"""``metrics.jsonl``: ``{"time", "step", "epoch", "split", "loss", <metrics>, "lr", "images_per_sec", ...}``.
+
+``step`` counts optimizer updates, ``epoch`` is a float. ``task.json`` describes the metrics (`described`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from trainkit import fileio, terminal
+from trainkit.config.task import LOSS
+from trainkit.config.task import Described as Described
+from trainkit.config.task import Metric as Metric
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+
+SPLITS = ("train", "val", "test")
+_CLASSIFICATION = Described(
+    "acc1", {"loss": LOSS, "acc1": Metric("%", True, "Top-1 accuracy"), "acc5": Metric("%", True, "Top-5 accuracy")}
+)
+_NAME = re.compile(r"[A-Za-z]\w{0,40}")
+_MOST_METRICS = 50
+
+
+def described(run_dir: RunDir) -> Described:
+    """The metrics of a run, from its ``task.json``; those of classification where that is missing or damaged."""
+    told = fileio.read_object(run_dir.task)
+    headline, items = told.get("headline"), told.get("metrics")
+    found = {"loss": LOSS}
+    for name, about in list(items.items())[:_MOST_METRICS] if isinstance(items, dict) else ():
+        if _NAME.fullmatch(name) and isinstance(about, dict):
+            unit, label = (terminal.one_line(about.get(key) or "", 40) for key in ("unit", "label"))
+            found[name] = Metric(unit, about.get("higher_is_better") is not False, label or name)
+    return Described(headline, found) if isinstance(headline, str) and headline in found else _CLASSIFICATION
+
+
+def describe(run_dir: RunDir, metrics: Described) -> None:
+    """Write ``task.json``, for `described`."""
+    content = {"headline": metrics.headline, "metrics": {name: asdict(each) for name, each in metrics.metrics.items()}}
+    fileio.write(run_dir.task, json.dumps(content, indent=2) + "\n", run_dir.path)
+
+
+def read_metrics(run_dir: RunDir, split: str | None = None) -> list[dict[str, Any]]:
+    """Records in order of step, of one split or of all; after a restart the newer record of a step counts.
+
+    Raises UserError where the file is there and cannot be read.
+    """
+    newest: dict[tuple[str, int], dict[str, Any]] = {}
+    metrics = described(run_dir)
+    for raw in fileio.read_jsonl(run_dir.metrics, most=fileio.MOST_THINNED_BYTES):
+        record = typed(raw, metrics)
+        if record is not None and split in (None, record["split"]):
+            newest[record["split"], record["step"]] = record
+    return sorted(newest.values(), key=lambda record: record["step"])
+
+
+def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
+    """The newest record in ``evaluations.jsonl`` of the best weights on the test split, with the run's own settings."""
+    own = {"split": "test", "checkpoint": "best", "settings": []}
+    found = [raw for raw in fileio.read_jsonl(run_dir.evaluations) if all(raw.get(key) == own[key] for key in own)]
+    return typed(found[-1], described(run_dir)) if found else None
+
+
+MOST = 10_000
+"""Train records from which on a reader may do with fewer: no curve has more places, and a median hardly moves."""
+
+
+class Thinned(NamedTuple):
+    """Records in order of step. Of the train records each stands for ``every``; of all others none is left out."""
+
+    records: list[dict[str, Any]]
+    every: int
+    outliers: list[dict[str, Any]]
+    """Further train records, in order of step: extremes of the loss between those, and where it is no number."""
+
+
+def read_thinned(run_dir: RunDir, most: int = MOST) -> Thinned:
+    """As `read_metrics`, of an enormous file some of the train records only: for whoever draws and sums up.
+
+    Raises UserError where the file is there and cannot be read.
+    """
+    raw, every, extra = fileio.read_thinned(
+        run_dir.metrics, most, lambda line: b'"split": "train"' not in line, extremes_of="loss"
+    )
+    newest: dict[tuple[str, int], dict[str, Any]] = {}
+    metrics, highest = described(run_dir), -1
+    outliers: dict[int, dict[str, Any]] = {}
+    for place, item in enumerate(raw):
+        record = typed(item, metrics)
+        if record is None:
+            continue
+        if every > 1 and record["split"] == "train":
+            if record["step"] <= highest:  # a restart; what it does again need not be among what was picked before
+                newest = {key: value for key, value in newest.items() if key[1] < record["step"]}
+                outliers = {step: value for step, value in outliers.items() if step < record["step"]}
+            highest = record["step"]
+        if place in extra and record["split"] == "train":
+            outliers[record["step"]] = record
+        else:
+            newest[record["split"], record["step"]] = record
+    return Thinned(_by_step(newest.values()), every, _by_step(outliers.values()))
+
+
+def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(records, key=lambda record: record["step"])
+
+
+def best_of(
+    val: Iterable[dict[str, Any]], best_step: object, metrics: Described = _CLASSIFICATION
+) -> dict[str, Any] | None:
+    """The validation of the best model: that of ``best_step`` (summary.json), without one the best by the headline.
+
+    One whose loss is null (it was NaN or infinite) is never the best, as in training.
+    """
+    finite = [record for record in val if fileio.is_number(record.get("loss", 0.0))]
+    chosen = [record for record in finite if record["step"] == best_step]
+    headline, sign = metrics.headline, 1 if metrics.metrics[metrics.headline].higher_is_better else -1
+    scored = [record for record in finite if fileio.is_number(record.get(headline))]
+    return chosen[0] if chosen else max(scored, key=lambda record: sign * float(record[headline]), default=None)
+
+
+def typed(raw: Mapping[str, Any], metrics: Described = _CLASSIFICATION) -> dict[str, Any] | None:
+    """A record as others may rely on it; None without a split and a step.
+
+    ``step`` is a count, everything measured a finite number or null (a loss that has diverged), percentages are 0 to
+    100, other text is one line. Fields that are none of this are left out.
+    """
+    if raw.get("split") not in SPLITS or not fileio.is_whole(raw.get("step")):
+        return None
+    record: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key == "time":
+            fits = fileio.is_time(value)
+        elif key == "epoch":
+            fits = fileio.is_number(value) and 0 <= value < 1e9
+        elif (metric := metrics.find(key)) is not None and metric.unit == "%":
+            fits = value is None or (fileio.is_number(value) and 0 <= value <= 100)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            fits, value = True, value if fileio.is_number(value) else None
+        else:
+            is_text = isinstance(value, str) and key not in NUMBERS and metrics.find(key) is None
+            fits, value = value is None or is_text, fileio.plain(value)
+        if fits:
+            record[key] = value
+    return record
+
+
+NUMBERS = ("lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")
+
+
+# How far a run is, from the end of its metrics: a list of a thousand runs must not read all that they hold.
+
+TAIL_BYTES = 8192
+_LOOKED_AT = 1 << 16
+"""Bytes of the end that are read at first; more where no validation is among them."""
+LONGEST = 1 << 26
+_MOST_TRIES = 10_000
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The newest records of a run. After a restart these may be of earlier steps than those before them."""
+
+    last: Mapping[str, Any] = field(default_factory=dict)
+    """Of training or validation; empty if there is none. Tests tell of the best weights, not how far it is."""
+    val: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    seconds_per_step: float | None = None
+    """Of late, validation and saving included; None where too little is known."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether there may be more to know before the records that were looked at."""
+        return not (self.last and self.val and self.train)
+
+    @property
+    def step(self) -> int | None:
+        return self.last.get("step")
+
+    def seconds_to(self, total_steps: object) -> float | None:
+        """From the last record to the end of the training, without pauses in the queue; None if that is unknown."""
+        if self.seconds_per_step is None or self.step is None or not fileio.is_whole(total_steps):
+            return None
+        return max(total_steps - self.step, 0) * self.seconds_per_step
+
+
+def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
+    """Read it: few lines, for a list of a thousand runs.
+
+    Args:
+        pace_since: when the newest attempt started, in seconds since 1970: the pace is taken from its records only.
+            None: nobody asks for the pace.
+
+    Raises:
+        UserError: there is a file that cannot be read.
+    """
+    try:
+        with fileio.open_regular(run.metrics) as file:
+            fileio.require_size(file, fileio.MOST_THINNED_BYTES)
+            size, looked_at = os.fstat(file.fileno()).st_size, _LOOKED_AT
+            found = _standing(fileio.end_of(file, looked_at), pace_since)
+            while found.is_partial and looked_at < min(size, LONGEST):
+                looked_at = min(16 * looked_at, LONGEST)
+                found = _standing(fileio.end_of(file, looked_at), pace_since)
+            if not found.last and size > LONGEST:
+                raise OSError(None, f"There is no record in its last {LONGEST:,} bytes")
+    except FileNotFoundError:
+        return Standing()
+    except OSError as error:
+        raise fileio.unreadable(run.metrics, error) from None
+    return found
+
+
+def _standing(content: bytes, pace_since: float | None) -> Standing:
+    last = _newest(content, b"\n", ("train", "val"))
+    val = last if last.get("split") == "val" else _newest(content, b'"split": "val"', ("val",))
+    train = last if last.get("split") == "train" else _newest(content, b'"split": "train"', ("train",))
+    pace = _pace(content, pace_since) if pace_since is not None else None
+    return Standing(last, val, train, pace)
+
+
+def _newest(content: bytes, holding: bytes, splits: Sequence[str]) -> dict[str, Any]:
+    """The last whole record of one of the splits, on a line that holds this; empty if there is none."""
+    end = content.rfind(b"\n") + 1  # a line without its end is still being written
+    for _ in range(_MOST_TRIES):
+        if (found := content.rfind(holding, 0, end)) < 0:
+            break
+        begin = content.rfind(b"\n", 0, found) + 1
+        record = _record(content[begin : content.find(b"\n", found)])
+        if record is not None and record["split"] in splits:
+            return record
+        end = begin
+    return {}
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    raw = fileio.parse_object(line) if len(line) < fileio.LONGEST_LINE else None
+    return typed(raw) if raw is not None else None
+
+
+def longest_pause(run: RunDir, since: float) -> float | None:
+    """Seconds between two records of late, of those that were written since; None where too little is known."""
+    try:
+        text = fileio.read_end(run.metrics, TAIL_BYTES)
+    except OSError:
+        return None
+    found = [item[0] for line in text.encode().split(b"\n") if (item := _timed(line)) is not None]
+    timed = [when for when in found if when >= since]
+    return max((later - earlier for earlier, later in itertools.pairwise(timed)), default=None)
+
+
+def _pace(content: bytes, since: float) -> float | None:
+    """From the first and the last record near the end: of a thousand runs few of those between are looked at."""
+    lines = content[max(len(content) - TAIL_BYTES, 0) :].split(b"\n")
+    newest = next((found for line in reversed(lines) if (found := _timed(line)) is not None), None)
+    if newest is None or newest[0] < since:
+        return None  # an attempt that has recorded nothing yet
+    begin = bisect.bisect_left(lines, since, key=lambda line: (_timed(line) or (0.0, 0))[0])
+    late = (found for line in lines[begin:] if (found := _timed(line)) is not None and found[0] >= since)
+    first, last = next(late, None), newest
+    if first is None or last[1] <= first[1] or last[0] <= first[0]:
+        return None
+    return (last[0] - first[0]) / (last[1] - first[1])
+
+
+def _timed(line: bytes) -> tuple[float, int] | None:
+    """When a step was recorded, and which; None of what is no record."""
+    record = _record(line)
+    return (record["time"], record["step"]) if record is not None and "time" in record else None
+
+
+# When a run will have ended that needs more attempts than it has had: time limits end some, and each start costs.
+
+FORECAST_EVENTS = ("started", "handed_back")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Until the training's end."""
+
+    seconds: float
+    """From now."""
+    restarts: int
+    """Among them; each is taken to cost what those before have cost."""
+    restart_seconds: float | None
+    """From the end of one attempt to the first update of the next, waits in the queue included; None: not known yet."""
+
+
+def forecast(
+    events: Sequence[Mapping[str, Any]], training_seconds: float, *, now: float, attempt_seconds: float, runs: bool
+) -> Forecast:
+    """What is to be expected of a run by what has been.
+
+    Args:
+        events: of `KINDS`, oldest first.
+        training_seconds: as long as it still has to train, at its present pace.
+        now: seconds since 1970.
+        attempt_seconds: as long as its time limit allows an attempt, from its first update on; infinite without one.
+        runs: an attempt does now; else it waits for the next.
+    """
+    lasted, gaps, limited = [], [], attempt_seconds
+    begun: float | None = None
+    ended: float | None = None
+    for event in events:
+        when = event.get("time")
+        if not isinstance(when, float | int):
+            continue
+        if event["event"] == "started":
+            if ended is not None:
+                gaps.append(when - ended)
+            begun, ended = when, None
+        elif begun is not None and ended is None:
+            ended = when
+            if "SIGUSR2" in event.get("signals", ()):  # told so by the time limit, and by few preemptions
+                lasted.append(ended - begun)
+    # SLURM tells it early, up to a minute; what ended in half of the time was something else.
+    whole = [seconds for seconds in lasted if seconds >= max(lasted) / 2]
+    if len(whole) > 1 if math.isinf(limited) else whole and max(whole) >= limited / 2:
+        limited = sum(whole) / len(whole)
+    gap = sum(gaps) / len(gaps) if gaps else None
+    used = now - begun if runs and begun is not None else 0.0
+    left = max(limited - used, 0.0) if runs else 0.0
+    restarts = 0 if training_seconds <= left and runs else max(math.ceil((training_seconds - left) / limited), 1)
+    waited = max((gap or 0.0) - (now - ended), 0.0) if not runs and ended is not None else gap or 0.0
+    more = waited + (restarts - 1) * (gap or 0.0) if restarts else 0.0
+    return Forecast(training_seconds + more, restarts, gap)
+
+
+# Updates that came to nothing, and a loss that is no number any more: whether a run that looks fine has diverged.
+
+SETBACK_EVENTS = ("started", "skipped", "nonfinite", "rolled_back")
+_DIVERGED_SHARE = 0.5
+"""From this share of all updates on nobody calls it bad luck."""
+
+
+@dataclass(frozen=True)
+class Setbacks:
+    """What a run has lost to gradients and losses that were not finite."""
+
+    nan_from: int | None = None
+    """Step of the train record from which on the loss is no number, to the newest one; None if the newest is one."""
+    skipped: int = 0
+    """Updates that fp16 skipped because a gradient overflowed, to try the next data with a smaller scale."""
+    nonfinite: int = 0
+    """Others that came to nothing because a gradient was infinite or not a number."""
+    updates: int = 0
+    """All that were tried, these among them."""
+    rollbacks: int = 0
+
+    @property
+    def lost(self) -> int:
+        """Updates that came to nothing."""
+        return self.skipped + self.nonfinite
+
+    @property
+    def diverged(self) -> bool:
+        """Whether what was trained is not worth its numbers."""
+        return self.nan_from is not None or (self.lost > 2 and self.lost >= _DIVERGED_SHARE * self.updates)
+
+    def in_words(self) -> str:
+        """``loss nan from step 10, 38 of 40 updates skipped``; empty where all went well."""
+        words = [f"loss nan from step {self.nan_from}"] * (self.nan_from is not None)
+        words += [f"{self.lost} of {self.updates} updates skipped"] * (self.lost > 0)
+        words += [f"rolled back {self.rollbacks} time{'s' * (self.rollbacks > 1)}"] * (self.rollbacks > 0)
+        return ", ".join(words)
+
+
+def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str, Any]], steps: int) -> Setbacks:
+    """What a run's events (of `KINDS`; others are passed over) and its train records, in order of step, tell.
+
+    What was lost and then done again, after a restart, counts once.
+
+    Args:
+        steps: updates that were done.
+    """
+    lost: list[Mapping[str, Any]] = []
+    rollbacks = undone = 0
+    for event in events:
+        step = event.get("step")
+        if event["event"] not in SETBACK_EVENTS or not isinstance(step, int):
+            continue
+        if event["event"] == "started":
+            # fp16's skips carry the step before them, which the checkpoint has; others their own.
+            lost = [item for item in lost if item["step"] <= step]
+        elif event["event"] == "rolled_back":
+            rollbacks += 1
+            before = event.get("from_step")
+            undone += max(before - step, 0) if isinstance(before, int) else 0
+        elif event["event"] == "skipped" or not (lost and _ends_skips(lost[-1], event)):
+            lost.append(event)
+    skipped = sum(item["event"] == "skipped" for item in lost)
+    # An update that fp16 skips is none of the steps.
+    return Setbacks(_nan_from(train), skipped, len(lost) - skipped, steps + skipped + undone, rollbacks)
+
+
+def steps_done(events: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]) -> int:
+    """Optimizer updates of a run, by its records and by what it has saved: the last ones may be in no record yet."""
+    saved = (event for event in events if event["event"] == "saved" and event.get("step") is not None)
+    return max((item["step"] for item in (*records, *saved)), default=0)
+
+
+def divergence_of(run: RunDir) -> str:
+    """How a run has diverged, in words; empty if it has not. Reads all of its records."""
+    train = [record for record in read_thinned(run).records if record["split"] == "train"]
+    events = read_events(run, (*SETBACK_EVENTS, "saved"))
+    setbacks = setbacks_of(events, train, steps_done(events, train))
+    return setbacks.in_words() if setbacks.diverged else ""
+
+
+def _ends_skips(last: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
+    """The last skip of too many in a row is told a second time, with its loss."""
+    return bool(last["event"] == "skipped" and last["step"] == event["step"])
+
+
+def _nan_from(train: Sequence[Mapping[str, Any]]) -> int | None:
+    found = None
+    for record in reversed(train):
+        if "loss" not in record or record["loss"] is not None:
+            break
+        found = record["step"]
+    return found

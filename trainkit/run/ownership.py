@@ -1,0 +1,274 @@
+"""Whose a run or a file of settings is. What a stranger's starts or sends needs the user's yes: ``--allow-code``.
+
+A run is the user's own if nobody else could have written what it would run. Either one of their commands made the
+folder and nobody else may write there: not to a file of it, nor to a folder above it, as OpenSSH asks of
+``authorized_keys`` (StrictModes). Or its code and settings are those that the user has submitted, by the digests in
+their own state folder, wherever the run is by now and whoever else may write there. A file of settings is the user's
+own by modes alone. Access lists of NFSv4 do not show in modes, and are not seen.
+"""
+
+from __future__ import annotations
+
+import grp
+import hashlib
+import os
+import pwd
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainkit import importing
+from trainkit.config.loading import OPEN_MAPPINGS, PACKAGED, Loaded, flatten
+from trainkit.config.schema import Config, reach
+from trainkit.errors import RefusedError
+from trainkit.fileio import make_folder, write
+from trainkit.run import folder as run_folder
+from trainkit.run.folder import RunDir
+from trainkit.run.snapshot import code_digest, has_code_in_place, not_code, read_code
+
+_OWN_WORDS = ("flag", "override", "environment", "default")
+_PROGRAM = ("jobs", "trainkit", "configs")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a command may import of a run's code."""
+
+    code: Path | None
+    """The folder of the run's modules; None: the command imports none, or none is named."""
+    own: bool
+    """Whether it is the user's own."""
+    content: Mapping[str, bytes] | None = None
+    """Of a run that others may write to, the files that were looked at: what is started is to be these."""
+
+
+def require_own_code(
+    path: Path, loaded: Loaded, *, allow_code: bool, starts_snapshot: bool = False, only_loads: bool = False
+) -> Snapshot:
+    """Refuse what a run, or a file of settings, of somebody else's would start or send, unless the user allows it.
+
+    Every verb that goes from a configuration to a process calls this before anything that it names is imported,
+    started or sent. What the user gives on the command line themselves is their own.
+
+    Args:
+        path: what the command was given: a run folder, its config.yaml, or a file of settings. The name of a preset
+            passes: presets of the current folder are trusted, as a Makefile is.
+        loaded: its configuration with the overrides on top.
+        starts_snapshot: the command starts the copy of the program in ``code/``, which is code in any case.
+        only_loads: the command imports the model and the data, and starts and sends nothing else.
+
+    Raises:
+        RefusedError: there is something of that kind, it is not the user's own, and ``allow_code`` is false.
+    """
+    folder = _run_folder(path)
+    if folder is None:
+        strange, stranger = _strange_files(path, loaded)
+        found = _reaching(loaded, only_loads=only_loads, files=strange) if strange else {}
+        if found and not allow_code:
+            raise _refusal(path, found, stranger)
+        return Snapshot(None, own=True)
+    run = RunDir(folder.absolute())
+    found = _reaching(loaded, only_loads=only_loads)
+    seen: dict[str, bytes] | None = None
+    if stranger := _why_foreign(run):
+        files = read_code(run)
+        if files is not None and _is_vouched(files, found):
+            stranger, seen = "", files
+    if starts_snapshot:
+        found[f"the program in {folder / 'code'}"] = "starts"
+    if stranger and found and not allow_code:
+        raise _refusal(folder, found, stranger)
+    if stranger:
+        importing.leave(str(folder))  # even if the user stands in it
+    names_module = any(reach(key, value).does == "imports" for key, value in _settings(loaded.config))
+    if not only_loads or not ("imports" in found.values() if stranger else names_module):
+        return Snapshot(None, own=not stranger, content=seen)
+    if seen is None and has_code_in_place(run):
+        return Snapshot(run.code, own=not stranger)
+    if (files := seen or read_code(run)) is None:
+        raise not_code(run)
+    return Snapshot(_private_copy(files), own=not stranger)
+
+
+def vouch(run: RunDir, config: Config) -> None:
+    """Remember, where only this user can write, that they have submitted this code with these settings."""
+    files = read_code(run)
+    if files is not None:
+        code = code_digest(files)
+        texts = [_text(key, value) for key, value in _settings(config) if reach(key, value).does != "nothing"]
+        run_folder.vouch([_seal(code, text) for text in ("", *texts)])
+
+
+def why_others_may_write(path: Path, *, owners: Sequence[int]) -> str:
+    """Why somebody who is neither this user nor root can write a file or folder, or replace it; empty if nobody can.
+
+    Args:
+        owners: who may own it.
+    """
+    if why := _why_writable(path, owners):
+        return why
+    above = {folder for start in (path.absolute(), Path(os.path.realpath(path))) for folder in start.parents}
+    return next(filter(None, (_why_writable(folder, (os.geteuid(), 0), above=True) for folder in sorted(above))), "")
+
+
+def _run_folder(path: Path) -> Path | None:
+    """The run folder that a preset's name stands for; None for a preset."""
+    if (path / "config.yaml").exists():
+        return path
+    others = ("manifest.json", "plan.json", "events.jsonl", "metrics.jsonl", "code", "logs", "checkpoints")
+    beside = path.name == "config.yaml" and any((path.parent / name).exists() for name in others)
+    return path.parent if beside else None
+
+
+def _strange_files(path: Path, loaded: Loaded) -> tuple[frozenset[str], str]:
+    """Files of settings that others could have written, of one that was given by its path and those that it extends.
+
+    They are those that were loaded: what one of them extends now, others may have changed.
+    """
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return frozenset(), ""
+    owners = (os.geteuid(), 0)
+    read = {source.where.rpartition(":")[0] for source in loaded.sources.values() if source.kind == "file"}
+    whys = {
+        file: why_others_may_write(Path(file), owners=owners)
+        for file in sorted(read)
+        if not Path(file).is_relative_to(PACKAGED)
+    }
+    strange = {file: why for file, why in whys.items() if why}
+    return frozenset(strange), next(iter(strange.values()), "")
+
+
+def _reaching(loaded: Loaded, *, only_loads: bool, files: frozenset[str] | None = None) -> dict[str, str]:
+    """Settings that import, start or send something, and which of these; not those that the user has just given.
+
+    Args:
+        files: only what these say; None: what any file says.
+    """
+
+    def is_strange(key: str) -> bool:
+        source = loaded.source(key)
+        if source.kind == "cluster profile":  # the user may have named the profile themselves
+            source = loaded.source("launch.cluster")
+        return source.kind not in _OWN_WORDS and (files is None or source.where.rpartition(":")[0] in files)
+
+    found: dict[str, str] = {}
+    for key, value in _settings(loaded.config):
+        does = reach(key, value).does
+        # Of a mapping each entry has a source of its own: with one of the user's the others are still the file's.
+        keys = [f"{key}.{name}" for name in value] if key in OPEN_MAPPINGS else [key]
+        if does != "nothing" and (does == "imports" or not only_loads) and any(map(is_strange, keys)):
+            found[_text(key, value)] = does
+    return found
+
+
+def _settings(config: Config) -> Iterator[tuple[str, Any]]:
+    yield from flatten(config.model_dump(mode="json"))
+
+
+def _text(key: str, value: Any) -> str:
+    return f"{key}={value}"
+
+
+def _refusal(path: Path, found: Mapping[str, str], why: str) -> RefusedError:
+    runs = ", ".join(text for text, does in found.items() if does != "sends")
+    sends = ", ".join(text for text, does in found.items() if does == "sends")
+    parts = [f"run code that is not yours: {runs}"] if runs else []
+    parts += [f"send to places, or let in others, that you have not named: {sends}"] if sends else []
+    return RefusedError(
+        f"{path} would {'; and '.join(parts)}.",
+        why=f"{why} Whoever wrote it decides what that does here, with your rights.",
+        fix="Read it. Give a value of your own for what you do not want, or if you trust all of it give the same "
+        "command with --allow-code.",
+    )
+
+
+def _why_foreign(run: RunDir) -> str:
+    """Why others could have written what a run runs; empty if nobody could."""
+    if not run_folder.has(run.path):
+        return "No command of yours has made that run, as it is now."
+    me = (os.geteuid(),)
+    for file in (run.config, run.code_archive):
+        if why := why_others_may_write(file, owners=me):
+            return why
+    for top in (run.code, run.submitit):
+        if why := why_others_may_write(Path(os.path.realpath(top)), owners=me):  # it may be a link
+            return why
+        for folder, folders, files in os.walk(os.path.realpath(top)):
+            for path in (Path(folder), *(Path(folder, name) for name in (*folders, *files))):
+                why = why_others_may_write(path, owners=me) if path.is_symlink() else _why_writable(path, me)
+                if why:
+                    return why
+    return ""
+
+
+def _why_writable(path: Path, owners: Sequence[int], *, above: bool = False) -> str:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path} cannot be looked at ({error.strerror})."
+    if found.st_uid not in owners:
+        return f"{path} belongs to user {found.st_uid}, and you are {os.geteuid()}."
+    if above and found.st_mode & stat.S_ISVTX:
+        return ""  # as /tmp: others may make files there, and not replace those of the user
+    if found.st_mode & stat.S_IWOTH:
+        return f"Anybody may write to {path}."
+    if found.st_mode & stat.S_IWGRP and not (_is_private(found.st_gid) and not _has_access_list(path)):
+        return f"The members of group {_name_of(found.st_gid)} may write to {path}."
+    return ""
+
+
+@cache
+def _is_private(gid: int) -> bool:
+    """Whether only this user is in a group, as each user of Debian or Fedora has one of the same name."""
+    try:
+        me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    others = {entry.pw_name for entry in pwd.getpwall() if entry.pw_gid == gid} | set(group.gr_mem)
+    return group.gr_name == me.pw_name and others <= {me.pw_name}
+
+
+def _has_access_list(path: Path) -> bool:
+    """Whether a POSIX access list stands behind the group's bits, which then are those of anybody on it."""
+    with suppress(OSError, AttributeError):
+        return "system.posix_acl_access" in os.listxattr(path)
+    return False
+
+
+def _name_of(gid: int) -> str:
+    with suppress(KeyError):
+        return grp.getgrgid(gid).gr_name
+    return str(gid)
+
+
+def _seal(code: str, text: str) -> str:
+    return hashlib.sha256(f"{code}\0{text}".encode(errors="surrogateescape")).hexdigest()[:40]
+
+
+def _is_vouched(files: Mapping[str, bytes], found: Mapping[str, str]) -> bool:
+    """Whether the user has submitted this code, and with it each of these settings. They are those that were loaded,
+    and not read again: nobody can change them in between."""
+    code, known = code_digest(files), run_folder.vouched()
+    return all(_seal(code, text) in known for text in ("", *found))
+
+
+_COPIES: list[tempfile.TemporaryDirectory[str]] = []
+"""Taken away when this process ends."""
+
+
+def _private_copy(files: Mapping[str, bytes]) -> Path:
+    """The modules whose digest was looked up, where nobody can change them before they are imported."""
+    _COPIES.append(tempfile.TemporaryDirectory(prefix="trainkit-code-"))
+    top = Path(_COPIES[-1].name)
+    for name, content in files.items():
+        if name.partition(os.sep)[0] not in _PROGRAM:
+            make_folder((top / name).parent)
+            write(top / name, content)
+    return top

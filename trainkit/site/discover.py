@@ -1,0 +1,280 @@
+"""Asking a site what it is: ``scontrol``, ``sinfo``, ``sacctmgr`` and this machine. What nobody answers is a gap.
+
+At most six calls to the scheduler. Text formats only: SLURM's JSON differs between its versions.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trainkit import fileio, programs, terminal
+from trainkit.config.slurm_options import time_minutes
+from trainkit.errors import UserError
+from trainkit.ranks.env import expand
+from trainkit.site.profile import (
+    Account,
+    Dialect,
+    Node,
+    Partition,
+    Qos,
+    SiteFacts,
+    count_gpus,
+    facts_of,
+    gpu_types,
+    names_in,
+    read_nodes,
+    read_partitions,
+)
+
+# Readers of what SLURM's commands and this machine print about a site: pure, from text to facts.
+
+ACCOUNT_FIELDS = ("User", "DefaultAccount", "Cluster", "Account", "Partition", "QOS")
+SINFO_FORMAT = "%P|%a|%l|%s|%c|%m|%f|%G|%T|%N"
+
+# File systems that other machines see as well. What a disk holds (ext4, xfs) may be exported too: nobody can tell.
+_NETWORK = re.compile(
+    r"nfs4?|lustre|gpfs|beegfs|ceph|glusterfs|panfs|afs|cifs|smb3|orangefs|pvfs2|wekafs|vastnfs|moosefs|9p|virtiofs"
+    r"|fuse\.(ceph.*|glusterfs|moosefs|juicefs|gcsfuse|s3fs|sshfs|lustre.*|beegfs.*)"
+)
+_NO_HOME = ("/proc", "/sys", "/run", "/dev", "/snap", "/boot", "/etc", "/var/lib")
+
+
+def read_config(text: str) -> dict[str, str]:
+    """Names and values from ``scontrol show config``."""
+    return {name: value.strip() for name, value in re.findall(r"^(\w+) *= (.*)$", text, re.MULTILINE)}
+
+
+def leading_number(text: str) -> int | None:
+    """``5 sec`` is 5."""
+    match = re.match(r"\d{1,18}", text)
+    return int(match[0]) if match else None
+
+
+def read_preemption(settings: Mapping[str, str]) -> str:
+    """Who preempts whom and what becomes of those who must go; empty where nobody is preempted."""
+    kind = settings.get("PreemptType", "")
+    if not kind or kind.endswith("none"):
+        return ""
+    parameters = f"{settings.get('PreemptParameters', '')},{settings.get('SlurmctldParameters', '')}"
+    own_signal = ", with the job's own signal" if "send_user_signal" in parameters else ""
+    return f"{kind.removeprefix('preempt/')}, {settings.get('PreemptMode', '')}{own_signal}"
+
+
+def read_accounts(text: str, cluster: str = "") -> tuple[Account, ...]:
+    """Accounts of a user on ``cluster`` from ``sacctmgr -nP show user NAME withassoc format=`ACCOUNT_FIELDS```."""
+    found = []
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) >= len(ACCOUNT_FIELDS):
+            _, default, where, name, partition, qos = fields[: len(ACCOUNT_FIELDS)]
+            if name and (not cluster or where.lower() in ("", cluster.lower())):
+                found.append(Account(name, partition, names_in(qos), name == default))
+    return tuple(dict.fromkeys(found))
+
+
+def read_qos(text: str) -> tuple[Qos, ...]:
+    """QOS from ``sacctmgr -nP show qos format=Name,MaxWall,MaxTRESPU``."""
+    rows = [line.split("|") for line in text.splitlines()]
+    return tuple(Qos(*row[:3]) for row in rows if len(row) >= 3 and row[0])
+
+
+def read_sinfo(text: str) -> tuple[Partition, ...]:
+    """Partitions from ``sinfo -h -e -o`` `SINFO_FORMAT`: one line for nodes of a kind and a state."""
+    found: dict[str, Partition] = {}
+    members: dict[str, list[Node]] = {}
+    for line in text.splitlines():
+        fields = line.strip().split("|")
+        if len(fields) != SINFO_FORMAT.count("|") + 1:
+            continue
+        name, up, limit, size, cpus, memory, features, gres, state, names = fields
+        up_node = not re.match(r"(down|drain|drng|fail|inval|maint|unk|future|planned_down)", state)
+        node = Node(
+            "",
+            int(cpus.rstrip("+") or 1),
+            count_gpus(gres),
+            up=up_node,
+            mem_mb=number if (number := leading_number(memory)) and number > 1 else None,
+            gpu_types=gpu_types(gres),
+            features=names_in(features),
+        )
+        members.setdefault(name.rstrip("*"), []).extend(replace(node, name=host) for host in names and expand(names))
+        largest = size.rpartition("-")[2]
+        found[name.rstrip("*")] = Partition(
+            name.rstrip("*"),
+            default=name.endswith("*"),
+            max_time_min=_minutes(limit),
+            max_nodes=int(largest) if largest.isdigit() else None,
+            up=up == "up",
+        )
+    return tuple(replace(partition, nodes=tuple(members[name])) for name, partition in found.items())
+
+
+def read_shared_folders(mounts: str) -> tuple[str, ...]:
+    """Where file systems are mounted that other machines see too, from ``/proc/self/mounts``."""
+    found = []
+    for line in mounts.splitlines():
+        _, place, kind, *_ = [*line.split(), "", "", ""]
+        if _NETWORK.fullmatch(kind) and not place.startswith(_NO_HOME):
+            found.append(place.replace("\\040", " "))
+    return tuple(dict.fromkeys(found))
+
+
+def _minutes(text: str) -> float | None:
+    try:
+        return time_minutes(text)
+    except ValueError:  # infinite, n/a
+        return None
+
+
+NO_ANSWER = "no answer "
+"""In a gap: a scheduler that is there, and silent."""
+_CONTAINERS = ("apptainer", "singularity", "enroot", "docker", "podman")
+_MODULES = re.compile(r"(python|py-?torch|torch|cuda|cudnn|nccl|conda|mamba|apptainer|singularity|uv)\b", re.I)
+_MOST_MODULES = 40
+
+
+def ask_site(env: Mapping[str, str]) -> SiteFacts:
+    """Everything that this machine and SLURM's commands tell about the site."""
+    ask = _Ask(env)
+    config = read_config(ask("scontrol", "show", "config"))
+    partitions = _partitions(ask)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    fields = "format=" + ",".join(ACCOUNT_FIELDS)
+    associations = ask("sacctmgr", "-nP", "show", "user", user, "withassoc", fields)
+    qos = ask("sacctmgr", "-nP", "show", "qos", "format=Name,MaxWall,MaxTRESPU") if associations else ""
+    enforced = config.get("AccountingStorageEnforce")
+    return SiteFacts(
+        cluster=config.get("ClusterName", ""),
+        version=config.get("SLURM_VERSION", "") or _version(ask),
+        gpu_dialect=_dialect(config, partitions),
+        partitions=tuple(facts_of(partition) for partition in partitions),
+        accounts=read_accounts(associations, config.get("ClusterName", "")),
+        qos=read_qos(qos),
+        accounts_enforced=None if enforced is None else enforced.lower() not in ("none", "(null)", ""),
+        max_array_size=leading_number(config.get("MaxArraySize", "")),
+        kill_wait_seconds=leading_number(config.get("KillWait", "")),
+        preemption=read_preemption(config),
+        containers=_containers(ask),
+        modules=_modules(ask),
+        shared_folders=read_shared_folders(_mounts()),
+        gaps=tuple(ask.gaps),
+    )
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """Runs a command; an empty answer, and a line in ``gaps``, if it is not there, refuses or is silent."""
+
+    env: Mapping[str, str]
+    gaps: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
+    """Programs that have not answered in time, and are not asked again: each would keep the user waiting."""
+
+    def __call__(self, *command: str) -> str:
+        words = " ".join(command[:3] if command[0] == "scontrol" else command[:4])
+        if self.where(command[0]) is None:
+            self.gaps.append(f"{words}: there is no {command[0]} on this machine")
+            return ""
+        done = self.run(command)
+        if isinstance(done, str):
+            self.gaps.append(f"{words}: {done}")
+            return ""
+        if done.code:
+            said = (done.err or done.out).strip().splitlines()
+            self.gaps.append(f"{words}: {terminal.one_line(said[-1]) if said else f'exit code {done.code}'}")
+            return ""
+        return done.out
+
+    def where(self, program: str) -> str | None:
+        return shutil.which(program, path=self.env.get("PATH"))
+
+    def run(self, command: Sequence[str]) -> programs.Answer | str:
+        """What it came to, or in words why it came to nothing."""
+        if command[0] in self.silent:
+            return "not asked, since it was silent before"
+        try:
+            return programs.ask(command, env=self.env).shown()
+        except programs.NoAnswer as error:
+            self.silent.add(command[0])
+            return error.words.removeprefix(f"{command[0]} gave ")
+
+
+def _partitions(ask: _Ask) -> tuple[Partition, ...]:
+    """From scontrol; from sinfo, which knows less, where a site does not let its users ask that."""
+    try:
+        told = ask("scontrol", "show", "partition", "-o")
+        nodes = read_nodes(ask("scontrol", "show", "node", "-o")) if told else {}
+        if nodes:
+            return read_partitions(told, nodes)
+    except (ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
+        ask.gaps.append(f"scontrol show: cannot be read: {terminal.one_line(error)}")
+    try:
+        return read_sinfo(ask("sinfo", "-h", "-e", "-o", SINFO_FORMAT))
+    except (ValueError, KeyError, UserError) as error:
+        ask.gaps.append(f"sinfo: cannot be read: {terminal.one_line(error)}")
+        return ()
+
+
+def _version(ask: _Ask) -> str:
+    """As sinfo says it of itself, which asks nobody: ``slurm 23.02.7``; Debian's is ``slurm-wlm 22.05.8``."""
+    done = ask.run(("sinfo", "--version")) if ask.where("sinfo") else ""
+    return "" if isinstance(done, str) or done.code else (done.out.split() or [""])[-1]
+
+
+def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dialect:
+    """How GPUs are asked for: --gpus-per-node came with select/cons_tres, in 19.05; --gres is older."""
+    nodes = [node for partition in partitions for node in partition.nodes]
+    if any(node.gpus for node in nodes):
+        return "gpus-per-node" if config.get("SelectType", "select/cons_tres") == "select/cons_tres" else "gres"
+    return "constraint" if any("gpu" in node.features for node in nodes) else "gpus-per-node"
+
+
+def has_pyxis(env: Mapping[str, str] | None = None) -> bool | None:
+    """Whether srun has the options that pyxis adds, by its own help, which asks nobody; None if it does not say."""
+    try:
+        said = programs.ask(("srun", "--help"), env=env)
+    except programs.NoAnswer:
+        return None
+    return None if said.code else "--container-image" in said.out + said.err
+
+
+def _containers(ask: _Ask) -> tuple[str, ...]:
+    """Programs that are here."""
+    found = [name for name in _CONTAINERS if ask.where(name)]
+    return ("pyxis", *found) if has_pyxis(ask.env) else tuple(found)
+
+
+def _modules(ask: _Ask) -> tuple[str, ...]:
+    """Modules that training may need, as Lmod or Environment Modules list them; () where there are none."""
+    home = ask.env.get("MODULESHOME", "")
+    programs = [
+        ask.env.get("LMOD_CMD", ""),
+        ask.env.get("MODULES_CMD", ""),
+        f"{home}/libexec/modulecmd.tcl",
+        f"{home}/bin/modulecmd",
+    ]
+    program = next((item for item in programs if item and os.access(item, os.X_OK)), None)
+    if program is None:
+        return ()
+    done = ask.run((program, "bash", "-t", "avail"))
+    if isinstance(done, str):
+        ask.gaps.append(f"module avail: {done}")
+        return ()
+    names = [line.strip().removesuffix("(default)") for line in done.err.splitlines()]
+    wanted = [name for name in names if _MODULES.match(name.rpartition("/")[0].rpartition("/")[2] or name)]
+    if len(wanted) > _MOST_MODULES:
+        ask.gaps.append(f"module avail: the first {_MOST_MODULES} of {len(wanted)}")
+    return tuple(wanted[:_MOST_MODULES])
+
+
+def _mounts() -> str:
+    try:
+        return fileio.read_text(Path("/proc/self/mounts"))
+    except OSError:
+        return ""

@@ -1,0 +1,378 @@
+"""A check of nodes: what `trainkit.distributed.health` found, judged, and who is to blame.
+
+Pure: from the report of rank 0 to findings, a table and an exit code.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import socket
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainkit import terminal
+
+HEADER = ("node", "GPUs", "memory", "disk", "clock", "versions", "inside GB/s", "verdict")
+FOLDER = "TRAINKIT_CHECK_FOLDER"
+"""The environment variable that says where the job would write."""
+CLOCK_SECONDS = 1.0
+"""Farther from the others' a clock is wrong: file times and certificates depend on it."""
+FREE_MB, FREE_SHM_MB, FREE_INODES = 512, 64, 1000
+FREE_MEMORY_MB = 1024
+SLOW, SLOW_ONE_WAY = 0.2, 0.1
+"""A link with less of the best one's bandwidth is slow; one way with less of that, as a busy machine is seen more."""
+SLOWEST_GB_S = 0.01
+"""100 Mbit/s: less is slow whatever the others have."""
+_STRANGERS_MB = 1024
+_HOT_C = 90
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a node. ``bad``: nothing should run there; otherwise a remark."""
+
+    node: str
+    check: str
+    what: str
+    bad: bool = True
+
+
+def culprits(found: Sequence[Finding]) -> list[str]:
+    """Nodes that nothing should run on, in SLURM's order of them."""
+    return list(dict.fromkeys(node for item in found if item.bad for node in item.node.split(",")))
+
+
+def findings(report: Mapping[str, Any], here: float | None = None) -> list[Finding]:
+    """Everything that is wrong, nodes in their order.
+
+    Args:
+        here: this machine's clock minus that of the report's first node, in seconds, to judge between two nodes.
+    """
+    nodes = {facts["node"]: facts for facts in report["ranks"].values() if "host" in facts}
+    found = [Finding(node, "answer", "did not answer") for node in dict.fromkeys(report["missing"].values())]
+    for node, facts in nodes.items():
+        found += [Finding(node, *item) for item in _of_one(facts)]
+    found += _odd_ones("versions", {node: _words(facts["versions"]) for node, facts in nodes.items()})
+    gpus = {node: _gpus(facts) for node, facts in nodes.items()}
+    found += _odd_ones("GPUs", gpus)
+    found += _clocks(report, here)
+    found += _products(report)
+    found += _links(report)
+    order = {node: index for index, node in enumerate(dict.fromkeys([*_names(report).values(), *gpus]))}
+    return sorted(found, key=lambda item: (order.get(item.node, len(order)), not item.bad))
+
+
+def _of_one(facts: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    """What a node says of itself and no comparison is needed for: check, words, whether it is bad."""
+    for disk in facts["disks"]:
+        shm = disk["path"] == "/dev/shm"
+        if "error" in disk:
+            yield "disk", f"{disk['path']}: {disk['error']}", True
+        elif disk["free_mb"] < (FREE_SHM_MB if shm else FREE_MB):
+            yield "disk", f"{disk['path']}: {disk['free_mb']} MB free", True
+        elif disk.get("free_inodes", FREE_INODES) < FREE_INODES:
+            yield "disk", f"{disk['path']}: {disk['free_inodes']} inodes free", True
+    if facts["memory_free_mb"] < FREE_MEMORY_MB:
+        yield "memory", f"{facts['memory_free_mb']} MB of {facts['memory_total_mb']} free", True
+    for process in facts["busy"]:
+        words = (
+            f"{process['user']}'s {process['name']} (pid {process['pid']}) uses {process['cpu_percent']} % of a core"
+        )
+        yield "processes", words, False
+    for gpu in facts["gpus"]:
+        for check, words, bad in _of_gpu(gpu):
+            yield check, f"GPU {gpu['index']}: {words}", bad
+
+
+def _of_gpu(gpu: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    if "error" in gpu:
+        yield "GPUs", str(gpu["error"]), True
+    if gpu.get("ecc_errors"):
+        yield "ECC", f"{gpu['ecc_errors']} uncorrected memory errors", True
+    if gpu.get("remap_failed") or gpu.get("remap_pending"):
+        yield "ECC", "bad memory rows wait for a reset, or could not be replaced", True
+    if gpu.get("processes"):
+        yield "processes", f"used by {', '.join(f'pid {pid}' for pid in gpu['processes'])} already", True
+    elif gpu.get("memory_used_mb", 0) > _STRANGERS_MB:
+        yield "memory", f"{gpu['memory_used_mb']} MB are in use already", True
+    if gpu.get("temperature_c", 0) >= _HOT_C:
+        yield "GPUs", f"{gpu['temperature_c']} degrees C", False
+    if gpu.get("pcie_width", 0) < gpu.get("pcie_width_max", 0):
+        yield "GPUs", f"PCIe has {gpu['pcie_width']} of {gpu['pcie_width_max']} lanes", False
+
+
+def _odd_ones(check: str, values: Mapping[str, str]) -> list[Finding]:
+    """Nodes that have not what most have; where there is no majority, what the first one has counts."""
+    counts = Counter(values.values()).most_common()  # of equal counts the first seen comes first
+    if len(counts) < 2:
+        return []
+    usual = counts[0][0]
+    other = next(node for node, value in values.items() if value == usual)
+    return [
+        Finding(node, check, f"{value}, and {other} has {usual}") for node, value in values.items() if value != usual
+    ]
+
+
+def _clocks(report: Mapping[str, Any], here: float | None) -> list[Finding]:
+    clocks = report.get("clocks", {})
+    if not clocks:
+        return []
+    right = statistics.median_low([*clocks.values(), *([] if here is None else [here])])
+    names = _names(report)
+    return [
+        Finding(names[rank], "clock", f"{offset - right:+.1f} s from the others'")
+        for rank, offset in clocks.items()
+        if abs(offset - right) > CLOCK_SECONDS
+    ]
+
+
+def _products(report: Mapping[str, Any]) -> list[Finding]:
+    names, answers = _names(report), report.get("found", {})
+    found = [
+        Finding(names[rank], "answer", "answered first and was gone then")
+        for rank in report["ranks"]
+        if rank not in answers
+    ]
+    usual = Counter(item["checksum"] for item in answers.values()).most_common(1)
+    for rank, item in answers.items():
+        where = f"rank {rank} ({item['device']})"
+        if item["wrong"] or item["unsteady"]:
+            found.append(Finding(names[rank], "matmul", f"{where}: known products came out wrong"))
+        elif item["checksum"] != usual[0][0] and not any(each["wrong"] for each in answers.values()):
+            found.append(Finding(names[rank], "matmul", f"{where}: another checksum than the other ranks"))
+        if "error" in item.get("inside", {}):
+            found.append(Finding(names[rank], "all-reduce", f"inside the node: {item['inside']['error']}"))
+    return found
+
+
+def slow(pairs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of the pairs of nodes that have been measured those whose link is slow or broken."""
+    # Each way of counting by itself: all ranks of two nodes share what one rank of each has when it sends alone.
+    best = {key: max((pair[key] for pair in pairs if key in pair), default=0.0) for key in ("gb_s", "there", "back")}
+    best["there"] = best["back"] = max(best["there"], best["back"])
+    least = {"gb_s": SLOW, "there": SLOW_ONE_WAY, "back": SLOW_ONE_WAY}
+    return [
+        pair
+        for pair in pairs
+        if "error" in pair
+        or any(pair[key] < max(SLOWEST_GB_S, part * best[key]) for key, part in least.items() if key in pair)
+    ]
+
+
+def _links(report: Mapping[str, Any]) -> list[Finding]:
+    """The nodes that slow pairs have in common: those first that have no good link at all."""
+    names, pairs = _names(report), report.get("pairs", [])
+    left, found = list(slow(pairs)), []
+    good = {str(rank) for pair in pairs if pair not in left for rank in pair["ranks"]}
+    while left:
+        counts = Counter(str(rank) for pair in left for rank in pair["ranks"])
+        blamed = {rank: count for rank, count in counts.items() if rank not in good} or counts
+        most = max(blamed.values())
+        worst = [rank for rank, count in blamed.items() if count == most]
+        own = [pair for pair in left if str(pair["ranks"][0]) in worst or str(pair["ranks"][1]) in worst]
+        if len(worst) > 1 and len(own) == 1:
+            found += _one_of_two(own[0], names)
+        else:
+            rank = worst[0]
+            own = [pair for pair in left if rank in map(str, pair["ranks"])]
+            words = "; ".join(_speed(pair, names) for pair in own[:3])
+            found.append(Finding(names[rank], "network", words))
+        left = [pair for pair in left if pair not in own]
+    return found
+
+
+def _one_of_two(pair: Mapping[str, Any], names: Mapping[str, str]) -> list[Finding]:
+    """Two nodes alone: who sends slowly is named, if only one does; else nobody can tell."""
+    first, second = (names[str(rank)] for rank in pair["ranks"])
+    words = f"{_speed(pair, names)}; a check of three nodes would tell whose link it is"
+    there, back = pair.get("there"), pair.get("back")
+    if there is not None and back is not None and min(there, back) < SLOW_ONE_WAY * max(there, back):
+        return [Finding(first if there < back else second, "network", words)]
+    return [Finding(f"{first},{second}", "network", words)]
+
+
+def _speed(pair: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    first, second = (names[str(rank)] for rank in pair["ranks"])
+    if "error" in pair:
+        return f"{first} - {second}: {pair['error']}"
+    ways = f" (there {pair['there']:.3f}, back {pair['back']:.3f})" if "there" in pair else ""
+    return f"{first} - {second}: {pair['gb_s']:.3f} GB/s{ways}"
+
+
+def table(report: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
+    """The check for people: a line for every node, then what is wrong, then how fast they talk to each other."""
+    names, answers = _names(report), report.get("found", {})
+    rows = []
+    for rank, facts in report["ranks"].items():
+        if "host" not in facts:
+            continue
+        inside = answers.get(rank, {}).get("inside", {}).get("gb_s")
+        offset = report.get("clocks", {}).get(rank)
+        own = [item for item in found if facts["node"] in item.node.split(",")]
+        rows.append((
+            facts["node"], _gpus(facts), f"{facts['memory_free_mb'] // 1024} of {facts['memory_total_mb'] // 1024} GB",
+            f"{min((disk.get('free_mb', 0) for disk in facts['disks']), default=0) / 1024:.1f} GB",
+            "-" if offset is None else f"{offset * 1000:+.0f} ms", _words(facts["versions"]),
+            "-" if inside is None else f"{inside:.2f}",
+            "BAD" if any(item.bad for item in own) else "ok",
+        ))  # fmt: skip
+    lines = terminal.table(HEADER, rows, dispensable=("versions", "inside GB/s", "memory"))
+    lines += [f"{_speed(pair, names)}" for pair in report.get("pairs", [])]
+    lines += [f"{'BAD ' if item.bad else 'note'} {item.node}: {item.check}: {item.what}" for item in found]
+    bad = culprits(found)
+    lines.append(f"Bad: {', '.join(bad)}. Keep away from it with --exclude {','.join(bad)}." if bad else "All good.")
+    return lines
+
+
+def _names(report: Mapping[str, Any]) -> dict[str, str]:
+    return {rank: facts["node"] for rank, facts in report["ranks"].items()}
+
+
+def _words(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in versions.items())
+
+
+def _gpus(facts: Mapping[str, Any]) -> str:
+    kinds = Counter(f"{gpu.get('name', '?')} (driver {gpu.get('driver', '?')})" for gpu in facts["gpus"])
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
+
+
+# What one node says of itself: GPUs, driver, ECC, memory, disks, strangers' processes, versions. Without torch.
+#
+# Plain JSON values, so that nodes can send them to each other; what a node cannot tell is absent.
+
+MB = 1024 * 1024
+_LOOK_SECONDS = 0.3
+_BUSY_PERCENT = 50.0
+
+
+def node_facts(env: Mapping[str, str], folders: Sequence[Path]) -> dict[str, Any]:
+    """All of it; takes about half a second.
+
+    Args:
+        folders: where the job will write; each is tried.
+    """
+    memory = psutil.virtual_memory()
+    shm = Path("/dev/shm")
+    return {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_free_mb": memory.available // MB,
+        "memory_total_mb": memory.total // MB,
+        "disks": [disk_facts(folder) for folder in dict.fromkeys([*folders, *([shm] if shm.is_dir() else [])])],
+        "gpus": gpu_facts(),
+        "busy": busy_processes(env),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python, torch and trainkit, as their packages say."""
+    found = {"python": platform.python_version()}
+    for name, package in (("torch", "torch"), ("trainkit", "trainkit-vision")):
+        with suppress(PackageNotFoundError):
+            found[name] = version(package)
+    return found
+
+
+def disk_facts(folder: Path) -> dict[str, Any]:
+    """Free space and inodes below ``folder``, and why nothing can be written there, if so: a MiB is tried."""
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    facts: dict[str, Any] = {"path": str(folder)}
+    try:
+        space = os.statvfs(there)
+        facts |= {"free_mb": space.f_bavail * space.f_frsize // MB}
+        if space.f_files:  # file systems without a fixed number of inodes say 0
+            facts["free_inodes"] = space.f_favail
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(MB))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        facts["error"] = error.strerror or str(error)
+    return facts
+
+
+def gpu_facts() -> list[dict[str, Any]]:
+    """Every GPU of this node, as its driver sees it; none where there is no driver.
+
+    To be asked before this job's ranks open a context, so that every process on a GPU is somebody else's.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # not installed, or no driver: either way there is nothing to ask
+        return []
+    readings: dict[str, Callable[[Any], Any]] = {
+        "name": lambda gpu: str(pynvml.nvmlDeviceGetName(gpu)),
+        "driver": lambda _: str(pynvml.nvmlSystemGetDriverVersion()),
+        "memory_used_mb": lambda gpu: int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) // MB,
+        "memory_total_mb": lambda gpu: int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) // MB,
+        "temperature_c": lambda gpu: int(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
+        # Since the driver was loaded. Corrected ones are harmless.
+        "ecc_errors": lambda gpu: int(
+            pynvml.nvmlDeviceGetTotalEccErrors(gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+        ),
+        "remap_failed": lambda gpu: bool(pynvml.nvmlDeviceGetRemappedRows(gpu)[3]),
+        "remap_pending": lambda gpu: bool(pynvml.nvmlDeviceGetRemappedRows(gpu)[2]),
+        "pcie_width": lambda gpu: int(pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)),
+        "pcie_width_max": lambda gpu: int(pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)),
+        "processes": lambda gpu: [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)],
+    }
+    found = []
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            facts: dict[str, Any] = {"index": index}
+            for key, reading in readings.items():
+                with suppress(pynvml.NVMLError):  # vGPUs and MIG slices do not tell everything
+                    facts[key] = reading(pynvml.nvmlDeviceGetHandleByIndex(index))
+            found.append(facts)
+    except pynvml.NVMLError as error:
+        found.append({"index": len(found), "error": str(error)})  # fell off the bus
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return found
+
+
+def busy_processes(env: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Processes of others, or of another job of this user, that use half a core or more, busiest first."""
+    mine = env.get("SLURM_JOB_ID")
+    me = psutil.Process()
+    own = {me.pid, *(process.pid for process in me.parents())}
+    before: dict[int, tuple[psutil.Process, float]] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            before[process.pid] = (process, sum(process.cpu_times()[:2]))
+    time.sleep(_LOOK_SECONDS)
+    found: list[dict[str, Any]] = []
+    for pid, (process, earlier) in before.items():
+        with suppress(psutil.Error):
+            percent = (sum(process.cpu_times()[:2]) - earlier) / _LOOK_SECONDS * 100
+            if percent < _BUSY_PERCENT or pid in own or (mine and _job_of(process) == mine):
+                continue
+            if not mine and process.username() == getpass.getuser():
+                continue  # on a machine of one's own, what runs there is one's own business
+            found.append(
+                {"pid": pid, "name": process.name(), "user": process.username(), "cpu_percent": round(percent)}
+            )
+    return sorted(found, key=lambda item: -int(item["cpu_percent"]))[:5]
+
+
+def _job_of(process: psutil.Process) -> str | None:
+    with suppress(psutil.Error):  # another user's is not ours to read
+        return process.environ().get("SLURM_JOB_ID")
+    return None

@@ -1,0 +1,490 @@
+"""What this machine and its site are: SLURM or not, partitions and their nodes, GPUs and CPUs here.
+
+`discover` asks; the rest are pure readers of what `scontrol` prints as text. Its JSON differs between SLURM's versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import grp
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainkit import programs, terminal
+from trainkit.config import yaml
+from trainkit.config.loading import SITE, find_profile
+from trainkit.config.slurm_options import slurm_time, time_minutes
+from trainkit.errors import UserError
+from trainkit.ranks.env import expand
+
+# A node that is powered down is none of these: SLURM boots it for the job, as clouds do.
+_DOWN = frozenset(
+    (
+        *("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "FUTURE", "INVAL", "INVALID_REG"),
+        *("MAINT", "NOT_RESPONDING", "UNKNOWN"),
+    )
+)
+_NO_CLUSTER = "Could not establish a configuration source"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One compute node."""
+
+    name: str
+    cpus: int
+    gpus: int
+    up: bool = True
+    mem_mb: int | None = None
+    """Memory that jobs may have; None where the site does not say."""
+    gpu_types: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    """What `--constraint` can ask for."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition; None where it sets no limit, and no names where it lets everybody in."""
+
+    name: str
+    nodes: tuple[Node, ...] = ()
+    default: bool = False
+    max_time_min: float | None = None
+    max_nodes: int | None = None
+    up: bool = True
+    max_mem_mb: int | None = None
+    """Memory per node that one job may have."""
+    min_nodes: int | None = None
+    has_memory_default: bool = False
+    """The site gives a job memory by its CPUs or GPUs, if the job does not say."""
+    accounts: tuple[str, ...] = ()
+    denied_accounts: tuple[str, ...] = ()
+    qos: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    """Unix groups whose members it lets in."""
+    preempt_mode: str = ""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a command is given. ``gpus`` and ``cpus`` are those of this machine that this process may use."""
+
+    slurm: bool
+    gpus: int
+    cpus: int
+    partitions: tuple[Partition, ...] = ()
+    unknown: str = ""
+    """Why the partitions are not known, if SLURM is there but did not tell."""
+    user_groups: tuple[str, ...] = ()
+    """Unix groups of this user; empty where they do not matter, as for root."""
+
+    def partition(self, name: str | None) -> Partition | None:
+        """The partition of that name, or the default one; None if unknown."""
+        for partition in self.partitions:
+            if partition.name == name or (name is None and partition.default):
+                return partition
+        return None
+
+
+def discover(env: Mapping[str, str]) -> Site:
+    """Ask this machine, and SLURM if it is here."""
+    gpus, cpus = local_gpus(env.get("CUDA_VISIBLE_DEVICES")), local_cpus()
+    if shutil.which("sbatch", path=env.get("PATH")) is None:
+        return Site(slurm=False, gpus=gpus, cpus=cpus)
+    try:
+        nodes = read_nodes(_ask("scontrol", "show", "node", "-o"))
+        partitions = read_partitions(_ask("scontrol", "show", "partition", "-o"), nodes)
+    except (programs.NoAnswer, ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
+        words = error.words if isinstance(error, programs.NoAnswer) else f"scontrol: {terminal.one_line(error)}"
+        # SLURM's packages alone make no cluster: such a machine runs jobs itself.
+        here = _NO_CLUSTER not in words
+        return Site(
+            slurm=here, gpus=gpus, cpus=cpus, unknown=words if here else "sbatch is here, but configured for no cluster"
+        )
+    groups = () if os.geteuid() == 0 or not any(partition.groups for partition in partitions) else _own_groups()
+    return Site(slurm=True, gpus=gpus, cpus=cpus, partitions=partitions, user_groups=groups)
+
+
+def largest_array() -> int:
+    """Tasks that one job array may have here, its indices from 0 on; SLURM's own default where it does not say.
+
+    MaxArraySize is one more than the highest index.
+    """
+    try:
+        told = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})", _ask("scontrol", "show", "config"), flags=re.MULTILINE)
+    except programs.NoAnswer:
+        told = None
+    return max(int(told[1]), 1) if told else 1001
+
+
+def read_partitions(text: str, nodes: Mapping[str, Node]) -> tuple[Partition, ...]:
+    """Partitions from ``scontrol show partition -o``."""
+    return tuple(_partition(_fields(line), nodes) for line in text.splitlines() if line.startswith("PartitionName="))
+
+
+def read_nodes(text: str) -> dict[str, Node]:
+    """Nodes by name from ``scontrol show node -o``."""
+    found = (_node(_fields(line)) for line in text.splitlines() if line.startswith("NodeName="))
+    return {node.name: node for node in found}
+
+
+def count_gpus(gres: str) -> int:
+    """GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has 4, ``gpu`` has 1."""
+    total = 0
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *rest = item.strip().removeprefix("gres/").replace("=", ":").split(":")
+        if kind == "gpu":
+            count = rest[-1] if rest and rest[-1].isdigit() else "1"
+            total += int(count)
+    return total
+
+
+def gpu_types(gres: str) -> tuple[str, ...]:
+    """Types of the GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has a100."""
+    items = [item.split(":") for item in re.sub(r"\([^)]*\)", "", gres).split(",")]
+    return tuple(
+        dict.fromkeys(item[1] for item in items if item[0] == "gpu" and len(item) > 1 and not item[1].isdigit())
+    )
+
+
+def visible_gpus(mask: str | None, present: int) -> int:
+    """How many of the ``present`` GPUs a process with that CUDA_VISIBLE_DEVICES sees.
+
+    As CUDA reads it: the list ends at the first entry that names no device.
+    """
+    if mask is None:
+        return present
+    seen: list[str] = []
+    for entry in (part.strip() for part in mask.split(",")):
+        if entry in seen or (not entry.startswith(("GPU-", "MIG-")) and not (entry.isdigit() and int(entry) < present)):
+            break
+        seen.append(entry)
+    return len(seen) if present else 0
+
+
+def local_gpus(mask: str | None) -> int:
+    """GPUs of this machine that are visible under ``mask``; asked from the driver, without torch."""
+    try:
+        import pynvml
+    except ImportError:
+        return 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        return visible_gpus(mask, int(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def local_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _own_groups() -> tuple[str, ...]:
+    found = []
+    for number in {os.getegid(), *os.getgroups()}:
+        with contextlib.suppress(KeyError):  # a number without a name
+            found.append(grp.getgrgid(number).gr_name)
+    return tuple(found)
+
+
+def _ask(*command: str) -> str:
+    return programs.ask(command).shown().require()
+
+
+def _fields(line: str) -> dict[str, str]:
+    # Values may hold spaces (OS=, Reason=), so a field runs up to the next word with an equals sign.
+    return {name: value.strip() for name, value in re.findall(r"(\w+)=(.*?)(?=\s\w+=|$)", line)}
+
+
+def _partition(fields: Mapping[str, str], nodes: Mapping[str, Node]) -> Partition:
+    names = fields.get("Nodes", "(null)")
+    members = [] if names in ("(null)", "") else expand(names)
+    return Partition(
+        name=fields["PartitionName"],
+        nodes=tuple(nodes[name] for name in members if name in nodes),
+        default=fields.get("Default") == "YES",
+        max_time_min=_minutes(fields.get("MaxTime", "")),
+        max_nodes=int(fields["MaxNodes"]) if fields.get("MaxNodes", "").isdigit() else None,
+        up=fields.get("State", "UP") == "UP",
+        max_mem_mb=_number(fields.get("MaxMemPerNode", "")) or None,
+        min_nodes=_number(fields.get("MinNodes", "")) or None,
+        has_memory_default=any((_number(fields.get(f"DefMemPer{unit}", "")) or 0) > 0 for unit in ("CPU", "Node"))
+        or "DefMemPerGPU" in fields.get("JobDefaults", ""),
+        accounts=names_in(fields.get("AllowAccounts", "")),
+        denied_accounts=names_in(fields.get("DenyAccounts", "")),
+        qos=names_in(fields.get("AllowQos", fields.get("AllowQOS", ""))),
+        groups=names_in(fields.get("AllowGroups", "")),
+        preempt_mode=fields.get("PreemptMode", ""),
+    )
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Names in a list of SLURM's; none for ALL, which is how it says that it does not mind."""
+    return () if text in ("", "ALL", "(null)", "N/A") else tuple(name for name in text.split(",") if name)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _minutes(text: str) -> float | None:
+    try:
+        return time_minutes(text)
+    except ValueError:  # UNLIMITED, NONE
+        return None
+
+
+def _node(fields: Mapping[str, str]) -> Node:
+    # CPUEfctv, where there is one, leaves out the cores that the site keeps for itself.
+    cpus = fields.get("CPUEfctv") or fields.get("CPUTot") or "1"
+    # CfgTRES is complete only where the site accounts for GPUs; Gres always names them.
+    gpus = count_gpus(fields.get("Gres", ""))
+    state = fields.get("State", "").upper()
+    # "IDLE+DRAIN", "DOWN*"; "IDLE~" is one that is powered down.
+    words = {word.rstrip("*~#!%$@^-") for word in state.split("+")}
+    memory = _number(fields.get("RealMemory", "")) or 0
+    memory -= _number(fields.get("MemSpecLimit", "")) or 0
+    return Node(
+        fields["NodeName"],
+        int(cpus),
+        gpus,
+        up=not words & _DOWN,
+        mem_mb=memory if memory > 1 else None,  # 1 MB is SLURM's word for a memory that nobody has configured
+        gpu_types=gpu_types(fields.get("Gres", "")),
+        features=names_in(fields.get("AvailableFeatures", "")),
+    )
+
+
+# What is known of a site and does not change from day to day: written by ``jobs.cluster discover``, read back by
+# name.
+#
+# It stands below ``site:`` in a profile. `trainkit.site.limits` goes by it, so that a submission need not ask.
+
+Dialect = Literal["gpus-per-node", "gres", "constraint"]
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of a partition that are alike. Memory in MB; null where the site does not say."""
+
+    count: int
+    cpus: int
+    mem_mb: int | None = None
+    gpus: int = 0
+    gpu_types: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PartitionFacts:
+    """One partition: its limits, who may use it (empty: everybody), and its nodes by kind."""
+
+    name: str
+    default: bool = False
+    up: bool = True
+    max_time: str | None = None
+    max_nodes: int | None = None
+    accounts: tuple[str, ...] = ()
+    qos: tuple[str, ...] = ()
+    preempt_mode: str = ""
+    nodes: tuple[NodeKind, ...] = ()
+
+
+@dataclass(frozen=True)
+class Account:
+    """An account that this user may charge, where (empty: in every partition), and with which QOS."""
+
+    name: str
+    partition: str = ""
+    qos: tuple[str, ...] = ()
+    default: bool = False
+
+
+@dataclass(frozen=True)
+class Qos:
+    """A quality of service and its limits, in SLURM's words."""
+
+    name: str
+    max_wall: str = ""
+    max_tres_per_user: str = ""
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """A site. None and empty: not known, or not there; ``gaps`` says what could not be asked, and why."""
+
+    cluster: str = ""
+    version: str = ""
+    gpu_dialect: Dialect = "gpus-per-node"
+    partitions: tuple[PartitionFacts, ...] = ()
+    accounts: tuple[Account, ...] = ()
+    qos: tuple[Qos, ...] = ()
+    accounts_enforced: bool | None = None
+    max_array_size: int | None = None
+    kill_wait_seconds: int | None = None
+    preemption: str = ""
+    containers: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    shared_folders: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()
+
+
+def facts_of(partition: Partition) -> PartitionFacts:
+    """A partition as a profile keeps it."""
+    limit = partition.max_time_min
+    return PartitionFacts(
+        partition.name,
+        partition.default,
+        partition.up,
+        slurm_time(limit) if limit is not None else None,
+        partition.max_nodes,
+        partition.accounts,
+        partition.qos,
+        "" if partition.preempt_mode == "OFF" else partition.preempt_mode,
+        tuple(_kinds(partition.nodes)),
+    )
+
+
+def to_profile(facts: SiteFacts) -> str:
+    """Text of a new profile: what to ask for at this site, and below ``site:`` what was found."""
+    chosen = next((item for item in facts.partitions if item.default), None)
+    chosen = chosen or next((item for item in facts.partitions if item.up), None)
+    launch: dict[str, object] = {"partition": chosen.name} if chosen else {}
+    if facts.gpu_dialect != "gpus-per-node":
+        launch["gpu_dialect"] = facts.gpu_dialect
+    lines = [
+        f"# {facts.cluster or 'This site'}, as `python -m jobs.cluster discover` found it.",
+        "# Below launch: is what every job gets: any setting of launch may stand there, as account, setup, internet.",
+        yaml.dump({"launch": launch}),
+        _known(facts),
+    ]
+    return "\n".join(lines)
+
+
+def renewed(text: str, facts: SiteFacts) -> str:
+    """A profile's text with what is known of its site by now. Settings and comments stay as they are."""
+    rest = re.sub(rf"^{SITE}:.*\n?(?:[ \t].*\n?|\n)*", "", text, flags=re.MULTILINE).replace(_HEADING, "").rstrip()
+    return f"{rest}\n\n{_known(facts)}" if rest else _known(facts)
+
+
+_HEADING = "# What is known of the site; jobs are checked against it before they are queued.\n"
+
+
+def _known(facts: SiteFacts) -> str:
+    return _HEADING + yaml.dump({SITE: _plain(facts)})
+
+
+def read_facts(cluster: str) -> SiteFacts | None:
+    """What the profile of that name, or in that file, knows of its site; None if it holds settings only.
+
+    Raises UserError if there is no such profile, or its section ``site`` is damaged.
+    """
+    path = find_profile(cluster)
+    values, lines = yaml.read(path)
+    if not values.get(SITE):
+        return None
+    try:
+        return TypeAdapter(SiteFacts).validate_python(values[SITE])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} cannot be read below '{SITE}' ({path}:{lines.get(f'{SITE}.{where}', lines[SITE])}).",
+            why=f"{where}: {first['msg']}." if where else f"{first['msg']}.",
+            fix="Correct it, or find it out anew: python -m jobs.cluster discover NAME --force.",
+        ) from None
+
+
+def _kinds(nodes: Iterable[Node]) -> Iterable[NodeKind]:
+    counts: dict[NodeKind, int] = {}
+    for node in nodes:
+        kind = NodeKind(0, node.cpus, node.mem_mb, node.gpus, node.gpu_types, node.features)
+        counts[kind] = counts.get(kind, 0) + 1
+    return [dataclasses.replace(kind, count=count) for kind, count in counts.items()]
+
+
+def _plain(value: object) -> object:
+    """What differs from its default, as YAML writes it."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    return {name: _plain(item) for name, item in found.items() if item != defaults[name]}
+
+
+# What is known of a site, as lines for a person.
+
+_HOW = {
+    "gpus-per-node": "--gpus-per-node=N",
+    "gres": "--gres=gpu:N",
+    "constraint": "--constraint alone",
+}
+
+
+def lines(facts: SiteFacts) -> list[str]:
+    """The whole of ``jobs.cluster show``."""
+    found = [f"{facts.cluster or 'This site'}: SLURM {facts.version or 'of unknown version'}"]
+    found += _table([_row(partition) for partition in facts.partitions])
+    accounts = [_account(item.name, item.partition, item.qos, item.default) for item in facts.accounts]
+    limits = [f"{item.name}: {', '.join(filter(None, (item.max_wall, item.max_tres_per_user)))}" for item in facts.qos
+              if item.max_wall or item.max_tres_per_user]  # fmt: skip
+    enforced = {None: "", True: "", False: "; not enforced"}[facts.accounts_enforced]
+    said = {
+        "GPUs by": _HOW[facts.gpu_dialect],
+        "accounts": "; ".join(accounts) + enforced if accounts else "",
+        "QOS limits": "; ".join(limits),
+        "arrays": f"up to {facts.max_array_size} tasks" if facts.max_array_size else "",
+        "KillWait": f"{facts.kill_wait_seconds} s" if facts.kill_wait_seconds is not None else "",
+        "preemption": facts.preemption,
+        "containers": ", ".join(facts.containers),
+        "modules": " ".join(facts.modules),
+        "shared": " ".join(facts.shared_folders),
+    }
+    found += [f"  {name:11} {value}" for name, value in said.items() if value]
+    return found + [f"  not known   {gap}" for gap in facts.gaps]
+
+
+def _row(partition: PartitionFacts) -> tuple[str, ...]:
+    kinds = " + ".join(_kind(kind) for kind in partition.nodes) or "no nodes"
+    who = [f"accounts {','.join(partition.accounts)}"] if partition.accounts else []
+    who += [f"QOS {','.join(partition.qos)}"] if partition.qos else []
+    who += [f"preemption: {partition.preempt_mode.lower()}"] if partition.preempt_mode else []
+    limit = partition.max_time or "no time limit"
+    most = f"at most {partition.max_nodes} nodes a job" if partition.max_nodes else ""
+    up = "" if partition.up else "takes no jobs"
+    name = partition.name + "*" * partition.default
+    return name, kinds, limit, ", ".join(filter(None, (most, *who, up)))
+
+
+def _kind(kind: NodeKind) -> str:
+    memory = f", {kind.mem_mb / 1024:.0f} GB" if kind.mem_mb else ""
+    name = f" {'/'.join(kind.gpu_types)}" if kind.gpu_types else ""
+    gpus = f", {kind.gpus}{name} GPU{'s' * (kind.gpus > 1)}" if kind.gpus else ""
+    return f"{kind.count} x {kind.cpus} CPUs{memory}{gpus}"
+
+
+def _account(name: str, partition: str, qos: tuple[str, ...], default: bool) -> str:
+    where = f" in {partition}" if partition else ""
+    return f"{name}{'*' * default}{where}" + (f" (QOS {', '.join(qos)})" if qos else "")
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)] + [0]
+    return [
+        "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

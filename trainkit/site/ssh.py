@@ -1,0 +1,355 @@
+"""A login node from afar: commands of the kit, run there over the system's own ssh.
+
+ssh does all of the connecting: its configuration, agent, jump hosts and questions (passwords, second factors) are the
+user's. One connection is shared by the commands of ten minutes, unless the user's configuration shares it already.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from trainkit import programs
+from trainkit import terminal as printable
+from trainkit.errors import RefusedError, SchedulerError, TrainkitError, UserError
+from trainkit.fileio import make_own
+
+# What is run on a login node: a few lines of shell, and the Python that starts a module of the kit there.
+
+FOLDER = "trainkit"
+"""Below the home folder there, where none is given: what README's first lines have cloned and installed."""
+SENT = ".trainkit/sent"
+"""Below that folder: snapshots of code that were sent, by their hashes, and a link to the latest."""
+BEGIN = "--- trainkit speaks ---"
+"""What a profile there prints comes before this line, and is no part of the answer."""
+
+NEEDED = {"pydantic": "2.12", "yaml": "6.0.3", "submitit": "1.5.4", "rich": "14.0", "psutil": "7.0", "torch": "2.14.1"}
+"""Modules without which nothing goes there, and their lowest versions, as in pyproject.toml."""
+
+# Whatever Python 3 is there must be able to read this. The packages of the snapshot come before those that lie in the
+# current folder. What is missing or too old is said in the kit's own way, and not by a traceback. Without a terminal
+# there, the end of stdin is the end of the one who asked: a follower must not go on asking the scheduler for nobody.
+_START = f"""
+import sys
+code, host, module = sys.argv[1:4]
+here = sys.path.pop(0)
+def refuse(what):
+    sys.stderr.write(what + "\\n  why: Python and its packages are installed there once, and used by every job.\\n"
+        "  fix: Log in, and install trainkit into .venv in that folder, as its README begins.\\n")
+    sys.exit(3)
+if sys.version_info < (3, 10):
+    refuse("%s there is Python %d.%d, and trainkit needs 3.10." % ((sys.executable,) + sys.version_info[:2]))
+import os, re, runpy, signal, threading
+from importlib import metadata, util
+sys.path.insert(0, code or here)
+for name, lowest in {NEEDED!r}.items():
+    if util.find_spec(name) is None:
+        refuse("%s there has no %s." % (sys.executable, name))
+    try:
+        there = metadata.version("PyYAML" if name == "yaml" else name)
+    except metadata.PackageNotFoundError:
+        continue
+    if [int(part) for part in re.findall("[0-9]+", there)[:3]] < [int(part) for part in lowest.split(".")]:
+        refuse("%s there has %s %s, and trainkit needs %s." % (sys.executable, name, there, lowest))
+if util.find_spec(module.partition(".")[0]) is None:
+    refuse("%s there has no trainkit." % sys.executable)
+if None in (util.find_spec("trainkit.importing"), util.find_spec(module)):
+    refuse("The trainkit there is older than the one here.")
+if not os.isatty(0):
+    asker = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    def watch():
+        while os.read(asker, 65536):
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=watch, daemon=True).start()
+from trainkit import importing
+importing.installed_first()
+from trainkit import terminal
+terminal.HOST = host
+sys.argv[1:4] = []
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """``user@login``, or ``user@login:FOLDER``."""
+
+    name: str
+    folder: str = FOLDER
+
+    @classmethod
+    def parse(cls, text: str) -> Host:
+        """Raises UserError for what ssh would take for something else."""
+        name, _, folder = text.partition(":")
+        if not re.fullmatch(r"[\w][\w.@%+-]*", name) or not folder.isprintable():
+            raise UserError(
+                f"--host {text!r} is not a machine.",
+                why="It is what ssh takes: a name of ~/.ssh/config, or user@login; with :FOLDER if that is not "
+                f"~/{FOLDER}.",
+                fix="For example --host me@login.example.org, or --host me@login.example.org:work/trainkit.",
+            )
+        return cls(name, folder.removeprefix("~/") or FOLDER)
+
+    def __str__(self) -> str:
+        return self.name if self.folder == FOLDER else f"{self.name}:{self.folder}"
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a command with a path below the folder there, which only the machine there knows in full."""
+
+    below: str
+    before: str = ""
+    """What stands before the path: ``data.root=``."""
+
+    def __str__(self) -> str:
+        return f'{shlex.quote(self.before) if self.before else ""}"$root"/{shlex.quote(self.below)}'
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Code that comes over stdin: a packed archive, called by its hash."""
+
+    content: bytes
+
+    @property
+    def name(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()[:16]
+
+
+def script(host: Host, module: str, words: Sequence[str | Word], *, sent: Sent | None = None) -> str:
+    """The lines of shell that run a module of the kit there.
+
+    Args:
+        sent: the code; the module runs in its folder. None: the latest that was sent, else what lies in the host's
+            folder; the module runs in that one.
+    """
+    # Below the home folder wherever a profile there goes, and whatever CDPATH it sets.
+    folder = ("" if host.folder.startswith("/") else "~/") + shlex.quote(host.folder)
+    lines = [
+        f"cd {folder} 2>/dev/null || {{ {_no_folder(host)} >&2; exit 2; }}",
+        "root=$PWD",
+        'python=$root/.venv/bin/python; [ -x "$python" ] || python=python3',
+        f'command -v "$python" >/dev/null || {{ {_no_python(host)} >&2; exit 3; }}',
+        'export TRAINKIT_RUNS="${TRAINKIT_RUNS:-$root/runs}"',
+    ]
+    if sent is None:
+        lines += [f"code=$root/{SENT}/latest", '[ -d "$code" ] || code=']
+    else:
+        size = len(sent.content)
+        lines += [
+            f"sent=$root/{SENT}; code=$sent/{sent.name}",
+            "umask 077",
+            f'mkdir -p "$sent" || {{ {_not_whole(host)} >&2; exit 1; }}',
+            # Of connections that were lost while they sent.
+            "find \"$sent\" -maxdepth 1 -name 'new.*' -mmin +600 -exec rm -rf {} + 2>/dev/null",
+            # Complete or absent: two submissions at once unpack it twice, and one of them is left aside.
+            f'if [ -d "$code" ]; then head -c {size} >/dev/null',
+            f'elif new=$(mktemp -d "$sent/new.XXXXXX") && head -c {size} | tar xzf - -C "$new"; then',
+            'ln -s "$root/.venv" "$new/.venv"; mv -T "$new" "$code" 2>/dev/null || rm -rf "$new"',
+            f'else {_not_whole(host)} >&2; rm -rf "$new"; exit 1; fi',
+            'ln -sfn "$code" "$sent/latest"',
+            'cd "$code" || exit 1',
+        ]
+    given = " ".join(str(word) if isinstance(word, Word) else shlex.quote(word) for word in words)
+    start = f'"$python" -u -c {shlex.quote(_START)} "$code" {shlex.quote(str(host))} {module} {given}'
+    return "\n".join([f"echo {shlex.quote(BEGIN)}", *lines, start])
+
+
+def _no_folder(host: Host) -> str:
+    error = UserError(
+        f"{host.name} has no folder {host.folder}.",
+        why="It is where trainkit was installed there, and where its runs go.",
+        fix=f"Log in, clone and install trainkit there, or give another folder: --host {host.name}:FOLDER.",
+    )
+    return _saying(error)
+
+
+def _no_python(host: Host) -> str:
+    error = RefusedError(
+        f"{host.name} has no Python.",
+        why=f"There is neither {host.folder}/.venv/bin/python nor python3 on the PATH.",
+        fix="Log in, and install trainkit into .venv in that folder, as its README begins.",
+    )
+    return _saying(error)
+
+
+def _not_whole(host: Host) -> str:
+    error = SchedulerError(
+        f"The code has not arrived on {host.name}.",
+        why=f"It could not be unpacked below {host.folder}; nothing was submitted.",
+        fix="Look for space and quota there, and give the command again.",
+    )
+    return _saying(error)
+
+
+def _saying(error: TrainkitError) -> str:
+    """The shell words that print it, a line each."""
+    return shlex.join(["printf", "%s\\n", *str(error).splitlines()])
+
+
+SSH = "TRAINKIT_SSH"
+"""The environment variable with another ssh command, or with options for it: ``ssh -F FILE``."""
+_PERSIST = "10m"
+_ALIVE_SECONDS = 20
+"""A connection that does not answer three times is lost."""
+_LONGEST_SOCKET = 100
+_LONGEST_GREETING = 1 << 20
+"""Bytes that a shell there prints before it does what it was told to."""
+_END_SECONDS = 5.0
+"""How long ssh has to end once nobody listens any more."""
+_FAILED = 255
+"""ssh's own exit code; every other one is the command's."""
+
+
+def run_there(
+    host: Host, line: str, env: Mapping[str, str], hear: Callable[[bytes], None], *, content: bytes = b"",
+    terminal: bool = False,
+) -> int:  # fmt: skip
+    """Run lines of shell on the login node; their exit code.
+
+    A login shell runs them: sites put SLURM's path and users their account there. What it prints itself, before that,
+    goes to stderr.
+
+    Args:
+        hear: told of what they print, as it comes.
+        content: what they read from stdin first; after it stdin stays open until they or this process end.
+        terminal: they talk to this terminal instead, so that Ctrl-C reaches them.
+
+    Raises SchedulerError if there was no connection, or is none any more; what ssh says itself has reached stderr.
+    """
+    ssh = shlex.split(env.get(SSH) or "ssh")
+    # In base64 it is the same for every login shell: csh takes no line breaks in quotes, fish knows other escapes.
+    packed = base64.b64encode(os.fsencode(line)).decode()
+    options = ["-t"] if terminal else ["-T"]
+    command = [*ssh, *options, *_lasting(ssh, host, env), "--", host.name]
+    command.append(f"exec bash -lc 'eval \"$(echo {packed} | base64 -d)\"'")
+    try:
+        process = subprocess.Popen(
+            command, env=dict(env), stdin=None if terminal else subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    except OSError as error:
+        if error.errno == errno.E2BIG:
+            fix = "Put the settings into a preset, which is sent as a file."
+            raise UserError("The command is too long for ssh.", why=f"{error.strerror}.", fix=fix) from None
+        raise SchedulerError(
+            "There is no ssh here.",
+            why=f"{ssh[0]}: {error.strerror}.",
+            fix=f"Install OpenSSH, or name another command in {SSH}.",
+        ) from None
+    begun = False
+    with process:
+        try:
+            if process.stdin is not None:
+                threading.Thread(target=_feed, args=(process.stdin, content), daemon=True).start()
+            begun = _listen(process, host, hear)
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            process.kill()
+            raise
+        finally:
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+    if (code == _FAILED or code < 0) and begun:
+        raise SchedulerError(
+            f"The connection to {host.name} was lost.",
+            why="What had begun there may have come to its end, or not.",
+            fix=f"Look: `{printable.command('status', '--host', host)}`.",
+        )
+    if code == _FAILED or code < 0:
+        raise SchedulerError(
+            f"No connection to {host.name}.",
+            why="ssh has said above what is wrong.",
+            fix=f"Try `{shlex.join([*ssh, host.name])}`.",
+        )
+    return code
+
+
+def _feed(stdin: IO[bytes], content: bytes) -> None:
+    with suppress(OSError, ValueError):  # they have ended without it, which they say themselves
+        stdin.write(content)
+        stdin.flush()
+
+
+def _listen(process: subprocess.Popen[bytes], host: Host, hear: Callable[[bytes], None]) -> bool:
+    """Pass on what comes after the first line of ours; whether that came.
+
+    Raises SchedulerError if too much comes before it.
+    """
+    assert process.stdout is not None
+    before, begun = b"", False
+    while chunk := os.read(process.stdout.fileno(), 65536):
+        if not begun:
+            before += chunk
+            noise, mark, after = before.partition(BEGIN.encode())
+            if len(before) > _LONGEST_GREETING:
+                raise SchedulerError(
+                    f"{host.name} does not come to the point.",
+                    why=f"Its shell has printed {printable.size(len(before))}, and has not begun with the command.",
+                    fix=f"Look at what the shell's profile there prints: `ssh {host.name} true`.",
+                )
+            if not mark or b"\n" not in after:
+                continue
+            begun, chunk = True, after.partition(b"\n")[2]
+            before = noise
+            _complain(noise)
+        if chunk:
+            hear(chunk)
+    if not begun:
+        _complain(before)
+    return begun
+
+
+def _complain(noise: bytes) -> None:
+    if noise.strip():
+        sys.stderr.write(printable.lines(noise.decode(errors="replace")).rstrip() + "\n")
+        sys.stderr.flush()
+
+
+def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str]:
+    """Options with which the connection is shared, and its loss is noticed; none where the user's configuration says
+    so itself."""
+    try:
+        settings = programs.ask([*ssh, "-G", "--", host.name], env=env).require()
+    except programs.NoAnswer:
+        return []
+    said = dict(line.partition(" ")[::2] for line in settings.splitlines())
+    options = []
+    if said.get("serveraliveinterval", "0") == "0":
+        options += ["-o", f"ServerAliveInterval={_ALIVE_SECONDS}"]
+    if said.get("controlmaster", "false") in ("false", "no") and "controlpath" not in said:
+        folder = next((item for item in _socket_folders(env) if make_own(item)), None)
+        if folder is not None:
+            options += ["-o", "ControlMaster=auto", "-o", f"ControlPath={folder}/%C"]
+            options += ["-o", f"ControlPersist={_PERSIST}"]
+    return options
+
+
+def _socket_folders(env: Mapping[str, str]) -> Iterator[Path]:
+    """Where the shared connection's socket may be: who has it has the connection. Its path must be short, which that of
+    a home folder need not be."""
+    state = Path(env.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "trainkit" / "ssh"
+    folders = [state, *(Path(run) / "trainkit" for run in [env.get("XDG_RUNTIME_DIR")] if run)]
+    for folder in [*folders, *(Path(base) / f"trainkit-{os.getuid()}" for base in (tempfile.gettempdir(), "/tmp"))]:
+        # A hash, and what ssh adds while it makes the socket. In its configuration % and ${} mean something.
+        if len(os.fsencode(folder)) + 1 + 40 + 17 <= _LONGEST_SOCKET and not re.search(r"[%\s\"'${]", str(folder)):
+            yield folder

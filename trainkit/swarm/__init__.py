@@ -1,0 +1,1 @@
+"""Collaborative runs: peers anywhere train one model in timed rounds. The only room that knows hivemind."""

@@ -1,0 +1,642 @@
+"""Who takes part in a run: credentials, revoked invitations, bans. One answer for all processes of a peer.
+
+A *credential* says "this libp2p key is mine", signed by an invitation. A peer shows it with every request to the DHT,
+and keeps it there, so that whoever is asked by a peer id that libp2p has proven can look up who that is.
+
+A peer has three processes that must agree: its own, the DHT's and the averager's, forked from it. Each has its copy of
+`Admission`; what changes while the run goes on (revoked, banned, the owner's key at a run that was joined by its
+address) is on a `Board` in shared memory, which the peer's own process writes and all of them read.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import base58
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from trainkit import fileio, terminal
+from trainkit.errors import TrainkitError, UserError
+from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
+from trainkit.swarm import address, processes
+from trainkit.swarm import invitations as swarm_invitations
+from trainkit.swarm.address import ADDRESS_FILE, home_of
+from trainkit.swarm.invitations import (
+    NOBODY,
+    Key,
+    Pass,
+    Role,
+    Statement,
+    UntrustedError,
+    as_name,
+    date,
+    grant,
+    read_statement,
+    write_token,
+)
+
+# Of them at once; who comes later takes the place of whoever came first.
+_MOST_MEMBERS = 4096
+_MOST_REVOKED = 500
+_BOARD_SIZE = 1 << 17
+_LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 550
+_LOCK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A peer that takes part."""
+
+    peer_id: str
+    name: str
+    role: Role
+    expires: int
+    """Seconds since 1970."""
+    invitation: str
+    """Id of its invitation; all machines that use one have it."""
+    public_key: bytes = field(repr=False)
+    """Of libp2p, in DER."""
+
+    @property
+    def trusted(self) -> bool:
+        """Of the owner's side: may average for others, give away its state, and sign what others take over."""
+        return self.role != "volunteer"
+
+
+class Board:
+    """A small piece of JSON in memory that forked processes share: one writes, all read."""
+
+    def __init__(self) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._lock = fork.Lock()
+        self._data = fork.RawArray(ctypes.c_char, _BOARD_SIZE)
+        self._version: Any = fork.RawValue(ctypes.c_uint64)
+        self._seen, self._value = 0, dict[str, Any]()
+
+    def write(self, value: dict[str, Any]) -> None:
+        """Raises ValueError when it does not fit."""
+        data = json.dumps(value).encode()
+        if len(data) >= _BOARD_SIZE:
+            raise ValueError("too much for the board")
+        # A reader that was killed holds the lock for ever; those that are left must still be told.
+        held = self._lock.acquire(timeout=_LOCK_SECONDS)
+        try:
+            self._data.value = data
+            self._version.value += 1
+        finally:
+            if held:
+                self._lock.release()
+
+    def read(self) -> dict[str, Any]:
+        """What was written last; cheap when nothing has changed."""
+        if self._version.value != self._seen and self._lock.acquire(timeout=_LOCK_SECONDS):
+            try:
+                self._value, self._seen = fileio.parse(self._data.value), self._version.value
+            finally:
+                self._lock.release()
+        return self._value
+
+
+class Admission:
+    """Answers for one run: who is this peer, and is it still welcome?"""
+
+    def __init__(self, owner: bytes | None, *, open_run: bool = False) -> None:
+        """
+        Args:
+            owner: the public key that everything comes from. None for who joins an open run by its address, and reads
+                the key in the manifest that this address vouches for: until `settle`, any owner's word is taken.
+            open_run: strangers are welcome as volunteers.
+        """
+        self._board = Board()
+        self._known: dict[str, Member] = {}
+        self._verified: dict[tuple[bytes, bytes | None, bool], Member] = {}
+        self._facts: dict[str, Any] = {
+            "owner": owner.hex() if owner else None, "open": open_run, "serial": 0, "revoked": [], "banned": []
+        }  # fmt: skip
+        self._board.write(self._facts)
+
+    @property
+    def owner(self) -> bytes | None:
+        """The owner's public key."""
+        known = self._board.read()["owner"]
+        return bytes.fromhex(known) if known else None
+
+    @property
+    def open_run(self) -> bool:
+        """Whether strangers are welcome."""
+        return bool(self._board.read()["open"])
+
+    def settle(self, owner: bytes, *, open_run: bool) -> None:
+        """From now on only this owner's word counts. Raises ValueError if it is known to be another's."""
+        if self.owner not in (None, owner):
+            raise ValueError("the owner is known")
+        self._write(owner=owner.hex(), open=open_run)
+        self._known.clear()  # they may have come with another owner's word
+
+    def read(self, data: bytes, purpose: str, *, now: float | None = None) -> Statement:
+        """A statement of somebody who takes part.
+
+        Raises UntrustedError.
+        """
+        found = read_statement(data, purpose, owner=self.owner, open_run=self.open_run, now=now)
+        if found.grant.id in self._board.read()["revoked"]:
+            raise UntrustedError("its invitation was revoked")
+        return found
+
+    def introduce(self, credential: bytes, *, now: float | None = None) -> Member:
+        """Learn who a peer is.
+
+        Raises UntrustedError.
+        """
+        member = self._member_of(credential)
+        if why := self._objection(member, now):
+            raise UntrustedError(why)
+        _keep(self._known, member.peer_id, member)
+        return member
+
+    def admitted(self, peer_id: str, *, now: float | None = None) -> Member | None:
+        """The peer of that id, if it was introduced here and is still welcome.
+
+        Ask anew each time: an invitation expires or is revoked while its peer is connected.
+        """
+        member = self._known.get(peer_id)
+        return None if member is None or self._objection(member, now) else member
+
+    def invited(self, credential: bytes, until: float) -> Member:
+        """Whoever was invited until then, and may have been revoked or banned since: as the writer of a record.
+
+        Raises UntrustedError.
+        """
+        member = self._member_of(credential)
+        if member.expires < until:
+            raise UntrustedError("it outlasts its invitation")
+        return member
+
+    def names(self) -> dict[str, str]:
+        """Peer id -> name of its invitation, of those whose signature was checked here."""
+        return {member.peer_id: member.name for member in self._verified.values()}
+
+    @property
+    def revoked(self) -> list[str]:
+        """Ids of the invitations that do not count any more."""
+        return list(self._board.read()["revoked"])
+
+    def revoke(self, statement: bytes) -> bool:
+        """Take over a list of revoked invitations (see `revoked_list`). False if this one is not newer.
+
+        Raises UntrustedError unless the owner has signed it.
+        """
+        found = self.read(statement, "revoked")
+        if found.grant.role != "owner":
+            raise UntrustedError("only the owner revokes")
+        serial, revoked = _read_revoked(found.content)
+        if serial <= self._facts["serial"]:
+            return False
+        self._write(serial=serial, revoked=revoked)
+        return True
+
+    def ban(self, banned: Iterable[str]) -> None:
+        """From now on exactly these are banned: ids of peers, or of invitations with all who use them."""
+        self._write(banned=sorted(banned))
+
+    def _write(self, **facts: Any) -> None:
+        self._facts = {**self._facts, **facts}
+        self._board.write(self._facts)
+
+    def _member_of(self, credential: bytes) -> Member:
+        """Its signatures are checked once; what may change is not looked at."""
+        key = (credential, self.owner, self.open_run)
+        if (known := self._verified.get(key)) is not None:
+            return known
+        found = read_statement(credential, "peer", owner=key[1], open_run=key[2], now=0.0)
+        grant = found.grant
+        member = Member(peer_id_of(found.content), grant.name, grant.role, grant.expires, grant.id, found.content)
+        _keep(self._verified, key, member)
+        return member
+
+    def _objection(self, member: Member, now: float | None) -> str:
+        """Why a peer is not welcome (any more); empty if it is."""
+        facts = self._board.read()
+        if member.expires <= (time.time() if now is None else now):
+            return "its invitation has expired"
+        if member.invitation in facts["revoked"]:
+            return "its invitation was revoked"
+        # A run without its owner would be none: nobody bans it.
+        if member.role != "owner" and (member.peer_id in facts["banned"] or member.invitation in facts["banned"]):
+            return "it was banned from this run"
+        return ""
+
+
+def _keep(found: dict[Any, Member], key: Any, member: Member) -> None:
+    found.pop(key, None)
+    found[key] = member
+    if len(found) > _MOST_MEMBERS:  # the one that came first
+        del found[next(iter(found))]
+
+
+def credential(own: Pass, public_key: bytes) -> bytes:
+    """What a peer shows: its libp2p key, an RSA key in DER (SubjectPublicKeyInfo), under its invitation."""
+    return own.state("peer", public_key)
+
+
+def revoked_list(own: Pass, serial: int, invitations: Iterable[str]) -> bytes:
+    """A signed list of all invitations that were revoked so far; of two lists the one with the higher serial counts."""
+    return own.state("revoked", json.dumps([serial, sorted(invitations)]).encode())
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """libp2p's id of an RSA key in DER: base58 of a multihash (0x12: SHA-256, 32 bytes) of its protobuf.
+
+    Raises UntrustedError when it is too long for a key.
+    """
+    if not 0 < len(public_key) <= _LONGEST_KEY:
+        raise UntrustedError("it holds no key of a peer")
+    # libp2p's PublicKey {key_type = 1: RSA (0), data = 2}.
+    size, length = len(public_key), b""
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    message = b"\x08\x00\x12" + length + bytes([size]) + public_key
+    return str(base58.b58encode(b"\x12\x20" + hashlib.sha256(message).digest()).decode())
+
+
+def _read_revoked(content: bytes) -> tuple[int, list[str]]:
+    try:
+        serial, revoked = fileio.parse(content)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UntrustedError("it is no list of revoked invitations") from error
+    if not (
+        type(serial) is int
+        and 0 < serial < 1 << 50
+        and isinstance(revoked, list)
+        and len(revoked) <= _MOST_REVOKED
+        and all(isinstance(item, str) and len(item) == 2 * len(NOBODY) for item in revoked)
+    ):
+        raise UntrustedError("it is no list of revoked invitations")
+    return serial, revoked
+
+
+# The way into a run: a token, for those who were invited, or an address, where the run is open to all.
+
+VARIABLE = "TRAINKIT_TOKEN"
+"""A token in the environment is not in the list of processes, which everybody on a machine can read."""
+
+SEEN = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file, or give -."
+_A_YEAR = 365 * 86400.0
+_LONGEST_FILE = 16_384
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where the swarm is, and what this peer may do there."""
+
+    addresses: tuple[str, ...]
+    own: Pass
+    seen: bool = False
+    """Its token is an argument, which others on this machine see for as long as the process runs."""
+
+    @property
+    def invited(self) -> bool:
+        """Whether somebody has invited this peer, so that it need not be an open run."""
+        return self.own.grant.owner != NOBODY
+
+    @property
+    def name(self) -> str:
+        """Of whom the owner has invited; empty for guests, who are many."""
+        return self.own.grant.name if self.invited and self.own.grant.name != swarm_invitations.GUESTS else ""
+
+    @property
+    def text(self) -> str:
+        """As `entry_of` takes it: a secret, if this peer was invited."""
+        return swarm_invitations.write_token(self.own, self.addresses) if self.invited else " ".join(self.addresses)
+
+    def admission(self) -> Admission:
+        """Who else takes part. That it is an open run only its manifest says, and who owns one reached by its address:
+        `read_manifest` settles both."""
+        return Admission(self.own.grant.owner if self.invited else None, open_run=True)
+
+
+def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entry:
+    """The way in that was given: a token, or addresses of an open run.
+
+    Args:
+        words: a token, a file that holds one, or ``-`` to read it from standard input, and addresses to try before
+            its own; or addresses alone. None: it is in TRAINKIT_TOKEN.
+        name: how an open run sees this peer.
+
+    Raises UserError when it is none of these.
+    """
+    if not words:
+        if not env.get(VARIABLE, "").strip():
+            raise UserError(
+                "TOKEN missing.",
+                why=f"Neither a token nor an address was given, and {VARIABLE} is not set.",
+                fix="Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes.",
+            )
+        return _entry_in(env[VARIABLE], VARIABLE, name)
+    given = [word for word in words if address.looks_like(word)]
+    others = [word for word in words if not address.looks_like(word)]
+    if not others:
+        return by_address(given, name=name)
+    if len(others) > 1:
+        raise UserError(
+            "One token at a time.", why=f"{len(others)} were given.", fix="Give one token, or addresses alone."
+        )
+    word = others[0]
+    seen = swarm_invitations.looks_like(word)
+    if word == "-":
+        found = _entry_in(sys.stdin.read(_LONGEST_FILE), "Standard input", name)
+    elif not seen and os.path.isfile(word):
+        found = _entry_in(fileio.read_start(Path(word), _LONGEST_FILE, follow=True), word, name)
+    else:
+        found = _entry_in(word, "", name)
+    # The run has moved since it was invited to, or an anchor is nearer.
+    return Entry((*(address.check(item) for item in given), *found.addresses), found.own, seen)
+
+
+def _entry_in(text: str, source: str, name: str) -> Entry:
+    """The token or the addresses in ``text``, which ``source`` holds; none: the user has typed it."""
+    if swarm_invitations.looks_like(text):
+        return with_token(text)
+    if words := [word for word in text.split() if address.looks_like(word)]:
+        return by_address(words, name=name)
+    what = f"{source} holds neither a token nor an address." if text.strip() else f"{source} is empty."
+    raise UserError(
+        # Not all of it, for it may be most of a secret.
+        what if source else f"{terminal.one_line(text, 40)!r} is neither a token, nor an address, nor a file with one.",
+        why=f"A token begins with {swarm_invitations.PREFIX}, and the address of an open run is like {address.EXAMPLE}.",
+        fix="Copy the whole line that `python -m jobs.swarm create` or `invite` has printed.",
+    )
+
+
+def warned(entry: Entry) -> Entry:
+    """The same; on stderr a word to who has given a token as an argument."""
+    if entry.seen:
+        print(SEEN, file=sys.stderr, flush=True)
+    return entry
+
+
+def is_setting(word: str) -> bool:
+    """``section.key=value``; neither a token nor an address is."""
+    return re.match(r"[a-z_]+(\.[a-z_0-9]+)*=", word) is not None
+
+
+def by_address(addresses: Sequence[str], *, name: str) -> Entry:
+    """Into an open run."""
+    found = tuple(address.check(item) for item in addresses)
+    return Entry(found, swarm_invitations.open_pass(name, time.time() + _A_YEAR))
+
+
+def with_token(text: str) -> Entry:
+    """As somebody who was invited."""
+    found = swarm_invitations.read_token(text)
+    return Entry(found.addresses, found.own)
+
+
+# The run's key and what its owner has decided, in the run folder: ``owner.key``, ``invited.jsonl``, ``revoked``.
+#
+# Only ``owner.key`` is a secret: whoever has it decides who takes part. It never leaves the run folder, where only
+# its owner can read it (0600). The list of invitations has no secret in it: a token is printed once and kept nowhere.
+
+KEY_FILE = "owner.key"
+INVITED_FILE = "invited.jsonl"
+REVOKED_FILE = "revoked"
+
+# What the owner grants itself lasts longer than any run.
+_FOR_EVER = 20 * 365 * 86400.0
+
+
+class Owner:
+    """The owner of a run, by its folder."""
+
+    def __init__(self, folder: Path, key: Key) -> None:
+        self.key, self._folder = key, folder
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._folder.name
+
+    def invite(self, name: str, role: Role, seconds: float) -> Pass:
+        """An invitation for so long, and a line about it in the list.
+
+        Raises UserError when the name is none.
+        """
+        if not (0 < len(name) <= terminal.LONGEST_NAME and name.isprintable() and name == terminal.name(name)):
+            why = f"It has 1 to {terminal.LONGEST_NAME} letters, single spaces between words, and nothing invisible."
+            raise UserError("That is no name for an invitation.", why=why, fix="Use a short one.")
+        made = grant(self.key, self.run, name, role, time.time() + seconds)
+        about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
+        fileio.append_jsonl(self._folder / INVITED_FILE, about)
+        return made
+
+    def revoke(self, name: str) -> bytes:
+        """Revoke all invitations of that name; the signed list of everything that was revoked so far.
+
+        Raises UserError when nobody of that name was invited.
+        """
+        invited = list(fileio.read_jsonl(self._folder / INVITED_FILE))
+        ids = [str(line["id"]) for line in invited if line.get("name") == name]
+        if not ids:
+            names = sorted({str(line.get("name")) for line in invited})
+            raise UserError(
+                f"Nobody was invited as '{name}'.",
+                why=f"Invited to {self.run}: {', '.join(names) or 'nobody'}.",
+                fix="Give the name of an invitation, as `python -m jobs.swarm invite` was given it.",
+            )
+        for item in ids:
+            fileio.append_jsonl(self._folder / INVITED_FILE, {"time": time.time(), "id": item, "revoked": True})
+        revoked = {*ids, *(str(line["id"]) for line in invited if line.get("revoked"))}
+        # Those that have expired need not be named any more.
+        expired = {str(line["id"]) for line in invited if float(line.get("expires") or math.inf) <= time.time()}
+        return self._write_revoked(revoked - expired)
+
+    def revoked(self) -> bytes | None:
+        """The list that `revoke` has made last; None if nobody was revoked yet."""
+        try:
+            return base64.b64decode(fileio.read_bytes(self._folder / REVOKED_FILE))
+        except (OSError, ValueError):
+            return None
+
+    def _write_revoked(self, ids: set[str]) -> bytes:
+        # Time makes a good serial: it grows, whichever machine with this folder it is.
+        statement = revoked_list(own_pass(self.key, "owner"), time.time_ns() // 1_000_000, ids)
+        fileio.write(self._folder / REVOKED_FILE, base64.b64encode(statement), self._folder)
+        return statement
+
+
+def own_pass(key: Key, name: str, role: Role = "owner") -> Pass:
+    """A pass for a peer of the owner's own; it is on no list."""
+    return grant(key, "own", as_name(name), role, time.time() + _FOR_EVER)
+
+
+def owner_of(folder: Path) -> Owner:
+    """The owner of the run in ``folder``.
+
+    Raises UserError when there is no key, it can be read by others, or it is none.
+    """
+    file = folder / KEY_FILE
+    if not file.exists():
+        raise UserError(
+            f"{folder.name} was not created here.",
+            why=f"There is no {KEY_FILE} in {folder}: only the creator of a swarm has it.",
+            fix="Name a run that `python -m jobs.swarm create` has made on this machine.",
+        )
+    try:
+        if file.stat().st_mode & 0o077:
+            raise UserError(
+                f"Others can read {file}.",
+                why="Whoever has that key decides who takes part in the run.",
+                fix=f"chmod 600 {file}",
+            )
+        private = serialization.load_pem_private_key(fileio.read_bytes(file, follow=True), password=None)
+        if not isinstance(private, Ed25519PrivateKey):
+            raise ValueError("it is a key of another kind")
+        return Owner(folder, Key(private.private_bytes_raw()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{file} is no key of a run.",
+            why=f"{getattr(error, 'strerror', None) or error}.",
+            fix="Restore it from a copy; without it nobody can be invited any more.",
+        ) from None
+
+
+def key_of(folder: Path) -> Key:
+    """The key of a run that goes on; of one that begins, a new one, to be kept by `keep_key`.
+
+    Raises UserError as `owner_of` does.
+    """
+    return owner_of(folder).key if (folder / KEY_FILE).exists() else Key.generate()
+
+
+def keep_key(folder: Path, key: Key) -> Owner:
+    """Write the run's key into its folder, unless it is there already."""
+    file = folder / KEY_FILE
+    if file.exists():
+        owner = owner_of(folder)
+        assert owner.key.public == key.public, "a run has one key"
+        return owner
+    pem = Ed25519PrivateKey.from_private_bytes(key.seed).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    fileio.write(file, pem, folder, private=True)
+    return Owner(folder, key)
+
+
+# What the owner of a run does beside it: invite, and revoke. Works on the run's folder, and tells the swarm.
+
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_LONGEST = 366 * 86400.0
+
+
+def seconds_of(text: str) -> float:
+    """``7d``, ``12h``, ``30m``, ``2w`` in seconds.
+
+    Raises UserError for anything else, and for more than a year.
+    """
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 0.0 < seconds <= _LONGEST:
+        raise UserError(
+            f"--expires {text} is no time.",
+            why="It is a number with m, h, d or w behind it, and a year at most.",
+            fix="Use --expires 7d.",
+        )
+    return seconds
+
+
+def created_run(reference: str | None, env: Mapping[str, str]) -> RunDir:
+    """The run of that name or path, or the newest one here whose owner's key is here.
+
+    Raises UserError when there is none.
+    """
+    return run_with(KEY_FILE, reference, env, fix="Name its folder")
+
+
+def run_with(file: str, reference: str | None, env: Mapping[str, str], *, fix: str) -> RunDir:
+    """The run of that name or path, or the newest one here that has such a file of a swarm's.
+
+    Raises UserError when there is none; ``fix`` is what to give instead.
+    """
+    if reference is not None:
+        return find_run(reference, env)
+    root = runs_root(env)
+    swarms = [run for run in list_runs(root) if (run.path / file).is_file()]
+    if not swarms:
+        raise UserError(
+            f"No swarm in {root}.",
+            why="None of the runs there has created one.",
+            fix=f"{fix}, or create one: python -m jobs.swarm create hivemind",
+        )
+    return swarms[-1]
+
+
+def addresses_of(run: RunDir) -> tuple[str, ...]:
+    """Where the swarm of a run is, or was last, the best first.
+
+    Raises UserError when it has not been anywhere yet.
+    """
+    try:
+        found = fileio.read_text(run.path / ADDRESS_FILE).split()
+        home = home_of(run)  # which knows its anchors
+        return tuple(dict.fromkeys(address.check(item) for item in (*found, *(home.others if home else ()))))
+    except FileNotFoundError:
+        raise UserError(
+            f"{run.name} has no address yet.",
+            why="Its swarm has not started.",
+            fix=f"See how far it is: {terminal.command('logs', run.path)}",
+        ) from None
+
+
+def invite(run: RunDir, name: str, seconds: float, role: Role) -> list[str]:
+    """Make a token; what to tell the user."""
+    return invited(owner_of(run.path), addresses_of(run), name, seconds, role)
+
+
+def invited(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: Role) -> list[str]:
+    """The lines that hold a new token. They are for a terminal and for nothing that is kept."""
+    made = owner.invite(name, role, seconds)
+    may = "average for others and give away the state" if role == "reducer" else "train"
+    return [
+        f"Until {date(made.grant.expires)} {name} may {may}. Whoever has this line may, so send it as you would a key:",
+        # Not as an argument: everybody on a machine sees those of all processes.
+        f"  {VARIABLE}={write_token(made, addresses)} {terminal.command('join')}",
+    ]
+
+
+def revoke(run: RunDir, name: str) -> str:
+    """Revoke the invitations of that name, and tell the swarm; what to tell the user."""
+    statement = owner_of(run.path).revoke(name)
+    try:
+        _tell(run, statement)
+    except TrainkitError:
+        return f"Revoked: {name}. The swarm does not answer from here; its creator reads it in the next round."
+    return f"Revoked: {name}. The swarm knows."
+
+
+def _tell(run: RunDir, statement: bytes) -> None:
+    processes.require_hivemind()
+    from trainkit.swarm import access
+    from trainkit.swarm.access import REVOKED
+    from trainkit.swarm.dht import open_dht
+
+    key, addresses = owner_of(run.path).key, addresses_of(run)
+    with (
+        access.identity(None, own_pass(key, "revoke"), Admission(key.public, open_run=True)) as identity,
+        open_dht(identity, peers=addresses) as dht,
+    ):
+        dht.excluded.hear(REVOKED, statement)
+        dht.publish_excluded(wait=True)

@@ -1,0 +1,334 @@
+"""Invitations: who may take part in a run, as what, and until when; checked by anybody, with no server to ask.
+
+A chain of three signatures, each checked with the owner's public key alone:
+
+    owner's key  signs  a grant: the run, the invitee's name, role, expiry, and the public key of this invitation
+    invitation's key  signs  what its holder says: "this libp2p key is mine", "this is the state of round 7"
+    the peer's libp2p key  is what a connection proves, so that nobody can use another's word
+
+A *token* is the invitation as one line of text: the grant, its secret key, and where the swarm is. Whoever has it is
+in, as with a house key, so it is treated like a password. Several machines may use one; they go by one name and are
+revoked together.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from trainkit import fileio
+from trainkit.errors import UserError
+from trainkit.swarm import address
+from trainkit.terminal import LONGEST_NAME
+
+# What is signed in a swarm, and how: Ed25519 (RFC 8032) over exact bytes, each signature for one purpose.
+#
+# A message carries the bytes that were signed, so nobody has to write a text anew in the very same form to check it.
+# The purpose is part of what is signed: an invitation's signature is none of a state's digest.
+
+KEY_SIZE = 32
+SIGNATURE_SIZE = 64
+
+
+class UntrustedError(Exception):
+    """What a stranger sent is not what it says. The text says why, in words that are safe to print."""
+
+
+class Key:
+    """A private key; its ``seed`` of 32 bytes is the secret."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._private = Ed25519PrivateKey.from_private_bytes(seed)
+        self.public = self._private.public_key().public_bytes_raw()
+        """32 bytes, which everybody may know."""
+
+    @classmethod
+    def generate(cls) -> Key:
+        """A new one."""
+        return cls(Ed25519PrivateKey.generate().private_bytes_raw())
+
+    @property
+    def seed(self) -> bytes:
+        """The secret, to keep in a file or to send in a token."""
+        return self._private.private_bytes_raw()
+
+    def sign(self, purpose: str, content: bytes) -> bytes:
+        """A signature of 64 bytes."""
+        return self._private.sign(_message(purpose, content))
+
+
+def is_signed(public: bytes, signature: bytes, purpose: str, content: bytes) -> bool:
+    """Whether ``signature`` was made with the private half of ``public``, for this purpose and this content."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, _message(purpose, content))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _message(purpose: str, content: bytes) -> bytes:
+    return pack([b"trainkit", purpose.encode(), content])
+
+
+def pack(parts: Sequence[bytes]) -> bytes:
+    """Several parts in one, each behind its length."""
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def unpack(data: bytes, count: int) -> list[bytes]:
+    """The ``count`` parts of `pack`.
+
+    Raises UntrustedError when something is missing or left over.
+    """
+    parts, at = [], 0
+    for _ in range(count):
+        size = int.from_bytes(data[at : at + 4], "big")
+        if at + 4 + size > len(data):
+            raise UntrustedError("it is cut short")
+        parts.append(data[at + 4 : at + 4 + size])
+        at += 4 + size
+    if at != len(data):
+        raise UntrustedError("it is longer than it says")
+    return parts
+
+
+Role = Literal["owner", "reducer", "volunteer"]
+"""Owner: holds the run's key. Reducer: trusted, averages for others and gives away the state. The owner's side is
+these two. Volunteer: everybody else; calls out only, neither averages for others nor gives away a state."""
+
+PREFIX = "trainkit1."
+GUESTS, RANKS = "guest", "ranks"
+"""Names of invitations that many use: by the token that `swarm create` prints, and the ranks of one job."""
+NOBODY = bytes(KEY_SIZE)
+"""In place of the owner's key: the pass that everybody makes for themselves, for runs that are open to all."""
+
+_LONGEST_TOKEN = 8000
+# Alone, or in the line that was printed with it: TRAINKIT_TOKEN=trainkit1.... python -m jobs.join
+_TOKEN = re.compile(r"(?<![\w/.-])trainkit\d+\.(?:(?!\s+python\b).)*", re.DOTALL)
+_LONGEST_STATEMENT = 70_000
+_MOST_ADDRESSES = 16
+_LONGEST_RUN = 128
+_LATEST = 1 << 40  # seconds since 1970; JSON has no limit of its own
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What an owner allows."""
+
+    run: str
+    owner: bytes
+    """Public key of the run's owner."""
+    key: bytes
+    """Public key of this invitation."""
+    name: str
+    role: Role
+    expires: int
+    """Seconds since 1970."""
+
+    @property
+    def id(self) -> str:
+        """What a list of revoked invitations names."""
+        return self.key.hex()
+
+    def to_bytes(self) -> bytes:
+        """What is signed."""
+        fields = [self.run, _text(self.owner), _text(self.key), self.name, self.role, self.expires]
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Grant:
+        """Raises UntrustedError unless every field has its type and size."""
+        try:
+            run, owner, key, name, role, expires = fileio.parse(data)
+            grant = cls(run, _bytes(owner), _bytes(key), name, role, expires)
+        except (ValueError, TypeError, RecursionError) as error:  # also JSON's and base64's own
+            raise UntrustedError("it is no invitation") from error
+        if not (_is_name(run, _LONGEST_RUN) and _is_name(name, LONGEST_NAME)):
+            raise UntrustedError("its names are too long or cannot be printed")
+        if len(grant.owner) != KEY_SIZE or len(grant.key) != KEY_SIZE or role not in get_args(Role):
+            raise UntrustedError("it is no invitation")
+        if type(expires) is not int or not 0 < expires < _LATEST:
+            raise UntrustedError("it has no date of expiry")
+        return grant
+
+
+@dataclass(frozen=True)
+class Pass:
+    """An invitation that is in use: what its holder signs, others believe as far as the grant goes."""
+
+    grant: Grant
+    signature: bytes
+    """The owner's, of the grant."""
+    key: Key = field(repr=False)
+
+    def state(self, purpose: str, content: bytes) -> bytes:
+        """``content`` as a statement that `read_statement` takes."""
+        grant = self.grant.to_bytes()
+        return pack([grant, self.signature, content, self.key.sign(purpose, pack([grant, content]))])
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What the holder of a grant has said."""
+
+    grant: Grant
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """A token, read: the pass, and where the swarm is."""
+
+    own: Pass
+    addresses: tuple[str, ...]
+
+
+def grant(owner: Key, run: str, name: str, role: Role, expires: float) -> Pass:
+    """A new invitation by the owner of a run."""
+    key = Key.generate()
+    # Read back, so that nothing is signed that nobody would take.
+    granted = Grant.from_bytes(Grant(run, owner.public, key.public, name, role, int(expires)).to_bytes())
+    return Pass(granted, owner.sign("grant", granted.to_bytes()), key)
+
+
+def open_pass(name: str, expires: float) -> Pass:
+    """What a stranger shows at a run that is open to all: its own word, as a volunteer."""
+    key, name = Key.generate(), as_name(name)
+    granted = Grant.from_bytes(Grant("open", NOBODY, key.public, name, "volunteer", int(expires)).to_bytes())
+    return Pass(granted, key.sign("grant", granted.to_bytes()), key)
+
+
+def read_statement(
+    data: bytes, purpose: str, *, owner: bytes | None, open_run: bool = False, now: float | None = None
+) -> Statement:
+    """What ``data`` says, if it is signed by somebody whom the owner has invited.
+
+    Args:
+        owner: the owner's public key; None: not known yet, so that any owner's is taken (see `Admission`).
+        open_run: take what strangers have signed for themselves, too.
+        now: seconds since 1970, to see what has expired.
+
+    Raises:
+        UntrustedError: it is forged, expired, for another purpose or of another run.
+    """
+    if len(data) > _LONGEST_STATEMENT:
+        raise UntrustedError("it is too long")
+    granted, owners, content, signature = unpack(data, 4)
+    found = Grant.from_bytes(granted)
+    if found.owner == NOBODY:
+        if not open_run:
+            raise UntrustedError("it comes from nobody that was invited")
+        if found.role != "volunteer":
+            raise UntrustedError("only an owner makes a peer more than a volunteer")
+        authority = found.key
+    else:
+        if owner is not None and found.owner != owner:
+            raise UntrustedError("it is an invitation to another run")
+        authority = found.owner
+    if len(owners) != SIGNATURE_SIZE or not is_signed(authority, owners, "grant", granted):
+        raise UntrustedError("the owner has not signed it")
+    if not is_signed(found.key, signature, purpose, pack([granted, content])):
+        raise UntrustedError("it was not signed with the key of its invitation")
+    if found.expires <= (time.time() if now is None else now):
+        raise UntrustedError("its invitation has expired")
+    return Statement(found, content)
+
+
+def write_token(own: Pass, addresses: Sequence[str]) -> str:
+    """An invitation as one line of text."""
+    where = json.dumps(list(addresses[:_MOST_ADDRESSES])).encode()
+    body = pack([own.grant.to_bytes(), own.signature, own.key.seed, where])
+    # Signed as a whole as well: a token that lost a letter on its way is told from one that leads nowhere.
+    return PREFIX + base64.urlsafe_b64encode(pack([body, own.key.sign("token", body)])).decode().rstrip("=")
+
+
+def looks_like(text: str) -> bool:
+    """Whether ``text`` is meant as a token, or is a whole line with one in it."""
+    return _TOKEN.search(text) is not None
+
+
+def read_token(text: str, *, now: float | None = None) -> Invitation:
+    """The invitation in ``text``; quick, so that a mistyped one is refused before anything heavy is imported.
+
+    Raises UserError, which does not repeat the token: it is a secret.
+    """
+    match = _TOKEN.search(text)
+    text = "".join((match[0] if match else text).split()).strip("'\"")  # a mail program has wrapped it
+    try:
+        if len(text) > _LONGEST_TOKEN or not text.startswith(PREFIX):
+            raise UntrustedError("it is too long" if len(text) > _LONGEST_TOKEN else f"it does not begin with {PREFIX}")
+        body, signature = unpack(_bytes(text.removeprefix(PREFIX)), 2)
+        granted, owners, seed, where = unpack(body, 4)
+        if len(seed) != KEY_SIZE:
+            raise UntrustedError("it holds no key")
+        own = Pass(Grant.from_bytes(granted), owners, Key(seed))
+        if own.key.public != own.grant.key or not is_signed(own.grant.key, signature, "token", body):
+            raise UntrustedError("it has been changed")
+        if not is_signed(own.grant.owner, owners, "grant", granted):
+            raise UntrustedError("the owner of the run has not signed it")
+        addresses = fileio.parse(where)
+        if not (isinstance(addresses, list) and 0 < len(addresses) <= _MOST_ADDRESSES):
+            raise UntrustedError("it does not say where the run is")
+        found = tuple(address.check(str(item)) for item in addresses)
+    except (UntrustedError, ValueError, RecursionError) as error:
+        what = error if isinstance(error, UntrustedError) else "it is garbled"
+        raise UserError(
+            "This is no token.",
+            why=f"It is mistyped or not copied to its end: {what}.",
+            fix="Copy the whole line again; it is one word.",
+        ) from None
+    if own.grant.expires <= (time.time() if now is None else now):
+        raise UserError(
+            f"The invitation of {own.grant.name} to {own.grant.run} has expired.",
+            why=f"It was good until {date(own.grant.expires)}.",
+            fix="Ask whoever runs it for another.",
+        )
+    return Invitation(own, found)
+
+
+def credited(invited: str, said: str) -> str:
+    """Under which name a peer's work is counted: that of its invitation, which the owner has signed.
+
+    Where many use one, it is told apart by what a peer says of itself; ``invited`` is empty for the owner's own.
+    """
+    if not invited:
+        return said
+    return f"{invited} {said}".rstrip() if invited in (GUESTS, RANKS) else invited
+
+
+def as_name(text: str) -> str:
+    """The name of a machine, as far as a grant may hold it."""
+    return "".join(letter for letter in text if letter.isprintable())[:LONGEST_NAME] or "peer"
+
+
+def _is_name(text: object, longest: int) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= longest and text.isprintable()
+
+
+def date(seconds: float) -> str:
+    """A moment in words that mean the same everywhere."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        # validate: without it Python passes over letters that are none of base64.
+        data = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, UnicodeEncodeError, AttributeError) as error:
+        raise UntrustedError("it has letters that do not belong there, or lacks some") from error
+    if _text(data) != text:  # a last letter may carry bits that mean nothing
+        raise UntrustedError("it has been changed")
+    return data

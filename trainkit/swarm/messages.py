@@ -1,0 +1,299 @@
+"""What peers of a swarm tell one another through its DHT: the creator's manifest, and every peer's progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Annotated, Any
+
+import base58
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from trainkit import terminal
+from trainkit.data.base import DataInfo, Splits
+from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.run.contributions import Contribution, typed
+from trainkit.swarm import address
+
+PROTOCOL = 3
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What all peers of a run have in common."""
+
+    run_id: str
+    name: str
+    config: str
+    """The complete configuration as YAML."""
+    first_round: int
+    owner: str
+    """The owner's public key, in hex."""
+    num_classes: int
+    """Of the data; a peer that does not train builds its model by this and the next two."""
+    in_chans: int
+    image_size: int
+    open_run: bool = False
+    """Whoever has an address may take part, as a volunteer."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """What every peer must have alike, see `facts_of`."""
+    stopped: bool = False
+    """The creator has ended the run before its last round."""
+    protocol: int = PROTOCOL
+
+
+MOST_PEERS = 1000
+"""Of whom a node keeps records under one key, and of whom a reader takes note."""
+
+Name = Annotated[str, Field(strict=True, max_length=128), AfterValidator(lambda text: terminal.name(text) or "?")]
+Count = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class PeerProgress:
+    """What a peer says about its last round. Its fields are of these types and in these bounds, or no node keeps it and
+    nobody reads it."""
+
+    name: Name
+    """One line that a terminal may show."""
+    round: Count
+    samples: Count
+    samples_per_sec: Annotated[Number, Field(ge=0.0, le=1e9)]
+    loss: Annotated[Number, Field(ge=-1e6, le=1e6)]
+    group: Annotated[Count, Field(le=100_000)]
+    """Peers that averaged together, itself included; 0: it went on alone."""
+    time: Annotated[Number, Field(ge=0.0, le=1e11)]
+    client: Annotated[bool, Field(strict=True)] = False
+    """It only calls out, as behind a router, and so neither reduces nor gives its state away."""
+    parts: Count = 0
+    """Parts of the average that reached it, of ``expected``."""
+    expected: Count = 0
+    sent: Count = 0
+    """Bytes that it has sent for the round, and received."""
+    received: Count = 0
+    val_loss: Annotated[Number, Field(ge=-1e6, le=1e6)] | None = None
+    """The last validation, of those who validate the common model."""
+    val_acc1: Annotated[Number, Field(ge=0.0, le=100.0)] | None = None
+    addresses: Annotated[Sequence[Annotated[str, Field(strict=True, max_length=200)]], Field(max_length=8)] = ()
+    """Where others reach the peer; empty if they cannot."""
+
+
+def manifests_in(found: Any) -> dict[str, Manifest]:
+    """Peer id -> manifest, of what the DHT returned for `MANIFEST`."""
+    return {peer: Manifest(**value) for peer, value in _records(found).items()}
+
+
+def progress_in(found: Any) -> dict[str, PeerProgress]:
+    """Peer id -> progress, of what the DHT returned for `trust.PROGRESS`."""
+    read = {peer: progress_of(value) for peer, value in _records(found).items()}
+    return {peer: own for peer, own in read.items() if own is not None}
+
+
+def progress_of(value: object) -> PeerProgress | None:
+    """One record as somebody has written it; None if it is not one. Fields of later versions are passed over."""
+    try:
+        return _PROGRESS.validate_python(value)
+    except ValidationError:
+        return None
+
+
+_PROGRESS = TypeAdapter(PeerProgress)
+
+
+def credits_in(found: Any) -> dict[str, list[Contribution]]:
+    """Peer id -> who has contributed how much by its account, of what the DHT returned for `CREDITS`."""
+    return {
+        peer: typed([dict(zip(_CREDIT, row, strict=False)) for row in value.get("rows", ())])
+        for peer, value in _records(found).items()
+    }
+
+
+def credit_record(contributions: Sequence[Contribution]) -> dict[str, Any]:
+    """What `credits_in` reads; of many names the first ones."""
+    return {"rows": [[getattr(item, key) for key in _CREDIT] for item in contributions[:MOST_CREDITED]]}
+
+
+MOST_CREDITED = 200
+_CREDIT = ("name", "rounds", "samples", "seconds", "bytes")
+
+
+def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str]) -> tuple[str, Manifest]:
+    """Of the manifests in a swarm that was reached at ``peers``, that of the run, and its creator's id.
+
+    It is the one signed by the peer that an address names; or the only one there is, if the address is that of another
+    member.
+
+    Raises UserError when it is not clear whose, RefusedError when it comes from another version of trainkit.
+    """
+    named = [(peer, found[peer]) for peer in map(address.peer_of, peers) if peer in found]
+    candidates = named or list(found.items())
+    if len(candidates) > 1 and not named:
+        raise UserError(
+            f"{len(candidates)} runs at {peers[0]}, and none is of that peer.",
+            why="Somebody has published a manifest of their own in this swarm.",
+            fix="Join by the address of the run's creator.",
+        )
+    require_same_version(candidates[0][1])
+    return candidates[0]
+
+
+def require_same_version(manifest: Manifest) -> None:
+    """Raises RefusedError when the creator's trainkit speaks otherwise than this one."""
+    if manifest.protocol != PROTOCOL:
+        raise RefusedError(
+            f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
+            why="Its creator has another trainkit.",
+            fix="Install the creator's version.",
+        )
+
+
+def require_going_on(manifest: Manifest) -> None:
+    """Raises UserError when the creator has ended the run."""
+    if manifest.stopped:
+        raise UserError(f"The run {manifest.name} is over.", why="Its creator has ended it.", fix="Join another.")
+
+
+def no_run_at(peer: str) -> UserError:
+    """Nobody there has a manifest."""
+    return UserError(
+        f"No run at {peer}.",
+        why="A peer answers there, but it knows of no trainkit run: not started yet, or over.",
+        fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
+    )
+
+
+def _records(found: Any) -> dict[str, dict[str, Any]]:
+    """Peer id -> record. Shapes and signatures have been checked by the DHT's validators."""
+    records: dict[str, dict[str, Any]] = {}
+    if found is not None and isinstance(found.value, dict):
+        for subkey, entry in islice(found.value.items(), MOST_PEERS):
+            with suppress(ValueError, TypeError):
+                records[str(base58.b58encode(subkey).decode())] = dict(entry.value)
+    return records
+
+
+# A peer that does not train has no data set: what its model must know of the run's stands in the manifest.
+
+
+class _Nothing:
+    """No samples."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]:
+        raise IndexError(index)
+
+
+def _untouched(image: Any) -> Any:
+    raise RunFailedError("An anchor has no images.", why="It does not train.", fix="Report this: it is a bug.")
+
+
+def no_data(name: str, manifest: Manifest) -> Splits:
+    """The run's data set without a sample; ``name``: its name.
+
+    Its classes have numbers for names, and its channels no mean: no weights come of them, for an anchor takes its
+    own over from the run. Where they decide about shapes nonetheless, the model is refused as another one.
+    """
+    info = DataInfo(
+        name=name,
+        num_classes=manifest.num_classes,
+        in_chans=manifest.in_chans,
+        image_size=manifest.image_size,
+        class_names=tuple(map(str, range(manifest.num_classes))),
+        mean=(0.0,) * manifest.in_chans,
+        std=(1.0,) * manifest.in_chans,
+    )
+    nothing = _Nothing()
+    return Splits(info, nothing, nothing, nothing, _untouched, _untouched, in_memory=True)
+
+
+# Rounds are boxes of time: round ``r`` ends at ``(first + r + 1) * seconds`` on the clock that the peers share.
+#
+# So every peer knows, without asking anybody, which round it is, how far the run is, and when it ends; nobody waits
+# for the slowest, and no message of a peer can move the others' clock.
+
+# Rates are set on a grid of so many points per epoch of the schedule.
+_GRID = 1000
+
+
+@dataclass(frozen=True)
+class RoundClock:
+    """``count`` rounds of ``seconds``; ``first`` is the number of round 0, counted since 1970."""
+
+    seconds: float
+    first: int
+    count: int
+
+    @classmethod
+    def starting(cls, now: float, seconds: float, count: int, *, done: int = 0) -> RoundClock:
+        """A clock whose round ``done`` is under way at ``now``.
+
+        It ends at the boundary after the next one, so that it lasts at least ``seconds``: the first peers are starting.
+        """
+        return cls(seconds, math.floor(now / seconds) + 1 - done, count)
+
+    def index(self, now: float) -> int:
+        """The round under way; ``count`` when the run is over. Time before round 0 belongs to round 0."""
+        return min(max(0, math.floor(now / self.seconds) - self.first), self.count)
+
+    def boundary(self, index: int) -> float:
+        """When round ``index`` ends."""
+        return (self.first + index + 1) * self.seconds
+
+    def is_over(self, now: float) -> bool:
+        """Whether all rounds are."""
+        return self.index(now) >= self.count
+
+    @property
+    def end(self) -> float:
+        """When the last round ends."""
+        return self.boundary(self.count - 1)
+
+    @property
+    def oldest_news(self) -> float:
+        """Seconds; what peers know of one another must not be older."""
+        return self.seconds
+
+    def progress(self, now: float) -> float:
+        """Share of the run that is over, 0 to 1."""
+        return min(max(0.0, (now / self.seconds - self.first) / self.count), 1.0)
+
+    def grid(self, now: float, epochs: int) -> tuple[int, int, int]:
+        """``(step, steps_per_epoch, total_steps)`` for `trainkit.training.schedule.lr_at`.
+
+        The schedule of ``train.epochs`` is stretched over the rounds: all peers have the same learning rate at the same
+        moment, however many updates each of them makes.
+        """
+        total = epochs * _GRID
+        return min(int(self.progress(now) * total), total - 1), _GRID, total
+
+
+@dataclass(frozen=True)
+class UpdateClock(RoundClock):
+    """``sync: gradients``: a round is over when the peers have the samples of an update; ``seconds`` bound it.
+
+    Only the state that they have in common says which round it is.
+    """
+
+    done: Callable[[], int] = lambda: 0
+    """Rounds that are in that state."""
+
+    def index(self, now: float) -> int:
+        """The round under way, whatever the time is."""
+        return min(self.done(), self.count)
+
+    @property
+    def oldest_news(self) -> float:
+        """They say when the round is over."""
+        return 3.0
+
+    @property
+    def end(self) -> float:
+        """Asked when the last round is over: now."""
+        return time.time()

@@ -1,0 +1,287 @@
+"""What a swarm publishes, read from outside in about a second: no torch, no process that trains, nothing published."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainkit import fileio, programs
+from trainkit.config import yaml
+from trainkit.config.loading import Loaded, load
+from trainkit.errors import RefusedError, RunFailedError, TrainkitError, error_from_json
+from trainkit.swarm import address, processes
+from trainkit.swarm.admission import Entry, entry_of
+
+if TYPE_CHECKING:
+    from trainkit.swarm.access import Identity
+
+
+# hivemind without torch, for whoever only reads what a swarm has published.
+#
+# hivemind's packages import all of hivemind as soon as anything of them is imported, and that imports torch: seconds
+# for a table. Its modules that speak to a DHT need none of it. So the packages are put up here without their
+# ``__init__``, and give what other modules ask of them from the light ones.
+
+# Names that light modules take from a package, and where these are.
+_FROM = {
+    "hivemind.utils": {
+        "MSGPackSerializer": "serializer",
+        "SerializerBase": "serializer",
+        "get_logger": "logging",
+        "get_dht_time": "timed_storage",
+        "DHTExpiration": "timed_storage",
+        "TimedStorage": "timed_storage",
+        "ValueWithExpiration": "timed_storage",
+    },
+    "hivemind.dht": {},
+    "hivemind": {},
+}
+
+
+class _Package(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        where = _FROM[self.__name__].get(name)
+        if where is None:
+            raise AttributeError(f"{self.__name__}.{name} is not of the light ones")
+        return getattr(importlib.import_module(f"{self.__name__}.{where}"), name)
+
+
+def put_up_packages() -> None:
+    """Call it before anything of hivemind is imported, in a process that will not train.
+
+    Raises RefusedError where there is no hivemind.
+    """
+    if "hivemind" in sys.modules:
+        return
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
+        raise RefusedError(
+            "Looking at a swarm needs hivemind.",
+            why="It is not installed here; it exists for Linux.",
+            fix="pip install hivemind",
+        )
+    # As in `processes.require_hivemind`: its loggers print tracebacks for what is normal.
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    for name in sorted(_FROM):  # hivemind itself first
+        package = _Package(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = package
+
+
+T = TypeVar("T")
+
+_START_SECONDS = 15.0
+_READ_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was found at one time. Each by peer id."""
+
+    manifests: dict[str, Any]
+    progress: dict[str, Any]
+    contributions: dict[str, Any]
+    names: Mapping[str, str] = field(default_factory=dict)
+    """By which they were invited."""
+
+
+class Reader:
+    """A node that only asks."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, node: Any, peers: Sequence[str], identity: Identity) -> None:
+        from trainkit.swarm.bans import Excluded
+
+        self._loop, self._node, self._peers, self._admission = loop, node, peers, identity.admission
+        self._excluded = Excluded(identity.own, identity.peer_id, identity.admission)
+
+    def read(self) -> Told:
+        """Ask for everything at once.
+
+        Raises UserError when nobody answers, or there is no run; RefusedError for who is out by now.
+        """
+        from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED
+        from trainkit.swarm.messages import credits_in, manifests_in, no_run_at, progress_in
+
+        deadline = time.monotonic() + _READ_SECONDS
+        while True:
+            keys = [MANIFEST, PROGRESS, CREDITS, REVOKED, BANNED]
+            asked = self._node.get_many(keys, sufficient_expiration_time=float("inf"))
+            try:
+                found = self._loop.run_until_complete(asyncio.wait_for(asked, _READ_SECONDS))
+            except (asyncio.TimeoutError, OSError):
+                raise address.nobody_answers(self._peers[0]) from None
+            if manifests := manifests_in(found[MANIFEST]):
+                names = self._admission.names()
+                return Told(manifests, progress_in(found[PROGRESS]), credits_in(found[CREDITS]), names)
+            for key in (REVOKED, BANNED):
+                self._excluded.take(key, found[key])
+            self._excluded.require_welcome()
+            if time.monotonic() > deadline:
+                raise no_run_at(self._peers[0])
+            time.sleep(0.3)
+
+
+@contextmanager
+def open_reader(entry: Entry) -> Iterator[Reader]:
+    """Reach the swarm that ``entry`` leads to, and leave nothing behind.
+
+    Raises UserError when nobody answers there.
+    """
+    put_up_packages()
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.validation import CompositeValidator
+
+    from trainkit.swarm import access
+    from trainkit.swarm.access import bound_records
+
+    loop = asyncio.new_event_loop()
+    try:
+        with access.identity(None, entry.own, entry.admission()) as identity:
+            processes.subprocesses_die_with_us()
+            bound_records()
+            created = DHTNode.create(
+                initial_peers=list(entry.addresses),
+                client_mode=True,
+                host_maddrs=["/ip4/127.0.0.1/tcp/0"],  # libp2p insists on listening; nobody is told of it
+                identity_path=str(identity.path),
+                check_if_identity_free=False,  # it is a new one
+                nat_port_map=False,
+                startup_timeout=_START_SECONDS,
+                # Of what is asked twice, the newest is wanted.
+                cache_locally=False,
+                record_validator=CompositeValidator(identity.validators()),
+                authorizer=identity.authorizer(),
+            )
+            try:
+                node = _done(loop, created, _START_SECONDS + 5.0)
+            except TrainkitError:
+                raise
+            except Exception:  # of libp2p's daemon, in many words
+                if _done(loop, address.is_off(entry.addresses), _READ_SECONDS):
+                    raise address.wrong_clock() from None
+                raise address.nobody_answers(entry.addresses[0], invited=entry.invited) from None
+            try:
+                yield Reader(loop, node, entry.addresses, identity)
+            finally:
+                with suppress(Exception):  # on the way out
+                    _done(loop, node.shutdown(), 3.0)
+    finally:
+        _cancel_all(loop)
+        loop.close()
+
+
+def _done(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], seconds: float) -> T:
+    return loop.run_until_complete(asyncio.wait_for(work, seconds))
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    with suppress(Exception):
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+
+
+# What a swarm's run is configured as, asked by a process of its own: the one that asks may import hivemind later.
+#
+# python -m trainkit.swarm.reader      where the swarm is, in a line of standard input -> JSON
+
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A collaborative run, as its creator publishes it."""
+
+    name: str
+    config: str
+    """As YAML."""
+
+
+def run_at(entry: Entry) -> Run:
+    """The run of the swarm that ``entry`` leads to.
+
+    Raises UserError when nobody answers.
+    """
+    what = "The swarm could not be asked for its settings."
+    try:
+        answer = programs.ask([sys.executable, "-m", "trainkit.swarm.reader"], text=f"{entry.text}\n", seconds=_SECONDS)
+    except programs.NoAnswer as error:
+        words = error.words.replace(sys.executable, "The process that asks")
+        raise RunFailedError(
+            what,
+            why=f"{words}: this machine is overloaded, or its network is.",
+            fix="Try again; `python -m jobs.swarm doctor` with the same token says what is in the way.",
+        ) from None
+    try:
+        told: dict[str, Any] = fileio.parse(answer.out)
+    except ValueError:
+        raise RunFailedError(
+            what,
+            why=(answer.err.strip().splitlines() or ["Nothing was said."])[-1][:200],
+            fix="Try `python -m jobs.swarm status` with the same token; that traceback is ours to mend.",
+        ) from None
+    if "error" in told:
+        raise error_from_json(told["error"])
+    return Run(told["name"], told["config"])
+
+
+def as_peer(
+    run: Run,
+    peers: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    flags: Mapping[str, tuple[Any, str]],
+    env: Mapping[str, str],
+    allow_code: bool,
+) -> Loaded:
+    """The configuration of a job that joins ``run``: its creator's, with resources and data of this machine.
+
+    Raises UserError for overrides of what all peers have in common, and for code of the creator's own that is not
+    allowed.
+    """
+    from trainkit.swarm.settings import adapted, check_own
+
+    own = [text for text in overrides if not text.startswith("launch.")]
+    check_own(own)
+    adapted(run.config, own, allow_code=allow_code)
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        file = Path(folder) / "hivemind-peer.yaml"
+        fileio.write(file, run.config)
+        values, _ = yaml.read(file)
+        values = {key: value for key, value in values.items() if key != "launch"}  # of the creator's own site
+        values["data"] = {key: value for key, value in values["data"].items() if key not in ("root", "workers")}
+        values["collaborative"] = {**values["collaborative"], "initial_peers": list(peers), "port": 0}
+        fileio.write(file, yaml.dump(values))
+        return load(str(file), list(overrides), flags=flags, env=env)
+
+
+def main() -> int:
+    """Ask, and print the answer."""
+    from trainkit.swarm.messages import manifest_of, require_going_on
+
+    try:
+        entry = entry_of(sys.stdin.readline().split(), {}, name="ask")
+        with open_reader(entry) as asked:
+            _, manifest = manifest_of(asked.read().manifests, entry.addresses)
+        require_going_on(manifest)
+        print(json.dumps({"name": manifest.name, "config": manifest.config}))
+    except TrainkitError as error:
+        print(json.dumps({"error": error.to_json()}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,274 @@
+"""DiLoCo (arXiv 2311.08105): every peer trains on its own for a round, then the peers agree on what was learned.
+
+A peer's *pseudo-gradient* is how far its weights have moved in a round, against their direction. The peers average
+theirs, weighted by samples, and each makes the same step of SGD with Nesterov momentum from the weights that they had
+in common.
+
+Two things may be late, and neither stops anybody (compare the overlapped and the partial exchanges of Streaming DiLoCo,
+arXiv 2501.18512, and eager updates, arXiv 2502.12996):
+
+- The average of a round may arrive while the next round is being trained. The common weights then step as they would
+  have, from the same numbers on every peer; and the model, which has moved on from where the round ended, is moved by
+  the difference: its own contribution is taken back, the common step is added, what it has learned since stays.
+- A contribution may be left out, whole or in parts: for want of a group, of time, or of bandwidth. The model follows
+  the common step and keeps what it has learned besides, so that this becomes part of a later contribution. After k
+  rounds that is a sum of k moves, each made close to the common weights of its time, because the model has followed
+  them; it enters as their mean, with the samples of all k rounds as its weight, and so is no longer than others'.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.swarm.link import cuts, num_parts
+
+# What all peers of a run have in common, however they agree: weights, an optimizer's state, the next round.
+
+# Numbers that peers compare in each round, to see whether they still train the same model.
+PROBE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a peer puts into the exchange of a round."""
+
+    vector: Tensor
+    """Gradients or pseudo-gradients, the mean of what is in it; then buffers as they are."""
+    weights: tuple[float, ...]
+    """Samples behind each part; 0: there is nothing in it."""
+    moved: Tensor
+    """The whole way that the model has gone from the common weights, against its direction."""
+    sound: bool
+    """Otherwise nothing of it has a say, and the model starts anew from the common weights."""
+    collapsed: str = ""
+    """Why it is not sound, where it would be finite."""
+
+    @property
+    def usable(self) -> bool:
+        """There is something to average."""
+        return any(self.weights)
+
+
+class CommonState(ABC):
+    """Weights ``theta``, ``momentum`` (what the optimizer that moves them remembers), and the number of the next round.
+
+    Flat float32 vectors on the CPU. BatchNorm's running statistics, if any, lie behind the parameters in ``theta``;
+    they are averaged as they are.
+    """
+
+    same_weights = False
+    """A contribution is worth something only beside others that were made at the very same weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.num_parameters = sum(parameter.numel() for parameter in self.params)
+        self.lock = threading.Lock()  # hivemind reads the state from a thread of its own
+        self.theta = flatten(self._tensors())
+        self.momentum = torch.zeros(self.num_parameters)
+        self.round = 0
+        self.version = 0
+        """Grows whenever the model is given other weights from here: copies of it are then out of date."""
+
+    @abstractmethod
+    def give(self, samples: int) -> Given:
+        """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
+
+    @abstractmethod
+    def step(
+        self,
+        average: Tensor,
+        next_round: int,
+        given: Given,
+        *,
+        arrived: Sequence[bool],
+        counted: Sequence[bool],
+        trained_on: bool = False,
+    ) -> None:
+        """The update that all peers make alike, and the model goes on from it.
+
+        Args:
+            average: of what the peers gave.
+            given: what this peer gave.
+            arrived: parts of the average that are there.
+            counted: parts of ``given`` that are in an average.
+            trained_on: the model has been trained since it gave.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what is in no average yet: the model is as the peers have it in common."""
+
+    def nothing(self, collapsed: str = "") -> Given:
+        """What a peer puts into the exchange of a round that has come to no good."""
+        vector = torch.cat([torch.zeros(self.num_parameters), self.theta[self.num_parameters :]])
+        weights = (0.0,) * num_parts(self.theta.numel())
+        return Given(vector, weights, torch.zeros(self.num_parameters), False, collapsed)
+
+    def probe(self) -> Tensor:
+        """A few sums over all weights, alike on peers that have the same; other sums in each round, so that who gives
+        somebody other weights cannot know for long which differences stay unseen."""
+        rows, generator = self.theta.numel() // PROBE_SIZE, torch.Generator().manual_seed(self.round)
+        signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
+        sums = self.theta[: rows * PROBE_SIZE].view(PROBE_SIZE, rows) @ signs
+        left = self.theta[rows * PROBE_SIZE :]
+        sums[: left.numel()] += left
+        return sums
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """The model as the peers have it in common, to validate or save it; afterwards it is this peer's again."""
+        own = [tensor.detach().clone() for tensor in self._tensors()]
+        self.into_model()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self._tensors(), own, strict=True):
+                    tensor.copy_(value)
+            self.version += 1
+
+    def copy(self) -> tuple[int, Tensor, Tensor]:
+        """Round, weights and momentum as they were at one moment."""
+        with self.lock:
+            return self.round, self.theta.clone(), self.momentum.clone()
+
+    @torch.no_grad()
+    def into_model(self) -> None:
+        """Copy the common weights into the model."""
+        for tensor, part in unflattened(self.theta, self._tensors()):
+            tensor.copy_(part)
+        self.version += 1
+
+    def _tensors(self) -> list[Tensor]:
+        # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
+        return [*self.params, *(buffer for buffer in self.model.buffers() if buffer.is_floating_point())]
+
+    def load(self, theta: Tensor, momentum: Tensor, round_index: int) -> None:
+        """Go on from another peer's state, or from a checkpoint.
+
+        Raises ValueError when it does not fit or is not finite.
+        """
+        if theta.shape != self.theta.shape or momentum.shape != self.momentum.shape:
+            raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
+        if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
+            raise ValueError("it is not finite")
+        with self.lock:
+            self.theta.copy_(theta)
+            self.momentum.copy_(momentum)
+            self.round = round_index
+        self.forget()
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One float32 vector on the CPU."""
+    parts = [tensor.detach().float().reshape(-1) for tensor in tensors]
+    return torch.cat(parts).cpu() if parts else torch.zeros(0)
+
+
+def unflattened(vector: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of the tensors with its part of the vector, which is seen in its shape; the vector may go on behind them."""
+    sizes = [tensor.numel() for tensor in like]
+    parts = torch.split(vector[: sum(sizes)], sizes)
+    return ((tensor, part.view_as(tensor)) for tensor, part in zip(like, parts, strict=True))
+
+
+# A contribution weighs as much as so many rounds at most: reducers do not believe everything.
+_MOST_ROUNDS = 4
+
+
+class OuterState(CommonState):
+    """The common weights, and the momentum by which they move."""
+
+    def __init__(self, model: nn.Module, *, lr: float, momentum: float) -> None:
+        super().__init__(model)
+        self.lr, self.mu = lr, momentum
+        # Of each part: samples and rounds of this peer that are in no average yet.
+        self._samples = [0.0] * num_parts(self.theta.numel())
+        self._rounds = [0] * len(self._samples)
+
+    def give(self, samples: int) -> Given:
+        """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
+        local, size = flatten(self._tensors()), self.num_parameters
+        moved = self.theta[:size] - local[:size]
+        finite = bool(torch.isfinite(local).all())
+        if samples and finite:
+            self._samples = [held + samples for held in self._samples]
+            self._rounds = [rounds + 1 for rounds in self._rounds]
+        if not finite:
+            return self.nothing()
+        vector = local
+        vector[:size] = moved
+        for part, rounds in zip(cuts(size), self._rounds, strict=False):
+            vector[part] /= max(1, rounds)
+        weights = tuple(
+            held * min(1.0, _MOST_ROUNDS / max(1, rounds))
+            for held, rounds in zip(self._samples, self._rounds, strict=True)
+        )
+        return Given(vector, weights, moved, sound=True)
+
+    def step(
+        self,
+        average: Tensor,
+        next_round: int,
+        given: Given,
+        *,
+        arrived: Sequence[bool],
+        counted: Sequence[bool],
+        trained_on: bool = False,
+    ) -> None:
+        """The outer update, and the model goes on from it.
+
+        Args:
+            average: of what the peers gave.
+            given: what this peer gave.
+            arrived: parts of the average that are there; of the others the common weights stay as they are.
+            counted: parts of ``given`` that are in an average; the others stay in the model, for a later round.
+            trained_on: the model has been trained since it gave.
+        """
+        size, before = self.num_parameters, self.theta.clone()
+        with self.lock:
+            for part, is_there in zip(cuts(self.theta.numel()), arrived, strict=True):
+                if is_there:
+                    self._step_part(average, slice(part.start, min(part.stop, size)))
+                    buffers = slice(max(part.start, size), part.stop)
+                    self.theta[buffers] = average[buffers]
+            self.round = next_round
+        taken = given.moved.clone()
+        for number, (part, is_in) in enumerate(zip(cuts(size), counted, strict=False)):
+            if not is_in:
+                taken[part] = 0.0
+            else:
+                self._samples[number], self._rounds[number] = 0.0, 0
+        if not given.sound:
+            self.forget()
+        elif trained_on:
+            self._move(self.theta[:size] - before[:size] + taken)
+        else:
+            self.into_model()
+            if not all(counted):
+                self._move(taken - given.moved)
+
+    def _step_part(self, average: Tensor, part: slice) -> None:
+        gradient, momentum = average[part], self.momentum[part]
+        momentum.mul_(self.mu).add_(gradient)
+        self.theta[part] -= self.lr * (gradient + self.mu * momentum)
+
+    @torch.no_grad()
+    def _move(self, way: Tensor) -> None:
+        """Move the model's parameters; its running statistics follow by themselves."""
+        for tensor, part in unflattened(way, self.params):
+            tensor.add_(part.to(tensor.device, tensor.dtype))
+        self.version += 1
+
+    def forget(self) -> None:
+        """Drop what is in no average yet: the model is as the peers have it in common."""
+        self._samples, self._rounds = [0.0] * len(self._samples), [0] * len(self._samples)
+        self.into_model()
