@@ -20,7 +20,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "Download or unpack a data set, and verify it.\n"
         "A second call says that it is there. On a machine without internet it says which files to bring.",
     )
-    parser.add_argument("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data")))
+    parser.add_argument("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data.datasets")))
     parser.add_argument("--root", metavar="FOLDER", default="data", help="folder of the data sets (default: data)")
     parser.add_argument(
         "--archive", metavar="FILE", nargs="+", default=[], help="archives fetched before; also looked for in --root"

@@ -14,7 +14,7 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[1]
 FILES = {
     "strategies": 'RANKS = "one"\n\ndef build(dist, *, rings: int = 2): ...\n',
-    "data": "def build(root, *, size: int = 8): ...\n",
+    "data/datasets": "def build(root, *, size: int = 8): ...\n",
     "models": "def build(info, *, depth: int = 3): ...\n",
     "monitor": "def build(run_dir, config, start): ...\n",
 }
@@ -36,13 +36,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with the same four files."""
     folder = tmp_path_factory.mktemp("home")
     for package, text in FILES.items():
-        (folder / f"my_{package}.py").write_text(text)
+        (folder / f"my_{Path(package).name}.py").write_text(text)
     return folder
 
 
 Answers = dict[tuple[str, str], tuple[int, str]]
 
-NEW = {"of ours": ["brandnew"] * 4, "of the user's own": [f"my_{package}:build" for package in FILES]}
+NEW = {"of ours": ["brandnew"] * 4, "of the user's own": [f"my_{Path(package).name}:build" for package in FILES]}
 WRONG = {
     "strategy.rigns=4": "Unknown key 'strategy.rigns'.",
     "data.size=big": "data.size=big is not possible.",

@@ -129,7 +129,7 @@ def test_a_name_that_is_no_function_is_refused(own: str, tmp_path: Path) -> None
         plugins.load("trainkit.models", "third_plugin:make")
 
 
-@pytest.mark.parametrize("package", [STRATEGIES, "trainkit.data", "trainkit.models"])
+@pytest.mark.parametrize("package", [STRATEGIES, "trainkit.data.datasets", "trainkit.models"])
 def test_every_option_of_ours_has_a_type(package: str) -> None:
     for name in plugins.available(package):
         signature = plugins.signature(package, name)
@@ -140,13 +140,13 @@ def test_every_option_of_ours_has_a_type(package: str) -> None:
 def test_python_itself_is_no_plugin(name: str) -> None:
     for ask in (plugins.load, plugins.signature):
         with pytest.raises(UserError, match="is no plugin"):
-            ask("trainkit.data", name)
+            ask("trainkit.data.datasets", name)
 
 
 def test_a_function_not_written_in_python_is_none_by_another_name(own: str, tmp_path: Path) -> None:
     (tmp_path / "fourth_plugin.py").write_text("from os import system as build\n")
     with pytest.raises(UserError, match="names no function"):
-        plugins.load("trainkit.data", "fourth_plugin:build")
+        plugins.load("trainkit.data.datasets", "fourth_plugin:build")
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ class _Kind:
 
 _KINDS = {
     "strategies": _Kind("strategy", "strategy.name"),
-    "data": _Kind("data set", "data.name"),
+    "datasets": _Kind("data set", "data.name"),
     "models": _Kind("model", "model.name"),
     "monitor": _Kind("logger", "monitor.loggers"),
 }

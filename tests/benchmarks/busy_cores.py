@@ -1,9 +1,9 @@
 """``python -m tests.benchmarks.busy_cores``: what it saves, and costs, that threads sleep where others want the cores.
 
-The same updates with OpenMP's own way of waiting and with ours (`trainkit.distributed.process_group`), on all cores: at first
-alone, then beside four programs a core that never stop. Arms are processes that take turns; what waits for its turn
-reads a pipe. Each round has new processes: two of the same arm differ by more than the arms do, so the control is a
-process of its own.
+The same updates with OpenMP's own way of waiting and with ours (`trainkit.distributed.process_group`), on all cores:
+at first alone, then beside four programs a core that never stop. Arms are processes that take turns; what waits for
+its turn reads a pipe. Each round has new processes: two of the same arm differ by more than the arms do, so the
+control is a process of its own.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from jobs import export as export_command
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_command, run_ranks, train_run
-from trainkit.checkpoint import format, tensors
+from trainkit.checkpoint import format
+from trainkit.checkpoint import tensors as checkpoint_tensors
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.tensors import export
 from trainkit.checkpoint.transfer import send_rest
@@ -104,13 +105,13 @@ def test_a_run_without_an_average_says_so(tmp_path: Path) -> None:
 
 def test_an_export_that_fails_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = exported(tmp_path, nn.Linear(2, 2))
-    before, write = file.read_bytes(), tensors.write
+    before, write = file.read_bytes(), checkpoint_tensors.write
 
     def half(*args: object) -> None:
         write(*args)  # type: ignore[arg-type]
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensors, "write", half)
+    monkeypatch.setattr(checkpoint_tensors, "write", half)
     with pytest.raises(UserError, match="No space left"):
         export(tmp_path / "checkpoints", "best", ("model",), file, {})
     assert file.read_bytes() == before

@@ -201,7 +201,7 @@ def test_of_an_archive_regular_files_alone_are_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cifar10", "cinic10"])
 def test_preparing_a_data_set_of_such_an_archive_writes_nothing(tmp_path: Path, name: str) -> None:
-    module = importlib.import_module(f"trainkit.data.{name}")
+    module = importlib.import_module(f"trainkit.data.datasets.{name}")
     (tmp_path / "given").mkdir()
     archive = sparse_tar(tmp_path / "given" / module.ARCHIVE)
     with pytest.raises(UserError, match="is refused"):

@@ -36,7 +36,7 @@ def make(root, *, size: int = 10):
 
 
 def test_there_are_seven_data_sets() -> None:
-    assert plugins.available("trainkit.data") == [
+    assert plugins.available("trainkit.data.datasets") == [
         "cifar10",
         "cinic10",
         "digits",

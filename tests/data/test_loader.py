@@ -213,7 +213,7 @@ def test_a_rank_that_dies_without_closing_leaves_no_worker(ending: str, tmp_path
     script = f"""
 import psutil
 from pathlib import Path
-from trainkit.data import synthetic
+from trainkit.data.datasets import synthetic
 from trainkit.data.base import Batch
 from trainkit.data.loader import train_batches
 splits = synthetic.build(Path("."), image_size=8, train_size=64)

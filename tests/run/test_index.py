@@ -54,7 +54,7 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: 
 
 def other_installation(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on it is another clone that looks."""
-    monkeypatch.setattr(folder, "__file__", str(path / "trainkit" / "records" / "index.py"))
+    monkeypatch.setattr(folder, "__file__", str(path / "trainkit" / "run" / "folder.py"))
 
 
 def test_what_another_clone_has_started_is_known_to_who_asks_for_all(

@@ -51,8 +51,8 @@ def test_what_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:
 def test_records_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     code = (
-        "import sys; from pathlib import Path; from trainkit import fileio as jsonl\n"
-        "for n in range(50): jsonl.append(Path(sys.argv[1]), {'who': sys.argv[2], 'n': n, 'text': 'x' * 500})"
+        "import sys; from pathlib import Path; from trainkit import fileio\n"
+        "for n in range(50): fileio.append_jsonl(Path(sys.argv[1]), {'who': sys.argv[2], 'n': n, 'text': 'x' * 500})"
     )
     command = [sys.executable, "-c", code, str(file)]
     writers = [subprocess.Popen([*command, who], cwd=Path(__file__).parents[2]) for who in "ab"]

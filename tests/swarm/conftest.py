@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ import psutil
 import pytest
 
 from tests import readme
+
+with warnings.catch_warnings():  # of hivemind's own use of torch
+    warnings.simplefilter("ignore")
+    import hivemind  # noqa: F401
 
 PROJECT = Path(__file__).resolve().parents[2]
 TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"

@@ -83,9 +83,9 @@ def package(tmp_path: Path) -> Path:
         file = tmp_path / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f'"""{name}"""\nx = 1\n')
-    (tmp_path / "collaborative").mkdir()
-    for name in ("clock", "codecs", "common", "exchange", "gradients", "outer", "parts", "doctor"):
-        (tmp_path / "collaborative" / f"{name}.py").write_text("x = 1\n")
+    (tmp_path / "swarm").mkdir()
+    for name in ("exchange", "link", "messages", "sync_diloco", "sync_gradients", "doctor"):
+        (tmp_path / "swarm" / f"{name}.py").write_text("x = 1\n")
     return tmp_path
 
 
@@ -96,8 +96,8 @@ def package(tmp_path: Path) -> Path:
         ("models/net", ["code of models"]),
         ("training/deep/er", ["code of training"]),
         ("training/new", ["code of training"]),
-        ("collaborative/common", ["code of collaborative"]),
-        ("collaborative/doctor", []),
+        ("swarm/sync_diloco", ["code of swarm"]),
+        ("swarm/doctor", []),
         ("report/page", []),
     ],
 )
@@ -112,7 +112,7 @@ def test_it_is_said_which_room_of_the_code_differs_if_it_decides_what_is_compute
 
 def test_the_files_that_are_looked_at_exist() -> None:
     found = code_facts(Path(agreement.__file__).parents[1], ())
-    assert list(found) == ["code of data", "code of models", "code of training", "code of collaborative"]
+    assert list(found) == ["code of data", "code of models", "code of training", "code of swarm"]
 
 
 def test_a_module_of_ones_own_that_the_run_names_counts(

@@ -48,7 +48,7 @@ def walk() -> dict[str, list[str]]:
     from trainkit.swarm import processes
 
     processes.require_hivemind()
-    for file in sorted((PROJECT / "trainkit" / "collaborative").glob("*.py")):
+    for file in sorted((PROJECT / "trainkit" / "swarm").glob("*.py")):
         importlib.import_module(f"trainkit.swarm.{file.stem}")
     for name in ("jobs.swarm", "jobs.join", "jobs.train"):
         importlib.import_module(name)

@@ -214,8 +214,10 @@ def write(
             name = file_name(stem, 0, 1)
             with new_file(partial, name) as out:
                 facts[name] = checkpoint_tensors.write(
-                    out, entries, lambda it, of=named: checkpoint_tensors.as_bytes(of[it.name])
-                )  # type: ignore[misc]
+                    out,
+                    entries,
+                    lambda it, of=named: checkpoint_tensors.as_bytes(of[it.name]),  # type: ignore[misc]
+                )
     except BaseException:
         abandon(folder, step)
         raise

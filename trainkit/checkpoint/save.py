@@ -463,8 +463,10 @@ class Checkpointer:
             for name, named in held.items():
                 with format.new_file(folder, name) as out:
                     facts[name] = checkpoint_tensors.write(
-                        out, [*named], lambda it, of=named: checkpoint_tensors.as_bytes(of[it])
-                    )  # type: ignore[misc]
+                        out,
+                        [*named],
+                        lambda it, of=named: checkpoint_tensors.as_bytes(of[it]),  # type: ignore[misc]
+                    )
         except OSError as error:  # the others send nevertheless
             problem = error
         if self._dist.is_main:

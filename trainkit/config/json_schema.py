@@ -59,7 +59,7 @@ def json_schema(models: Sequence[str]) -> dict[str, Any]:
     launch["mem"]["anyOf"].append({"type": "integer"})
     for options in (launch["sbatch"], launch["srun"]):
         options["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
-    for section, package in (("ModelConfig", "models"), ("DataConfig", "data"), ("StrategyConfig", "strategies")):
+    for section, package in (("ModelConfig", "models"), ("DataConfig", "data.datasets"), ("StrategyConfig", "strategies")):
         _name_plugins(schema["$defs"][section], f"trainkit.{package}", models if package == "models" else ())
     loggers = schema["$defs"]["MonitorConfig"]["properties"]["loggers"]
     loggers["items"] = {"anyOf": [{"enum": plugins.available("trainkit.monitor")}, OWN]}

@@ -1,4 +1,4 @@
-"""Data sets: one file a data set, plus what they share (base, order, loader, transforms, files).
+"""Data sets: one file a data set in ``datasets/``, beside what they share.
 
 A data set's file has ``build(root, *, <options>)``, which gives its `Splits`, and more functions where there is a use
 for them: ``locate(root, ...)`` says without torch whether the data is there and the options make sense,
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from trainkit.distributed.process_group import Distributed
 
 
+_DATASETS = "trainkit.data.datasets"
+
+
 class DataChoice(Protocol):
     """What this package needs of `trainkit.config.schema.DataConfig`."""
 
@@ -43,10 +46,10 @@ class DataChoice(Protocol):
 
 def check_data(config: DataChoice) -> None:
     """Refuse, without importing torch, a data set that does not exist, wrong options, and data that is not there."""
-    plugins.check_options(__name__, config.name, config.options, where="data")
+    plugins.check_options(_DATASETS, config.name, config.options, where="data")
     if ":" in config.name:
         return  # importing the user's module may import torch: its own complaints come when the run starts
-    module = importlib.import_module(f"{__name__}.{config.name}")
+    module = importlib.import_module(f"{_DATASETS}.{config.name}")
     if config.pack is not None:
         _require_files(config.name, module)
         require_pack(pack_folder(Path(config.root), config.name, config.pack), config.name, config.pack)
@@ -58,7 +61,7 @@ def train_size(config: DataChoice) -> int | None:
     """How many images there are to train on, where that is known at once and without torch; of data that is there."""
     if ":" in config.name or config.pack is not None:
         return None
-    module = importlib.import_module(f"{__name__}.{config.name}")
+    module = importlib.import_module(f"{_DATASETS}.{config.name}")
     if not hasattr(module, "train_size"):
         return None
     filled = plugins.fill(module.build, config.options, where="data")
@@ -76,8 +79,8 @@ def build_data(config: DataChoice, dist: Distributed | None = None) -> Splits:
         dist: the ranks that build it together: one lists a million files for all of them, and what is wrong on one
             is raised on all.
     """
-    plugins.check_options(__name__, config.name, config.options, where="data")
-    build = plugins.load(__name__, config.name)
+    plugins.check_options(_DATASETS, config.name, config.options, where="data")
+    build = plugins.load(_DATASETS, config.name)
     filled = plugins.fill(build, config.options, where="data")
     root, module = Path(config.root), sys.modules[build.__module__]
     together: Callable[[Callable[[], Any]], Any] = _alone if dist is None else dist.together
@@ -119,8 +122,8 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
     """
     from trainkit.data.pack import write_pack
 
-    plugins.require(__name__, name)
-    module = importlib.import_module(f"{__name__}.{name}")
+    plugins.require(_DATASETS, name)
+    module = importlib.import_module(f"{_DATASETS}.{name}")
     _require_files(name, module)
     module.locate(root, **plugins.fill(module.build, {}, where="data"))
     final = pack_folder(root, name, side)
@@ -153,11 +156,11 @@ def prepare_data(name: str, root: Path, archives: Sequence[Path], say: Callable[
 
     Raises UserError for an unknown data set, for archives that are not there, and where ``root`` cannot be written.
     """
-    plugins.require(__name__, name)
+    plugins.require(_DATASETS, name)
     for archive in archives:
         if not archive.is_file():
             raise UserError(f"There is no file {archive}.", why="It was given to --archive.", fix="Correct its path.")
-    module = importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module(f"{_DATASETS}.{name}")
     if not hasattr(module, "prepare"):  # a data set that somebody added, and brings by other means
         return False
     try:

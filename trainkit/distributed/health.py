@@ -1,7 +1,7 @@
 """``python -m trainkit.distributed.health``: one rank of a check of nodes. Rank 0 prints what all found.
 
-Started like a training (srun, torchrun, ...), and judged by `trainkit.site.node_health`. Ranks talk over a store, and over
-groups of two nodes at most, so that a node that is not there, or a link that is down, spoils no other's result.
+Started like a training (srun, torchrun, ...), and judged by `trainkit.site.node_health`. Ranks talk over a store, and
+over groups of two nodes at most, so that a node that is not there, or a link that is down, spoils no other's result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as c10d  # type: ignore[attr-defined]
+import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 

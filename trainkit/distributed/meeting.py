@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import psutil
-import torch.distributed as c10d  # type: ignore[attr-defined]
+import torch.distributed as c10d
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 

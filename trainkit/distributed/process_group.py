@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as c10d  # type: ignore[attr-defined]
+import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 

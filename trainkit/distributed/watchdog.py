@@ -41,7 +41,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parent) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _DATA = str(Path(__file__).parents[1] / "data") + os.sep
-_SAVING = str(Path(__file__).parents[1] / "checkpoint" / "writing.py")
+_SAVING = str(Path(__file__).parents[1] / "checkpoint" / "save.py")
 LATE_SECONDS = 5.0
 """A thread that is waked so much later than it asked for belongs to a process that was stopped, or starved."""
 

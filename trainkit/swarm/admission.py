@@ -377,7 +377,7 @@ def _entry_in(text: str, source: str, name: str) -> Entry:
     raise UserError(
         # Not all of it, for it may be most of a secret.
         what if source else f"{terminal.one_line(text, 40)!r} is neither a token, nor an address, nor a file with one.",
-        why=f"A token begins with {swarm_invitations.PREFIX}, and the address of an open run is like {address.EXAMPLE}.",
+        why=f"A token begins with {swarm_invitations.PREFIX}; the address of an open run is like {address.EXAMPLE}.",
         fix="Copy the whole line that `python -m jobs.swarm create` or `invite` has printed.",
     )
 

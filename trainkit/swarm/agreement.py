@@ -31,7 +31,7 @@ _DATA = "data"
 _CODE = "code of "
 # What decides about an update, and about what becomes of it at the end of a round.
 _ROOMS = ("data", "models", "training")
-_ROUNDS = ("clock", "codecs", "common", "exchange", "gradients", "outer", "parts")
+_ROUNDS = ("exchange", "link", "messages", "sync_diloco", "sync_gradients")
 # Of a module's syntax tree.
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MEANS_NOTHING = ("type_comment", "kind", "ctx")
@@ -142,7 +142,7 @@ def code_facts(package: Path, plugins: Iterable[str]) -> dict[str, str]:
     The rest of the kit may differ: what peers say to one another has a version of its own, `messages.PROTOCOL`.
     """
     found = {_CODE + room: sorted((package / room).rglob("*.py")) for room in _ROOMS}
-    found[f"{_CODE}collaborative"] = [package / "collaborative" / f"{name}.py" for name in _ROUNDS]
+    found[f"{_CODE}swarm"] = [package / "swarm" / f"{name}.py" for name in _ROUNDS]
     for module in sorted(name.partition(":")[0] for name in plugins if ":" in name):
         if (file := find_module(module)) is not None:
             found[_CODE + module] = [file]

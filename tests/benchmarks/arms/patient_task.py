@@ -1,8 +1,8 @@
 """What the swarms of the benchmarks learn, at a pace that does not depend on what else the machine does.
 
-Digits of 8x8 pixels, moved, blurred by noise of half their contrast: 30,000 to train on, made of the training images of
-`trainkit.data.datasets.digits`, and 5,000 to validate with, made of those that nobody trains on. Nobody gets to 100 %, so harm
-shows, and half a point is 25 images.
+Digits of 8x8 pixels, moved, blurred by noise of half their contrast: 30,000 to train on, made of the training images
+of `trainkit.data.datasets.digits`, and 5,000 to validate with, made of those that nobody trains on. Nobody gets to
+100 %, so harm shows, and half a point is 25 images.
 
 A peer computes for a tenth of its time and sleeps for the rest of what `SECONDS` says that a sample takes: two cores
 hold four peers of unequal speed.
