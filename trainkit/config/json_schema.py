@@ -59,7 +59,8 @@ def json_schema(models: Sequence[str]) -> dict[str, Any]:
     launch["mem"]["anyOf"].append({"type": "integer"})
     for options in (launch["sbatch"], launch["srun"]):
         options["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
-    for section, package in (("ModelConfig", "models"), ("DataConfig", "data.datasets"), ("StrategyConfig", "strategies")):
+    plugged = (("ModelConfig", "models"), ("DataConfig", "data.datasets"), ("StrategyConfig", "strategies"))
+    for section, package in plugged:
         _name_plugins(schema["$defs"][section], f"trainkit.{package}", models if package == "models" else ())
     loggers = schema["$defs"]["MonitorConfig"]["properties"]["loggers"]
     loggers["items"] = {"anyOf": [{"enum": plugins.available("trainkit.monitor")}, OWN]}
