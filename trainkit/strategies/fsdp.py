@@ -16,8 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
-from trainkit.strategies.batchnorm import synchronize_batchnorm
-from trainkit.strategies.blocks import repeated_blocks
+from trainkit.strategies.base import repeated_blocks, synchronize_batchnorm
 
 SHARDED = True
 GLOBAL_BATCHNORM = "strategy.sync_batchnorm=true"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainkit.errors import UserError
-from trainkit.strategies.blocks import repeated_blocks
+from trainkit.strategies.base import repeated_blocks
 
 _MIN_BLOCK_PARAMS = 10_000
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import Config
-from trainkit.strategies.blocks import repeated_blocks
+from trainkit.strategies.base import repeated_blocks
 from trainkit.training.activations import checkpoint_activations
 
 _MIN_BLOCK_PARAMS = 10_000
