@@ -76,13 +76,13 @@ def show(chunk: bytes) -> None:
 
 _LONGEST = 1 << 28
 """Bytes of a report."""
-_OF_A_REPORT = re.compile(r"(logbook|comparison|results)\.md|report\.html|[\w.-]+\.png", re.ASCII)
+_OF_A_REPORT = re.compile(r"(logbook|comparison|results)\.md|report\.html|[\w.-]+\.(svg|png)", re.ASCII)
 _IN_MEMORY = 1 << 24
 
 
 def _unpacked(packed: IO[bytes], out: Path) -> Iterable[Path]:
     """Files that a report has, by their last names: with ``--out .`` they lie beside the user's code."""
-    from trainkit.report.logbook import written_to  # not at the top: of all verbs this one alone needs it
+    from trainkit.report.write_markdown import written_to  # not at the top: of all verbs this one alone needs it
 
     with tarfile.open(fileobj=packed, mode="r:", tarinfo=fileio.TarMember) as archive:
         total = 0

@@ -14,9 +14,8 @@ from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.report.facts import Facts, collect
-from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
-from trainkit.report.page import write_page
-from trainkit.report.sweep import FILE, write_results
+from trainkit.report.write_html import write_page
+from trainkit.report.write_markdown import RESULTS, write_comparison, write_logbook, write_results, write_sweep
 from trainkit.run.folder import RunDir, find_runs
 
 
@@ -38,7 +37,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.host is not None:
         asked = [*args.runs, *["--compare"] * args.compare]
         for path in elsewhere.report(asked, args.host, args.out or Path("report"), env):
-            if path.name == FILE:
+            if path.name == RESULTS:
                 print(terminal.lines(fileio.read_text(path)))
             print(terminal.path(path.absolute()))
         return 0
@@ -61,8 +60,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             table, written = write_comparison(facts, out)
             print(f"{table}\n")
         elif is_sweep:
-            print(write_results(sweep, facts, out))
-            written = [out / FILE, *write_sweep(sweep, facts, out)]
+            print(write_results(facts, out))
+            written = [out / RESULTS, *write_sweep(sweep, facts, out)]
         else:
             written = write_logbook(facts, out)
     except UserError as error:

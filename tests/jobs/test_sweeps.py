@@ -12,7 +12,7 @@ from jobs.sweeps import sweep_points
 from tests.runs import last_event
 from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.report.tables import NONE
+from trainkit.report.document import NONE
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 

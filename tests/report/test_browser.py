@@ -13,8 +13,9 @@ import pytest
 from tests.rank_functions import run_ranks, train_run
 from tests.report.browser import Browser, chromium
 from tests.report.conftest import write_run
-from tests.report.test_page import HOSTILE, confusion
-from trainkit.report.page import write_page
+from tests.report.test_write_html import HOSTILE, confusion
+from trainkit.report.facts import collect
+from trainkit.report.write_html import write_page
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 
@@ -38,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture(scope="module")
 def page(run: RunDir) -> Path:
-    return write_page([run], run.path)
+    return write_page(collect([run]), run.path)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     confusion(third, [f"{HOSTILE}{at} <img src=x onerror=hacked=2>" for at in range(12)], [[1, 2, 3], [4, 4, 9]])
     (first.path / "nvidia-smi-node1.txt").write_text(HOSTILE)
     confusion(first, ["cat", "dog", "owl"], [[0, 0, 8], [0, 1, 2], [1, 1, 5], [2, 2, 9]])
-    return write_page([first, second, third], folder)
+    return write_page(collect([first, second, third]), folder)
 
 
 def reading(browser: Browser) -> dict[str, str]:
@@ -121,7 +122,7 @@ def test_the_mouse_reads_a_logarithmic_axis(browser: Browser, tmp_path: Path) ->
     runs = [write_run(tmp_path / "s" / str(n), f"optim.lr={rate}", steps=40) for n, rate in enumerate(rates)]
     points = [{"run": str(n), "overrides": [f"optim.lr={rate}"]} for n, rate in enumerate(rates)]
     (tmp_path / "s" / "sweep.json").write_text(json.dumps(points))
-    browser.open(write_page(runs, tmp_path))
+    browser.open(write_page(collect(runs), tmp_path))
     third = "Number(document.querySelectorAll('figure.chart svg circle')[2].getAttribute('cx'))"
     low, high, left, right = (
         browser.tell(f"Number({LOSS}.dataset.{data}.split(' ')[{at}])")

@@ -8,6 +8,7 @@ import pytest
 
 from trainkit import fileio
 from trainkit.report.facts import Facts, collect
+from trainkit.report.sections import missing_lines
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
@@ -47,7 +48,8 @@ def test_steps_between_the_last_record_and_the_last_checkpoint_count(make_run: M
 
 def test_attempts_and_requeues_are_counted(make_run: MakeRun) -> None:
     facts = facts_of(make_run(restarts=(150, 300)))
-    assert (facts.attempts, facts.requeues, facts.restarted_at) == (3, 2, [7.5, 15.0])
+    assert (facts.attempts, facts.requeues) == (3, 2)
+    assert (facts.restarts("epoch"), facts.restarts("step")) == ([7.5, 15.0], [150.0, 300.0])
 
 
 def test_the_best_evaluation_is_that_of_the_best_checkpoint(make_run: MakeRun) -> None:
@@ -87,13 +89,13 @@ def test_torn_lines_are_passed_over(make_run: MakeRun) -> None:
             file.write('{"time": 1.7e9, "step": 9999, "spl')
     facts = facts_of(run_dir)
     assert max(record["step"] for record in facts.train) == 400
-    assert facts.missing == []
+    assert missing_lines(facts) == []
 
 
 def test_an_empty_run_lists_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("not: [valid")
     facts = facts_of(RunDir(tmp_path))
-    assert [line.split(":")[0] for line in facts.missing] == [
+    assert [line[0].split(":")[0] for line in missing_lines(facts)] == [
         "training metrics",
         "validation metrics",
         "test metrics",

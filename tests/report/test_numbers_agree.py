@@ -18,8 +18,8 @@ from tests.monitor.test_wandb import leveldb_log, run_of
 from tests.rank_functions import StopAfter, run_ranks, train_run
 from tests.training.poisoned import SETTINGS
 from trainkit.ranks.env import RankEnv
-from trainkit.report.facts import Facts
-from trainkit.report.logbook import write_logbook
+from trainkit.report.facts import Facts, collect
+from trainkit.report.write_markdown import write_logbook
 from trainkit.run.folder import RunDir
 
 LOGGED = (
@@ -115,7 +115,7 @@ def history(told: Told) -> History:
 
 
 def test_the_log_book_has_the_recorded_numbers(told: Told, tmp_path: Path) -> None:
-    text = write_logbook([told.run], tmp_path)[0].read_text()
+    text = write_logbook(collect([told.run]), tmp_path)[0].read_text()
     val = [record for (split, _), record in sorted(told.records.items()) if split == "val"]
     best = max(val, key=lambda record: (record["acc1"], -record["step"]))
     (test,) = (record for (split, _), record in told.records.items() if split == "test")

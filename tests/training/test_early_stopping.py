@@ -14,7 +14,8 @@ from tests.training.test_resume import final_weights
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.monitor.follow import summary_lines
-from trainkit.report.logbook import write_logbook
+from trainkit.report.facts import collect
+from trainkit.report.write_markdown import write_logbook
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
@@ -82,7 +83,7 @@ def test_two_ranks_that_were_interrupted_anywhere_stop_at_the_same_step_as_two_t
     assert told[0].startswith("val/acc1 has not improved in 2 validations in a row; the schedule 'onecycle' was not ")
     assert final_weights(broken) == final_weights(whole)
     assert f"stopped early    {told[0]}" in summary_lines(RunDir(whole))
-    logbook = write_logbook([RunDir(whole)], tmp_path / "report")[0].read_text()
+    logbook = write_logbook(collect([RunDir(whole)]), tmp_path / "report")[0].read_text()
     assert f"Finished after 15 steps. Stopped early: {told[0]}." in logbook
 
 

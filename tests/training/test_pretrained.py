@@ -17,7 +17,7 @@ from trainkit.data.base import ModelInput
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
 from trainkit.report.facts import Facts
-from trainkit.report.tables import settings_rows
+from trainkit.report.sections import settings_rows
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.building import build

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.bench.arms import CONTROL, FEWEST_ROUNDS, WITHIN, Arm, Bench, Request
 from trainkit.bench.words import meaning_of
-from trainkit.report.samples import cpus_taken
+from trainkit.report.facts import cpus_taken
 
 TOLERANCE = 0.05
 """So much the first arm may differ from itself before nothing else may be believed either."""

@@ -31,6 +31,8 @@ STYLE = fileio.read_text(Path(__file__).parent / "chart.css", follow=True)
 _LEFT, _TOP, _BOTTOM = 44, 12, 30
 _LETTER, _LINE = 6.6, 14.0
 """Width of a letter and height of a line of text."""
+_NAME = 48
+"""Letters that fit above a bar on a phone."""
 _DOTS_APART = 5
 """Pixels between points from which on each has a dot."""
 _LONG_CURVE = 120
@@ -392,7 +394,7 @@ def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None 
     longest = max(len(bar.name) for bar in bars)
     above = longest > 16  # names stand above their bars
     begins = 0 if above else min(34, 6 + 2 * longest)  # percent of the width
-    room, step = 80 - begins, 22 + 16 * above
+    room, step = 72 - begins, 22 + 16 * above
 
     def x(value: float) -> str:
         return f"{begins + room * min(max(value / most, 0.0), 1.0):.2f}%"
@@ -402,7 +404,12 @@ def bar_chart(title: str, unit: str, bars: Iterable[Bar], *, high: float | None 
         y = step * at + 16 * above
         width = f"{room * min(max(bar.value / most, 0.0), 1.0):.2f}%"
         body += [
-            tag("text", bar.name, x=0, y=step * at + 14 - above),
+            tag(
+                "text",
+                bar.name if len(bar.name) <= _NAME else f"{bar.name[: _NAME - 1]}…",
+                x=0,
+                y=step * at + 14 - above,
+            ),
             tag("rect", x=f"{begins}%", y=y + 4, width=f"{room}%", height=13, class_="track"),
             tag("rect", x=f"{begins}%", y=y + 4, width=width, height=13, class_=f"part c{bar.colour % COLOURS}"),
             tag("text", bar.text or shown(bar.value), x="100%", y=y + 14, class_="end"),

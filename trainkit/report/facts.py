@@ -3,27 +3,126 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, plugins, terminal
 from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
-from trainkit.report.points import name_of, points_of
-from trainkit.report.samples import HostSamples, cpus_taken
 from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Setbacks, Thinned, best_evaluation, best_of, read_thinned, setbacks_of, steps_done
+from trainkit.run.metrics import (
+    Described,
+    Metric,
+    Setbacks,
+    Thinned,
+    best_evaluation,
+    best_of,
+    described,
+    read_thinned,
+    setbacks_of,
+    steps_done,
+)
 
 _SHOWN_BYTES = 16384
 _STILL = 0.05
-"""From this share of its training time on a time ratio would be one of pauses."""
+"""A share of the training time: with longer pauses, a time ratio would be one of pauses."""
 _MOST_SAMPLES = 50_000
-"""Of all hosts together: of a run of weeks on many nodes nobody looks at more."""
+"""Of all hosts together."""
+
+
+_TAKEN = 10.0
+"""Percent of the CPU time that a run wanted and others had (`trainkit.monitor.hardware`), beyond which its speed is
+not compared.
+
+Measured on two cores: runs of 1, 2 and 4 ranks come to 0 or 1 alone, to 27 to 43 beside one busy program, and to 79 to
+81 beside eight.
+"""
+
+
+def cpus_taken(taken: float | None, load: float | None = None) -> str:
+    """Why speeds on the CPU are not compared: others had too much of it. Empty where they did not."""
+    if taken is None or taken <= _TAKEN:
+        return ""
+    told = f" (load {load:.1f})" if load is not None else ""
+    return f"the CPUs were taken: others had {taken:.0f} % of the time that it wanted{told}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Mean and highest value of one hardware reading over a run."""
+
+    mean: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class HostSamples:
+    """Hardware samples of one host."""
+
+    host: str
+    samples: list[dict[str, Any]]
+
+    def machine(self, key: str) -> Usage | None:
+        """Usage of a reading of the machine: ``cpu_percent``, ``memory_used_mb`` ..."""
+        return _usage(sample.get(key) for sample in self.samples)
+
+    def gpu_indices(self) -> list[int]:
+        """The sampled GPUs, by NVML's index."""
+        return sorted({gpu["index"] for sample in self.samples for gpu in _gpus(sample)})
+
+    def gpu(self, index: int, key: str) -> Usage | None:
+        """Usage of a reading of one GPU: ``util_percent``, ``memory_used_mb``, ``power_w`` ..."""
+        return _usage(gpu.get(key) for sample in self.samples for gpu in _gpus(sample) if gpu["index"] == index)
+
+    def series(self, key: str, gpu: int | None = None) -> list[tuple[float, float]]:
+        """(time, value) of a reading of the machine, or of one GPU."""
+        points = []
+        for sample in self.samples:
+            holders = [sample] if gpu is None else [found for found in _gpus(sample) if found["index"] == gpu]
+            points += [(sample["time"], holder[key]) for holder in holders if fileio.is_number(holder.get(key))]
+        return points
+
+
+def _gpus(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    gpus = sample.get("gpus")
+    readable = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    return [gpu for gpu in readable if fileio.is_whole(gpu.get("index"))]
+
+
+def _usage(values: Iterable[Any]) -> Usage | None:
+    numbers = [float(value) for value in values if fileio.is_number(value)]
+    return Usage(statistics.fmean(numbers), max(numbers)) if numbers else None
+
+
+@dataclass
+class Span:
+    """One attempt, from the meeting of its ranks to its last event or record."""
+
+    number: int
+    began: float
+    ended: float
+    from_step: int
+    to_step: int
+    ranks: int | None
+    hosts: list[str]
+    how: str = ""
+    """How it ended; empty for one that was killed, or goes on."""
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ended - self.began, 0.0)
+
+    @property
+    def went_well(self) -> bool:
+        """Whether it ended as it should."""
+        return self.how.startswith(("finished", "told to stop", "requeued", "PREEMPTED"))
 
 
 class Facts:
@@ -31,7 +130,8 @@ class Facts:
 
     def __init__(self, run_dir: RunDir, label: str, point: Mapping[str, str] | None = None) -> None:
         self.run_dir, self.label = run_dir, label
-        self.point = dict(point or {})  # of a run of a sweep what was swept: keys and its values
+        self.point = dict(point or {})
+        """The settings that a sweep varied, with the values of this run."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -58,6 +158,21 @@ class Facts:
         return dict(fileio.plain(fileio.read_object(self.run_dir.manifest)))
 
     @cached_property
+    def described(self) -> Described:
+        """What the task measures."""
+        return described(self.run_dir)
+
+    @property
+    def headline(self) -> Metric:
+        """The metric to judge by."""
+        return self.described.metrics[self.described.headline]
+
+    def headline_of(self, record: Mapping[str, Any] | None) -> float | None:
+        """Its value in a record; None where there is none."""
+        value = record.get(self.described.headline) if record else None
+        return float(value) if fileio.is_number(value) else None
+
+    @cached_property
     def metrics(self) -> Thinned:
         """All records; of an enormous run some of the train records."""
         return read_thinned(self.run_dir)
@@ -78,7 +193,7 @@ class Facts:
 
     @cached_property
     def test(self) -> dict[str, Any] | None:
-        """Of the training's end; of a run without one what `evaluate` has measured last of its best weights."""
+        """The record at the end of training, else the last one that `evaluate` wrote of the best weights."""
         own = next((record for record in reversed(self.metrics.records) if record["split"] == "test"), None)
         return own or best_evaluation(self.run_dir)
 
@@ -88,12 +203,12 @@ class Facts:
 
     @cached_property
     def setbacks(self) -> Setbacks:
-        """Updates that came to nothing, and from when on the loss was no number: whether it has diverged."""
+        """Lost updates, and the step from which on the loss is not a number."""
         return setbacks_of(self.events, self.train, self.steps)
 
     @cached_property
     def contributions(self) -> list[Contribution]:
-        """Of a collaborative run: who has contributed how much, most samples first."""
+        """The contributors of a collaborative run, most samples first."""
         return Contributions.of(self.run_dir).best_first()
 
     @cached_property
@@ -110,7 +225,7 @@ class Facts:
 
     @cached_property
     def gpus_shown(self) -> list[tuple[str, str]]:
-        """For each host the text that shows its GPUs as `nvidia-smi` does, when they held most memory."""
+        """For each host what `nvidia-smi` shows, from when its GPUs held most memory."""
         found = []
         for file in sorted(self.run_dir.path.glob("nvidia-smi-*.txt")):
             with suppress(OSError):
@@ -128,13 +243,13 @@ class Facts:
 
     @property
     def memory_of_ranks(self) -> list[float]:
-        """Peak memory of every rank in MB, by rank; of a run without an end that of rank 0, if it is known."""
+        """Peak memory of every rank in MB; of a run that has not ended that of rank 0, if it is known."""
         told = self.summary.get("max_memory_mb_of_ranks")
         known = [float(value) for value in told if fileio.is_number(value)] if isinstance(told, list) else []
         return known or ([self.max_memory_mb] if self.max_memory_mb is not None else [])
 
     def count(self, key: str) -> int:
-        """A setting that is a whole number; 0 where it is none."""
+        """A setting that is a whole number, else 0."""
         value = self.setting(key)
         return value if fileio.is_whole(value) else 0
 
@@ -148,7 +263,7 @@ class Facts:
 
     @property
     def begun(self) -> bool:
-        """Whether its ranks have met: before that nothing of it has been measured."""
+        """Whether its ranks have met. Before that nothing is measured."""
         return self.started("world_size") is not None or bool(self.train or self.val)
 
     @property
@@ -158,7 +273,24 @@ class Facts:
     @property
     def best_val(self) -> dict[str, Any] | None:
         """The validation record of the best checkpoint."""
-        return best_of(self.val, self.summary.get("best_step"))
+        return best_of(self.val, self.summary.get("best_step"), self.described)
+
+    @property
+    def best(self) -> float | None:
+        """The headline of the best checkpoint on validation data."""
+        return self.headline_of(self.best_val)
+
+    @property
+    def tested(self) -> float | None:
+        """The headline on test data."""
+        return self.headline_of(self.test)
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """For sorting: the best by validation first, runs without one last."""
+        value, name = self.best or 0.0, self.run_dir.path.name
+        better = -value if self.headline.higher_is_better else value
+        return self.best is None, better, int(name) if name.isdecimal() else 0
 
     @property
     def speeds(self) -> list[float]:
@@ -167,12 +299,12 @@ class Facts:
 
     @property
     def images_per_sec(self) -> float | None:
-        """Median over the train records: neither the first slow steps nor a pause count."""
+        """Median over the train records, so that neither slow first steps nor pauses count."""
         return statistics.median(self.speeds) if self.speeds else None
 
     @property
     def train_seconds(self) -> float | None:
-        """Time in training steps, over all attempts; of a run without an end, from the speed of its records."""
+        """Time in training steps over all attempts; before the end, from the speed of the records."""
         seconds = self.summary.get("train_seconds")
         if fileio.is_number(seconds):
             return float(seconds)
@@ -187,7 +319,7 @@ class Facts:
 
     @property
     def still_seconds(self) -> float:
-        """Of the time in training steps, what a suspended job (or disk) took; 0 where that does not matter.
+        """Time in training steps for which the job was suspended; 0 where that does not matter.
 
         Those are records at a tenth of the usual speed; the first one of an attempt is slow by itself.
         """
@@ -203,7 +335,7 @@ class Facts:
 
     @cached_property
     def spent(self) -> dict[str, float]:
-        """Seconds of rank 0 by what they went on, over all attempts; of a run without an end, as far as recorded."""
+        """Seconds of rank 0 by activity, over all attempts; before the end, as far as recorded."""
         told = self.summary.get("seconds")
         if not isinstance(told, dict):
             told = {}
@@ -216,7 +348,7 @@ class Facts:
 
     @property
     def wall_seconds(self) -> float | None:
-        """From the first start to the last word of the run, waiting between attempts included."""
+        """From the first start to the last record or event, with the waits between attempts."""
         starts = [event["time"] for event in self.events if event.get("event") == "started" and "time" in event]
         times = [event["time"] for event in self.events if "time" in event]
         times += [record["time"] for record in self.train + self.val if fileio.is_number(record.get("time"))]
@@ -224,7 +356,7 @@ class Facts:
 
     @property
     def max_memory_mb(self) -> float | None:
-        """Peak memory of rank 0: of the GPU's allocator, or of the process on CPU."""
+        """Peak memory of rank 0: of the GPU's allocator, or of the process on the CPU."""
         found = [self.summary.get("max_memory_mb"), *(record.get("max_memory_mb") for record in self.train)]
         return max((float(value) for value in found if fileio.is_number(value)), default=None)
 
@@ -238,15 +370,16 @@ class Facts:
         """How often it was stopped and put back into the queue."""
         return len(read_events(self.run_dir, "requeued"))
 
-    @property
-    def restarted_at(self) -> list[float]:
-        """Epochs at which later attempts went on."""
+    def restarts(self, by: str) -> list[float]:
+        """The places, in "step" or "epoch", at which later attempts went on."""
         resumed = [event for event in self.events if event.get("event") == "started" and event.get("step")]
-        return [e["step"] / e["steps_per_epoch"] for e in resumed if e.get("steps_per_epoch")]
+        if by == "step":
+            return [float(event["step"]) for event in resumed]
+        return [event["step"] / event["steps_per_epoch"] for event in resumed if event.get("steps_per_epoch")]
 
     @property
     def processors(self) -> int | None:
-        """What the work was spread over: ranks, or the GPUs that one process with DataParallel drives."""
+        """How many ranks share the work, or GPUs where one process drives several by DataParallel."""
         if _takes_all_gpus(str(self.setting("strategy.name"))):
             return sum(len(host.gpu_indices()) for host in self.hosts) or 1
         world_size = self.started("world_size")
@@ -254,11 +387,11 @@ class Facts:
 
     @property
     def hindered_by(self) -> str:
-        """Why the speed of a run on the CPU says nothing of its ranks: they had not the CPUs that they were to have."""
+        """Why the speed of a run on the CPU says nothing: its ranks did not have their CPUs. Empty where it does."""
         if self.started("device") != "cpu":
             return ""
         ranks, threads, cpus, hosts = (self.started(key) for key in ("world_size", "threads", "cpus", "hosts"))
-        known = all(fileio.is_whole(item) for item in (ranks, threads, cpus)) and isinstance(hosts, list) and hosts
+        known = all(map(fileio.is_whole, (ranks, threads, cpus))) and isinstance(hosts, list) and hosts
         each = -(-ranks // len(hosts)) if known else 0
         if each * (threads or 0) > (cpus or 0):
             return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
@@ -266,41 +399,10 @@ class Facts:
         load = max((load.mean for host in self.hosts if (load := host.machine("load"))), default=0.0)
         return cpus_taken(max(told, default=None), load)
 
-    @property
-    def missing(self) -> list[str]:
-        """What a reader may look for and this run does not have, each with the reason; with `markdown.code` in it."""
-        found = []
-        if not self.train:
-            found.append("training metrics: metrics.jsonl has none")
-        if not self.val:
-            found.append("validation metrics: no evaluation was reached")
-        if self.test is None:
-            measure = terminal.code(terminal.command("evaluate", self.run_dir.path))
-            found.append(f"test metrics: {measure} measures them")
-        if self.val and not self.run_dir.mistakes("val").exists():
-            measure = terminal.code(terminal.command("evaluate", self.run_dir.path, "--split", "val"))
-            found.append(f"images that were told wrong: {measure} keeps them")
-        if not self.summary:
-            found.append("final numbers (summary.json): the run has not ended, or was stopped; times are estimates")
-        if self.summary.get("energy", 0) is None:
-            found.append("energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)")
-        if not self.hosts:
-            found.append("hardware samples: no system-<host>.jsonl with a whole line in it")
-        return found
 
-
-Runs = Sequence[RunDir] | Sequence[Facts]
-
-
-def collect(runs: Runs) -> list[Facts]:
-    """Facts of runs, each under a name that no other has: runs of one name also get their folder's.
-
-    A run of a sweep has its name from what was swept. Facts are given back as they are, for whoever writes several
-    things of them.
-    """
-    if facts := [run for run in runs if isinstance(run, Facts)]:
-        return facts
-    runs = [run for run in runs if isinstance(run, RunDir)]
+def collect(runs: Sequence[RunDir]) -> list[Facts]:
+    """Facts of runs, each with its own label: runs of one name get their folder's as well, those of a sweep are named
+    by the settings that it varied."""
     sweeps = {folder: points_of(folder) for folder in dict.fromkeys(run.path.parent for run in runs)}
     points = [sweeps[run.path.parent].get(run.path.name, {}) for run in runs]
     names = [name_of(point) or terminal.one_line(run.name) for run, point in zip(runs, points, strict=True)]
@@ -313,6 +415,84 @@ def collect(runs: Runs) -> list[Facts]:
 
 
 def _takes_all_gpus(strategy: str) -> bool:
-    # Of one of the user's own nothing is asked: its code may be gone, or be a stranger's.
+    # Only our own strategies are asked: the code of another may be gone, or a stranger's.
     known = strategy in plugins.available("trainkit.strategies")
     return known and strategy_traits(strategy).gpus_per_rank == "all"
+
+
+def points_of(sweep: Path) -> dict[str, dict[str, str]]:
+    """By run the settings that a sweep varied, as they were written in ``sweep.json``; empty for other folders."""
+    try:
+        told = fileio.parse(fileio.read_text(sweep / "sweep.json"))
+        found = {str(item["run"]): dict(_pair(str(word)) for word in item["overrides"]) for item in told}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+    first = next(iter(found.values()), {})
+    shared = {key for key in first if len(found) > 1 and all(other.get(key) == first[key] for other in found.values())}
+    return {run: {key: value for key, value in point.items() if key not in shared} for run, point in found.items()}
+
+
+def name_of(point: Mapping[str, str]) -> str:
+    """``lr=1e-3, schedule=wsd``: the last part of each key, or all of it where two would be alike."""
+    short = [key.removesuffix(".name").rpartition(".")[2] for key in point]
+    return ", ".join(
+        f"{last if short.count(last) == 1 else key}={value}"
+        for last, (key, value) in zip(short, point.items(), strict=True)
+    )
+
+
+def _pair(override: str) -> tuple[str, str]:
+    key, _, value = terminal.one_line(override).partition("=")
+    return key, value
+
+
+def spans(facts: Facts) -> list[Span]:
+    """The attempts of a run that began to train, in order."""
+    found: list[Span] = []
+    for event in facts.events:
+        kind, time = event.get("event"), event.get("time")
+        newest = found[-1].number if found and kind in ("handed_back", "requeued", "failed", "ended") else None
+        attempt = event.get("attempt", newest)
+        step = event["step"] if isinstance(event.get("step"), int) else None
+        if kind == "started" and time is not None:
+            hosts = [host for host in event.get("hosts") or () if isinstance(host, str)]
+            number = attempt if isinstance(attempt, int) else len(found)
+            found.append(Span(number, time, time, step or 0, step or 0, event.get("world_size"), hosts))
+            continue
+        span = next((span for span in reversed(found) if span.number == attempt), None)
+        if span is None:
+            continue
+        span.ended = max(span.ended, time or 0.0)
+        span.to_step = max(span.to_step, step or 0)
+        span.how = _how(span.how, kind, event)
+    ends = [*(span.began for span in found[1:]), float("inf")]
+    for before, until in zip(found, ends, strict=False):
+        # After the last event of an attempt that was killed, or goes on, there are still its records.
+        late = [] if before.how else [r for r in facts.metrics.records if before.ended < r.get("time", 0.0) < until]
+        for record in late:
+            before.ended, before.to_step = max(before.ended, record["time"]), max(before.to_step, record["step"])
+    return found
+
+
+def _how(before: str, kind: Any, event: Mapping[str, Any]) -> str:
+    if kind == "handed_back":
+        signals = ", ".join(dict.fromkeys(event.get("signals") or ()))
+        return before or f"told to stop{f' ({signals})' if signals else ''}, saved"
+    if kind == "requeued":
+        return f"{before}, requeued" if before else "requeued"
+    if kind == "failed" and not before.startswith("failed"):
+        return f"failed on rank {event.get('rank', '?')}: {event.get('error', 'unknown')}"
+    if kind == "ended" and not before:
+        state = event.get("state")
+        return "finished" if state == "COMPLETED" else str(state or "ended")
+    return before
+
+
+def processor_hours(facts: Facts) -> float | None:
+    """Hours of all processors for which the run held them: of every attempt, from the start of its processes."""
+    found, now = spans(facts), facts.processors
+    if not found or not now:
+        return None
+    one_process = facts.started("world_size") == 1  # which drives all GPUs under DataParallel
+    seconds = sum(span.seconds * (now if one_process else span.ranks or now) for span in found)
+    return (seconds + facts.spent.get("start", 0.0) * now) / 3600

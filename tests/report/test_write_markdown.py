@@ -8,14 +8,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from trainkit import fileio
 from trainkit.errors import UserError
-from trainkit.report import logbook, story, tables
+from trainkit.report import figures, sections
 from trainkit.report.facts import Facts, collect
-from trainkit.report.logbook import write_comparison, write_logbook, write_sweep
+from trainkit.report.write_markdown import write_comparison, write_logbook, write_sweep
 from trainkit.run.contributions import Contributions, Counted
 from trainkit.run.folder import RunDir
 
@@ -23,7 +24,7 @@ MakeRun = Callable[..., RunDir]
 
 
 def written(runs: list[RunDir], out: Path) -> str:
-    paths = write_logbook(runs, out)
+    paths = write_logbook(collect(runs), out)
     assert all(path.is_file() for path in paths)
     return paths[0].read_text(encoding="utf-8")
 
@@ -32,12 +33,12 @@ def pictures(text: str) -> list[str]:
     return re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
 
 
-def test_the_log_book_of_one_run_lies_beside_its_plots(make_run: MakeRun, tmp_path: Path) -> None:
+def test_the_log_book_of_one_run_lies_beside_its_charts(make_run: MakeRun, tmp_path: Path) -> None:
     text = written([make_run()], tmp_path / "out")
     assert "# Log book: ddp-0001" in text
-    assert pictures(text) == ["ddp-0001-curves.png", "ddp-0001-pace.png", "ddp-0001-hardware.png"]
+    assert pictures(text) == [f"ddp-0001-{name}.svg" for name in ("curves", "timeline", "hardware")]
     for name in pictures(text):
-        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+        assert ElementTree.parse(tmp_path / "out" / name).getroot().tag.endswith("svg")
 
 
 def test_it_has_settings_results_and_costs(make_run: MakeRun, tmp_path: Path) -> None:
@@ -60,15 +61,15 @@ def test_several_runs_are_compared_with_the_first(make_run: MakeRun, tmp_path: P
     text = written(runs, tmp_path / "out")
     assert "| ddp-0002 | ddp | 2 | 400 | 98.71 % | 98.90 % | 13.8 s | 1,860 | 1.86× | 93 % | 1.87× |" in text  # noqa: RUF001
     assert "| strategy.name | single | ddp |" in text
-    assert pictures(text)[:2] == ["throughput.png", "val-acc1.png"]
-    assert text.count("\n## ") == 3
+    assert pictures(text)[:2] == ["throughput.svg", "scaling.svg"]
+    assert re.findall("(?m)^## (.*)", text) == ["Comparison", "Scaling", "Curves", "single-0001", "ddp-0002"]
 
 
 def test_an_interrupted_run_says_so_and_what_it_lacks(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run(steps=200, finished=False)
     fileio.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 1, "error": "ValueError: `x`\nmore"})
     text = written([run_dir], tmp_path / "out")
-    assert "**Not finished**: 200 of 400 steps. It failed on rank 1: `` ValueError: `x` ``." in text
+    assert "Not finished: 200 of 400 steps. **It has failed on rank 1: ValueError: \\`x\\`.**" in text
     assert "(estimated from the records)" in text
     assert f"- test metrics: `python -m jobs.evaluate {run_dir.path}` measures them" in text
 
@@ -78,7 +79,7 @@ def test_a_run_without_hardware_samples_is_reported(make_run: MakeRun, tmp_path:
     run_dir.hardware("node1").unlink()
     text = written([run_dir], tmp_path / "out")
     assert "- hardware samples: " in text
-    assert pictures(text) == ["ddp-0001-curves.png", "ddp-0001-pace.png"]
+    assert pictures(text) == ["ddp-0001-curves.svg", "ddp-0001-timeline.svg"]
 
 
 def test_torn_and_foreign_lines_do_no_harm(make_run: MakeRun, tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_run_that_diverged_is_reported(make_run: MakeRun, tmp_path: Path) -> N
         fileio.append_jsonl(run_dir.metrics, {**record, "split": "val"})
         fileio.append_jsonl(run_dir.events, {"event": "nonfinite", "step": step})
     text = written([run_dir], tmp_path / "out")
-    assert "190 of 400 steps. **It has diverged**: loss nan from step 30, 17 of 190 updates skipped." in text
+    assert "190 of 400 steps. **It has diverged: loss nan from step 30, 17 of 190 updates skipped.**" in text
 
 
 def test_a_run_of_a_single_evaluation_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_runs_of_one_name_do_not_overwrite_each_others_plots(make_run: MakeRun, 
 def test_pictures_have_file_names_that_every_file_system_takes(make_run: MakeRun, tmp_path: Path) -> None:
     run, labels = make_run(steps=10), ("x" * 400 + "1", "x" * 400 + "2", "\N{CJK UNIFIED IDEOGRAPH-65E5}", "../-rf")
     text = write_logbook([Facts(run, label) for label in labels], tmp_path / "out")[0].read_text()
-    names = [name for name in pictures(text) if name.endswith("-curves.png")]
+    names = [name for name in pictures(text) if name.endswith("-curves.svg")]
     assert len(set(names)) == 4
     assert all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{1,120}", name) for name in names)
 
@@ -124,7 +125,7 @@ def test_pictures_have_file_names_that_every_file_system_takes(make_run: MakeRun
 def test_of_very_many_runs_those_named_first_have_pictures(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.report.logbook._MOST_PICTURED", 1)
+    monkeypatch.setattr("trainkit.report.write_markdown.MOST_DRAWN", 1)
     first, second, third = make_run("a", steps=10), make_run("b", steps=10), make_run("c", "seed=1", steps=10)
     text = written([first, second, third], tmp_path / "out")
     assert not [name for name in pictures(text) if name.startswith(("b-", "c-"))]
@@ -141,7 +142,7 @@ def test_a_second_report_replaces_the_first(make_run: MakeRun, tmp_path: Path) -
 def test_a_log_book_that_somebody_wrote_is_never_replaced(make_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / "logbook.md").write_text("# Mine\n")
     with pytest.raises(UserError, match="was not written by this command"):
-        write_logbook([make_run()], tmp_path)
+        write_logbook(collect([make_run()]), tmp_path)
     assert (tmp_path / "logbook.md").read_text() == "# Mine\n"
 
 
@@ -149,7 +150,7 @@ def test_a_run_that_never_began_is_an_error(make_run: MakeRun, tmp_path: Path) -
     run_dir = make_run(steps=0, finished=False)
     run_dir.events.unlink()
     with pytest.raises(UserError, match=r"Nothing to report on in ddp-0001\."):
-        write_logbook([run_dir], tmp_path / "out")
+        write_logbook(collect([run_dir]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -161,26 +162,26 @@ def test_a_run_that_failed_before_its_first_record_is_reported(make_run: MakeRun
         run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 0, "error": "Training has diverged."}
     )
     text = written([run_dir], tmp_path / "out")
-    assert "0 of 400 steps. It failed on rank 0: `Training has diverged.`" in text
+    assert "0 of 400 steps. **It has failed on rank 0: Training has diverged. It has diverged: 3 of" in text
     assert "- training metrics: metrics.jsonl has none" in text
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(make_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"Cannot write .*logbook\.md"):
-        write_logbook([make_run()], tmp_path / "file" / "out")
+        write_logbook(collect([make_run()]), tmp_path / "file" / "out")
 
 
 def test_the_gpus_are_in_the_log_book_as_nvidia_smi_shows_them(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run("ddp-0001")
     (run_dir.path / "nvidia-smi-node1.txt").write_text("driver 550.54\nGPU 0  NVIDIA T4\n``` \x1b[31mred\n")
-    text = write_logbook([run_dir], tmp_path / "out")[0].read_text()
-    assert "GPUs of node1, as `nvidia-smi` has them:\n\n```\ndriver 550.54\nGPU 0 NVIDIA T4\n''' red\n```" in text
+    text = write_logbook(collect([run_dir]), tmp_path / "out")[0].read_text()
+    assert "GPUs of node1, as nvidia-smi has them:\n\n```\ndriver 550.54\nGPU 0 NVIDIA T4\n''' red\n```" in text
 
 
 def test_a_collaborative_run_names_who_has_contributed_how_much(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run("hivemind-0001", preset="hivemind")
-    assert "Contributions" not in written([run_dir], tmp_path / "before")
+    assert "who contributed" not in written([run_dir], tmp_path / "before")
     ledger = Contributions()
     link = Counted("<b>![](http://x)", 500)  # as anybody may call itself in an open run
     ledger.add(3600.0, [Counted("anna", 3000, 4_510_000), Counted("b|o", 1000), link])
@@ -202,7 +203,7 @@ def test_a_collaborative_run_tells_its_rounds_and_what_was_sent(make_run: MakeRu
     assert "| averaged with others | 2, by up to 3 peers |" in text
     assert "| parts received | 50.0 % |" in text
     assert "| sent | 6.0 MB |\n| received | 1.5 MB |" in text
-    assert "time of rank 0 went on" not in text
+    assert "Where the time went" not in text
 
 
 def test_it_says_what_was_asked_and_where_it_ran(make_run: MakeRun, tmp_path: Path) -> None:
@@ -238,13 +239,13 @@ def test_every_attempt_has_a_row_that_says_how_it_ended(make_run: MakeRun, tmp_p
     ):
         fileio.append_jsonl(run_dir.events, {"time": time, "event": kind, **fields})
     fileio.append_jsonl(run_dir.metrics, {"time": 349.0, "step": 50, "epoch": 2.5, "split": "train", "loss": 1.0})
-    rows = story.attempts_rows(Facts(run_dir, "r"))
+    rows = figures.attempts_rows(Facts(run_dir, "r"))
     assert [(row[0], *row[2:]) for row in rows] == [
         ("0", "n1, n2", "4", "0 to 30", "1 min 01 s", "told to stop (SIGUSR2), saved, requeued"),
         ("1", "n2", "2", "30 to 30", "11.0 s", "failed on rank 1: NCCL error"),
         ("2", "n1, n2", "4", "30 to 50", "49.0 s", "killed without a word, or goes on"),
     ]
-    costs = {row[0]: row[1] for row in tables.cost_rows(Facts(run_dir, "r"))}
+    costs = {row[0]: row[1] for row in sections.cost_rows(Facts(run_dir, "r"))}
     assert costs["GPU-hours"] == "0.128", "(61 s x 4 + 11 s x 2 + 49 s x 4) / 3600"
 
 
@@ -253,15 +254,15 @@ def test_the_runs_of_a_sweep_are_named_by_what_was_swept(make_run: MakeRun, tmp_
     points = [{"run": str(i), "overrides": [f"optim.lr={lr}", "seed=0"]} for i, lr in enumerate(("1e-3", "3e-3"))]
     (tmp_path / "runs" / "ddp-0001" / "sweep.json").write_text(json.dumps(points))
     fileio.append_jsonl(runs[1].metrics, {"step": 400, "epoch": 20.0, "split": "val", "loss": 0.01, "acc1": 99.9})
-    text = write_sweep(runs[0].path.parent, runs, tmp_path / "out")[0].read_text()
-    assert re.findall("(?m)^## (.*)", text) == ["Results", "lr=3e-3", "lr=1e-3"], "the best first"
-    assert "2 of 2 runs have come to their end." in text
-    assert len(set(pictures(text))) == len(pictures(text)) == 7
+    text = write_sweep(runs[0].path.parent, collect(runs), tmp_path / "out")[0].read_text()
+    assert re.findall("(?m)^## (.*)", text) == ["Results", "Curves", "lr=3e-3", "lr=1e-3"], "the best first"
+    assert "2 of 2 runs have finished." in text
+    assert len(set(pictures(text))) == len(pictures(text)) == 8
 
 
 def test_a_comparison_says_what_does_not_compare(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [make_run("ddp-0001"), make_run("ddp-0002", "model.name=resnet18"), make_run("ddp-0003", steps=200)]
-    table, paths = write_comparison(runs, tmp_path / "out")
+    table, paths = write_comparison(collect(runs), tmp_path / "out")
     text = paths[0].read_text()
     assert "- ddp-0002 is not compared in speed, time and memory: model.name resnet18 and not fashion_cnn." in text
     assert "- ddp-0003 has no time ratio: it saw 12,800 images and not 25,600." in text
@@ -320,7 +321,7 @@ def test_a_foreign_folder_with_values_of_any_type_is_reported(make_run: MakeRun,
     assert "| 1 | 2023-11-14 " in text
     assert "\n# no heading" not in text
     for reference in ([odd, usual], [usual, odd]):
-        table, _ = write_comparison(reference, tmp_path / "both")
+        table, _ = write_comparison(collect(reference), tmp_path / "both")
         assert "| odd-0001 |" in table
 
 
@@ -330,7 +331,7 @@ def test_a_pipe_in_the_place_of_the_record_is_no_record_and_is_not_waited_for(
     run_dir = make_run(steps=0, finished=False)
     os.mkfifo(run_dir.metrics)
     with pytest.raises(UserError, match="Cannot read"):
-        write_logbook([run_dir], tmp_path / "out")
+        write_logbook(collect([run_dir]), tmp_path / "out")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
@@ -345,8 +346,8 @@ def test_a_run_of_somebody_else_is_reported_without_what_is_closed_in_it(make_ru
             path.chmod(0o755)
         os.seteuid(65534)
         try:
-            listed = logbook._files(facts)
+            listed = [word for line in sections.file_lines(facts) for word in line]
         finally:
             os.seteuid(0)
     assert str(run.path) in listed
-    assert not {str(run.code), str(run.checkpoints)} & set(listed.split("`"))
+    assert not {str(run.code), str(run.checkpoints)} & set(listed)

@@ -1,0 +1,281 @@
+"""Runs against each other, where they compare; and a sweep: the best first, means over seeds, what was swept."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.test_write_html import page_of
+from trainkit import fileio
+from trainkit.config.loading import load, to_yaml
+from trainkit.report import comparison
+from trainkit.report.document import Charts
+from trainkit.report.facts import Facts, collect
+from trainkit.run.folder import RunDir
+
+MakeRun = Callable[..., RunDir]
+
+
+def sweep(make_run: MakeRun, points: dict[tuple[str, ...], float | None]) -> list[RunDir]:
+    """Runs 0, 1, ... of a sweep with these overrides and validation accuracies; None: it has not begun."""
+    runs: list[RunDir] = []
+    for index, (overrides, accuracy) in enumerate(points.items()):
+        if accuracy is None:
+            folder = runs[0].path.parent / str(index)
+            runs.append(RunDir.create(folder, to_yaml(load("ddp", overrides).config)))
+            continue
+        runs.append(make_run(f"ddp-0001/{index}", *overrides, steps=20, finished=False))
+        fileio.append_jsonl(runs[-1].metrics, {"step": 40, "epoch": 2.0, "split": "val", "loss": 0.1, "acc1": accuracy})
+    told = [{"run": str(index), "overrides": list(overrides)} for index, overrides in enumerate(points)]
+    (runs[0].path.parent / "sweep.json").write_text(json.dumps(told))
+    return runs
+
+
+RATES_AND_SEEDS: dict[tuple[str, ...], float | None] = {
+    ("optim.lr=1e-3", "seed=0"): 90.0,
+    ("optim.lr=1e-3", "seed=1"): 92.0,
+    ("optim.lr=1e-2", "seed=0"): 97.0,
+    ("optim.lr=1e-2", "seed=1"): 96.0,
+}
+
+
+def test_the_best_run_of_a_sweep_is_named_and_comes_first(make_run: MakeRun) -> None:
+    page = page_of(*sweep(make_run, RATES_AND_SEEDS))
+    assert "Sweep ddp-0001: 4 runs" in page.text
+    assert "Best by validation: lr=1e-2, seed=0, val acc1 97.00 %." in page.text
+    places = [page.text.index(accuracy) for accuracy in (" 97.00 2.0", " 96.00 2.0", " 92.00 2.0", " 90.00 2.0")]
+    assert places == sorted(places)
+
+
+def test_seeds_are_averaged_and_the_best_mean_comes_first(make_run: MakeRun) -> None:
+    page = page_of(*sweep(make_run, RATES_AND_SEEDS))
+    assert page.text.index("96.50 ± 0.71") < page.text.index("91.00 ± 1.41")
+
+
+def test_accuracy_is_drawn_against_the_swept_setting(make_run: MakeRun) -> None:
+    page = page_of(*sweep(make_run, RATES_AND_SEEDS))
+    assert page.series()["Top-1 accuracy, validation, val acc1"] == {0.001: 91.0, 0.01: 96.5}
+    (chart,) = (svg for svg in page.named("svg") if svg.get("data-x") == "optim.lr")
+    assert chart["data-log"] == "x", "rates that lie a factor of ten apart are on a logarithmic axis"
+
+
+def test_every_choice_of_a_second_setting_has_its_line(make_run: MakeRun) -> None:
+    two: dict[tuple[str, ...], float | None] = {
+        ("optim.lr=1e-3", "optim.weight_decay=0.1"): 90.0,
+        ("optim.lr=2e-3", "optim.weight_decay=0.1"): 91.0,
+        ("optim.lr=1e-3", "optim.weight_decay=0.5"): 80.0,
+        ("optim.lr=2e-3", "optim.weight_decay=0.5"): 81.0,
+    }
+    series = page_of(*sweep(make_run, two)).series()
+    assert series["Top-1 accuracy, validation, weight_decay=0.5"] == {0.001: 80.0, 0.002: 81.0}
+    assert series["Top-1 accuracy, validation, lr=1e-3"] == {0.1: 90.0, 0.5: 80.0}
+
+
+def test_words_have_no_chart(make_run: MakeRun) -> None:
+    runs = sweep(make_run, {("schedule.name=cosine",): 90.0, ("schedule.name=constant",): 91.0})
+    assert not [part for part in comparison.swept(collect(runs)).parts if isinstance(part, Charts)]
+
+
+def test_learning_rates_have_no_speed_up(make_run: MakeRun) -> None:
+    page = page_of(*sweep(make_run, RATES_AND_SEEDS))
+    assert {"comparison", "scaling"} & set(page.sections()) == set()
+    assert "speed-up" not in page.text.lower()
+
+
+def test_strategies_are_compared_in_speed(make_run: MakeRun) -> None:
+    page = page_of(*sweep(make_run, {("strategy.name=ddp",): 90.0, ("strategy.name=zero",): 91.0}))
+    assert "comparison" in page.sections()
+
+
+@pytest.mark.parametrize("setting", ["optim.lr", "train.micro_batch_size"])
+def test_of_a_run_that_has_not_begun_nothing_is_told_but_that(make_run: MakeRun, setting: str) -> None:
+    page = page_of(*sweep(make_run, {(f"{setting}=8",): 90.0, (f"{setting}=16",): None}))
+    assert "not begun" in page.text
+    assert re.findall(r"None|\u2013 images|\b0 steps|\b0 images|ran on", page.text) == []
+
+
+def test_of_a_large_sweep_the_best_runs_are_shown_in_detail(make_run: MakeRun) -> None:
+    page = page_of(*sweep(make_run, {(f"seed={n}",): 80.0 + n for n in range(10)}))
+    assert "Below the results are the best 8 of them." in page.text
+    assert "In percent, over the seeds: val acc1 84.50 ± 3.03, test acc1" not in page.text, "none was tested"
+    assert "In percent, over the seeds: val acc1 84.50 ± 3.03." in page.text
+    assert page.text.count("1 attempt,") == 8
+
+
+def test_the_results_of_very_many_runs_stand_folded_below_what_they_come_to(make_run: MakeRun) -> None:
+    points: dict[tuple[str, ...], float | None] = {
+        (f"optim.lr={rate}", f"seed={seed}"): 50.0 + seed for rate in (1e-3, 1e-2, 1e-1) for seed in range(7)
+    }
+    page = page_of(*sweep(make_run, points))
+    assert page.text.index("mean ± sd") < page.text.index("All 21 runs") < page.text.index("folder")
+
+
+def test_runs_that_are_equally_good_share_the_first_place(make_run: MakeRun) -> None:
+    page = page_of(*sweep(make_run, {(f"schedule.name={name}",): 90.0 for name in ("wsd", "cosine", "step")}))
+    assert "Best by validation: schedule=wsd and 2 others, val acc1 90.00 %. It has not finished." in page.text
+
+
+def test_a_sweep_without_validation_claims_no_order(make_run: MakeRun) -> None:
+    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
+    for run in runs:
+        run.metrics.write_text(re.sub('(?m)^.*"val".*\n', "", run.metrics.read_text()))
+    page = page_of(*runs)
+    assert "No validation was reached." in page.text
+    assert "The best" not in page.text
+    assert "Thick" not in page.text
+    assert page.text.count("peak") == 2
+    assert [a for a in page.named("path") if a.get("class") == "line faint"] == [], "training is all that there is"
+
+
+def test_a_sweep_that_has_not_begun_has_trained_for_no_time_at_all(make_run: MakeRun) -> None:
+    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): None})
+    for run, seconds in ((runs[1], (0,)), (runs[1], (0, 30))):
+        run.events.write_text("")
+        for second in seconds:
+            fileio.append_jsonl(run.events, {"time": 1.7e9 + second, "event": "submitted", "executor": "slurm"})
+        page = page_of(runs[1])
+        assert "It has not begun" in page.text
+        assert not re.search(r"0 attempts|0\.0 s of training", page.text)
+    assert "It has not begun, 30.0 s after it was queued." in page.text
+
+
+def test_a_run_that_finished_and_diverged_says_so_in_its_row(make_run: MakeRun) -> None:
+    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
+    fileio.append_jsonl(runs[0].metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": None})
+    runs[0].summary.write_text('{"outcome": "finished", "steps": 50}')
+    assert re.search(r"0\s+1e-3\s+90\.00\s[^A-Z]*diverged", page_of(*runs).text)
+
+
+def test_the_page_of_a_sweep_keeps_to_its_folder_name(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = sweep(make_run, RATES_AND_SEEDS)
+    moved = runs[0].path.parent.rename(tmp_path / "runs" / "<b>odd\x1b[31m")
+    page = page_of(*(RunDir(moved / run.path.name) for run in runs))
+    assert page.named("b") == []
+    assert "Sweep <b>odd: 4 runs" in page.text
+
+
+def compared(*runs: RunDir) -> list[dict[str, str]]:
+    table = comparison.comparison_table(collect(runs))
+    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
+
+
+def test_a_difference_of_nothing_in_memory_has_no_sign_of_less(make_run: MakeRun) -> None:
+    runs = [make_run("a"), make_run("b")]
+    summary = json.loads(runs[1].summary.read_text())
+    for run in runs:
+        fileio.append_jsonl(run.events, {"event": "started", "world_size": 2, "device": "cpu", "micro_batch_size": 32})
+    runs[1].summary.write_text(json.dumps(summary | {"max_memory_mb": 812.5}))
+    assert compared(*runs)[1]["memory saved"] == "+0 %"
+
+
+def test_twice_the_ranks_at_nearly_twice_the_speed(make_run: MakeRun) -> None:
+    one = make_run("single-0001", preset="single", ranks=1, speed=990.0)
+    two = make_run("ddp-0002", ranks=2, speed=1850.0)
+    first, second = compared(one, two)
+    assert (first["speed-up"], first["efficiency"], first["time ratio"]) == ("1.00×", "100 %", "1.00×")  # noqa: RUF001
+    assert (second["images/s"], second["speed-up"], second["efficiency"]) == ("1,860", "1.86×", "93 %")  # noqa: RUF001
+    assert second["time ratio"] == "1.87×"  # noqa: RUF001
+
+
+HELD_UP = [
+    ({"taken": 93.0}, {}, "of a-1 the CPUs were taken: others had 93 % of the time that it wanted (load 9.3)"),
+    ({}, {"taken": 11.0}, "of b-2 the CPUs were taken: others had 11 % of the time that it wanted (load 1.1)"),
+    ({}, {"told": {"threads": 2, "cpus": 3}}, "of b-2 2 ranks of 2 threads shared 3 CPUs"),
+    ({}, {"told": {"threads": 1, "cpus": 1}}, "of b-2 2 ranks of 1 thread shared 1 CPU"),
+    (
+        {"speed": 95.0, "told": {"threads": None}}, {"speed": 1990.0},
+        "it came to 19.05× the speed with 2× the processors, so something held a-1 up",  # noqa: RUF001
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "two", "why"), HELD_UP)
+def test_speeds_of_runs_that_were_held_up_are_not_compared(
+    make_run: MakeRun, one: dict[str, Any], two: dict[str, Any], why: str
+) -> None:
+    runs = [make_run("a-1", preset="single", ranks=1, **one), make_run("b-2", **two)]
+    _, second = compared(*runs)
+    assert {second[key] for key in ("speed-up", "efficiency", "time ratio")} == {"–"}  # noqa: RUF001
+    assert f"b-2 has no speed-up: {why}." in comparison.not_comparable(collect(runs))
+
+
+def test_a_run_whose_own_processes_fill_the_cpus_has_its_speed_up(make_run: MakeRun) -> None:
+    first = make_run("a-1", preset="single", ranks=1, speed=1000.0)
+    _, second = compared(first, make_run("b-2", speed=1900.0, taken=9.0))
+    assert second["speed-up"] == "1.89×"  # noqa: RUF001
+
+
+@pytest.mark.parametrize(("step", "restarts", "compares"), [(200, (), False), (200, (195,), True), (10, (), True)])
+def test_a_run_that_was_suspended_has_no_time_ratio_and_keeps_its_speed_up(
+    make_run: MakeRun, step: int, restarts: tuple[int, ...], *, compares: bool
+) -> None:
+    first, second = make_run("a-1", preset="single", ranks=1, speed=1100.0), make_run("b-2", restarts=restarts)
+    records = [json.loads(line) for line in second.metrics.read_text().splitlines()]
+    for record in records:
+        if (
+            record["split"] == "train" and record["step"] == step
+        ):  # the first updates of an attempt are slow by themselves
+            record["images_per_sec"] = 40.0  # 16 s instead of 0.3
+    second.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    _, row = compared(first, second)
+    assert row["speed-up"] != "–"  # noqa: RUF001
+    assert (row["time ratio"] != "–") == compares  # noqa: RUF001
+    told = "b-2 has no time ratio: b-2 stood still for 15.7 s of its training."
+    assert (told in comparison.not_comparable(collect([first, second]))) != compares
+
+
+def test_a_speed_of_two_train_records_is_not_compared(make_run: MakeRun) -> None:
+    short = make_run("b-2", steps=20)
+    lines = short.metrics.read_text().splitlines()
+    train = [line for line in lines if '"split": "train"' in line or '"split":"train"' in line]
+    short.metrics.write_text("\n".join(train[:2]) + "\n")
+    runs = [make_run("a-1", preset="single", ranks=1), short]
+    assert compared(*runs)[1]["speed-up"] == "–"  # noqa: RUF001
+    why = "b-2 has no speed-up: b-2 has 2 train records, and the first updates are slow."
+    assert why in comparison.not_comparable(collect(runs))
+
+
+def test_on_gpus_the_load_of_the_cpus_withholds_nothing(make_run: MakeRun) -> None:
+    gpu = {"told": {"device": "NVIDIA A100", "threads": 64, "cpus": 8}, "taken": 99.0}
+    _, second = compared(make_run("a-1", ranks=1, speed=1000.0, **gpu), make_run("b-2", speed=1900.0, **gpu))
+    assert second["efficiency"] == "95 %"
+
+
+def test_other_settings_that_make_a_speed_up_are_named(make_run: MakeRun) -> None:
+    first = make_run("a-1", "train.precision=fp32", ranks=1, speed=1000.0)
+    other = ["train.precision=bf16", "train.global_batch_size=128"]
+    second = make_run("b-2", *other, speed=1900.0, told={"device": "NVIDIA A100"})
+    (said,) = [line for line in comparison.not_comparable(collect([first, second])) if "speed-up" in line]
+    assert said == (
+        "The speed-up of b-2 is also that of other settings: train.global_batch_size 128 and not 64, train.precision"
+        " bf16 and not fp32, device NVIDIA A100 and not cpu."
+    )
+
+
+def test_times_of_runs_of_unequal_length_are_not_compared(make_run: MakeRun) -> None:
+    _, second = compared(make_run("ddp-0001"), make_run("ddp-0002", steps=200))
+    assert second["time ratio"] == "–"  # noqa: RUF001
+    _, third = compared(make_run("ddp-0003"), make_run("ddp-0004", finished=False))
+    assert third["time ratio"] == "–"  # noqa: RUF001
+
+
+def test_settings_that_differ_are_listed_and_equal_ones_are_not(make_run: MakeRun) -> None:
+    runs = [
+        make_run("ddp-0001"),
+        make_run("ddp-0002", "optim.lr=0.01", "launch.nodes=2", "launch.time=10", "data.root=/x"),
+    ]
+    assert comparison.differences(collect(runs))[1] == [("optim.lr", "0.002", "0.01"), ("launch.nodes", "1", "2")]
+
+
+def test_of_many_runs_each_has_a_row_of_what_differs_and_sentences_end(make_run: MakeRun) -> None:
+    run, other = make_run(), make_run("b", "model.name=resnet18")
+    runs = [*collect([run]), *(Facts(other, f"r{number}") for number in range(50))]
+    header, rows = comparison.differences(runs)
+    assert header == ("run", "model.name")
+    assert rows[:2] == [("ddp-0001", "fashion_cnn"), ("r0", "resnet18")]
+    assert comparison.not_comparable(runs)[-1] == "And 10 more like these."

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainkit import fileio
+from trainkit.report import document, figures, sections
+from trainkit.report.facts import Facts, collect
+from trainkit.run.folder import RunDir
+
+MakeRun = Callable[..., RunDir]
+
+
+def settings(run_dir: RunDir) -> dict[str, str]:
+    return {row[0]: row[1] for row in sections.settings_rows(Facts(run_dir, run_dir.name))}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.0 s"),
+        (0.04, "40 ms"),
+        (12.34, "12.3 s"),
+        (59.97, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (5440, "1 h 30 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert document.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("mb", "text"), [(812.4, "812 MB"), (15565.0, "15.2 GB"), (None, "–")])  # noqa: RUF001
+def test_memory(mb: float | None, text: str) -> None:
+    assert document.memory(mb) == text
+
+
+def test_the_settings_that_a_reader_asks_for(make_run: MakeRun) -> None:
+    run_dir = make_run("ddp-0001", "optim.name=sgd", "model.name=resnet18", "seed=3")
+    run_dir.manifest.write_text(json.dumps({"git": {"commit": "0123456789abcdef", "diff": "+x"}}))
+    assert settings(run_dir) == {
+        "model": "resnet18, 65,834 parameters",
+        "data": "digits",
+        "strategy": "ddp",
+        "ranks": "2 on node1",
+        "device": "cpu",
+        "precision": "fp32",
+        "batch size": "64 = 2 ranks × 32",  # noqa: RUF001
+        "optimizer": "sgd, lr 0.002, weight_decay 0.05, momentum 0.9, nesterov False",
+        "schedule": "onecycle, warm-up 1 epoch",
+        "length": "400 steps = 20 epochs of 20",
+        "seed": "3",
+        "code": "commit 0123456789ab, with uncommitted changes",
+    }
+
+
+def test_a_warm_up_that_the_run_is_too_short_for_is_that_of_the_run(make_run: MakeRun) -> None:
+    def schedule(**told: Any) -> str:
+        run = make_run(f"r{told}", "schedule.warmup_epochs=5", told=told)
+        return next(value for name, value in sections.settings_rows(collect([run])[0]) if name == "schedule")
+
+    assert schedule() == "onecycle, warm-up 5 epochs"
+    assert schedule(total_steps=40) == "onecycle, warm-up 5 epochs, here 20 steps"
+    assert schedule(total_steps=1) == "onecycle, warm-up 5 epochs, here 0 steps"
+
+
+def test_what_fine_tuning_started_from_and_left_alone_is_told(make_run: MakeRun) -> None:
+    given = ("optim.name=muon", "optim.layer_decay=0.7", "model.checkpoint=a.pth", 'model.freeze=["blocks.*"]')
+    told = settings(make_run("ddp-0001", "model.name=resnet18", *given))
+    assert told["model"] == "resnet18 (checkpoint: a.pth, freeze: ['blocks.*']), 65,834 parameters"
+    assert told["optimizer"] == "muon, lr 0.002, weight_decay 0.05, momentum 0.9, nesterov False, layer_decay 0.7"
+
+
+def test_nodes_that_are_simulated_are_called_so(make_run: MakeRun) -> None:
+    run_dir = make_run("ddp-0001", "launch.nodes=2", ranks=4)
+    assert settings(run_dir)["ranks"] == "4 (2 nodes × 2 simulated on one machine) on node1"  # noqa: RUF001
+
+
+def test_an_interrupted_run_tells_how_far_it_came(make_run: MakeRun) -> None:
+    assert settings(make_run(steps=200, finished=False))["length"] == "200 of 400 steps = 10 epochs of 20"
+
+
+def test_results_are_those_of_best_last_and_test(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    fileio.append_jsonl(
+        run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", "loss": 0.04, "acc1": 99.9, "acc5": 100}
+    )
+    run_dir.summary.write_text(json.dumps({"best_step": 380}))
+    rows = sections.results_rows(Facts(run_dir, "r"))
+    assert rows[0] == ("val, best checkpoint", "380", "19.0", "0.0400", "99.90 %", "100.00 %")
+    assert rows[1][:2] == ("val, last", "400")
+    assert rows[2] == ("test, best checkpoint", "380", "19.0", "0.0600", "98.90 %", "100.00 %")
+
+
+def test_averaged_weights_have_rows_of_their_own(make_run: MakeRun) -> None:
+    run_dir = make_run()
+    both = {"loss": 0.04, "acc1": 99.0, "acc5": 100, "ema_loss": 0.03, "ema_acc1": 99.5, "ema_acc5": 100}
+    fileio.append_jsonl(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", **both})
+    run_dir.summary.write_text(json.dumps({"best_step": 380}))
+    rows = sections.results_rows(Facts(run_dir, "r"))
+    assert rows[1] == ("val, best checkpoint, averaged weights", "380", "19.0", "0.0300", "99.50 %", "100.00 %")
+    assert [name for name, *_ in rows if "averaged" in name] == ["val, best checkpoint, averaged weights"]
+
+
+def test_each_gpu_has_a_row_of_its_own(make_run: MakeRun) -> None:
+    rows = figures.hardware_rows(collect([make_run(gpus=2)])[0])
+    assert rows[1] == ("GPU 1 of node1", "91 %", "91 %", "9.3 GB of 16.0 GB", "65 W", "–")  # noqa: RUF001
+    assert rows[2][:2] == ("CPUs of node1", "85 %")
+
+
+def summarized(run_dir: RunDir, **more: object) -> Facts:
+    run_dir.summary.write_text(json.dumps({**json.loads(run_dir.summary.read_text()), **more}))
+    return Facts(run_dir, run_dir.name)
+
+
+def spent_rows(facts: Facts) -> list[document.Row]:
+    return [row for part in figures.spent([facts]).parts if isinstance(part, document.Table) for row in part.rows]
+
+
+def test_where_the_time_went_adds_up_to_all_of_it(make_run: MakeRun) -> None:
+    facts = summarized(make_run("ddp-0001"), seconds={"start": 5.0, "data": 15.0, "exposed": 0.0, "forward": 80.0})
+    assert [(row[0].split(":")[0], *row[1:]) for row in spent_rows(facts)] == [
+        ("start", "5.0", "5.0 %"), ("data", "15.0", "15.0 %"), ("forward", "80.0", "80.0 %"), ("all", "100.0", "100 %"),
+    ]  # fmt: skip
+
+
+def test_of_a_run_that_goes_on_it_is_as_far_as_its_records_tell(make_run: MakeRun) -> None:
+    run_dir = make_run("ddp-0001", finished=False)
+    assert spent_rows(Facts(run_dir, "x")) == []
+    for step in (401, 402):
+        spent = {"seconds_data": 1.5, "seconds_forward": 0.5, "seconds_exposed": None}
+        fileio.append_jsonl(run_dir.metrics, {"step": step, "split": "train", **spent})
+    assert spent_rows(Facts(run_dir, "x"))[0] == ("data: waiting for data", "3.0", "75.0 %")
+
+
+def test_memory_of_all_ranks_energy_utilisation_and_advice_are_costs(make_run: MakeRun) -> None:
+    told = {"max_memory_mb_of_ranks": [900.0, 2048.0], "mfu": 41.234, "advice": "62% data wait: data.workers=4"}
+    rows = sections.cost_rows(summarized(make_run("ddp-0001"), energy={"gpu_kwh": 1.23456}, **told))
+    costs = {row[0]: row[1] for row in rows}
+    assert costs["peak memory of every rank"] == "900 MB, 2.0 GB"
+    assert costs["energy"] == "GPUs 1.23 kWh"
+    assert costs["model FLOPs utilisation"] == "41.2 %"
+    assert costs["would be faster"] == "62% data wait: data.workers=4"
+
+
+def test_a_run_that_tells_nothing_of_them_has_no_such_rows(make_run: MakeRun) -> None:
+    silent = summarized(make_run("ddp-0001"), energy=None, mfu=None, advice=None, max_memory_mb_of_ranks=[812.4])
+    assert not {"energy", "model FLOPs utilisation", "would be faster", "peak memory of all ranks"} & {
+        row[0] for row in sections.cost_rows(silent)
+    }

@@ -1,0 +1,485 @@
+"""The sections of a report, in order, and those that are tables: settings, results, costs. A new section is one
+function in `SEVERAL` or `RUNS`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from trainkit import fileio, terminal
+from trainkit.config.loading import flatten, load
+from trainkit.errors import TrainkitError
+from trainkit.ranks.env import fold
+from trainkit.report.comparison import comparison, is_about_speed, is_simulated, scaling, swept
+from trainkit.report.document import (
+    MEASURE,
+    NONE,
+    TIMES,
+    Block,
+    Code,
+    Items,
+    Part,
+    Row,
+    Section,
+    Table,
+    Text,
+    duration,
+    memory,
+    number,
+    of_each,
+    plural,
+    rate,
+    text,
+)
+from trainkit.report.facts import Facts, processor_hours
+from trainkit.report.figures import attempts, curves, hardware, spent, timeline
+from trainkit.report.per_class import classes, mistakes
+
+_NOT_OF_THE_TRAINING = ("launch.", "monitor.", "collaborative.initial_peers", "data.root")
+_MOST_SHOWN, _MOST_NAMES = 200, 100
+
+
+def of_several(runs: Sequence[Facts]) -> list[Section]:
+    """Sections that set runs against each other; of a sweep, whose best run is the first, with its results."""
+    if not is_sweep(runs):
+        return [section(runs) for section in SEVERAL]
+    about_speed = is_about_speed(key for facts in runs for key in facts.point)
+    return [swept(runs), *([section(runs) for section in SEVERAL] if about_speed else [])]
+
+
+def of_runs(runs: Sequence[Facts]) -> list[Section]:
+    """Sections on each run."""
+    return [section(runs) for section in RUNS]
+
+
+def is_sweep(runs: Sequence[Facts]) -> bool:
+    """Whether they are the runs of one."""
+    return len(runs) > 1 and all(facts.point for facts in runs)
+
+
+def headline(facts: Facts) -> tuple[str, str]:
+    """How far a run came, and what went wrong."""
+    told = facts.setbacks.in_words()
+    alarm = f"It has diverged: {told}." if facts.setbacks.diverged else f"{told.capitalize()}." if told else ""
+    if facts.finished:
+        early = facts.summary.get("stopped_early")
+        early = f" Stopped early: {terminal.one_line(early)}." if isinstance(early, str) else ""
+        return f"Finished after {facts.steps:,} steps.{early}", alarm
+    if not facts.begun:
+        return "It has not begun.", alarm
+    total = facts.started("total_steps")
+    of = f" of {total:,}" if isinstance(total, int) else ""
+    # A failure after which a further attempt has started is on the time line.
+    kinds = ("failed", "handed_back", "started")
+    last: Mapping[str, Any] = next((e for e in reversed(facts.events) if e.get("event") in kinds), {})
+    if last.get("event") == "failed":
+        words = (str(last.get("error") or "").splitlines() or ["unknown"])[0].rstrip(".")
+        alarm = f"It has failed on rank {last.get('rank', '?')}: {words}. {alarm}".rstrip()
+    elif last.get("event") == "handed_back":
+        alarm = f"It was told to stop and saved. {alarm}".rstrip()
+    return f"Not finished: {facts.steps:,}{of} steps.", alarm
+
+
+def again(facts: Facts) -> str:
+    """The command that repeats a run."""
+    return terminal.command("submit", facts.run_dir.config, "--again")
+
+
+def asked(runs: Sequence[Facts]) -> Section:
+    """The command that made each run, and what it changed of the preset."""
+    return Section("asked", "What was asked", of_each(runs, _asked))
+
+
+def _asked(facts: Facts) -> list[Part]:
+    command, preset = command_of(facts)
+    changed = changed_rows(facts)
+    parts: list[Part] = [Block(command)] if command else []
+    parts.append(Table(("setting", "this run", "the preset"), changed))
+    if command and preset and not changed:
+        parts.append(Text(["All other settings are those of the preset ", Code(preset), "."]))
+    return parts
+
+
+def command_of(facts: Facts) -> tuple[str, str]:
+    """The command that made the run, and the preset that it names; empty where that is not known."""
+    words = _command(facts)
+    names = [word for word in words[3:] if not word.startswith("-") and "=" not in word]
+    return shlex.join(words), next((name for name in names if _preset(name) is not None), "")
+
+
+def given(facts: Facts) -> dict[str, str]:
+    """Settings that the command, or the sweep for this very run, gave: key and value as they were written."""
+    found = _command(facts)
+    of_flags = {word for before, word in pairwise(found) if before.startswith("-")}  # --sweep optim.lr=1e-3,3e-3
+    pairs = (word.partition("=") for word in found if re.match(r"[a-z_.]+=", word) and word not in of_flags)
+    return {key: value for key, _, value in pairs} | facts.point
+
+
+def _command(facts: Facts) -> list[str]:
+    return [word for word in _list(facts.manifest.get("command")) if isinstance(word, str)]
+
+
+def changed_rows(facts: Facts) -> list[Row]:
+    """Settings that differ from the preset, or were given: with the value of this run and that of the preset."""
+    own = dict(flatten(facts.config))
+    preset = command_of(facts)[1]
+    theirs = _preset(preset) if preset else None
+    keys = [key for key in own if theirs is not None and own[key] != theirs.get(key)]
+    # The keys of a mapping that was given are settings.
+    keys += [key for key in given(facts) if not any(name.startswith(f"{key}.") for name in own)]
+    keys = [key for key in dict.fromkeys(keys) if not key.startswith(_NOT_OF_THE_TRAINING)]
+    return [
+        (key, _line(own.get(key)), NONE if theirs is None else _line(theirs.get(key))) for key in keys[:_MOST_SHOWN]
+    ]
+
+
+@cache
+def _preset(name: str) -> dict[str, Any] | None:
+    """The settings of a preset as it is now; None where it cannot be read here."""
+    try:
+        return dict(flatten(load(name).config.model_dump(mode="json")))
+    except (TrainkitError, OSError):  # the user's own, in another folder
+        return None
+
+
+def where(runs: Sequence[Facts]) -> Section:
+    """Nodes, GPUs, jobs, software."""
+    return Section("where", "Where it ran", of_each(runs, lambda facts: [Table(("", "what"), where_rows(facts))]))
+
+
+def where_rows(facts: Facts) -> list[Row]:
+    hosts = [host for host in facts.started("hosts") or () if isinstance(host, str)]
+    device, host = facts.started("device"), facts.manifest.get("host")
+    simulated = f"{facts.count('launch.nodes')} simulated on one machine: " if is_simulated(facts) else ""
+    jobs = [event for event in facts.events if event.get("event") == "submitted"]
+    ids = ", ".join(dict.fromkeys(f"{event.get('executor', '?')} {event.get('job_id', '?')}" for event in jobs))
+    versions = {"Python": facts.manifest.get("python")}
+    for told in (facts.manifest.get("packages"), facts.started("versions")):
+        versions |= told if isinstance(told, Mapping) else {}
+    gpus = "none: trained on the CPU" if device == "cpu" else f"{facts.processors or '?'} of {device}"
+    rows = [
+        ("nodes", f"{simulated}{fold(hosts)}" if hosts else NONE),
+        ("GPUs", gpus if isinstance(device, str) else NONE),
+        ("job", ids or NONE),
+        ("submitted from", host if isinstance(host, str) else NONE),
+        ("system", _line(facts.manifest.get("platform"))),
+        ("software", ", ".join(f"{name} {it}" for name, it in versions.items() if isinstance(it, str)) or NONE),
+    ]
+    return [row for row in rows if row[1] != NONE]
+
+
+def settings(runs: Sequence[Facts]) -> Section:
+    """What each run was told to do, in a few lines."""
+    return Section(
+        "settings", "Settings", of_each(runs, lambda facts: [Table(("setting", "value"), settings_rows(facts))])
+    )
+
+
+def settings_rows(facts: Facts) -> list[Row]:
+    get, params = facts.setting, facts.started("params")
+    rows = [
+        ("model", _named(get("model")) + (f", {params:,} parameters" if isinstance(params, int) else "")),
+        ("data", _named(get("data"), hide=("root", "workers", "device", "max_broken", "stage"))),
+        ("images as expected by", _input(facts.started("input"))),
+        ("strategy", _named(get("strategy"))),
+        ("ranks", _ranks(facts)),
+        ("device", text(facts.started("device"))),
+        ("precision", text(facts.started("precision") or get("train.precision"))),
+        ("batch size", _batch(facts)),
+        ("optimizer", _optimizer(get("optim"))),
+        ("schedule", _schedule(facts)),
+        ("length", _length(facts)),
+        ("seed", text(get("seed"))),
+        ("code", _commit(facts)),
+    ]
+    return [row for row in rows if row[1] != NONE]
+
+
+def results(runs: Sequence[Facts]) -> Section:
+    """The best and the last validation and the test."""
+
+    def table(facts: Facts) -> list[Part]:
+        return [Table(("split", "step", "epoch", *facts.described.metrics), results_rows(facts), 1)]
+
+    return Section("splits", "Results by split", of_each(runs, table))
+
+
+def results_rows(facts: Facts) -> list[Row]:
+    found = []
+    best, last = facts.best_val, facts.val[-1] if facts.val else None
+    for name, record in (("val, best checkpoint", best), ("val, last", last), ("test, best checkpoint", facts.test)):
+        if record is None:
+            continue
+        at = record
+        if record is facts.test:
+            step = facts.summary.get("best_step")
+            at = best if best is not None and best["step"] == step else {"step": step}
+        for prefix, whose in (("", ""), ("ema_", ", averaged weights")):
+            if not prefix or "ema_loss" in record:
+                values = (
+                    number(record.get(prefix + key), metric.spec, f" {metric.unit}".rstrip())
+                    for key, metric in facts.described.metrics.items()
+                )
+                found.append((name + whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
+    return found
+
+
+def cost(runs: Sequence[Facts]) -> Section:
+    """Time, speed, memory, energy, restarts."""
+    return Section("cost", "Cost", of_each(runs, lambda facts: [Table(MEASURE, cost_rows(facts))]))
+
+
+def cost_rows(facts: Facts) -> list[Row]:
+    estimated = "" if fileio.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
+    seconds, ranks, speed = facts.train_seconds, facts.memory_of_ranks, facts.images_per_sec
+    kept = [value for value in _list(facts.summary.get("max_memory_reserved_mb_of_ranks")) if fileio.is_number(value)]
+    of_process = " (of its process, on the CPU)" if facts.max_memory_mb and facts.started("device") == "cpu" else ""
+    rows = [
+        ("training time", duration(seconds) + estimated if seconds is not None else NONE),
+        ("wall-clock time, ranks first met to end", duration(facts.wall_seconds)),
+        ("throughput, median", f"{rate(speed)} images/s" if speed is not None else NONE),
+        ("largest batch", _largest_batch(facts)),
+        ("peak memory of rank 0", memory(facts.max_memory_mb) + of_process),
+        ("peak memory of every rank", _each(ranks) if len(ranks) > 1 else NONE),
+        ("and reserved by its allocator", _each(kept) if kept else NONE),
+        ("GPU utilisation, mean", _utilisation(facts)),
+        ("model FLOPs utilisation", number(facts.summary.get("mfu"), ".1f", " %")),
+        ("GPU-hours", _gpu_hours(facts)),
+        ("energy", _energy(facts.summary.get("energy"))),
+        ("updates that came to nothing", facts.setbacks.in_words() or NONE),
+        ("would be faster", text(facts.summary.get("advice"))),
+        ("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE),
+    ]
+    return [row for row in rows if row[1] != NONE]
+
+
+def rounds(runs: Sequence[Facts]) -> Section:
+    """Of a collaborative run: its rounds, and who has contributed how much."""
+    header = ("name", "samples", "of all", "rounds", "hours", "received from it")
+
+    def tables(facts: Facts) -> list[Part]:
+        return [Table(MEASURE, rounds_rows(facts)), Table(header, contributed_rows(facts), 1, "Contributions")]
+
+    return Section("rounds", "Rounds and who contributed", of_each(runs, tables))
+
+
+def contributed_rows(facts: Facts) -> list[Row]:
+    """Most samples first."""
+    total = sum(item.samples for item in facts.contributions)
+
+    def row(name: str, samples: float, *more: str) -> Row:
+        return (name, number(samples, ",.0f"), number(100 * samples / total, ".1f", " %"), *more)
+
+    found = []
+    for item in facts.contributions[:_MOST_NAMES]:
+        received = terminal.size(item.bytes) if item.bytes else NONE
+        found.append(row(item.name, item.samples, f"{item.rounds:,}", number(item.seconds / 3600, ",.2f"), received))
+    if more := facts.contributions[_MOST_NAMES:]:
+        found.append(row(f"{len(more)} more", sum(item.samples for item in more), NONE, NONE, NONE))
+    return found
+
+
+def rounds_rows(facts: Facts) -> list[Row]:
+    """Rounds of this peer, and what it has sent and received in them."""
+    told = [record for record in facts.train if fileio.is_number(record.get("round"))]
+    if not told:
+        return []
+
+    def total(key: str) -> float:
+        return float(sum(record[key] for record in told if fileio.is_number(record.get(key))))
+
+    planned, groups = facts.setting("collaborative.rounds"), [record.get("peers") for record in told]
+    together = [group for group in groups if fileio.is_number(group) and group > 1]
+    expected = total("parts_expected")
+    return [
+        ("rounds", f"{told[-1]['round']:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")),
+        ("averaged with others", f"{len(together):,}, by up to {max(together)} peers" if together else "none"),
+        ("parts received", number(100 * total("parts") / expected, ".1f", " %") if expected else NONE),
+        ("sent", terminal.size(int(total("bytes_up")))),
+        ("received", terminal.size(int(total("bytes_down")))),
+    ]
+
+
+def missing(runs: Sequence[Facts]) -> Section:
+    """What a reader may look for and a run does not have."""
+    return Section("missing", "Not recorded", of_each(runs, lambda facts: [Items(missing_lines(facts))]))
+
+
+def missing_lines(facts: Facts) -> list[Sequence[str]]:
+    """Each with the reason."""
+    found: list[Sequence[str]] = []
+    if not facts.train:
+        found.append(["training metrics: metrics.jsonl has none"])
+    if not facts.val:
+        found.append(["validation metrics: no evaluation was reached"])
+    if facts.test is None:
+        found.append(["test metrics: ", Code(terminal.command("evaluate", facts.run_dir.path)), " measures them"])
+    if facts.val and not facts.run_dir.mistakes("val").exists():
+        measure = Code(terminal.command("evaluate", facts.run_dir.path, "--split", "val"))
+        found.append(["images that were told wrong: ", measure, " keeps them"])
+    if not facts.summary:
+        found.append(["final numbers (summary.json): the run has not ended, or was stopped; times are estimates"])
+    if facts.summary.get("energy", 0) is None:
+        found.append(["energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)"])
+    if not facts.hosts:
+        found.append(["hardware samples: no system-<host>.jsonl with a whole line in it"])
+    return found
+
+
+def places(runs: Sequence[Facts]) -> Section:
+    """Where the files of each run are."""
+    return Section("files", "Files", of_each(runs, lambda facts: [Items(file_lines(facts))]))
+
+
+def file_lines(facts: Facts) -> list[Sequence[str]]:
+    run_dir = facts.run_dir
+    lines: list[Sequence[str]] = [["run folder: ", Code(terminal.path(run_dir.path))]]
+    best = run_dir.checkpoints / "best"
+    if os.path.islink(best) and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
+        lines.append(["best checkpoint: ", Code(terminal.path(best)), f" (step {int(step[1])})"])
+    place = fileio.plain(fileio.read_object(run_dir.path / "remote.json")).get("url")
+    if isinstance(place, str):
+        lines.append(["in the bucket: ", Code(place), ", with the best weights"])
+    if os.path.isdir(run_dir.code):
+        lines.append(["code as it ran: ", Code(terminal.path(run_dir.code))])
+    if run_dir.tensorboard.is_dir():
+        lines.append(["curves: ", Code(f"tensorboard --logdir {terminal.path(run_dir.tensorboard)}")])
+    if any(run_dir.wandb.glob("offline-run-*")):
+        lines.append(["upload to Weights & Biases: ", Code(f"wandb sync {terminal.path(run_dir.wandb)}/offline-run-*")])
+    return [*lines, ["repeat it: ", Code(again(facts))]]
+
+
+SEVERAL: Sequence[Callable[[Sequence[Facts]], Section]] = (comparison, scaling)
+RUNS: Sequence[Callable[[Sequence[Facts]], Section]] = (
+    curves, results, asked, where, settings, cost, timeline, attempts, spent, hardware, classes, mistakes, rounds,
+    missing, places,
+)  # fmt: skip
+
+
+def _named(section: Any, hide: tuple[str, ...] = ()) -> str:
+    """``ddp (bucket_cap_mb: 50)``: a plugin and those of its options that are set."""
+    if not isinstance(section, dict):
+        return NONE
+    options = {key: value for key, value in section.items() if key not in ("name", *hide) and value not in (None, [])}
+    told = ", ".join(f"{key}: {value}" for key, value in options.items())
+    return text(section.get("name")) + (f" ({told})" if told else "")
+
+
+def _ranks(facts: Facts) -> str:
+    world_size, hosts = facts.started("world_size"), facts.started("hosts") or []
+    if not isinstance(world_size, int):
+        return NONE
+    nodes = told if isinstance(told := facts.setting("launch.nodes"), int) and told > 0 else 1
+    simulated = " simulated on one machine" if len(hosts) == 1 else ""
+    per_node = f" ({nodes} nodes {TIMES} {world_size // nodes}{simulated})"
+    on_hosts = f" on {fold(hosts)}" if hosts else ""
+    return f"{world_size}" + per_node * (nodes > 1 and world_size % nodes == 0) + on_hosts
+
+
+def _input(expected: Any) -> str:
+    """How pretrained weights had the images prepared."""
+    if not isinstance(expected, dict):
+        return NONE
+    keys = ("mean", "std", "interpolation", "crop")
+    return f"{expected.get('source')}: " + ", ".join(f"{key} {expected.get(key)}" for key in keys)
+
+
+def _batch(facts: Facts) -> str:
+    size = facts.setting("train.global_batch_size")
+    micro, passes = facts.summary.get("micro_batch_size"), facts.summary.get("grad_accum_steps")
+    if not isinstance(micro, int) or not isinstance(passes, int):
+        return text(size)
+    ranks = facts.started("world_size")
+    whole = f"{size} = {ranks} rank{'s' * (ranks != 1)} {TIMES} {micro}"
+    return whole + (f" {TIMES} {passes} accumulated passes" if passes > 1 else "")
+
+
+def _optimizer(optim: Any) -> str:
+    """Its name, learning rate and decay, and all options that are set."""
+    if not isinstance(optim, dict):
+        return NONE
+    keys = ["lr", "weight_decay"]
+    own = {"adamw": ["betas"], "lamb": ["betas"], "sgd": ["momentum", "nesterov"], "muon": ["momentum", "nesterov"]}
+    keys += own.get(str(optim.get("name")), []) + ["layer_decay"] * (optim.get("layer_decay", 1) != 1)
+    return f"{optim.get('name')}, " + ", ".join(f"{key} {optim[key]}" for key in keys if key in optim)
+
+
+def _schedule(facts: Facts) -> str:
+    schedule = facts.setting("schedule")
+    if not isinstance(schedule, dict):
+        return NONE
+    epochs = schedule.get("warmup_epochs", 0)
+    total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
+    told = f"{schedule.get('name')}, warm-up {number(epochs, 'g')} epoch{'s' * (epochs != 1)}"
+    known = all(map(fileio.is_number, (epochs, total, per_epoch)))
+    # Training warms up for at most half of a run, and not at all for a single update.
+    return f"{told}, here {total // 2} steps" if known and epochs * per_epoch > total / 2 else told
+
+
+def _length(facts: Facts) -> str:
+    total, per_epoch = facts.started("total_steps"), facts.started("steps_per_epoch")
+    if not isinstance(total, int):
+        return NONE
+    done = f"{facts.steps} of {total} steps" if facts.steps != total else f"{total} steps"
+    if not isinstance(per_epoch, int) or not per_epoch:
+        return done
+    return f"{done} = {facts.steps / per_epoch:g} epochs of {per_epoch}"
+
+
+def _commit(facts: Facts) -> str:
+    git, mark = facts.manifest.get("git"), facts.manifest.get("fingerprint")
+    if isinstance(git, dict) and git.get("commit"):
+        return f"commit {str(git['commit'])[:12]}" + (", with uncommitted changes" if git.get("diff") else "")
+    return f"no git repository; its files have the fingerprint {mark[:12]}" if isinstance(mark, str) and mark else NONE
+
+
+def _largest_batch(facts: Facts) -> str:
+    """What ``train.micro_batch_size=auto`` has found: whether a given size is the largest is not known."""
+    found: dict[str, Any] = next((event for event in reversed(facts.events) if event.get("event") == "probed"), {})
+    micro, ranks = found.get("micro_batch_size"), found.get("world_size")
+    if not fileio.is_whole(micro) or not fileio.is_whole(ranks) or not ranks:
+        return NONE
+    used = f"an update takes {memory(found.get('peak_mb'))} of {memory(found.get('room_mb'))}"
+    share = facts.count("train.global_batch_size") // ranks
+    more = "; more would fit, this is all of train.global_batch_size" if micro == share else ""
+    return f"{micro * ranks} = {plural(ranks, 'rank')} {TIMES} {micro} in one pass; {used}{more}"
+
+
+def _each(ranks: Sequence[float]) -> str:
+    """Of every rank, in order; of very many the extremes."""
+    if len(ranks) > 64:
+        return f"{memory(min(ranks))} to {memory(max(ranks))}"
+    return ", ".join(map(memory, ranks))
+
+
+def _utilisation(facts: Facts) -> str:
+    used = [usage.mean for host in facts.hosts for i in host.gpu_indices() if (usage := host.gpu(i, "util_percent"))]
+    if used:
+        return f"{sum(used) / len(used):.0f} % of {plural(len(used), 'GPU')}"
+    return "no GPU: trained on the CPU" if facts.started("device") == "cpu" else NONE
+
+
+def _gpu_hours(facts: Facts) -> str:
+    hours = processor_hours(facts)
+    if hours is None:
+        return NONE
+    return f"none; {hours:.3g} rank-hours on the CPU" if facts.started("device") == "cpu" else f"{hours:.3g}"
+
+
+def _energy(energy: Any) -> str:
+    told = {"GPUs": "gpu_kwh", "processors": "cpu_kwh"} if isinstance(energy, dict) else {}
+    kwh = [f"{name} {number(energy[key], '.3g', ' kWh')}" for name, key in told.items() if key in energy]
+    return ", ".join(kwh) or NONE
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _line(value: Any) -> str:
+    return NONE if value is None else terminal.one_line(value)
