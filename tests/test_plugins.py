@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import importlib
+import subprocess
 import sys
+import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from trainkit import plugins
+from trainkit.checking import check
+from trainkit.config.loading import load
 from trainkit.errors import UserError
+from trainkit.plugins import convert, fill, timm_models, torchvision_models
 
 STRATEGIES = "trainkit.strategies"
 SOURCE = """
@@ -181,3 +189,204 @@ def test_a_file_that_states_nothing_states_nothing() -> None:
 def test_a_logger_says_itself_when_and_where_it_is_opened(logger: str, says: dict[str, Any]) -> None:
     stated = plugins.stated("trainkit.monitor", logger)
     assert {name: stated[name] for name in ("FIRST", "PEERS") if name in stated} == says
+
+
+def plugin(
+    root: str, *, size: int = 8, rate: float = 0.1, norm: Literal["group", "batch"] = "group", extra: Any = 3
+) -> None:
+    pass
+
+
+def test_what_is_not_given_has_its_default() -> None:
+    assert fill(plugin, {"size": 9}, where="data") == {"size": 9, "rate": 0.1, "norm": "group", "extra": 3}
+
+
+def test_arguments_that_are_no_options_are_left_out() -> None:
+    assert "root" not in fill(plugin, {}, where="data")
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        (3, "int", 3),
+        (3.0, "int", 3),
+        (3, "float", 3.0),
+        (True, "bool", True),
+        ("x", "str", "x"),
+        (8, "str", "8"),
+        (None, "int | None", None),
+        (4, "int | None", 4),
+        ("auto", "int | str", "auto"),
+        ("group", "Literal['group', 'batch']", "group"),
+        ([1, 2], "tuple[int, ...]", [1, 2]),
+    ],
+)
+def test_a_value_of_the_declared_type_is_taken(value: object, annotation: str, expected: object) -> None:
+    converted = convert(value, annotation, key="data.x")
+    assert converted == expected
+    assert type(converted) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "wanted"),
+    [
+        ("big", "int", "a whole number"),
+        (3.5, "int", "a whole number"),
+        (float("inf"), "int", "a whole number"),
+        (True, "int", "a whole number"),
+        (1, "bool", "true or false"),
+        ("yes", "bool", "true or false"),
+        (None, "float", "a number"),
+        ("x", "float | None", "a number or null"),
+        ([1], "str", "text"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_key(value: object, annotation: str, wanted: str) -> None:
+    with pytest.raises(UserError, match=rf"data\.x=[\s\S]*data\.x is {wanted}\."):
+        convert(value, annotation, key="data.x")
+
+
+def test_a_choice_that_does_not_exist_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"one of: group, batch[\s\S]*Did you mean 'group'\?"):
+        fill(plugin, {"norm": "grop"}, where="model")
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """``write("mine.py", text)`` makes a file of the user's own, in the folder that they start from."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def call(name: str, text: str) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+        importlib.invalidate_caches()
+        return file
+
+    return call
+
+
+def refusal(model: str, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        check(load("single", [f"model.name={model}", *overrides]))
+    return caught.value
+
+
+def test_a_syntax_error_in_the_users_module_is_refused_before_anything_is_queued_with_file_and_line(
+    write: Write,
+) -> None:
+    write("broken_one.py", "import os\n\ndef build(info:\n    return None\n")
+    error = refusal("broken_one:build")
+    assert error.exit_code == 2
+    assert error.what.endswith("/broken_one.py:3 is not valid Python.")
+    assert error.why.startswith("'(' was never closed: def build(info")
+
+
+def test_so_is_an_import_of_a_module_that_is_not_there(write: Write) -> None:
+    write("asks_one.py", "import os\nimport no_such_package.layers\n\ndef build(info): ...\n")
+    said = "/asks_one.py:2 imports 'no_such_package.layers', which is not there."
+    assert refusal("asks_one:build").what.endswith(said)
+
+
+def test_and_what_a_module_of_the_users_own_imports_of_another(write: Write) -> None:
+    write("part_two.py", "def head(): ...\nclass Body: ...\nWIDTH: int = 2\n")
+    write("whole_two.py", "from part_two import Body, WIDTH, hed\n\ndef build(info): ...\n")
+    error = refusal("whole_two:build")
+    assert error.what.endswith("/whole_two.py:1 imports 'hed' from 'part_two', which does not have it.")
+    assert error.fix == "Did you mean 'head'?"
+    write("part_three.py", "x = = 1\n")
+    write("whole_three.py", "import part_three\n\ndef build(info): ...\n")
+    assert refusal("whole_three:build").what.endswith("/part_three.py:1 is not valid Python.")
+
+
+def test_a_function_that_the_module_does_not_have_is_refused_with_the_nearest(write: Write) -> None:
+    write("named_four.py", "def build_model(info): ...\n")
+    error = refusal("named_four:build_modle")
+    assert (error.what, error.fix) == ("Module 'named_four' has no 'build_modle'.", "Did you mean 'build_model'?")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try:\n    import no_such_package\nexcept ImportError:\n    no_such_package = None\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import no_such_package\n",
+        "def late():\n    import no_such_package\n",
+        "import sys\nsys.path.append('/somewhere/else')\nimport no_such_package\n",
+        "import os.path, xml.etree.ElementTree, torch.nn.functional as F\nfrom torch import nn\n",
+        "from yaml import *\nfrom pack_five import inner, made\nfrom pack_five.inner import value\n",
+        "from torch.nn import *\n",
+    ],
+)
+def test_what_may_well_work_is_let_pass(write: Write, text: str) -> None:
+    write("pack_five/__init__.py", "from . import inner\nfrom .inner import value as made\n")
+    write("pack_five/inner.py", "for value in (1, 2):\n    pass\n")
+    file = write("passes_five.py", text + "def build(info): ...\n")
+    plugins._parsed.cache_clear()
+    plugins.check_module("passes_five", file, key=None)
+
+
+def test_a_name_that_is_assigned_or_imported_is_a_function_as_well(write: Write) -> None:
+    write("makes_six.py", "from functools import partial\nbuild = partial(dict)\n")
+    plugins.check_importable("trainkit.models", "makes_six:build", installed=True)
+
+
+def test_where_the_job_brings_its_own_environment_a_package_may_be_there(write: Write) -> None:
+    write("asks_seven.py", "import no_such_package\n\ndef build(info): ...\n")
+    check(load("single", ["model.name=asks_seven:build", "launch.environment=conda:vision"]))
+
+
+def test_an_import_that_fails_only_when_it_runs_is_the_users_error_with_file_and_line(write: Write) -> None:
+    write("runs_eight.py", "import os\nif os.sep:\n    import no_such_package\n\ndef build(info): ...\n")
+    with pytest.raises(UserError) as caught:
+        plugins.load("trainkit.models", "runs_eight:build")
+    assert caught.value.what.endswith("/runs_eight.py:3 could not be imported.")
+    assert caught.value.why == "ModuleNotFoundError: No module named 'no_such_package'."
+
+
+def test_reading_them_imports_nothing_and_takes_no_time(write: Write) -> None:
+    write("heavy_nine.py", "import torch, timm\nraise SystemExit\n\ndef build(info): ...\n")
+    began = time.process_time()
+    plugins.check_importable("trainkit.models", "heavy_nine:build", installed=True)
+    assert time.process_time() - began < 0.5
+
+
+def test_every_model_of_timm_is_found_and_nothing_else() -> None:
+    import timm
+    from timm.models._registry import _deprecated_models
+
+    found = set(timm_models())
+    assert set(timm.list_models()) <= found
+    assert found - set(timm.list_models()) <= set(_deprecated_models)
+
+
+def test_no_pretrained_weights_of_timm_would_be_refused() -> None:
+    import timm
+
+    for full_name in timm.list_models(pretrained=True):
+        name, _, tag = full_name.partition(".")
+        tags = timm_models()[name]
+        assert not tag or not tags or tag in tags, full_name
+
+
+def test_every_classification_model_of_torchvision_is_found_and_nothing_else() -> None:
+    import torchvision
+
+    assert list(torchvision_models()) == torchvision.models.list_models(module=torchvision.models)
+
+
+@pytest.mark.parametrize("function", ["timm_models", "torchvision_models"])
+def test_asking_imports_neither_library_and_is_quick(function: str) -> None:
+    script = f"""
+import sys, time
+started = time.process_time()
+from trainkit.plugins import {function}
+assert len({function}()) > 50
+print(time.process_time() - started, [name for name in ("torch", "timm", "torchvision") if name in sys.modules])
+"""
+    seconds, loaded = subprocess.check_output([sys.executable, "-c", script], text=True).split(" ", 1)
+    assert loaded.strip() == "[]"
+    assert float(seconds) < 0.4  # 0.06 on an idle machine

@@ -1,13 +1,50 @@
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
 import pickle
-from collections.abc import Callable
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torchvision.transforms import functional, v2
 
-from trainkit.data.folders import ImageFiles, Listing, Tree, read_split, require_classes, scan
-from trainkit.errors import UserError
+from tests.rank_functions import run_ranks
+from trainkit.config.schema import DataConfig
+from trainkit.data import build_data
+from trainkit.data.base import ModelInput, Splits
+from trainkit.data.datasets import image_folder
+from trainkit.data.folders import (
+    Broken,
+    BrokenImageError,
+    ImageFiles,
+    Listing,
+    RandomPart,
+    Tree,
+    class_folders,
+    image_files,
+    photo_statistics,
+    photo_transforms,
+    random_part,
+    read_image,
+    read_split,
+    require_classes,
+    scan,
+)
+from trainkit.data.loader import eval_batches, train_batches
+from trainkit.distributed.process_group import distributed
+from trainkit.errors import RunFailedError, UserError
+from trainkit.ranks.env import RankEnv
 
 
 def tree(folder: Path) -> Tree:
@@ -48,3 +85,375 @@ def test_a_split_without_images_is_refused(tmp_path: Path) -> None:
 def test_one_class_is_too_few(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(UserError, match="does not hold a folder for each class"):
         require_classes(tmp_path, names)
+
+
+def fill(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def test_classes_are_the_visible_folders_in_order(tmp_path: Path) -> None:
+    for name in ("b", "a", ".ipynb_checkpoints", "images-256.pack", "images-256.pack.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert class_folders(tmp_path) == ["a", "b"]
+
+
+def test_a_missing_folder_has_no_classes(tmp_path: Path) -> None:
+    assert class_folders(tmp_path / "no") == []
+
+
+def test_images_are_found_below_and_sorted(tmp_path: Path) -> None:
+    fill(tmp_path, "2.JPEG", "1.png", "deep/0.jpg", ".hidden.jpg", "notes.txt", ".trash/9.jpg")
+    assert image_files(tmp_path) == ["1.png", "2.JPEG", "deep/0.jpg"]
+
+
+def test_a_listing_is_the_same_after_its_way_to_another_rank(tmp_path: Path) -> None:
+    fill(tmp_path, "train/b/1.jpg", "train/b/0.jpg", "train/a/x/Grüße.png", "train/d/7.gif", "val/a/9.jpg")
+    (tmp_path / "train" / "c").mkdir()
+    walked = Listing.walk(tmp_path, ("train", "val", "test"))
+    told = Listing.from_bytes(walked.to_bytes())
+    assert told.splits == walked.splits == {
+        "train": {"a": range(1), "b": range(1, 3), "c": range(3, 3), "d": range(3, 4)}, "val": {"a": range(4, 5)},
+        "test": {},
+    }  # fmt: skip
+    files = ["train/a/x/Grüße.png", "train/b/0.jpg", "train/b/1.jpg", "train/d/7.gif", "val/a/9.jpg"]
+    assert [str(Tree(tmp_path, told).path(position).relative_to(tmp_path)) for position in range(len(told))] == files
+    assert [told.name(position) for position in (0, 4)] == ["x/Grüße.png", "9.jpg"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}\nx.jpg\0", b'{"train": {"a": 2}}\nx.jpg\0', b'{"train": {"a": 1}}\n../../x.jpg\0', b"[1]\n",
+     b'{"train": {"a": 1}}\n/etc/x.jpg\0', b'{"train": {"a": "x"}}\n'],
+)  # fmt: skip
+def test_a_damaged_listing_is_refused(content: bytes) -> None:
+    with pytest.raises(RunFailedError, match="list of the data's files is damaged"):
+        Listing.from_bytes(content)
+
+
+def build_and_count(env: RankEnv, root: str) -> tuple[int, list[int], str]:
+    """How often this rank walks; the sizes of the splits that it has; the error, if it gets one."""
+    walks = 0
+    walk = Listing.walk
+
+    def counted(folder: Path, splits: tuple[str, ...]) -> Listing:
+        nonlocal walks
+        walks += 1
+        return walk(folder, splits)
+
+    with pytest.MonkeyPatch.context() as patch, distributed(env, use_gpu=False) as dist:
+        patch.setattr(Listing, "walk", counted)
+        try:
+            made = build_data(DataConfig(name="image_folder", root=root if env.rank == 0 else root + "/."), dist)
+        except UserError as error:
+            return walks, [], error.what
+    return walks, [len(split) for split in (made.train, made.val, made.test)], ""
+
+
+def test_one_rank_walks_the_folders_for_all(tmp_path: Path) -> None:
+    for number in range(3):
+        fill(tmp_path, f"train/a/{number}.jpg", f"train/b/{number}.jpg", f"val/a/{number}.jpg")
+    assert run_ranks(2, build_and_count, str(tmp_path)) == [(1, [6, 3, 3], ""), (0, [6, 3, 3], "")]
+
+
+def test_what_is_wrong_with_the_data_is_said_on_all_ranks(tmp_path: Path) -> None:
+    fill(tmp_path, "train/a/0.jpg", "train/b/x.txt")
+    (_, _, one), (_, _, other) = run_ranks(2, build_and_count, str(tmp_path))
+    assert one == other
+    assert one.endswith("train/b holds no images.")
+
+
+RED = (200, 30, 40)
+
+
+def red(folder: Path, name: str, mode: str = "RGB") -> Path:
+    path = folder / name
+    Image.new("RGB", (12, 8), RED).convert(mode).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("photo.jpg", "RGB"),
+        ("photo.png", "RGB"),
+        ("palette.png", "P"),
+        ("alpha.png", "RGBA"),
+        ("cmyk.jpg", "CMYK"),
+        ("photo.webp", "RGB"),
+        ("photo.bmp", "RGB"),
+        ("photo.tif", "RGB"),
+        ("palette.gif", "P"),
+        ("png_inside.jpg.png", "RGB"),
+    ],
+)
+def test_every_kind_of_file_becomes_rgb_bytes(tmp_path: Path, name: str, mode: str) -> None:
+    image = read_image(red(tmp_path, name, mode), in_chans=3)
+    assert (image.dtype, tuple(image.shape)) == (torch.uint8, (3, 8, 12))
+    assert (image.float().mean((1, 2)) - torch.tensor(RED)).abs().max() < 12
+
+
+@pytest.mark.parametrize("name", ["photo.jpg", "photo.png", "photo.bmp"])
+def test_one_channel_is_gray(tmp_path: Path, name: str) -> None:
+    image = read_image(red(tmp_path, name), in_chans=1)
+    assert tuple(image.shape) == (1, 8, 12)
+    assert abs(float(image.float().mean()) - (0.299 * 200 + 0.587 * 30 + 0.114 * 40)) < 3
+
+
+def test_a_png_named_jpeg_is_read_by_what_it_is(tmp_path: Path) -> None:
+    path = red(tmp_path, "photo.png").rename(tmp_path / "n01.JPEG")
+    assert tuple(read_image(path, in_chans=3).shape) == (3, 8, 12)
+
+
+@pytest.mark.parametrize("name", ["deep.png", "deep.tif"])
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path, name: str) -> None:
+    Image.fromarray(numpy.full((8, 12), 0x8000, dtype=numpy.uint16)).save(tmp_path / name)
+    assert bool((read_image(tmp_path / name, in_chans=1) == 128).all())
+
+
+@pytest.mark.parametrize("keep", [0, 100, 300])
+def test_a_damaged_image_is_named(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "photo.jpg"
+    Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(BrokenImageError, match=r"Cannot decode the image .*photo\.jpg"):
+        read_image(path, in_chans=3)
+
+
+def test_an_image_that_vanished_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Cannot read .*gone\.jpg"):
+        read_image(tmp_path / "gone.jpg", in_chans=3)
+
+
+def test_of_a_link_that_leads_nowhere_it_is_said_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "x.png").symlink_to("/nowhere/y.png")
+    with pytest.raises(UserError) as caught:
+        read_image(tmp_path / "x.png", 3)
+    assert caught.value.fix == "It is a link to /nowhere/y.png, where nothing is: bring that, or remove the link."
+
+
+def test_a_jpegs_pixels_are_pillows(tmp_path: Path) -> None:
+    grid = numpy.kron(numpy.random.default_rng(0).integers(0, 256, (9, 7, 3)), numpy.ones((9, 9, 1)))
+    kinds: list[dict[str, Any]] = [{"quality": 90}, {"progressive": True}, {"subsampling": 0, "quality": 60}]
+    for number, options in enumerate(kinds):
+        path = tmp_path / f"{number}.jpg"
+        Image.fromarray(grid.astype(numpy.uint8)).save(path, **options)
+        expected = torch.from_numpy(numpy.array(Image.open(path))).permute(2, 0, 1)
+        assert torch.equal(read_image(path, in_chans=3), expected)
+
+
+# Files that a stranger could have made
+
+
+def damaged(content: bytes, seed: int) -> Iterator[bytes]:
+    """The file cut short everywhere, and with one to twenty bytes changed."""
+    dice = random.Random(seed)
+    yield from (content[:length] for length in range(0, len(content), max(1, len(content) // 40)))
+    for _ in range(60):
+        changed = bytearray(content)
+        for _ in range(dice.choice((1, 1, 2, 20))):
+            changed[dice.randrange(len(changed))] = dice.randrange(256)
+        yield bytes(changed)
+
+
+def read_damaged(folder: Path) -> None:
+    """Ends with 0 if every damaged file is either read, or refused by its name."""
+    warnings.simplefilter("ignore")
+    for number, whole in enumerate(sorted(folder.iterdir())):
+        path = folder / f"damaged{whole.suffix}"
+        for content in damaged(whole.read_bytes(), seed=number):
+            path.write_bytes(content)
+            with suppress(UserError):
+                assert read_image(path, in_chans=3).dtype == torch.uint8
+        path.unlink()
+
+
+def test_no_damaged_image_ends_the_process(tmp_path: Path) -> None:
+    """torchvision's libpng dies of SIGSEGV on most of these PNGs, and with it the training."""
+    pixels = numpy.kron(numpy.random.default_rng(0).integers(0, 256, (6, 5, 3)), numpy.ones((4, 4, 1)))
+    image = Image.fromarray(pixels.astype(numpy.uint8))
+    for name in ("a.png", "b.jpg", "c.gif", "d.webp"):
+        image.save(tmp_path / name)
+    image.convert("P").save(tmp_path / "e.png")
+    image.save(tmp_path / "f.jpg", progressive=True)
+    child = multiprocessing.get_context("forkserver").Process(target=read_damaged, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("name", ["photo.png", "photo.gif", "photo.webp"])
+def test_a_truncated_image_of_any_kind_is_named(tmp_path: Path, name: str) -> None:
+    path = red(tmp_path, name)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match=rf"Cannot decode the image .*{name}"):
+        read_image(path, in_chans=3)
+
+
+def test_a_thumbnail_that_claims_to_be_enormous_is_refused(tmp_path: Path) -> None:
+    """torchvision fills 11 GB, in half a minute."""
+    path = red(tmp_path, "photo.jpg")
+    content = bytearray(path.read_bytes())
+    frame = content.index(b"\xff\xc0")
+    content[frame + 5 : frame + 9] = (60000).to_bytes(2, "big") * 2
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="Cannot decode"):
+        read_image(path, in_chans=3)
+
+
+def test_a_pipe_named_like_an_image_is_no_image(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "photo.jpg")
+    with pytest.raises(UserError, match=r"Cannot read .*photo\.jpg"):
+        read_image(tmp_path / "photo.jpg", in_chans=3)
+
+
+@pytest.fixture
+def data(tmp_path: Path, write_images: Callable[..., None]) -> Splits:
+    """Three splits of 2 x 8 images; of train number 3 and 4 are broken, and the last."""
+    for split in ("train", "val"):
+        write_images(tmp_path / split, {"cat": 8, "dog": 8}, size=(8, 8))
+    for name in ("cat/003", "cat/004", "dog/007"):
+        (tmp_path / "train" / f"{name}.jpg").write_bytes(b"\xff\xd8\xff no image")
+    return image_folder.build(tmp_path, image_size=8, augment=False)
+
+
+def trained_on(data: Splits, *, most: int, rank: int = 0, world: int = 1, workers: int = 0) -> tuple[Tensor, Broken]:
+    broken = Broken(most)
+    found = train_batches(
+        data, seed=0, start_step=0, stop_step=2, global_batch_size=8, micro_batch_size=8 // world,
+        rank=rank, world_size=world, workers=workers, broken=broken,
+    )  # fmt: skip
+    with found:
+        return torch.cat([batch.images for batch in found]), broken
+
+
+def test_in_training_the_next_whole_image_stands_in_whichever_rank_or_worker_meets_the_broken(
+    data: Splits, tmp_path: Path
+) -> None:
+    alone, broken = trained_on(data, most=3)
+    assert sorted(Path(file).name for file in broken.met) == ["003.jpg", "004.jpg", "007.jpg"]
+    parts = [trained_on(data, most=3, rank=rank, world=2, workers=rank) for rank in (0, 1)]
+    in_order = [images.view(2, 4, 3, 8, 8) for images, _ in parts]
+    assert torch.equal(torch.cat(in_order, dim=1).flatten(0, 1), alone)
+    assert {**parts[0][1].met, **parts[1][1].met} == broken.met
+    train = tmp_path / "train"
+    for name, next_whole in (("cat/003", "cat/005"), ("cat/004", "cat/005")):
+        (train / f"{name}.jpg").write_bytes((train / f"{next_whole}.jpg").read_bytes())
+    (train / "dog/007.jpg").write_bytes((train / "cat/000.jpg").read_bytes())
+    assert torch.equal(trained_on(image_folder.build(tmp_path, image_size=8, augment=False), most=0)[0], alone)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_ends_the_run_by_its_name_where_none_may_be(data: Splits, workers: int) -> None:
+    with pytest.raises(BrokenImageError, match=r"Cannot decode the image .*\.jpg"):
+        trained_on(data, most=0, workers=workers)
+
+
+def test_more_broken_images_in_a_row_than_may_be_end_the_run(data: Splits) -> None:
+    with pytest.raises(BrokenImageError, match=r"cat/004\.jpg"):
+        trained_on(data, most=1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluation_leaves_broken_images_out_of_its_counts(data: Splits, world: int) -> None:
+    broken = Broken(3)
+    found = [
+        eval_batches(
+            data.train, data.eval_transform, batch_size=3, rank=rank, world_size=world, workers=0, broken=broken
+        )
+        for rank in range(world)
+    ]
+    batches = [batch for of_rank in found for batch in of_rank]
+    assert sum(int(batch.mask.sum()) for batch in batches) == 13
+    assert len(broken.met) == 3
+    assert all(batch.images.shape == (3, 3, 8, 8) for batch in batches)
+
+
+def test_an_image_that_cannot_be_read_ends_the_run_for_that_may_pass(data: Splits, tmp_path: Path) -> None:
+    (tmp_path / "train/cat/000.jpg").unlink()
+    with pytest.raises(UserError, match=r"Cannot read .*000\.jpg"):
+        trained_on(data, most=9)
+
+
+@pytest.fixture(scope="module")
+def photo() -> Tensor:
+    """uint8 [3, 427, 640]."""
+    return torch.from_numpy(load_sample_images().images[0].copy()).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("shape", [(3, 300, 500), (3, 40, 20), (1, 64, 64), (3, 8, 400)])
+def test_photos_of_any_size_get_the_asked_size(shape: tuple[int, ...]) -> None:
+    train, evaluate = photo_transforms(32, augment=True)
+    image = torch.zeros(shape, dtype=torch.uint8)
+    for transform in (train, evaluate):
+        assert (transform(image).shape, transform(image).dtype) == ((shape[0], 32, 32), torch.uint8)
+
+
+def test_photos_are_augmented_only_in_training() -> None:
+    train, evaluate = photo_transforms(32, augment=True)
+    image = torch.arange(3 * 64 * 64).remainder(251).to(torch.uint8).reshape(3, 64, 64)
+    assert not torch.equal(train(image), train(image))
+    assert torch.equal(evaluate(image), evaluate(image))
+    plain, _ = photo_transforms(32, augment=False)
+    assert torch.equal(plain(image), evaluate(image))
+
+
+@pytest.mark.parametrize(("interpolation", "crop"), [("bicubic", 0.95), ("bilinear", 0.5), ("nearest", 0.9)])
+def test_photos_for_pretrained_weights_are_resized_and_cropped_as_those_were(
+    interpolation: str, crop: float, photo: Tensor
+) -> None:
+    expected = ModelInput("some", (0.5,) * 3, (0.5,) * 3, interpolation, crop)
+    train, evaluate = photo_transforms(38, expected, augment=True)
+    mode = v2.InterpolationMode(interpolation)
+    resized = v2.functional.resize(photo, [round(38 / crop)], interpolation=mode, antialias=True)
+    assert torch.equal(evaluate(photo), v2.functional.center_crop(resized, [38, 38]))
+    torch.manual_seed(3)
+    made = train(photo)
+    torch.manual_seed(3)
+    part = v2.functional.resized_crop(photo, *random_part(427, 640), [38, 38], interpolation=mode, antialias=True)
+    assert torch.equal(made, part.flip(-1) if torch.rand(()).item() < 0.5 else part)
+
+
+def test_random_parts_are_drawn_as_torchvision_draws_them() -> None:
+    """Mean and deviation of their area, ratio and place, within three standard errors."""
+    torch.manual_seed(0)
+    photo, count = torch.empty(3, 375, 500), 3000
+    ours = [random_part(375, 500) for _ in range(count)]
+    theirs = [v2.RandomResizedCrop.make_params(v2.RandomResizedCrop(224), [photo]) for _ in range(count)]
+    boxes = [(made["top"], made["left"], made["height"], made["width"]) for made in theirs]
+
+    def measures(parts: list[tuple[int, int, int, int]]) -> Tensor:
+        return torch.tensor(
+            [[y, x, h * w / 187_500, math.log(w / h), h, w] for y, x, h, w in parts], dtype=torch.float64
+        )
+
+    one, other = measures(ours), measures(boxes)
+    error = (one.var(0) + other.var(0)).div(count).sqrt()
+    assert bool(((one.mean(0) - other.mean(0)).abs() < 3 * error).all())
+    assert bool((one.std(0) / other.std(0) - 1).abs().max() < 0.06)
+
+
+def test_a_part_has_the_pixels_that_torchvisions_reference_makes_with_pillow(photo: Tensor) -> None:
+    """Peak signal to noise of 45 dB and more: they differ by rounding."""
+    torch.manual_seed(0)
+    picture, worst, means = functional.to_pil_image(photo), math.inf, []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        made = RandomPart(224, "bilinear")(photo).double()
+        torch.manual_seed(seed)
+        box = random_part(427, 640)
+        reference = functional.pil_to_tensor(functional.resized_crop(picture, *box, [224, 224])).double()
+        if torch.rand(()).item() < 0.5:
+            reference = reference.flip(-1)
+        error = (made - reference).square().mean().item()
+        worst = min(worst, 10 * math.log10(255**2 / max(error, 1e-12)))
+        means.append((made.mean() - reference.mean(), made.std() - reference.std()))
+    assert worst > 45
+    assert bool((torch.tensor(means).abs() < 0.2).all())  # of 255
+
+
+def test_gray_photos_have_the_average_of_the_colours_statistics() -> None:
+    mean, std = photo_statistics(1)
+    assert (round(mean[0], 3), round(std[0], 3)) == (0.449, 0.226)

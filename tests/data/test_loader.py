@@ -1,3 +1,5 @@
+"""Batches of a data set in memory."""
+
 from __future__ import annotations
 
 import gc
@@ -7,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +18,28 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from torchvision.transforms.v2 import functional
 
 from trainkit import lifetime
-from trainkit.data import loader
+from trainkit.data import loader, order
 from trainkit.data.base import Batch, DataInfo, Splits
-from trainkit.data.loader import Batches, default_workers, eval_batches, resolve_workers, train_batches
+from trainkit.data.loader import (
+    Batches,
+    TensorSamples,
+    TensorTransform,
+    default_workers,
+    eval_batches,
+    on_gpu,
+    placed,
+    resolve_workers,
+    tensor_transforms,
+    train_batches,
+)
 from trainkit.data.order import epoch_order
 from trainkit.errors import UserError
 
 SIZE = 50
-INFO = DataInfo("numbers", 2, 1, 1, ("even", "odd"), (0.5,), (0.5,))
+INFO_LOADER = DataInfo("numbers", 2, 1, 1, ("even", "odd"), (0.5,), (0.5,))
 
 
 class Numbers:
@@ -61,7 +77,7 @@ def same(image: Any) -> Tensor:
 
 def splits(train: Numbers | None = None, **changes: Any) -> Splits:
     samples = train or Numbers()
-    return Splits(INFO, samples, samples, samples, add_noise, same, **changes)
+    return Splits(INFO_LOADER, samples, samples, samples, add_noise, same, **changes)
 
 
 def batches(
@@ -336,3 +352,194 @@ def test_the_first_order_is_drawn_before_the_workers_are_forked(monkeypatch: pyt
     ) as found:  # fmt: skip
         next(found)
     assert workers == [0]
+
+
+INFO_MEMORY = DataInfo("numbers", 2, 1, 6, ("even", "odd"), (0.5,), (0.5,))
+PICTURES = TensorSamples(
+    torch.arange(SIZE, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 1, 6, 6) * 5
+    + torch.arange(36, dtype=torch.uint8).view(6, 6),
+    torch.arange(SIZE) % 2,
+)
+
+
+def in_memory(**where: Any) -> Batches[Batch]:
+    train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
+    data = Splits(INFO_MEMORY, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
+    settings = {"seed": 0, "start_step": 0, "stop_step": 10, "micro_batch_size": 16, "rank": 0, "world_size": 1}
+    return train_batches(data, global_batch_size=16, **{**settings, "workers": 0, **where})
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Batch]:
+    return list(in_memory())
+
+
+@pytest.mark.parametrize("start", [1, 3, 7])
+def test_a_resumed_run_sees_what_the_uninterrupted_one_sees(start: int, pictures: list[Batch]) -> None:
+    for batch, expected in zip(in_memory(start_step=start), pictures[start:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
+
+
+@pytest.mark.parametrize(("world", "micro", "workers"), [(1, 4, 0), (2, 4, 0), (4, 2, 0), (1, 16, 2), (2, 4, 1)])
+def test_neither_ranks_nor_accumulation_nor_workers_change_anything(
+    world: int, micro: int, workers: int, pictures: list[Batch]
+) -> None:
+    per_rank = [
+        list(in_memory(rank=rank, world_size=world, micro_batch_size=micro, workers=workers)) for rank in range(world)
+    ]
+    in_order = [batch for micro_step in zip(*per_rank, strict=True) for batch in micro_step]
+    for column in range(3):
+        assert torch.equal(
+            torch.cat([batch[column] for batch in in_order]), torch.cat([batch[column] for batch in pictures])
+        )
+
+
+def test_the_samples_are_those_of_the_order_and_augmented_anew_in_each_epoch(
+    pictures: list[Batch],
+) -> None:
+    order = torch.cat([epoch_order(SIZE, 0, epoch)[:48] for epoch in range(4)])[:160]
+    labels, keys = (torch.cat([batch[column] for batch in pictures]) for column in (1, 2))
+    assert torch.equal(labels, order % 2)
+    assert len(set(keys.tolist())) == len(keys)
+    first, second = ({int(index): at for at, index in enumerate(order[part])} for part in (slice(48), slice(48, 96)))
+    images = torch.cat([batch.images for batch in pictures])
+    both = first.keys() & second.keys()
+    again = sum(torch.equal(images[first[index]], images[48 + second[index]]) for index in both)
+    assert again < len(both) / 4
+
+
+def test_a_batch_leaves_the_global_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    next(in_memory())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("world", "size"), [(1, 4), (2, 4), (3, 16)])
+def test_evaluation_sees_what_it_sees_sample_by_sample(world: int, size: int) -> None:
+    _, transform = tensor_transforms(6, augment=True, shift=2, flip=True)
+    for rank in range(world):
+        where: Any = {"batch_size": size, "rank": rank, "world_size": world, "workers": 0}
+        whole = list(eval_batches(PICTURES, transform, **where))
+        single = list(eval_batches(PICTURES, lambda image: transform(image), **where))
+        for batch, expected in zip(whole, single, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(batch, expected, strict=True))
+
+
+class Gpu:
+    """Names a GPU where there is none."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize(
+    ("free", "where", "workers", "there"),
+    [(10, "auto", 0, True), (9, "auto", 0, False), (10, "cpu", 0, False), (10, "auto", 1, False)],
+)
+def test_data_goes_to_a_gpu_if_it_takes_a_tenth_of_what_is_free_there(
+    monkeypatch: pytest.MonkeyPatch, free: int, where: Any, workers: int, there: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * PICTURES.nbytes * free, 0))
+    monkeypatch.setattr(TensorSamples, "on", lambda self, device: "there")
+    train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
+    splits = Splits(INFO_MEMORY, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
+    gpu: Any = Gpu()
+    found: Any = placed(splits, where, gpu, workers=workers)
+    assert [found.train, found.val, found.test] == (["there"] * 3 if there else [PICTURES] * 3)
+
+
+def test_data_stays_in_memory_where_the_cpu_trains() -> None:
+    train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
+    splits = Splits(INFO_MEMORY, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
+    assert placed(splits, "auto", torch.device("cpu"), workers=0) is splits
+
+
+def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stream that only notes: what must be in order is in order, and no batch is lost."""
+    log: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            log.append("wait")
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        log.append("copy")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    batches = [Batch(torch.full((1,), number), torch.ones(1), torch.zeros(1)) for number in range(3)]
+    error = UserError("Broken.", why="It is.", fix="Mend it.")
+    seen = []
+    for batch in on_gpu(iter([*batches, error]), torch.device("cpu")):
+        log.append("compute")
+        seen.append(batch)
+    assert [int(batch.images) for batch in seen[:3]] == [0, 1, 2]
+    assert seen[3] is error
+    assert log[:6] == ["copy", "wait", "copy", "compute", "wait", "copy"]
+
+
+KEYS = order.keys(0, 0, torch.arange(400))
+
+
+def gradient(size: int = 8) -> torch.Tensor:
+    return torch.arange(1, size * size + 1, dtype=torch.uint8).reshape(1, size, size)
+
+
+def noise(count: int, channels: int, height: int, width: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=random)
+
+
+def test_samples_are_images_and_plain_labels() -> None:
+    samples = TensorSamples(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([5, 6, 7]))
+    image, label = samples[1]
+    assert (len(samples), image.shape, label, type(label)) == (3, (1, 2, 2), 6, int)
+    assert samples.nbytes == 3 * (4 + 8)
+
+
+@pytest.mark.parametrize(("shift", "flip"), [(4, True), (2, False), (0, True), (1, True)])
+def test_each_image_of_a_batch_is_what_torchvision_makes_of_it_with_the_same_draws(shift: int, flip: bool) -> None:
+    images = noise(400, 3, 12, 9)
+    transform = TensorTransform(12, shift, flip)
+    drawn = transform.draw(KEYS)
+    expected = []
+    for image, (top, left, mirror) in zip(images, drawn.tolist(), strict=True):
+        cropped = functional.crop(functional.pad(image, [shift] * 4), top, left, 12, 9)
+        cropped = functional.horizontal_flip(cropped) if mirror else cropped
+        expected.append(functional.resize(cropped, [12, 12], antialias=True))
+    assert torch.equal(transform.batch(images, drawn), torch.stack(expected))
+
+
+def test_one_image_alone_is_what_a_batch_of_one_gives() -> None:
+    transform = TensorTransform(8, 2, True)
+    torch.manual_seed(3)
+    key = torch.randint(1 << 62, (1,))
+    torch.manual_seed(3)
+    assert torch.equal(transform(gradient()), transform.batch(gradient()[None], transform.draw(key))[0])
+
+
+def test_every_window_comes_up_as_often_and_half_are_mirrored() -> None:
+    drawn = TensorTransform(8, 2, True).draw(order.keys(1, 1, torch.arange(10_000)))
+    counts = torch.bincount(drawn @ torch.tensor([10, 2, 1]), minlength=50)
+    assert len(counts) == 50
+    assert ((counts - 200).abs() < 80).all()
+
+
+def test_the_images_themselves_are_not_changed() -> None:
+    images = gradient()[None].repeat(400, 1, 1, 1)
+    transform = TensorTransform(8, 1, True)
+    transform.batch(images, transform.draw(KEYS)).fill_(0)
+    assert torch.equal(images, gradient()[None].repeat(400, 1, 1, 1))
+
+
+@pytest.mark.parametrize("size", [4, 8, 20])
+def test_resizing_gives_bytes_of_the_asked_size(size: int) -> None:
+    resized = TensorTransform(size)(gradient())
+    assert (resized.shape, resized.dtype) == ((1, size, size), torch.uint8)
+
+
+def test_without_augmentation_training_sees_what_evaluation_sees() -> None:
+    train, evaluate = tensor_transforms(8, augment=False, shift=1, flip=True)
+    assert torch.equal(train(gradient()), evaluate(gradient()))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,19 @@ import torch
 from PIL import Image
 
 from jobs import prepare
+from tests.rank_functions import run_ranks
+from trainkit import fileio
+from trainkit.config.loading import load
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, check_data, pack_data
 from trainkit.data import pack as data_pack
 from trainkit.data.datasets import image_folder
 from trainkit.data.folders import Broken, BrokenImageError, read_content, read_image
 from trainkit.data.loader import train_batches
-from trainkit.data.pack import Kind, Pack, write_pack
+from trainkit.data.pack import Kind, Pack, scratch, stage, staged, staged_folder, write_pack
+from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
+from trainkit.ranks.env import RankEnv
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -30,7 +36,7 @@ def photo(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root_pack(tmp_path: Path) -> Path:
     """Photos of several shapes and kinds, one of which is broken."""
     root = tmp_path / "images"
     for label, name in enumerate(("cat", "dog")):
@@ -44,7 +50,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def pack(root: Path, kind: Kind = "jpeg", *, side: int = 64, workers: int = 1) -> Pack:
+def pack_pack(root: Path, kind: Kind = "jpeg", *, side: int = 64, workers: int = 1) -> Pack:
     place = image_folder.where(root)
     return write_pack(root / f"image_folder-{side}.pack", place, side, kind, workers=workers, say=lambda line: None)
 
@@ -54,13 +60,13 @@ def config(root: Path, **more: object) -> DataConfig:
 
 
 @pytest.mark.parametrize(("kind", "least"), [("jpeg", 30), ("raw", 1e9)])
-def test_a_packed_photo_is_the_photo_with_its_shorter_side_resized(root: Path, kind: Kind, least: float) -> None:
-    packed = pack(root, kind)
+def test_a_packed_photo_is_the_photo_with_its_shorter_side_resized(root_pack: Path, kind: Kind, least: float) -> None:
+    packed = pack_pack(root_pack, kind)
     for name, found in packed.splits["train"].items():
         for position in found:
             if (name, packed.name(position)) == ("dog", "2.jpg"):
                 continue
-            picture = Image.open(root / "train" / name / packed.name(position)).convert("RGB")
+            picture = Image.open(root_pack / "train" / name / packed.name(position)).convert("RGB")
             width, height = 64 * picture.width // picture.height, 64
             resized = picture.resize((width, height), Image.Resampling.BILINEAR)
             expected = torch.from_numpy(numpy.array(resized)).permute(2, 0, 1).double()
@@ -68,18 +74,18 @@ def test_a_packed_photo_is_the_photo_with_its_shorter_side_resized(root: Path, k
             assert 10 * numpy.log10(255**2 / max(error, 1e-10)) > least or error == 0
 
 
-def test_what_is_small_already_stays_as_it_is(root: Path) -> None:
-    packed = pack(root)
+def test_what_is_small_already_stays_as_it_is(root_pack: Path) -> None:
+    packed = pack_pack(root_pack)
     for name, found in packed.splits["val"].items():
         for position in found:
-            whole = read_image(root / "val" / name / packed.name(position), 3)
+            whole = read_image(root_pack / "val" / name / packed.name(position), 3)
             assert torch.equal(packed.read(position, 3), whole)
 
 
-def test_training_on_a_pack_sees_the_same_images_in_the_same_order(root: Path) -> None:
-    pack(root, "raw", side=4096)
+def test_training_on_a_pack_sees_the_same_images_in_the_same_order(root_pack: Path) -> None:
+    pack_pack(root_pack, "raw", side=4096)
     names = {"augment": True, "image_size": 32, "max_broken": 1}
-    one, other = build_data(config(root, **names, pack=4096)), build_data(config(root, **names, pack=None))
+    one, other = build_data(config(root_pack, **names, pack=4096)), build_data(config(root_pack, **names, pack=None))
     batches = []
     for data in (one, other):
         with train_batches(data, seed=3, start_step=1, stop_step=5, global_batch_size=4, micro_batch_size=4, rank=0,
@@ -91,15 +97,15 @@ def test_training_on_a_pack_sees_the_same_images_in_the_same_order(root: Path) -
         assert torch.equal(keys, keys_too)
 
 
-def test_an_image_that_was_broken_when_it_was_packed_is_one_in_training(root: Path) -> None:
-    packed = pack(root)
+def test_an_image_that_was_broken_when_it_was_packed_is_one_in_training(root_pack: Path) -> None:
+    packed = pack_pack(root_pack)
     assert packed.verify() == ["train/dog/2.jpg"]
     with pytest.raises(BrokenImageError, match=r"train/dog/2\.jpg"):
         packed.read(packed.splits["train"]["dog"][2], 3)
 
 
-def test_a_pack_is_read_by_workers_that_are_not_forked(root: Path) -> None:
-    packed = pack(root)
+def test_a_pack_is_read_by_workers_that_are_not_forked(root_pack: Path) -> None:
+    packed = pack_pack(root_pack)
     again = pickle.loads(pickle.dumps(packed))
     assert torch.equal(again.read(0, 1), packed.read(0, 1))
     assert again.read(0, 1).shape[0] == 1
@@ -107,45 +113,45 @@ def test_a_pack_is_read_by_workers_that_are_not_forked(root: Path) -> None:
 
 @pytest.mark.parametrize("file", ["index.bin", "files.bin", "pack.json", "images.bin"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_pack_is_named(root: Path, file: str, damage: str) -> None:
-    path = pack(root).folder / file
+def test_a_damaged_pack_is_named(root_pack: Path, file: str, damage: str) -> None:
+    path = pack_pack(root_pack).folder / file
     path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(UserError, match=r"(The pack|There is no pack) .*image_folder-64\.pack"):
-        build_data(config(root))
+        build_data(config(root_pack))
 
 
-def test_a_bit_that_flipped_is_found_by_reading_and_by_preparing_again(root: Path) -> None:
-    packed = pack(root)
+def test_a_bit_that_flipped_is_found_by_reading_and_by_preparing_again(root_pack: Path) -> None:
+    packed = pack_pack(root_pack)
     content = bytearray((packed.folder / "images.bin").read_bytes())
     content[100] ^= 1
     (packed.folder / "images.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"pack .*image_folder-64\.pack is damaged[\s\S]*train/cat/0\.jpg"):
         Pack(packed.folder).read(0, 3)
     with pytest.raises(UserError, match=r"is damaged[\s\S]*train/cat/0\.jpg"):
-        pack_data("image_folder", root, 64, "jpeg", workers=1, say=lambda line: None)
+        pack_data("image_folder", root_pack, 64, "jpeg", workers=1, say=lambda line: None)
 
 
-def test_the_command_packs_and_a_second_call_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["image_folder", "--root", str(root), "--pack", "64", "--workers", "2"]
+def test_the_command_packs_and_a_second_call_verifies(root_pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["image_folder", "--root", str(root_pack), "--pack", "64", "--workers", "2"]
     assert [prepare.main(command, {}), prepare.main(command, {})] == [0, 0]
     out, err = capsys.readouterr()
     assert out.count("image_folder-64.pack is complete and verified.") == 2
     assert "data.pack=64" in out
     assert "1 images are broken, which data.max_broken=1 lets pass: train/dog/2.jpg" in err
-    assert len(build_data(config(root)).train) == 8
+    assert len(build_data(config(root_pack)).train) == 8
 
 
-def test_who_is_deaf_to_sigterm_packs_as_well(root: Path) -> None:
+def test_who_is_deaf_to_sigterm_packs_as_well(root_pack: Path) -> None:
     """`multiprocessing.Pool` would wait for ever for workers that have inherited it: they are ended by that signal."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for side in (40, 41, 42):
-        assert len(pack(root, side=side, workers=2).verify()) == 1
+        assert len(pack_pack(root_pack, side=side, workers=2).verify()) == 1
 
 
 def test_a_worker_that_is_killed_is_said_and_the_next_call_goes_on(
-    root: Path, monkeypatch: pytest.MonkeyPatch, write_images: Callable[..., None]
+    root_pack: Path, monkeypatch: pytest.MonkeyPatch, write_images: Callable[..., None]
 ) -> None:
-    write_images(root / "train", {"cat": 60, "dog": 60}, size=(90, 90))
+    write_images(root_pack / "train", {"cat": 60, "dog": 60}, size=(90, 90))
 
     def killed(path: Path) -> Any:
         if path.name == "050.jpg":
@@ -155,22 +161,22 @@ def test_a_worker_that_is_killed_is_said_and_the_next_call_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(data_pack, "read_content", killed)
         with pytest.raises(RunFailedError, match=r"A process that packs images was killed[\s\S]*fewer --workers"):
-            pack(root, workers=2)
-    assert len(pack(root, workers=2).splits["train"]) == 2
+            pack_pack(root_pack, workers=2)
+    assert len(pack_pack(root_pack, workers=2).splits["train"]) == 2
 
 
-def test_other_files_than_before_are_no_longer_that_pack(root: Path) -> None:
-    pack(root)
-    (root / "train" / "cat" / "9.jpg").write_bytes((root / "train" / "cat" / "0.jpg").read_bytes())
+def test_other_files_than_before_are_no_longer_that_pack(root_pack: Path) -> None:
+    pack_pack(root_pack)
+    (root_pack / "train" / "cat" / "9.jpg").write_bytes((root_pack / "train" / "cat" / "0.jpg").read_bytes())
     with pytest.raises(UserError, match="pack of other files than are there now"):
-        pack(root)
+        pack_pack(root_pack)
 
 
-def test_a_set_that_is_not_of_files_and_a_pack_that_is_not_there_are_refused_before_the_run(root: Path) -> None:
+def test_a_set_that_is_not_of_files_and_a_pack_that_is_not_there_are_refused_before_the_run(root_pack: Path) -> None:
     with pytest.raises(UserError, match="'digits' cannot be packed"):
         check_data(DataConfig(name="digits", pack=64))
     with pytest.raises(UserError, match=r"There is no pack .*[\s\S]*jobs\.prepare image_folder --root .* --pack 64"):
-        check_data(config(root))
+        check_data(config(root_pack))
 
 
 def slowly(root: Path, after: int) -> None:
@@ -188,14 +194,14 @@ def slowly(root: Path, after: int) -> None:
 
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(
-    root: Path, torn: bool, write_images: Callable[..., None]
+    root_pack: Path, torn: bool, write_images: Callable[..., None]
 ) -> None:
-    write_images(root / "train", {"cat": 60, "dog": 60}, size=(90, 90))
-    child = multiprocessing.get_context("forkserver").Process(target=slowly, args=(root, 4))
+    write_images(root_pack / "train", {"cat": 60, "dog": 60}, size=(90, 90))
+    child = multiprocessing.get_context("forkserver").Process(target=slowly, args=(root_pack, 4))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    final = root / "image_folder-64.pack"
+    final = root_pack / "image_folder-64.pack"
     going = final.with_name(final.name + ".partial")
     assert (going.is_dir(), final.exists()) == (True, False)
     if torn:
@@ -203,16 +209,16 @@ def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(
             with (going / file).open("ab") as out:
                 out.write(b"half a record")
     said: list[str] = []
-    write_pack(final, image_folder.where(root), 64, "jpeg", workers=1, say=said.append)
+    write_pack(final, image_folder.where(root_pack), 64, "jpeg", workers=1, say=said.append)
     whole = [(final / file).read_bytes() for file in ("images.bin", "index.bin")]
     assert said[0] == "Going on after 53 of 132 images."
-    final.rename(root / "other.pack")
-    pack(root)
+    final.rename(root_pack / "other.pack")
+    pack_pack(root_pack)
     assert [(final / file).read_bytes() for file in ("images.bin", "index.bin")] == whole
 
 
 def test_a_full_disk_says_what_stays_and_once_there_is_room_the_next_call_goes_on(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root_pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append, made = data_pack._append, 0
 
@@ -224,11 +230,164 @@ def test_a_full_disk_says_what_stays_and_once_there_is_room_the_next_call_goes_o
         return append(*args)
 
     monkeypatch.setattr(data_pack, "_append", full)
-    final, said = root / "image_folder-64.pack", list[str]()
+    final, said = root_pack / "image_folder-64.pack", list[str]()
     with pytest.raises(
         UserError, match=r"No space left[\s\S]*image_folder-64\.pack\.partial: the same command goes on"
     ):
-        pack_data("image_folder", root, 64, "raw", workers=1, say=said.append)
+        pack_data("image_folder", root_pack, 64, "raw", workers=1, say=said.append)
     assert not final.exists()
-    assert pack_data("image_folder", root, 64, "raw", workers=1, say=said.append) == final
+    assert pack_data("image_folder", root_pack, 64, "raw", workers=1, say=said.append) == final
     assert any(line.startswith("Going on after 5 of") for line in said)
+
+
+@pytest.fixture
+def pack_staging(tmp_path: Path, write_images: Callable[..., None]) -> Pack:
+    root = tmp_path / "images"
+    for split in ("train", "val"):
+        write_images(root / split, {"cat": 3, "dog": 3})
+    return write_pack(
+        root / "image_folder-8.pack", image_folder.where(root), 8, "raw", workers=1, say=lambda line: None
+    )
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    (tmp_path / "disk").mkdir()
+    return tmp_path / "disk"
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [({"SLURM_TMPDIR": "{}", "TMPDIR": "/"}, True), ({"TMPDIR": "{}"}, True), ({}, False), ({"TMPDIR": "/no"}, False)],
+)
+def test_the_nodes_disk_is_what_the_job_says(env: dict[str, str], found: bool, tmp_path: Path) -> None:
+    assert scratch({key: value.format(tmp_path) for key, value in env.items()}) == (tmp_path if found else None)
+
+
+def test_a_copy_is_the_pack(pack_staging: Pack, disk: Path) -> None:
+    assert stage(pack_staging.folder, disk) == ""
+    copy = Pack(staged_folder(pack_staging.folder, disk))
+    assert all(
+        torch.equal(copy.read(position, 3), pack_staging.read(position, 3)) for position in range(len(pack_staging))
+    )
+
+
+def test_a_second_job_on_the_node_copies_nothing(
+    pack_staging: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(pack_staging.folder, disk)
+    monkeypatch.setattr(fileio, "copy", None)
+    assert stage(pack_staging.folder, disk) == ""
+
+
+def test_processes_of_several_jobs_copy_one_after_the_other(pack_staging: Pack, disk: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    jobs = [context.Process(target=stage, args=(pack_staging.folder, disk)) for _ in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert [job.exitcode for job in jobs] == [0, 0, 0]
+    assert [found.suffix for found in sorted(disk.glob("*/*"))] == [".pack", ".lock"]
+    assert Pack(staged_folder(pack_staging.folder, disk)).verify() == []
+
+
+def test_what_a_killed_job_has_left_is_no_copy(pack_staging: Pack, disk: Path) -> None:
+    final = staged_folder(pack_staging.folder, disk)
+    going = final.with_name(final.name + ".partial")
+    going.mkdir(mode=0o700, parents=True)
+    going.parent.chmod(0o700)
+    (going / "images.bin").write_bytes(b"half")
+    assert stage(pack_staging.folder, disk) == ""
+    assert not going.exists()
+    (final / "images.bin").unlink()  # and somebody cleans up
+    assert stage(pack_staging.folder, disk) == ""
+    assert Pack(final).verify() == []
+
+
+def test_a_copy_of_an_older_pack_is_not_taken_for_the_new(pack_staging: Pack, disk: Path) -> None:
+    stage(pack_staging.folder, disk)
+    old = staged_folder(pack_staging.folder, disk)
+    about = pack_staging.folder / "pack.json"
+    about.write_text(about.read_text() + " ")
+    assert stage(pack_staging.folder, disk) == ""
+    assert staged_folder(pack_staging.folder, disk) != old
+
+
+def test_a_disk_without_room_is_left_alone(pack_staging: Pack, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_pack, "free_bytes", lambda disk: 1000)
+    assert "0.0 GB left" in stage(pack_staging.folder, disk)
+    assert not staged_folder(pack_staging.folder, disk).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another user")
+def test_a_copy_that_another_user_has_laid_out_is_never_read(pack_staging: Pack, disk: Path) -> None:
+    disk.chmod(0o1777)
+    final = staged_folder(pack_staging.folder, disk)
+    shutil.copytree(pack_staging.folder, final)
+    poisoned = bytearray((final / "images.bin").read_bytes())
+    poisoned[5] ^= 1
+    (final / "images.bin").write_bytes(poisoned)
+    final.parent.chmod(0o700)
+    for path in (final.parent, final, *final.iterdir()):
+        os.chown(path, 65534, 65534)
+    assert "not this user's alone" in stage(pack_staging.folder, disk)
+    assert staged(pack_staging.folder, disk) is None
+
+
+@pytest.mark.parametrize("spoil", ["link", "open folder", "disk without sticky bit"])
+def test_no_copy_is_made_where_others_get_at_it(spoil: str, pack_staging: Pack, disk: Path, tmp_path: Path) -> None:
+    own = staged_folder(pack_staging.folder, disk).parent
+    if spoil == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        own.symlink_to(tmp_path / "elsewhere")
+    elif spoil == "open folder":
+        own.mkdir()
+        own.chmod(0o770)
+    else:
+        disk.chmod(0o777)
+    assert "not this user's alone" in stage(pack_staging.folder, disk)
+    assert staged(pack_staging.folder, disk) is None
+    assert not list(disk.glob("*/*"))
+
+
+def test_a_damaged_pack_is_not_staged(pack_staging: Pack, disk: Path) -> None:
+    content = bytearray((pack_staging.folder / "images.bin").read_bytes())
+    content[5] ^= 1
+    (pack_staging.folder / "images.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"damaged[\s\S]*train/cat/000\.jpg"):
+        stage(pack_staging.folder, disk)
+    assert [found.suffix for found in disk.glob("*/*")] == [".lock"]
+
+
+def test_staging_what_is_no_pack_is_refused_when_the_settings_are_loaded() -> None:
+    with pytest.raises(UserError, match=r"data\.stage=true without data\.pack"):
+        load("single", ["data.stage=true"])
+
+
+def read_staged(env: RankEnv, root: str, disk: str, stage: bool | str) -> str:
+    """The folder that this rank reads, or the error that it gets."""
+    with pytest.MonkeyPatch.context() as patch, distributed(env, use_gpu=False) as dist:
+        patch.setenv("SLURM_TMPDIR", disk) if disk else patch.delenv("SLURM_TMPDIR", raising=False)
+        patch.delenv("TMPDIR", raising=False)
+        settings = {"name": "image_folder", "root": root, "pack": 8, "stage": stage, "image_size": 8}
+        try:
+            made = build_data(DataConfig.model_validate(settings), dist)
+        except UserError as error:
+            return f"{error.what} {error.why}"
+        made.train[0]
+        return str(made.train.files.folder)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("stage", "is_there"), [(True, True), ("auto", True), ("auto", False), (True, False)])
+def test_all_ranks_of_a_node_read_its_copy_or_none_does(
+    pack_staging: Pack, disk: Path, stage: bool | str, is_there: bool
+) -> None:
+    one, other = run_ranks(2, read_staged, str(pack_staging.folder.parent), str(disk) if is_there else "", stage)
+    assert one == other
+    if is_there:
+        assert one == str(staged_folder(pack_staging.folder, disk))
+    elif stage == "auto":
+        assert one == str(pack_staging.folder)
+    else:
+        assert "cannot be copied to this node. Neither SLURM_TMPDIR nor TMPDIR" in one

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.site.test_check import a_report
+from tests.site.test_node_health import a_report
 from trainkit.launch import preflight
 from trainkit.launch.restarts import culprits, passing_failure
 from trainkit.run.events import Attempt, life_of

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from trainkit.data.base import DataInfo
 from trainkit.errors import UserError
-from trainkit.models import build_model, check_model, resolve
+from trainkit.models import build_model, check_model, check_shapes, resolve
 
-INFO = DataInfo("x", 7, 3, 32, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3)
+INFO_INIT = DataInfo("x", 7, 3, 32, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3)
 
 OWN = """
 import torch
@@ -98,7 +99,9 @@ def test_options_are_refused_before_the_run(name: str, options: dict[str, Any], 
 @pytest.mark.parametrize("name", ["fashion_cnn", "resnet10t", "torchvision/mobilenet_v3_small"])
 def test_weights_are_a_function_of_the_seed(name: str) -> None:
     def weights(seed: int) -> torch.Tensor:
-        return torch.cat([value.detach().flatten() for value in build_model(Choice(name), INFO, seed).parameters()])
+        return torch.cat(
+            [value.detach().flatten() for value in build_model(Choice(name), INFO_INIT, seed).parameters()]
+        )
 
     torch.manual_seed(1)
     first = weights(seed=5)
@@ -109,7 +112,7 @@ def test_weights_are_a_function_of_the_seed(name: str) -> None:
 
 def test_building_leaves_the_global_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    build_model(Choice(), INFO, seed=3)
+    build_model(Choice(), INFO_INIT, seed=3)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -123,11 +126,11 @@ def test_a_function_of_the_users_own_is_a_model(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     choice = Choice("own_nets:build", {"hidden": 3})
     check_model(choice)
-    assert build_model(choice, INFO, seed=0)[1].out_features == 3  # type: ignore[index]
+    assert build_model(choice, INFO_INIT, seed=0)[1].out_features == 3  # type: ignore[index]
     with pytest.raises(UserError, match=r"Unknown key 'model\.hiden'"):
         check_model(Choice("own_nets:build", {"hiden": 3}))
     with pytest.raises(UserError, match=r"own_nets:nothing returned no model[\s\S]*NoneType"):
-        build_model(Choice("own_nets:nothing"), INFO, seed=0)
+        build_model(Choice("own_nets:nothing"), INFO_INIT, seed=0)
 
 
 def test_checking_never_imports_torch_and_is_quick() -> None:
@@ -143,3 +146,36 @@ print(time.process_time() - started, [name for name in ("torch", "timm", "torchv
     seconds, loaded = subprocess.check_output([sys.executable, "-c", script], text=True).split(" ", 1)
     assert loaded.strip() == "[]"
     assert float(seconds) < 0.4  # 0.07 on an idle machine
+
+
+INFO_SHAPES = DataInfo("x", 5, 3, 16, tuple("abcde"), (0.5,) * 3, (0.5,) * 3)
+
+
+def test_a_model_that_fits_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 16 * 16, 5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    check_shapes(model, INFO_SHAPES, "mine")
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_for_another_image_size_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
+    with pytest.raises(UserError, match=r"'mine' cannot take images of 3 x 16 x 16"):
+        check_shapes(model, INFO_SHAPES, "mine")
+
+
+def test_a_model_with_other_classes_is_refused_with_the_right_shape() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
+    with pytest.raises(UserError, match=r"shape \(2, 10\)[\s\S]*shape \(2, 5\)"):
+        check_shapes(model, INFO_SHAPES, "mine")
+
+
+class Pair(nn.Module):
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return images, images
+
+
+def test_a_model_that_returns_no_tensor_is_refused() -> None:
+    with pytest.raises(UserError, match="it returned tuple, not a tensor"):
+        check_shapes(Pair(), INFO_SHAPES, "mine")

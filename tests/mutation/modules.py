@@ -16,11 +16,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainkit/training/outcome.py": ("tests/training/test_outcome.py",),
     "trainkit/data/order.py": ("tests/data/test_order.py",),
     "trainkit/checkpoint/format.py": (
-        "tests/checkpoint/test_files.py",
-        "tests/checkpoint/test_faults.py",
+        "tests/checkpoint/test_format.py",
+        "tests/checkpoint/test_format.py",
         "-k",
         "not kill_at_any_moment",
     ),
     "trainkit/run/lease.py": ("tests/run/test_lease.py",),
-    "trainkit/run/events.py": ("tests/run/test_attempts.py",),
+    "trainkit/run/events.py": ("tests/run/test_events.py",),
 }

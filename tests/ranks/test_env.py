@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv, device_index
+from trainkit.ranks import env as ranks_env
+from trainkit.ranks.env import (
+    NO_SECRET,
+    PORTS,
+    VARIABLE,
+    ForgedError,
+    RankEnv,
+    Secret,
+    candidates,
+    check_head,
+    derived_port,
+    device_index,
+    ephemeral_range,
+    expand,
+    expand_counts,
+    fold,
+    free_port,
+    start_for,
+)
 
 Env = dict[str, str]
 
@@ -345,3 +369,225 @@ def test_local_rank_indexes_what_is_visible(local_rank: int, visible: int, index
 def test_a_rank_without_a_device_is_refused(local_rank: int, visible: int) -> None:
     with pytest.raises(UserError, match="has no device"):
         device_index(local_rank, visible)
+
+
+# SLURM's compact lists, as SLURM writes them.
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("a1,b2", ["a1", "b2"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[3,1]", ["n3", "n1"]),
+        ("gpu[03-05,9],cpu1", ["gpu03", "gpu04", "gpu05", "gpu9", "cpu1"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("rack[1-2]-n[03-04]", ["rack1-n03", "rack1-n04", "rack2-n03", "rack2-n04"]),
+        ("rack[1-2]-n[3-4],login", ["rack1-n3", "rack1-n4", "rack2-n3", "rack2-n4", "login"]),
+        ("[1-2]a", ["1a", "2a"]),
+        ("n[1-2].cluster.example.org", ["n1.cluster.example.org", "n2.cluster.example.org"]),
+        ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
+        ("node-7", ["node-7"]),
+    ],
+)
+def test_a_host_list_expands_in_its_own_order(nodelist: str, hosts: list[str]) -> None:
+    assert expand(nodelist) == hosts
+
+
+@pytest.mark.parametrize(
+    "nodelist",
+    ["", "n[1", "n1]", "n[]", "n[3-1]", "n[a-b]", "n1,", ",n1", "n1,,n2", "n1 n2", "n[1-2-3]"],
+)
+def test_a_malformed_host_list_is_refused(nodelist: str) -> None:
+    with pytest.raises(UserError, match="Cannot read the host list"):
+        expand(nodelist)
+
+
+@pytest.mark.parametrize(
+    "nodelist",
+    ["n[1-99999999999]", "n[1-9999]m[1-9999]", f"n[{'9' * 5000}]", "n[1-90000],m[1-90000]", "n," * 600_000 + "n"],
+    ids=lambda text: text[:20],
+)
+def test_a_list_of_more_hosts_than_any_machine_has_is_not_made(nodelist: str) -> None:
+    with pytest.raises(UserError, match="Cannot read the host list") as caught:
+        expand(nodelist)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("counts", "numbers"), [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x3),1", [2, 2, 2, 1]), ("1,3(x2)", [1, 3, 3])]
+)
+def test_task_counts_give_one_number_per_node(counts: str, numbers: list[int]) -> None:
+    assert expand_counts(counts) == numbers
+
+
+@pytest.mark.parametrize("counts", ["", "x", "2(x)", "2(3)", "2,"])
+def test_malformed_task_counts_are_refused(counts: str) -> None:
+    with pytest.raises(UserError, match="tasks per node"):
+        expand_counts(counts)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "folded"),
+    [
+        ([], ""),
+        (["login"], "login"),
+        (["n1", "n2"], "n1, n2"),
+        ([f"n{number:02}" for number in range(1, 33)], "n[01-32]"),
+        (["n8", "n9", "n10"], "n[8-10]"),
+        (["n098", "n099", "n100", "n7"], "n[098-100], n7"),
+        (["n1", "n02", "n3"], "n1, n02, n3"),
+        (["n3", "n2", "n1"], "n3, n2, n1"),
+        (["rack1-n03.hpc", "rack1-n04.hpc", "rack1-n05.hpc", "rack2-n05.hpc"], "rack1-n[03-05].hpc, rack2-n05.hpc"),
+    ],
+)
+def test_many_hosts_are_folded_for_people(hosts: list[str], folded: str) -> None:
+    assert fold(hosts) == folded
+    assert expand(folded.replace(", ", ",")) == hosts if hosts else not folded
+
+
+# Ports and head nodes.
+
+LINUX = range(32768, 61000)
+
+
+def test_derived_ports_are_outside_the_default_ephemeral_range() -> None:
+    assert not {derived_port(str(job), attempt) for job in range(200) for attempt in range(5)} & set(LINUX)
+
+
+def test_ranks_of_one_attempt_derive_the_same_port() -> None:
+    assert derived_port("4711", 3) == derived_port("4711", 3)
+
+
+def test_every_attempt_of_a_job_derives_a_port_of_its_own() -> None:
+    assert len({derived_port("4711", attempt) for attempt in range(1000)}) == 1000
+
+
+def test_jobs_next_to_each_other_derive_ports_of_their_own() -> None:
+    assert len({derived_port(str(job), 0) for job in range(100, 110)}) == 10
+
+
+def test_the_kernels_text_of_the_ephemeral_range_includes_its_last_port() -> None:
+    assert ephemeral_range("32768\t60999\n") == LINUX
+
+
+def test_the_search_begins_at_the_given_port_and_wraps() -> None:
+    ports = list(candidates(29998, LINUX))
+    assert ports[:3] == [29998, 29999, 20000]
+    assert len(ports) == len(PORTS)
+
+
+def test_a_site_with_a_wide_ephemeral_range_gets_ports_outside_of_it() -> None:
+    assert set(candidates(20000, range(15000, 65000))) <= {*range(1024, 15000), *range(65000, 65536)}
+
+
+def test_a_site_where_every_port_is_ephemeral_still_gets_one() -> None:
+    assert next(iter(candidates(20005, range(1024, 65536)))) == 20005
+
+
+def test_a_port_in_use_is_not_free() -> None:
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert free_port(port) != port
+
+
+def test_no_free_port_at_all_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_env, "_is_free", lambda port: False)
+    with pytest.raises(UserError, match="No free port"):
+        free_port()
+
+
+def test_a_restart_begins_its_search_elsewhere() -> None:
+    first, second = start_for({"SLURM_JOB_ID": "7"}), start_for({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
+    assert first != second
+
+
+def test_outside_of_slurm_the_search_begins_anywhere() -> None:
+    assert start_for({}) is None
+
+
+def test_the_module_prints_one_port_outside_the_ephemeral_range_and_imports_no_torch() -> None:
+    code = (
+        "import runpy, sys; runpy.run_module('trainkit.ranks.env', run_name='__main__'); print('torch' in sys.modules)"
+    )
+    env = {**os.environ, "SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "2"}
+    root = Path(__file__).parents[2]
+    out = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
+    port, torch_loaded = out.stdout.split()
+    assert int(port) in PORTS
+    assert torch_loaded == "False"
+
+
+def test_a_head_node_whose_name_does_not_resolve_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no-such-host\.invalid.*cannot be found"):
+        check_head("no-such-host.invalid", 2)
+
+
+@pytest.mark.parametrize("addr", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
+def test_a_loopback_head_node_is_refused_on_several_nodes(addr: str) -> None:
+    with pytest.raises(UserError, match="is loopback"):
+        check_head(addr, 2)
+
+
+def test_a_loopback_head_node_is_fine_on_one_node() -> None:
+    check_head("127.0.0.1", 1)
+
+
+def test_an_address_of_the_network_is_fine_on_several_nodes() -> None:
+    check_head("10.1.2.3", 2)
+
+
+OURS, THEIRS = Secret("correct horse battery staple"), Secret("another text of enough length")
+
+
+def test_what_was_sealed_is_had_again_with_the_same_secret() -> None:
+    assert OURS.unseal("joined/1", OURS.seal("joined/1", b"n1")) == b"n1"
+
+
+@pytest.mark.parametrize(
+    "sealed",
+    [
+        b"",
+        b"n1",
+        THEIRS.seal("joined/1", b"n1"),
+        NO_SECRET.seal("joined/1", b"n1"),
+        OURS.seal("joined/0", b"n1"),  # moved here from another place
+        OURS.seal("joined/1", b"n1")[:-1],
+        OURS.seal("joined/1", b"n1") + b"2",
+    ],
+    ids=["nothing", "plain", "another secret", "no secret", "another purpose", "cut", "longer"],
+)
+def test_anything_else_is_a_forgery(sealed: bytes) -> None:
+    with pytest.raises(ForgedError):
+        OURS.unseal("joined/1", sealed)
+
+
+def test_names_say_nothing_to_who_does_not_know_the_secret() -> None:
+    assert OURS.name("joined/1") == Secret(OURS.text).name("joined/1")
+    assert len({OURS.name("joined/1"), OURS.name("joined/0"), THEIRS.name("joined/1"), NO_SECRET.name("joined/1")}) == 4
+    assert "joined" not in OURS.name("joined/1")
+
+
+def test_it_is_read_from_the_environment_and_may_be_absent() -> None:
+    assert Secret.from_mapping({VARIABLE: f" {OURS.text}\n"}) == OURS
+    assert not Secret.from_mapping({})
+    assert not Secret.from_mapping({VARIABLE: ""})
+
+
+def test_one_that_could_be_guessed_is_refused() -> None:
+    with pytest.raises(UserError, match="too short"):
+        Secret.from_mapping({VARIABLE: "swordfish"})
+
+
+def test_each_that_is_made_is_another_and_long_enough() -> None:
+    first, second = Secret.generate(), Secret.generate()
+    assert first != second
+    assert len(first.text) >= 32
+
+
+def test_it_does_not_show_itself() -> None:
+    assert OURS.text not in repr(OURS)

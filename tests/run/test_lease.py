@@ -21,7 +21,7 @@ import pytest
 from trainkit.errors import RunFailedError, UserError
 from trainkit.run import lease as module
 from trainkit.run.folder import RunDir
-from trainkit.run.lease import EXPIRY_SECONDS, Holder, Lease, StaleAttemptError, lease_on
+from trainkit.run.lease import EXPIRY_SECONDS, Holder, Lease, ProcessId, StaleAttemptError, lease_on
 
 
 @pytest.fixture
@@ -288,3 +288,13 @@ def test_of_many_that_want_a_dead_ones_lease_exactly_one_gets_it(run: RunDir) ->
 def test_a_folder_that_cannot_be_written_is_an_error_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Cannot write into"), lease_on(RunDir(tmp_path / "gone"), me()):
         pass
+
+
+def test_a_process_is_told_to_others_in_one_word() -> None:
+    me = ProcessId.of(os.getpid())
+    assert ProcessId.seen_from_here(me.word()) == me
+
+
+@pytest.mark.parametrize("word", ["", "client", "{pid}", "{pid}:1", "0:1"])
+def test_a_word_of_a_process_that_is_not_here_names_none(word: str) -> None:
+    assert ProcessId.seen_from_here(word.format(pid=os.getpid())) is None

@@ -1,22 +1,34 @@
+"""When a run will have ended, from the attempts that it has had."""
+
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainkit import fileio
 from trainkit.config.task import LOSS
+from trainkit.run import metrics
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import (
     Described,
+    Forecast,
     Metric,
+    Setbacks,
+    Standing,
     best_evaluation,
     best_of,
     describe,
     described,
+    divergence_of,
+    forecast,
     read_metrics,
     read_thinned,
+    setbacks_of,
+    standing_of,
 )
 
 
@@ -175,3 +187,174 @@ def test_an_error_may_be_over_100_and_a_percentage_may_not(run: RunDir) -> None:
     describe(run, REGRESSION)
     fileio.append_jsonl(run.metrics, {"split": "val", "step": 1, "mae": 250.0, "loss": "low"})
     assert read_metrics(run) == [{"split": "val", "step": 1, "mae": 250.0}]
+
+
+def test_a_run_without_metrics_stands_nowhere(run: RunDir) -> None:
+    assert standing_of(run) == Standing()
+    run.metrics.touch()
+    assert standing_of(run, pace_since=0.0) == Standing()
+
+
+def test_the_newest_records_count_and_a_torn_line_does_not(run: RunDir) -> None:
+    fileio.append_jsonl(run.metrics, {"split": "val", "step": 20, "acc1": 50.0})
+    fileio.append_jsonl(run.metrics, {"split": "train", "step": 90, "loss": 1.0})
+    fileio.append_jsonl(run.metrics, {"split": "train", "step": 30, "loss": 2.0})  # after a restart
+    with run.metrics.open("a") as file:
+        file.write('{"split": "val", "step": 40')
+    found = standing_of(run)
+    assert (found.step, found.val["step"]) == (30, 20)
+
+
+def test_what_was_measured_after_training_does_not_tell_how_far_it_is(run: RunDir) -> None:
+    """Folders in which `evaluate` has written into the training's records."""
+    fileio.append_jsonl(run.metrics, {"split": "train", "step": 90, "epoch": 9.0, "loss": 1.0})
+    fileio.append_jsonl(run.metrics, {"split": "test", "step": 50, "acc1": 80.0})
+    assert standing_of(run).last["epoch"] == 9.0
+
+
+def test_a_validation_long_ago_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "TAIL_BYTES", 100)
+    fileio.append_jsonl(run.metrics, {"split": "val", "step": 0, "acc1": 10.0})
+    for step in range(100):
+        fileio.append_jsonl(run.metrics, {"split": "train", "step": step, "loss": 1.0})
+    assert standing_of(run).val["acc1"] == 10.0
+
+
+def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
+    for time, step in ((0.0, 10), (1000.0, 20), (2000.0, 20), (2010.0, 25), (2030.0, 30)):
+        fileio.append_jsonl(run.metrics, {"time": time, "split": "train", "step": step, "loss": 1.0})
+    found = standing_of(run, pace_since=1999.0)
+    assert found.seconds_per_step == 3.0
+    assert found.seconds_to(130) == 300.0
+    assert found.seconds_to(20) == 0.0
+    assert found.seconds_to(None) is None
+    assert standing_of(run).seconds_per_step is None, "nobody has asked for it"
+
+
+def test_one_record_has_no_pace(run: RunDir) -> None:
+    fileio.append_jsonl(run.metrics, {"time": 5.0, "split": "train", "step": 10, "loss": 1.0})
+    assert standing_of(run, pace_since=0.0).seconds_per_step is None
+
+
+def test_for_the_pace_few_records_are_read_also_where_an_attempt_has_none_or_few(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of a thousand runs that go on has the pace of each."""
+    for step in range(300):
+        fileio.append_jsonl(
+            run.metrics, {"time": 1000.0 + 2 * step, "split": "train", "step": step, "epoch": step / 10}
+        )
+    parsed: list[str | bytes] = []
+    really = fileio.parse_object
+
+    def parse(text: str | bytes) -> dict[str, Any] | None:
+        parsed.append(text)
+        return really(text)
+
+    monkeypatch.setattr(fileio, "parse_object", parse)
+    paces = [standing_of(run, pace_since=since).seconds_per_step for since in (0.0, 1500.0, 1590.0, 1598.0, 9999.0)]
+    assert paces == [2.0, 2.0, 2.0, None, None]
+    assert len(parsed) < 5 * 20
+
+
+def attempts(*times: tuple[float, float | None, str]) -> list[dict[str, Any]]:
+    """(started, told to stop, by which signal)."""
+    events = []
+    for begun, ended, signal in times:
+        events.append({"time": begun, "event": "started"})
+        if ended is not None:
+            events.append({"time": ended, "event": "handed_back", "signals": [signal]})
+    return events
+
+
+USR2, TERM = "SIGUSR2", "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("events", "training", "now", "limit", "runs", "expected"),
+    [
+        (attempts((0, None, "")), 50, 10, 100, True, Forecast(50, 0, None)),
+        (attempts((0, None, "")), 90, 10, 100, True, Forecast(90, 0, None)),
+        (attempts((0, None, "")), 91, 10, 100, True, Forecast(91, 1, None)),
+        (attempts((0, None, "")), 500, 10, math.inf, True, Forecast(500, 0, None)),
+        # SLURM has told it after 80 s and not after 100, and its restart has cost 20 s.
+        (attempts((0, 80, USR2), (100, None, "")), 160, 110, 100, True, Forecast(200, 2, 20)),
+        (attempts((0, 80, USR2), (100, None, "")), 70, 110, 100, True, Forecast(70, 0, 20)),
+        # Of a template nobody knows the limit but by what has been.
+        (attempts((0, 80, USR2), (100, 180, USR2), (200, None, "")), 160, 210, math.inf, True, Forecast(200, 2, 20)),
+        (attempts((0, 80, USR2), (100, None, "")), 160, 110, math.inf, True, Forecast(160, 0, 20)),
+        # A preemption says nothing of the time limit, whichever its signal.
+        (attempts((0, 5, TERM), (15, None, "")), 150, 15, 100, True, Forecast(160, 1, 10)),
+        (attempts((0, 5, USR2), (15, None, "")), 150, 15, 100, True, Forecast(160, 1, 10)),
+        # In the queue: 15 s of the usual 20 are still to wait.
+        (attempts((0, 80, USR2), (100, 180, USR2)), 70, 185, 100, False, Forecast(85, 1, 20)),
+        (attempts((0, 80, USR2), (100, 180, USR2)), 150, 999, 100, False, Forecast(170, 2, 20)),
+    ],
+)  # fmt: skip
+def test_each_further_attempt_is_taken_to_cost_what_those_before_have_cost(
+    events: list[dict[str, Any]], training: float, now: float, limit: float, runs: bool, expected: Forecast
+) -> None:
+    assert forecast(events, training, now=now, attempt_seconds=limit, runs=runs) == expected
+
+
+def event(kind: str, step: int, **more: Any) -> dict[str, Any]:
+    return {"event": kind, "step": step, **more}
+
+
+def train(*losses: float | None) -> list[dict[str, Any]]:
+    return [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses, 1)]
+
+
+def test_a_run_without_any_says_nothing() -> None:
+    setbacks = setbacks_of([event("started", 0), event("saved", 20)], train(2.3, 1.1), 20)
+    assert (setbacks.in_words(), setbacks.diverged) == ("", False)
+
+
+def test_a_loss_that_is_no_number_any_more_is_told_from_where_on() -> None:
+    lost = [event("nonfinite", step) for step in range(3, 41)]
+    setbacks = setbacks_of([event("started", 0), *lost], train(2.3, None, None, None), 40)
+    assert setbacks.in_words() == "loss nan from step 20, 38 of 40 updates skipped"
+    assert setbacks.diverged
+
+
+def test_a_loss_that_has_come_back_is_no_divergence() -> None:
+    setbacks = setbacks_of([event("nonfinite", 12)], train(2.3, None, 1.2), 30)
+    assert (setbacks.in_words(), setbacks.diverged) == ("1 of 30 updates skipped", False)
+
+
+def test_what_fp16_skips_is_no_step_and_was_tried_all_the_same() -> None:
+    setbacks = setbacks_of([event("skipped", 0), event("skipped", 0), event("skipped", 7)], train(2.3), 10)
+    assert setbacks == Setbacks(None, skipped=3, nonfinite=0, updates=13)
+
+
+def test_the_last_of_too_many_skips_is_told_twice_and_counts_once() -> None:
+    setbacks = setbacks_of([*[event("skipped", 1)] * 50, event("nonfinite", 1)], [], 1)
+    assert (setbacks.in_words(), setbacks.diverged) == ("50 of 51 updates skipped", True)
+
+
+def test_what_is_done_again_after_a_restart_counts_once() -> None:
+    events = [event("nonfinite", 4), event("nonfinite", 9), event("started", 5), event("nonfinite", 9)]
+    assert setbacks_of(events, train(2.3), 10).lost == 2
+
+
+def test_updates_that_a_rollback_has_undone_were_tried() -> None:
+    events = [event("nonfinite", step) for step in (8, 9, 10)] + [event("rolled_back", 5, from_step=10)]
+    assert setbacks_of(events, train(2.3, 1.0), 20).in_words() == "3 of 25 updates skipped, rolled back 1 time"
+
+
+@pytest.mark.parametrize(
+    "odd", [{"event": "skipped"}, {"event": "nonfinite", "step": "3"}, {"event": "else", "step": 1}]
+)
+def test_odd_events_are_passed_over(odd: dict[str, Any]) -> None:
+    assert setbacks_of([odd], [], 5).lost == 0
+
+
+def test_updates_that_were_saved_and_not_recorded_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step, loss in enumerate((2.3, None, None), start=1):
+        fileio.append_jsonl(run.metrics, {"step": step, "split": "train", "loss": loss})
+    for step in (2, 3, 4):
+        fileio.append_jsonl(run.events, {"event": "nonfinite", "step": step})
+    fileio.append_jsonl(run.events, {"event": "saved", "step": 4})
+    fileio.append_jsonl(run.events, {"event": "saved", "step": None})  # as a stranger may have written it
+    assert divergence_of(run) == "loss nan from step 2, 3 of 4 updates skipped"

@@ -1,9 +1,33 @@
+"""How far a machine's clock is off, by what others say."""
+
 from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainkit.errors import UserError
+from trainkit.run.folder import RunDir
 from trainkit.swarm import address
+from trainkit.swarm.address import (
+    MOST_APART,
+    MOST_OTHERS,
+    Home,
+    Memory,
+    ahead_by,
+    announced,
+    home_of,
+    how_to_be_reached,
+    identity_in,
+    keep_identity,
+    known_of,
+    require_same_time,
+    worth_dialling,
+)
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -68,3 +92,168 @@ def test_addresses_of_other_transports_are_left_out() -> None:
 )
 def test_an_address_is_told_from_a_run(text: str, is_address: bool) -> None:
     assert address.looks_like(text) is is_address
+
+
+def at_reachability(*hosts: str) -> list[str]:
+    return [f"/ip{6 if ':' in host else 4}/{host}/tcp/4711/p2p/{PEER}" for host in hosts]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "says"),
+    [
+        (("127.0.0.1",), "Only this machine reaches that."),
+        (("127.0.0.1", "::1"), "Only this machine reaches that."),
+        (("192.168.1.7", "127.0.0.1"), "Only machines of your own network reach that."),
+        (("10.0.0.7", "fe80::1"), "Only machines of your own network reach that."),
+    ],
+)
+def test_a_creator_whose_addresses_do_not_reach_far_is_told_how_to_be_reached(
+    hosts: tuple[str, ...], says: str
+) -> None:
+    lines = " ".join(how_to_be_reached(at_reachability(*hosts)))
+    assert lines.startswith(says)
+    assert ("--host 0.0.0.0" if "Only this" in says else "--announce PUBLIC_ADDRESS:4711") in lines
+
+
+@pytest.mark.parametrize(
+    "addresses", [at_reachability("45.10.10.11", "192.168.1.7"), [f"/dns/a.example.org/tcp/1/p2p/{PEER}"]]
+)
+def test_one_that_others_may_reach_is_told_nothing(addresses: list[str]) -> None:
+    assert how_to_be_reached(addresses) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "port", "address"),
+    [
+        ("45.10.10.11:4711", 0, "/ip4/45.10.10.11/tcp/4711"),
+        ("45.10.10.11", 4712, "/ip4/45.10.10.11/tcp/4712"),
+        ("[2a01:4f8::1]:4711", 0, "/ip6/2a01:4f8::1/tcp/4711"),
+        ("/ip4/45.10.10.11/tcp/4711", 0, "/ip4/45.10.10.11/tcp/4711"),
+        ("swarm.example.org:4711", 4712, "/dns/swarm.example.org/tcp/4711"),
+    ],
+)
+def test_what_is_announced_is_a_host_and_a_port(text: str, port: int, address: str) -> None:
+    assert announced(text, port) == address
+
+
+@pytest.mark.parametrize("text", ["45.10.10.11", "a b:1", "45.10.10.11:70000", "/ip4/1.2.3.4/tcp/70000", ""])
+def test_what_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is no address"):
+        announced(text, 0)
+
+
+def test_behind_a_router_a_peers_ports_are_tried_where_its_connection_comes_from() -> None:
+    own = ["/ip4/192.168.51.2/tcp/4711", "/ip4/127.0.0.1/tcp/4711"]
+    assert worth_dialling(own, "45.10.10.51") == ["/ip4/45.10.10.51/tcp/4711"]
+
+
+def test_public_addresses_and_names_are_tried_as_they_are() -> None:
+    own = ["/ip4/45.10.10.11/tcp/4711", "/dns/swarm.example.org/tcp/4711"]
+    assert worth_dialling(own, "45.10.10.99") == own
+
+
+def test_nobody_can_have_another_peer_look_into_its_own_network() -> None:
+    asked = ["/ip4/10.0.0.1/tcp/22", "/ip4/127.0.0.1/tcp/6379", "/ip4/169.254.169.254/tcp/80", "nonsense"]
+    assert worth_dialling(asked, "45.10.10.66") == [f"/ip4/45.10.10.66/tcp/{port}" for port in (22, 6379, 80)]
+    assert worth_dialling(asked, "") == []
+
+
+def test_nobody_can_have_another_peer_dial_without_end() -> None:
+    assert len(worth_dialling([f"/ip4/45.10.10.66/tcp/{port}" for port in range(1, 1000)], "45.10.10.66")) == 3
+
+
+def asked(ahead: float, *ways: tuple[float, float]) -> list[tuple[float, float, float]]:
+    """Questions that were so many seconds on the way there, and back."""
+    return [(100.0 + ahead, 100.0 + there, 100.0 + there + back + ahead) for there, back in ways]
+
+
+@pytest.mark.parametrize("ahead", [2.5, 0.3, 0.0, -0.3, -2.5])
+def test_where_answers_come_at_once_the_clocks_are_compared(ahead: float) -> None:
+    assert ahead_by(asked(ahead, (0.001, 0.001))) == pytest.approx(ahead, abs=0.01)
+
+
+@pytest.mark.parametrize("ways", [[(3.0, 0.1)], [(0.1, 3.0)], [(2.0, 2.0), (0.5, 3.0)]], ids=str)
+def test_a_slow_answer_is_no_wrong_clock(ways: list[tuple[float, float]]) -> None:
+    assert ahead_by(asked(0.0, *ways)) == 0.0
+
+
+def test_of_several_answers_the_quickest_ways_count() -> None:
+    assert ahead_by(asked(2.5, (3.0, 0.1), (0.01, 2.0))) == pytest.approx(2.5, abs=0.02)
+
+
+class Swarm:
+    """Stands for the peer's node."""
+
+    def __init__(self, ahead: float | None) -> None:
+        self.ahead = ahead
+
+    def in_dht(self, work: Callable[..., Awaitable[Any]], seconds: float, otherwise: Any) -> Any:
+        return self.ahead
+
+
+@pytest.mark.parametrize("ahead", [None, 0.0, MOST_APART, -MOST_APART])
+def test_clocks_that_agree_or_that_nobody_can_compare_keep_nobody_out(ahead: float | None) -> None:
+    require_same_time(Swarm(ahead), ["/ip4/127.0.0.1/tcp/1/p2p/x"])
+
+
+@pytest.mark.parametrize(("ahead", "how"), [(2.5, "2.5 s ahead of"), (-1.2, "1.2 s behind")])
+def test_others_are_named_with_how_far_they_are_off_and_the_remedy(ahead: float, how: str) -> None:
+    with pytest.raises(UserError, match=f"The clock of this machine is {how} the swarm's.") as error:
+        require_same_time(Swarm(ahead), [])
+    assert "timedatectl set-ntp true" in error.value.fix
+
+
+HOME = Home("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, None, "anna")
+
+
+def at_home(port: int) -> str:
+    return f"/ip4/203.0.113.7/tcp/{port}/p2p/{PEER}"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "hivemind-0001", "seed: 0\n")
+
+
+def test_a_peer_comes_back_to_the_place_that_it_has_left(run: RunDir) -> None:
+    home = replace(HOME, announce="/dns/swarm.example.org/tcp/4711", others=(at_home(1), at_home(2)))
+    home.write(run)
+    assert home_of(run) == home
+
+
+def test_a_run_that_was_no_swarm_has_no_home(run: RunDir) -> None:
+    assert home_of(run) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"run_id": "a"}', '{"run_id": "a", "first_round": "x"}'])
+def test_a_home_that_says_nothing_is_refused_by_its_file(run: RunDir, text: str) -> None:
+    (run.path / "swarm.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"swarm\.json does not say where the swarm was"):
+        home_of(run)
+
+
+def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir, tmp_path: Path) -> None:
+    for key in (b"first", b"second"):
+        file = tmp_path / "key"
+        file.write_bytes(key)
+        keep_identity(run, file)
+    assert identity_in(run).read_bytes() == b"first"
+    assert identity_in(run).stat().st_mode & 0o777 == 0o600
+
+
+def test_what_others_call_an_address_is_one_or_is_left_out() -> None:
+    assert known_of([at_home(1), "\x1b[2J", at_home(2), at_home(1), 7, f"/ip4/nowhere/tcp/1/p2p/{PEER}"]) == (
+        at_home(1),
+        at_home(2),
+    )
+
+
+def test_others_are_remembered_on_the_disk_the_newest_first_and_not_without_end(run: RunDir) -> None:
+    memory = Memory([at_home(1)])
+    memory.keep_in(run, HOME)
+    memory.note([at_home(2)])
+    memory.note([at_home(port) for port in range(10, 10 + MOST_OTHERS - 2)])
+    others = json.loads((run.path / "swarm.json").read_text(encoding="utf-8"))["others"]
+    assert (len(others), others[0], others[-2:]) == (MOST_OTHERS, at_home(10), [at_home(2), at_home(1)])
+    memory.note([at_home(99)])
+    assert memory.others == (at_home(99), *others[:-1])

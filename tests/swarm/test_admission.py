@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
+import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from jobs import submit, swarm, train
+from trainkit.errors import UserError
 from trainkit.swarm import invitations
-from trainkit.swarm.admission import Admission, Board, credential, peer_id_of, revoked_list
+from trainkit.swarm.admission import (
+    KEY_FILE,
+    Admission,
+    Board,
+    Owner,
+    credential,
+    entry_of,
+    invited,
+    keep_key,
+    key_of,
+    owner_of,
+    peer_id_of,
+    revoked_list,
+)
 from trainkit.swarm.averager import Digest, read_digest, sha256_of, sign_digest
-from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, open_pass
+from trainkit.swarm.invitations import GUESTS, Key, Pass, Role, UntrustedError, grant, open_pass, write_token
 
 OWNER, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
 RSA = (
@@ -24,7 +43,7 @@ RSA = (
 PEER = peer_id_of(RSA)
 
 
-def invited(role: Role = "volunteer", owner: Key = OWNER, name: str = "anna", seconds: float = 60) -> Pass:
+def invited_admission(role: Role = "volunteer", owner: Key = OWNER, name: str = "anna", seconds: float = 60) -> Pass:
     return invitations.grant(owner, "digits-0001", name, role, time.time() + seconds)
 
 
@@ -36,21 +55,21 @@ def test_a_peer_is_known_by_the_id_that_libp2p_proves() -> None:
 def test_who_was_introduced_is_admitted_as_what_the_owner_says() -> None:
     admission = Admission(OWNER.public)
     assert admission.admitted(PEER) is None
-    admission.introduce(credential(invited("reducer"), RSA))
+    admission.introduce(credential(invited_admission("reducer"), RSA))
     member = admission.admitted(PEER)
     assert member is not None
     assert (member.peer_id, member.name, member.role, member.trusted) == (PEER, "anna", "reducer", True)
 
 
 def test_a_volunteer_is_not_trusted() -> None:
-    assert not Admission(OWNER.public).introduce(credential(invited("volunteer"), RSA)).trusted
+    assert not Admission(OWNER.public).introduce(credential(invited_admission("volunteer"), RSA)).trusted
 
 
 @pytest.mark.parametrize("role", ["owner", "reducer", "volunteer"])
 def test_a_credential_by_a_stranger_admits_nobody_whatever_it_claims(role: Role) -> None:
     admission = Admission(OWNER.public)
     with pytest.raises(UntrustedError):
-        admission.introduce(credential(invited(role, STRANGER), RSA))
+        admission.introduce(credential(invited_admission(role, STRANGER), RSA))
     with pytest.raises(UntrustedError):
         admission.introduce(credential(open_pass("eve", time.time() + 60), RSA))
     assert admission.admitted(PEER) is None
@@ -58,7 +77,7 @@ def test_a_credential_by_a_stranger_admits_nobody_whatever_it_claims(role: Role)
 
 def test_a_digest_or_a_list_is_no_credential() -> None:
     with pytest.raises(UntrustedError):
-        Admission(OWNER.public).introduce(sign_digest(invited("owner"), Digest("run", 1, "ab")))
+        Admission(OWNER.public).introduce(sign_digest(invited_admission("owner"), Digest("run", 1, "ab")))
 
 
 @pytest.mark.parametrize("key", [b"", b"x" * 1025])
@@ -69,15 +88,15 @@ def test_what_is_no_key_has_no_peer_id(key: bytes) -> None:
 
 def test_a_peer_is_a_member_until_its_invitation_expires() -> None:
     admission = Admission(OWNER.public)
-    admission.introduce(credential(invited(seconds=60), RSA))
+    admission.introduce(credential(invited_admission(seconds=60), RSA))
     assert admission.admitted(PEER, now=time.time() + 58)
     assert not admission.admitted(PEER, now=time.time() + 61)
 
 
 def test_who_is_revoked_is_out_at_once_and_cannot_come_back_with_the_same_invitation() -> None:
-    admission, own, again = Admission(OWNER.public), invited(), invited()
+    admission, own, again = Admission(OWNER.public), invited_admission(), invited_admission()
     admission.introduce(credential(own, RSA))
-    assert admission.revoke(revoked_list(invited("owner"), 1, [own.grant.id]))
+    assert admission.revoke(revoked_list(invited_admission("owner"), 1, [own.grant.id]))
     assert admission.admitted(PEER) is None
     with pytest.raises(UntrustedError, match="revoked"):
         admission.introduce(credential(own, RSA))
@@ -86,8 +105,8 @@ def test_who_is_revoked_is_out_at_once_and_cannot_come_back_with_the_same_invita
 
 
 def test_an_older_list_does_not_bring_anybody_back() -> None:
-    admission, own = Admission(OWNER.public), invited()
-    old, new = (revoked_list(invited("owner"), serial, ids) for serial, ids in ((1, []), (2, [own.grant.id])))
+    admission, own = Admission(OWNER.public), invited_admission()
+    old, new = (revoked_list(invited_admission("owner"), serial, ids) for serial, ids in ((1, []), (2, [own.grant.id])))
     assert admission.revoke(new)
     assert not admission.revoke(old)
     with pytest.raises(UntrustedError, match="revoked"):
@@ -97,7 +116,7 @@ def test_an_older_list_does_not_bring_anybody_back() -> None:
 @pytest.mark.parametrize("role", ["reducer", "volunteer"])
 def test_only_the_owner_revokes(role: Role) -> None:
     with pytest.raises(UntrustedError, match="only the owner"):
-        Admission(OWNER.public).revoke(revoked_list(invited(role), 1, []))
+        Admission(OWNER.public).revoke(revoked_list(invited_admission(role), 1, []))
 
 
 @pytest.mark.parametrize(
@@ -106,11 +125,11 @@ def test_only_the_owner_revokes(role: Role) -> None:
 )
 def test_a_list_of_a_wrong_shape_is_refused(content: bytes) -> None:
     with pytest.raises(UntrustedError, match="no list"):
-        Admission(OWNER.public).revoke(invited("owner").state("revoked", content))
+        Admission(OWNER.public).revoke(invited_admission("owner").state("revoked", content))
 
 
 def test_a_banned_peer_is_out_and_a_banned_invitation_with_every_peer_that_uses_it() -> None:
-    admission, own = Admission(OWNER.public), invited()
+    admission, own = Admission(OWNER.public), invited_admission()
     admission.introduce(credential(own, RSA))
     for banned in (PEER, own.grant.id):
         admission.ban([banned])
@@ -122,14 +141,14 @@ def test_a_banned_peer_is_out_and_a_banned_invitation_with_every_peer_that_uses_
 
 
 def test_nobody_bans_the_owner() -> None:
-    admission, own = Admission(OWNER.public), invited("owner")
+    admission, own = Admission(OWNER.public), invited_admission("owner")
     admission.introduce(credential(own, RSA))
     admission.ban([PEER, own.grant.id])
     assert admission.admitted(PEER)
 
 
 def test_a_fork_hears_of_what_is_revoked_and_banned_after_it_was_made() -> None:
-    admission, own = Admission(OWNER.public), invited()
+    admission, own = Admission(OWNER.public), invited_admission()
     admission.introduce(credential(own, RSA))
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
@@ -152,7 +171,7 @@ def test_a_fork_hears_of_what_is_revoked_and_banned_after_it_was_made() -> None:
     assert not seen_there()
     admission.ban([])
     assert seen_there()
-    admission.revoke(revoked_list(invited("owner"), 1, [own.grant.id]))
+    admission.revoke(revoked_list(invited_admission("owner"), 1, [own.grant.id]))
     assert not seen_there()
     ours.send(False)
     child.join(10)
@@ -182,8 +201,8 @@ def test_a_run_turns_out_not_to_be_open() -> None:
 
 def test_a_record_does_not_outlast_the_invitation_of_its_writer_but_the_writer_may_have_been_revoked_since() -> None:
     """Of many records under one key hivemind refuses all if it refuses one: the answer must not change with time."""
-    admission, own = Admission(OWNER.public), invited(seconds=60)
-    admission.revoke(revoked_list(invited("owner"), 1, [own.grant.id]))
+    admission, own = Admission(OWNER.public), invited_admission(seconds=60)
+    admission.revoke(revoked_list(invited_admission("owner"), 1, [own.grant.id]))
     shown = credential(own, RSA)
     assert admission.invited(shown, until=own.grant.expires).peer_id == PEER
     with pytest.raises(UntrustedError, match="outlast"):
@@ -191,7 +210,7 @@ def test_a_record_does_not_outlast_the_invitation_of_its_writer_but_the_writer_m
 
 
 def test_until_the_owner_is_known_any_owner_counts_and_from_then_on_only_that_one() -> None:
-    admission, theirs = Admission(None, open_run=True), credential(invited("owner", STRANGER), RSA)
+    admission, theirs = Admission(None, open_run=True), credential(invited_admission("owner", STRANGER), RSA)
     admission.introduce(theirs)
     admission.settle(OWNER.public, open_run=False)
     assert (admission.owner, admission.open_run) == (OWNER.public, False)
@@ -209,11 +228,13 @@ DIGEST = Digest("digits-0001-ab", 7, sha256_of([memoryview(b"theta"), memoryview
 
 @pytest.mark.parametrize("role", ["owner", "reducer"])
 def test_the_owners_side_says_which_state_is_the_runs(role: Role) -> None:
-    signed = sign_digest(invited(role), DIGEST)
+    signed = sign_digest(invited_admission(role), DIGEST)
     assert read_digest(Admission(OWNER.public), signed, run_id="digits-0001-ab") == DIGEST
 
 
-@pytest.mark.parametrize("own", [invited("volunteer"), invited("owner", STRANGER), open_pass("eve", time.time() + 60)])
+@pytest.mark.parametrize(
+    "own", [invited_admission("volunteer"), invited_admission("owner", STRANGER), open_pass("eve", time.time() + 60)]
+)
 def test_a_volunteer_that_claims_to_be_of_the_owners_side_says_nothing(own: Pass) -> None:
     for open_run in (False, True):
         with pytest.raises(UntrustedError):
@@ -222,15 +243,248 @@ def test_a_volunteer_that_claims_to_be_of_the_owners_side_says_nothing(own: Pass
 
 def test_a_digest_of_another_run_or_of_an_earlier_start_is_none_of_this_one() -> None:
     with pytest.raises(UntrustedError, match="another run"):
-        read_digest(Admission(OWNER.public), sign_digest(invited("owner"), DIGEST), run_id="digits-0001-cd")
+        read_digest(Admission(OWNER.public), sign_digest(invited_admission("owner"), DIGEST), run_id="digits-0001-cd")
 
 
 @pytest.mark.parametrize("content", [[], ["digits-0001-ab", -1, "x"], ["digits-0001-ab", 1.5, "x"], ["a", 1], 5])
 def test_a_digest_of_a_wrong_shape_is_refused(content: object) -> None:
-    said = invited("owner").state("state", json.dumps(content).encode())
+    said = invited_admission("owner").state("state", json.dumps(content).encode())
     with pytest.raises(UntrustedError):
         read_digest(Admission(OWNER.public), said, run_id="digits-0001-ab")
 
 
 def test_weights_and_momentum_cannot_be_shifted_into_each_other() -> None:
     assert sha256_of([memoryview(b"ab"), memoryview(b"c")]) != sha256_of([memoryview(b"a"), memoryview(b"bc")])
+
+
+# Ways into a run: a token or an address; as an argument, in a file, from standard input, from the environment.
+
+ADDRESS = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+TOKEN = write_token(grant(Key(b"o" * 32), "run", "anna", "volunteer", time.time() + 86400), [ADDRESS])
+
+
+@pytest.mark.parametrize("word", [TOKEN, ADDRESS], ids=["token", "address"])
+@pytest.mark.parametrize("way", ["argument", "file", "input", "environment"])
+def test_a_token_or_an_address_is_taken_from_wherever_it_is(
+    way: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token.txt").write_text(f"{word}\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{word}\n"))
+    words = {"argument": [word], "file": [str(tmp_path / "token.txt")], "input": ["-"], "environment": []}[way]
+    env = {"TRAINKIT_TOKEN": f"{word}\n"} if way == "environment" else {}
+    entry = entry_of(words, env, name="anna")
+    assert (entry.addresses, entry.invited, entry.own.grant.name) == ((ADDRESS,), word == TOKEN, "anna")
+    assert entry.seen == (way == "argument" and word == TOKEN)  # of an address there is nothing to hide
+
+
+@pytest.mark.parametrize("way", ["argument", "file", "input", "environment"])
+@pytest.mark.parametrize("verb", ["submit", "train", "doctor", "status"])
+def test_a_token_that_others_see_is_warned_of_by_every_command(
+    verb: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody listens at the address: the warning comes before that is known."""
+    monkeypatch.setattr("trainkit.swarm.reader.run_at", _nobody)
+    monkeypatch.setattr("trainkit.swarm.doctor.examine", _nobody)
+    monkeypatch.setattr("trainkit.swarm.reader.open_reader", _nobody)
+    (tmp_path / "token.txt").write_text(f"{TOKEN}\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TOKEN}\n"))
+    words = {"argument": [TOKEN], "file": [str(tmp_path / "token.txt")], "input": ["-"], "environment": []}[way]
+    monkeypatch.setenv("TRAINKIT_TOKEN", TOKEN if way == "environment" else "")
+    given = {
+        "submit": (submit.main, ["hivemind", "--join", *words, "--dry-run"]),
+        "train": (train.main, ["hivemind", "--join", *words]),
+        "doctor": (swarm.main, ["doctor", *words]),
+        "status": (swarm.main, ["status", *words]),
+    }
+    main, arguments = given[verb]
+    with pytest.raises(UserError, match="nobody is there"):
+        main(arguments, dict(os.environ))
+    assert ("list of processes" in capsys.readouterr().err) == (way == "argument")
+
+
+def _nobody(*_: object) -> None:
+    raise UserError("nobody is there", why="it is a test", fix="none")
+
+
+def test_what_is_none_is_not_repeated_for_it_may_be_a_secret() -> None:
+    with pytest.raises(UserError) as refused:
+        entry_of([], {"TRAINKIT_TOKEN": TOKEN[:-3]}, name="anna")
+    assert TOKEN[20:40] not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "{} is empty."),
+        ("\n", "{} is empty."),
+        ("my secret thing", "{} holds neither a token nor an address."),
+    ],
+)
+@pytest.mark.parametrize("way", ["file", "input", "environment"])
+def test_what_holds_no_token_is_named_without_what_it_holds(
+    way: str, text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token.txt"
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    source = {"file": str(file), "input": "Standard input", "environment": "TRAINKIT_TOKEN"}[way]
+    with pytest.raises(UserError) as refused:
+        entry_of({"file": [source], "input": ["-"], "environment": []}[way], {"TRAINKIT_TOKEN": text}, name="anna")
+    missing = way == "environment" and not text.strip()
+    assert refused.value.what == ("TOKEN missing." if missing else says.format(source))
+    assert "secret" not in str(refused.value)
+
+
+def test_who_was_invited_by_name_is_called_so_and_guests_are_many() -> None:
+    guest = write_token(grant(Key(b"o" * 32), "run", GUESTS, "volunteer", time.time() + 86400), [ADDRESS])
+    assert [entry_of([word], {}, name="").name for word in (TOKEN, guest, ADDRESS)] == ["anna", "", ""]
+
+
+def test_a_token_without_its_beginning_is_not_repeated_whole() -> None:
+    with pytest.raises(UserError, match="is neither a token") as refused:
+        entry_of([TOKEN[3:]], {}, name="anna")
+    assert TOKEN[60:80] not in str(refused.value)
+
+
+def test_the_line_that_is_printed_with_a_token_shows_it_to_nobody_else_on_the_machine(tmp_path: Path) -> None:
+    _, line = invited(Owner(tmp_path, Key(b"o" * 32)), (ADDRESS,), "anna", 600.0, "volunteer")
+    variable, *command = line.split()
+    assert command == ["python", "-m", "jobs.join"]
+    name, _, token = variable.partition("=")
+    assert entry_of([], {name: token}, name="x").own.grant.name == "anna"
+    assert token not in "".join(file.read_text(encoding="utf-8") for file in tmp_path.iterdir())
+
+
+# The owner's key and lists, in the run folder.
+
+DAY = 86400.0
+
+
+def made_in(folder: Path) -> Owner:
+    return keep_key(folder, key_of(folder))
+
+
+def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = made_in(tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert owner_of(tmp_path).key.public == made_in(tmp_path).key.public == made.key.public
+    assert sorted(path.name for path in tmp_path.iterdir()) == [KEY_FILE]
+
+
+def test_a_run_that_has_a_key_gets_no_other(tmp_path: Path) -> None:
+    made = made_in(tmp_path)
+    with pytest.raises(AssertionError, match="one key"):
+        keep_key(tmp_path, Key.generate())
+    assert owner_of(tmp_path).key.public == made.key.public
+
+
+def test_without_a_key_nobody_is_the_owner(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="was not created here"):
+        owner_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"nonsense", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
+)
+def test_a_file_that_is_no_key_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / KEY_FILE).write_bytes(content)
+    (tmp_path / KEY_FILE).chmod(0o600)
+    with pytest.raises(UserError, match="is no key of a run"):
+        made_in(tmp_path)
+    assert (tmp_path / KEY_FILE).read_bytes() == content
+
+
+def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (tmp_path / KEY_FILE).write_bytes(key)
+    (tmp_path / KEY_FILE).chmod(0o600)
+    with pytest.raises(UserError, match="is no key of a run"):
+        owner_of(tmp_path)
+
+
+def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
+    made_in(tmp_path)
+    (tmp_path / KEY_FILE).chmod(0o640)
+    with pytest.raises(UserError, match="Others can read") as caught:
+        owner_of(tmp_path)
+    assert caught.value.fix == f"chmod 600 {tmp_path / KEY_FILE}"
+
+
+def test_a_key_that_was_cut_while_it_was_written_is_absent(tmp_path: Path) -> None:
+    (tmp_path / f".{KEY_FILE}.partial").write_bytes(b"half")
+    assert made_in(tmp_path).key.public == owner_of(tmp_path).key.public
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\x1b[31mb", "two\nlines", "two  spaces", " ahead", "\u202egpj"])
+def test_a_name_that_could_not_be_typed_as_it_is_shown_is_refused(tmp_path: Path, name: str) -> None:
+    owner = Owner(tmp_path, Key(b"o" * 32))
+    with pytest.raises(UserError, match="no name for an invitation"):
+        owner.invite(name, "volunteer", 60.0)
+    assert owner.invite("Anna-Lena Müller, Raum 3 (日本) 🚀", "volunteer", 60.0).grant.expires > 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_list_of_invitations_has_no_secret_in_it(tmp_path: Path) -> None:
+    owner = made_in(tmp_path)
+    invited = owner.invite("anna", "reducer", 7 * DAY)
+    token = write_token(invited, [ADDRESS])
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (line,) = left["invited.jsonl"].decode().splitlines()
+    assert json.loads(line)["name"] == "anna"
+    assert json.loads(line)["expires"] == pytest.approx(time.time() + 7 * DAY, abs=5)
+    for content in left.values():
+        assert invited.key.seed not in content
+        assert invited.key.seed.hex().encode() not in content
+        assert token[60:].encode() not in content
+
+
+def test_everybody_of_a_name_is_revoked_and_stays_so_and_others_are_not(tmp_path: Path) -> None:
+    owner = made_in(tmp_path)
+    anna, again, bo = (owner.invite(name, "volunteer", DAY) for name in ("anna", "anna", "bo"))
+    assert owner.revoked() is None
+    owner.revoke("anna")
+    statement = owner.revoke("bo")
+    assert owner_of(tmp_path).revoked() == statement
+    admission = Admission(owner.key.public)
+    assert admission.revoke(statement)
+    for guest in (anna, again, bo):
+        with pytest.raises(UntrustedError, match="revoked"):
+            admission.introduce(credential(guest, b"key"))
+    admission.introduce(credential(owner.invite("anna", "volunteer", DAY), b"key"))
+
+
+def test_each_list_is_newer_than_the_one_before(tmp_path: Path) -> None:
+    owner = made_in(tmp_path)
+    owner.invite("anna", "volunteer", DAY)
+    admission = Admission(owner.key.public)
+    for _ in range(3):
+        time.sleep(0.002)
+        assert admission.revoke(owner.revoke("anna"))
+
+
+def test_an_invitation_that_has_expired_is_not_named_any_more(tmp_path: Path) -> None:
+    owner = made_in(tmp_path)
+    expired, alive = owner.invite("anna", "volunteer", 0.0), owner.invite("anna", "volunteer", DAY)
+    content = owner.revoke("anna")
+    assert alive.grant.id.encode() in content
+    assert expired.grant.id.encode() not in content
+
+
+def test_who_was_never_invited_cannot_be_revoked(tmp_path: Path) -> None:
+    owner = made_in(tmp_path)
+    owner.invite("anna", "volunteer", DAY)
+    with pytest.raises(UserError) as caught:
+        owner.revoke("ana")
+    assert caught.value.why == f"Invited to {tmp_path.name}: anna."
+
+
+@pytest.mark.parametrize("name", ["", "a" * 65, "an\nna", "\x1b[31m"])
+def test_a_name_can_be_printed(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError):
+        made_in(tmp_path).invite(name, "volunteer", DAY)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import msgpack
 import pytest
 import torch
 from torch import Tensor
 
+from trainkit.swarm.exchange import NODE, read_gathered
 from trainkit.swarm.link import PART, Codec, Sending
+from trainkit.swarm.robust import Limits, Screen
 
 if TYPE_CHECKING:
-    from trainkit.swarm.exchange import Exchange, Outcome
-    from trainkit.swarm.robust import Screen
+    from trainkit.swarm.exchange import Exchange, Outcome, ScreeningReducer
+
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -248,3 +251,249 @@ def test_averages_that_are_refused_are_as_if_they_had_not_arrived() -> None:
     assert kept.counted == (True, True, False, False)
     assert torch.equal(average[2 * PART :], own[2 * PART :])
     assert not torch.equal(average[: 2 * PART], own[: 2 * PART])
+
+
+# The reducer inside hivemind's all-reduce, without processes: senders as coroutines.
+
+
+SIZES = (3000, 2000)
+LIMITS = Limits(possible=dict.fromkeys("abcd", 10.0))
+
+
+def vectors(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(sum(SIZES), generator=generator)
+    return [common + torch.randn(sum(SIZES), generator=generator) for _ in range(count)]
+
+
+def cut(vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Into two parts, as hivemind does."""
+    return vector[: SIZES[0]], vector[SIZES[0] :]
+
+
+def reducer(senders: int) -> tuple[ScreeningReducer, Screen]:
+    from trainkit.swarm.exchange import ScreeningReducer
+
+    own = cut(torch.zeros(sum(SIZES)))
+    screen = Screen("abcd"[:senders], LIMITS, sum(SIZES))
+    return ScreeningReducer(own, senders, screen), screen
+
+
+async def send(to: ScreeningReducer, sender: int, vector: Tensor, weight: float = 10.0) -> Tensor:
+    parts = cut(vector)
+    return torch.cat([await to.accumulate_part(sender, i, part, weight) for i, part in enumerate(parts)])
+
+
+def in_time(work: Awaitable[list[Tensor]]) -> list[Tensor]:
+    async def run() -> list[Tensor]:
+        return await asyncio.wait_for(work, 10.0)
+
+    return asyncio.run(run())
+
+
+def test_every_sender_gets_the_same_average_of_every_part() -> None:
+    sent = vectors(3)
+
+    async def round_of() -> list[Tensor]:
+        to, _ = reducer(3)
+        return list(await asyncio.gather(*(send(to, i, vector) for i, vector in enumerate(sent))))
+
+    first, *others = in_time(round_of())
+    assert all(torch.equal(first, other) for other in others)
+    assert float((first - sum(sent, torch.zeros(sum(SIZES))) / 3).norm() / first.norm()) < 0.05
+
+
+def test_a_sender_of_another_shape_is_dropped_and_does_not_hold_up_the_others() -> None:
+    sent = vectors(3)
+
+    async def round_of() -> list[Tensor]:
+        to, screen = reducer(4)
+        liar = asyncio.ensure_future(to.accumulate_part(3, 0, torch.zeros(7), 10.0))
+        honest = [asyncio.ensure_future(send(to, i, vector)) for i, vector in enumerate(sent)]
+        await liar
+        to.on_sender_failed(3)  # as hivemind does when the answer cannot be made
+        averages = list(await asyncio.gather(*honest))
+        assert [verdict.why for verdict in screen.verdicts()] == ["sent something of the wrong shape"]
+        return averages
+
+    assert len(in_time(round_of())) == 3
+
+
+def test_a_sender_that_goes_away_in_the_middle_has_had_its_say_until_then() -> None:
+    sent = vectors(3)
+
+    async def round_of() -> list[Tensor]:
+        to, _ = reducer(3)
+        honest = [asyncio.ensure_future(send(to, i, vector)) for i, vector in enumerate(sent[:2])]
+        await to.accumulate_part(2, 0, cut(sent[2])[0], 10.0)
+        to.on_sender_failed(2)
+        return list(await asyncio.gather(*honest))
+
+    average = in_time(round_of())[0]
+    first, second = cut(average)
+    halves = [cut(vector) for vector in sent]
+    assert float((first - (halves[0][0] + halves[1][0] + halves[2][0]) / 3).norm() / first.norm()) < 0.05
+    assert float((second - (halves[0][1] + halves[1][1]) / 2).norm() / second.norm()) < 0.05
+
+
+def test_a_part_that_does_not_exist_ends_its_sender_only() -> None:
+    async def round_of() -> list[Tensor]:
+        from hivemind.averaging.partition import BannedException
+
+        to, _ = reducer(3)
+        with pytest.raises(BannedException, match="does not exist"):
+            await to.accumulate_part(0, 2, torch.zeros(1), 1.0)
+        return []
+
+    assert in_time(round_of()) == []
+
+
+# What peers tell their group, from honest ones and from others.
+
+
+def plain(value: Any) -> bytes:
+    """As hivemind's serializer packs it, which is not imported here: that changes how a process starts others."""
+    return bytes(msgpack.packb(value, use_bin_type=True, strict_types=True, default=as_tuple))
+
+
+def as_tuple(value: Any) -> Any:
+    return msgpack.ExtType(0x40, plain(list(value)))
+
+
+def packed(*, bandwidth: Any = None, mode: Any = 1, **about: Any) -> bytes:
+    return plain([bandwidth, mode, plain(about)])
+
+
+def test_what_a_peer_of_ours_sends_is_read() -> None:
+    found = read_gathered(packed(bandwidth=5.0, mode=0, rate=12.5, shares=True, probe=b"\0" * 1024, later="field"))
+    assert found is not None
+    assert (found.bandwidth, found.mode, found.about.rate) == (5.0, NODE, 12.5)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1garbage",
+        plain(None),
+        plain([None, 1]),
+        plain([None, 1, b"\xc1"]),
+        plain([None, 1, "text"]),
+        plain([None, 1, plain([1, 2])]),
+        packed(mode=7),
+        packed(bandwidth="fast"),
+        packed(bandwidth=-1.0),
+        packed(bandwidth=float("nan")),
+        packed(bandwidth=float("inf")),
+        packed(rate=float("inf")),
+        packed(rate=1e300),
+        packed(rate=-1.0),
+        packed(rate="12"),
+        packed(shares="yes"),
+        packed(probe=b"\0" * 1025),
+        packed(padding="x" * 5000),
+        packed(rate=(1.0, 2.0)),  # an object of hivemind's own
+        b"\x91" * 4000,  # lists in lists
+        msgpack.packb([None, 1, msgpack.packb({"rate": msgpack.ExtType(0x50, b"\x00")})]),
+    ],
+)
+def test_everything_else_is_nothing_and_raises_nothing(data: bytes) -> None:
+    assert read_gathered(data) is None
+
+
+# What a peer may send before anybody has asked who it is.
+
+
+def read(*arrives: tuple[float, bytes], sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What a reader gets of what arrives after so many seconds each."""
+    from trainkit.swarm import exchange
+
+    monkeypatch.setattr(exchange, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(exchange, "REST_SECONDS", 0.3)
+
+    async def run() -> list[bytes]:
+        stream = asyncio.StreamReader()
+
+        async def feed() -> None:
+            for seconds, data in arrives:
+                await asyncio.sleep(seconds)
+                stream.feed_data(data)
+
+        feeding, reader = asyncio.ensure_future(feed()), exchange.Reader(stream)
+        try:
+            return [await reader.readexactly(size) for size in sizes]
+        finally:
+            feeding.cancel()
+
+    return asyncio.run(run())
+
+
+def test_between_two_messages_a_peer_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = read((0.0, b"\x00length!!body"), (0.6, b"\x00"), sizes=[1, 8, 4, 1], monkeypatch=monkeypatch)
+    assert said == [b"\x00", b"length!!", b"body", b"\x00"]
+
+
+@pytest.mark.parametrize(
+    ("arrives", "sizes"),
+    [
+        ([], [1]),
+        ([(0.0, b"\x00")], [1, 8]),
+        ([(0.0, b"\x00length!!bo"), (0.6, b"dy")], [1, 8, 4]),
+        ([(0.0, b"\x00length!!")], [1, 8, 1 << 33]),
+    ],
+    ids=["never begins", "stops after a mark", "stops in a message", "announces too much"],
+)
+def test_who_says_too_little_or_too_much_has_hung_up(
+    arrives: list[tuple[float, bytes]], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(asyncio.IncompleteReadError):
+        read(*arrives, sizes=sizes, monkeypatch=monkeypatch)
+
+
+def test_a_peer_has_so_many_calls_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hivemind.p2p import P2P
+
+    from trainkit.swarm import exchange
+
+    added: list[Any] = []
+
+    async def add(self: Any, name: str, handler: Any, balanced: bool = False) -> None:
+        added.append(handler)
+
+    monkeypatch.setattr(P2P, "add_binary_stream_handler", add)
+    exchange.bound_calls()
+
+    class Stream:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def run() -> tuple[list[bool], list[bool]]:
+        hang_up = asyncio.Event()
+
+        async def handler(info: Any, reader: Any, writer: Any) -> None:
+            await hang_up.wait()
+
+        await P2P.add_binary_stream_handler(cast("P2P", None), "call", handler)
+
+        def opened(peer: str) -> tuple[Stream, asyncio.Future[None]]:
+            stream = Stream()
+            call = added[0](type("Info", (), {"peer_id": peer}), None, stream)
+            return stream, asyncio.ensure_future(call)
+
+        eve = [opened("eve") for _ in range(exchange.MOST_CALLS + 3)]
+        ann = opened("ann")
+        await asyncio.sleep(0)
+        refused = [stream.closed for stream, _ in (*eve, ann)]
+        hang_up.set()
+        await asyncio.gather(*(call for _, call in (*eve, ann)))
+        hang_up.clear()
+        later, call = opened("eve")
+        await asyncio.sleep(0)
+        call.cancel()
+        return refused, [later.closed]
+
+    refused, later = asyncio.run(run())
+    assert refused == [False] * exchange.MOST_CALLS + [True] * 3 + [False]
+    assert later == [False]

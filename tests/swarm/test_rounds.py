@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.rank_functions import QUICK
 from trainkit.config.loading import load
@@ -29,6 +29,7 @@ from trainkit.training.building import alone, build
 from trainkit.training.progress import Progress as OwnProgress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here", "one_thread")
+
 
 CPU = Distributed(RankEnv.single(), torch.device("cpu"))
 SIZES = ("train.micro_batch_size=16", "train.global_batch_size=64", "collaborative.matchmaking_seconds=0.1")
@@ -301,3 +302,104 @@ def test_a_round_lasts_no_longer_than_its_limit(splits: Splits) -> None:
         assert train(p) == "stopped"
     assert SECONDS <= time.time() - began < 10.0
     assert 0 < boxes[0].samples < 1 << 20
+
+
+# A peer whose own training has collapsed in a round gives nothing, and goes on from the common weights.
+
+
+# How far the weights move in a round, and its loss.
+STEADY = [(0.010, 3e-6), (0.011, 2e-6)]
+COLLAPSED = (1.4, 0.6)
+
+
+def alone_own_rounds(*rounds: tuple[float, float | None]) -> tuple[list[Round], list[float], nn.Module]:
+    """How the rounds of an owner ended whom nobody has joined, where the common weights then were, and the model."""
+    from trainkit.config.schema import CollaborativeConfig
+    from trainkit.swarm.average import Averaging
+    from trainkit.swarm.link import Link
+    from trainkit.swarm.sync_diloco import OuterState
+
+    model = nn.Linear(64, 8, bias=False)
+    nn.init.zeros_(model.weight)
+    common = OuterState(model, lr=1.0, momentum=0.0)
+    dht: Any = SimpleNamespace(own=SimpleNamespace(grant=SimpleNamespace(role="owner")), member=lambda peer: None)
+    averager: Any = SimpleNamespace(client_mode=False, peer_id="owner", bandwidth=None)
+    averaging = Averaging(averager, dht, common, CollaborativeConfig(), Link(512, "fp16", 60.0, 10.0))
+    ended, places = [], []
+    for number, (way, loss) in enumerate(rounds):
+        with torch.no_grad():
+            model.weight.add_(way)
+        averaging.exchange(samples=64, trained=1.0, next_round=number + 1, alone=True, loss=loss)
+        result = averaging.settle(0.0, trained_on=False, leads=True)
+        assert result is not None
+        ended.append(result)
+        places.append(round(float(common.theta.mean()), 4))
+    return ended, places, model
+
+
+def test_a_round_in_which_weights_and_loss_rose_out_of_proportion_is_given_up() -> None:
+    ended, places, model = alone_own_rounds(*STEADY, COLLAPSED, (0.01, 3e-6))
+    assert [one.used for one in ended] == ["own", "own", "nothing", "own"]
+    assert places == [0.01, 0.021, 0.021, 0.031]
+    assert float(next(model.parameters()).detach().mean()) == pytest.approx(0.031)  # it has started anew from there
+    assert [one.collapsed for one in ended] == ["", "", "its loss rose from 2e-06 to 0.6", ""]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param((1.4, 1e-6), id="long, as after a round of few updates: the loss has not risen"),
+        pytest.param((0.05, 0.6), id="of a higher loss, and no longer than usual: other data"),
+        pytest.param((1.4, 5e-4), id="of a loss at which nothing is told wrong"),
+        pytest.param((1.4, None), id="not judged by its loss"),
+    ],
+)
+def test_any_other_round_counts(last: tuple[float, float | None]) -> None:
+    ended, places, _ = alone_own_rounds(*STEADY, last)
+    assert (ended[-1].used, ended[-1].collapsed) == ("own", "")
+    assert places[-1] == pytest.approx(0.021 + last[0], abs=1e-3)
+
+
+def test_of_four_such_rounds_in_a_row_the_last_counts_so_that_nobody_is_stuck() -> None:
+    ended, _, _ = alone_own_rounds(*STEADY, COLLAPSED, COLLAPSED, COLLAPSED, COLLAPSED)
+    assert [one.used for one in ended] == ["own", "own", "nothing", "nothing", "nothing", "own"]
+
+
+def test_the_first_round_of_a_peer_counts() -> None:
+    assert alone_own_rounds(COLLAPSED)[0][0].used == "own"
+
+
+# A peer with other weights than the owner's side takes over the right ones.
+
+
+def caught_up(gives: list[int], *, round_index: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What came of each try, where the state that is given away is of these rounds, one after the other."""
+    from trainkit.swarm import rounds
+
+    monkeypatch.setattr(rounds, "_ASK_AGAIN_SECONDS", 0.05)
+    found: list[bool] = []
+    states = iter(gives)
+
+    def adopt(left: float, *, newer_than: int) -> bool:
+        found.append(next(states) > newer_than)
+        return found[-1]
+
+    peer: Any = SimpleNamespace(
+        clock=SimpleNamespace(seconds=seconds),
+        averaging=SimpleNamespace(adopt=adopt),
+        common=SimpleNamespace(round=round_index),
+    )
+    rounds._catch_up(peer)
+    return found
+
+
+def test_a_state_from_before_this_rounds_step_is_not_taken_over_but_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert caught_up([6, 6, 7], round_index=7, seconds=20.0, monkeypatch=monkeypatch) == [False, False, True]
+
+
+def test_it_asks_for_half_a_round_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = caught_up([6] * 1000, round_index=7, seconds=0.6, monkeypatch=monkeypatch)
+    assert 2 <= len(found) <= 7
+    assert not any(found)

@@ -1,8 +1,13 @@
-"""Training goes on while a checkpoint is written; what it says, and who waits for it."""
+"""What becomes of a run whose best weights are lost on the way."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import resource
+import shutil
+import signal
 import sys
 import threading
 import time
@@ -18,19 +23,165 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoint.reading import tensors
-from tests.rank_functions import StopAfter, run_ranks, train_run
+from tests.rank_functions import QUICK, StopAfter, run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.checkpoint import tensors as checkpoint_tensors
 from trainkit.checkpoint.format import file_name
 from trainkit.checkpoint.save import Checkpoints, Snapshot
+from trainkit.config.loading import load
+from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import RefusedError, RunFailedError
+from trainkit.errors import RefusedError, RunFailedError, UserError
+from trainkit.models import build_model
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
 from trainkit.training.progress import Progress
+
+
+def save(folder: Path, model: nn.Module, step: int = 1) -> None:
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        Checkpoints(folder, keep=3, dist=dist).save(model, optimizer, step=step, state={}, best_step=None)
+
+
+def test_every_strategy_and_world_size_writes_the_same_names_and_shapes(tmp_path: Path) -> None:
+    layouts = {}
+    for preset, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2)):
+        folder = tmp_path / preset
+        run_ranks(world_size, train_run, folder, preset, ("train.max_steps=1",))
+        for stem in ("model", "optimizer"):
+            found = tensors(folder / "checkpoints", stem)
+            layouts[preset, stem] = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    for stem in ("model", "optimizer"):
+        assert layouts["single", stem] == layouts["ddp", stem] == layouts["fsdp", stem]
+
+
+def test_data_parallel_leaves_no_trace_in_the_names(tmp_path: Path) -> None:
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        wrapped = nn.DataParallel(nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(wrapped.parameters())
+        wrapped(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        checkpoints = Checkpoints(tmp_path, keep=3, dist=dist)
+        checkpoints.save(wrapped, optimizer, step=1, state={}, best_step=None)
+        assert set(load_file(tmp_path / "latest/model.safetensors")) == {"weight", "bias"}
+        other = nn.DataParallel(nn.Linear(4, 2))
+        assert checkpoints.restore(other, torch.optim.AdamW(other.parameters())) is not None
+        assert torch.equal(other.module.weight, wrapped.module.weight)
+
+
+def test_the_weights_load_into_the_plain_model(tmp_path: Path) -> None:
+    run_ranks(2, train_run, tmp_path / "run", "fsdp", ("train.max_steps=1",))
+    config = load("fsdp").config
+    model = build_model(config.model, build_data(config.data).info, 0)
+    weights = tensors(tmp_path / "run/checkpoints")
+    model.load_state_dict(weights)
+    assert torch.equal(dict(model.named_parameters())["0.weight"], weights["0.weight"])
+
+
+def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(4, 2))
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        other = nn.Linear(4, 3)
+        with pytest.raises(UserError, match="does not fit"):
+            Checkpoints(tmp_path, keep=3, dist=dist).restore(other, torch.optim.AdamW(other.parameters()))
+
+
+def _save_where_there_is_no_room(env: RankEnv, folder: Path) -> str:
+    with distributed(env, use_gpu=False) as dist:
+        model = nn.Linear(4, 2)
+        try:
+            Checkpoints(folder, keep=3, dist=dist).save(
+                model, torch.optim.AdamW(model.parameters()), step=1, state={}, best_step=None
+            )
+        except RunFailedError as error:
+            return error.what
+    return "saved"
+
+
+def test_a_save_that_fails_is_raised_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    told = run_ranks(2, _save_where_there_is_no_room, tmp_path / "checkpoints")
+    assert told == ["The checkpoint of step 1 could not be written."] * 2
+
+
+def _save_on_a_full_disk(env: RankEnv, folder: Path) -> tuple[str, list[str]]:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with distributed(env, use_gpu=False) as dist:
+        checkpoints, model = Checkpoints(folder, keep=3, dist=dist), nn.Linear(200, 200)
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpoints.save(model, optimizer, step=1, state={}, best_step=None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file may hold the 160 kB of the weights
+        try:
+            checkpoints.save(model, optimizer, step=2, state={}, best_step=None)
+        except RunFailedError as error:
+            return str(error), sorted(entry.name for entry in folder.iterdir())
+    return "saved", []
+
+
+def test_a_full_disk_is_said_so_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    ((said, left),) = run_ranks(1, _save_on_a_full_disk, tmp_path)
+    assert "The checkpoint of step 2 could not be written." in said
+    assert f"Make room, then `python -m jobs.resume {tmp_path.parent}`" in said
+    assert "/model" in said.split("why: ")[1].split("\n")[0], "the file is named"
+    assert left == ["latest", "step-00000001"]
+    format.verified(tmp_path, 1)
+
+
+def test_nothing_is_restored_from_nothing(tmp_path: Path) -> None:
+    dist = Distributed(RankEnv.single(), torch.device("cpu"))
+    model = nn.Linear(4, 2)
+    assert Checkpoints(tmp_path, keep=3, dist=dist).restore(model, torch.optim.AdamW(model.parameters())) is None
+
+
+# Nothing is learned, so the first validation (19 updates, one epoch) stays the best.
+SETTINGS = ("optim.lr=1e-30", "train.max_steps=24")
+BEST = 19
+
+
+def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str, str]:
+    from trainkit.config.loading import load
+    from trainkit.inference import evaluate_checkpoint
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        ending = train_run(env, folder, "single", SETTINGS)
+        config = load(str(RunDir(folder).config), QUICK).config
+        result = evaluate_checkpoint(config, RunDir(folder), "best", "test")
+    return ending, result.step, result.which, said.getvalue()
+
+
+def flip(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [(flip, "the content of model.safetensors has changed"), (shutil.rmtree, "No such file or directory")],
+    ids=["flipped", "gone"],
+)
+def test_a_run_whose_best_weights_are_lost_ends_all_the_same_and_says_so(
+    tmp_path: Path, damage: object, why: str
+) -> None:
+    folder = tmp_path / "run"
+    run_ranks(1, train_run, folder, "single", SETTINGS, 22 + 5)
+    assert format.pointed(folder / "checkpoints", "best") == BEST
+    assert callable(damage)
+    damage(format.path_of(folder / "checkpoints", BEST))
+    ((ending, step, which, said),) = run_ranks(1, _go_on_and_evaluate, folder)
+    assert ending == "finished"
+    assert (step, which) == (24, "newest"), "nobody takes it for the best"
+    assert f"step-{BEST:08d} is broken: {why}" in said
+
+
+# Training goes on while a checkpoint is written; what it says, and who waits for it.
 
 DIST = Distributed(RankEnv.single(), torch.device("cpu"))
 
@@ -299,3 +450,96 @@ def test_a_rank_that_cannot_write_is_heard_by_all_and_nothing_is_left(tmp_path: 
     told = run_ranks(2, _save_own, tmp_path, [True, True], True)
     assert told == ["The checkpoint of step 1 could not be written. No space left on device: a shard."] * 2
     assert [*tmp_path.iterdir()] == []
+
+
+# A checkpoint is on the disk before its name is, and nobody writes who has lost the run.
+
+TENSORS = {"model": {"w": torch.ones(10)}, "optimizer": {"m": torch.ones(10)}}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is flushed (by the inode that lies behind the descriptor) and renamed, in order."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+    def recorded_replace(source: Any, target: Any, **folders: int) -> None:
+        replace(source, target, **folders)
+        done.append(f"rename to {Path(target).name}")
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    return done
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells descriptors by /proc")
+def test_everything_is_flushed_before_the_checkpoint_has_its_name_and_the_name_after(
+    tmp_path: Path, calls: list[str]
+) -> None:
+    format.write(tmp_path / "checkpoints", 1, TENSORS, {})
+    assert calls == [
+        "fsync model.safetensors",
+        "fsync optimizer.safetensors",
+        "fsync state.json",
+        "fsync .step-00000001.partial",
+        "rename to step-00000001",
+        "fsync checkpoints",  # before `latest` names it
+        f"fsync {tmp_path.name}",
+        "rename to latest",
+        "fsync checkpoints",
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells descriptors by /proc")
+def test_what_is_said_anew_of_a_checkpoint_is_flushed_before_it_takes_its_place(
+    tmp_path: Path, calls: list[str]
+) -> None:
+    format.write(tmp_path, 1, TENSORS, {})
+    calls.clear()
+    format.write(tmp_path, 1, TENSORS, {"note": "again"})
+    renamed = calls.index("rename to state.json")
+    assert calls[:renamed][-2:] == ["fsync state.json", "fsync .step-00000001.partial"]
+    assert calls[renamed + 1] == "fsync step-00000001"
+
+
+class Lease:
+    """Held for so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        self.left = questions
+
+    def check(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise RefusedError("Another process writes this run now.", why="It has taken it over.", fix="See it.")
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("questions", [0, 1], ids=["before it begins", "while it writes"])
+def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questions: int) -> None:
+    dist, model = Distributed(RankEnv.single(), torch.device("cpu")), nn.Linear(2, 1)
+    Checkpoints(tmp_path, keep=1, dist=dist).save(model, None, step=1, state={}, best_step=1)
+    before = contents(tmp_path)
+    lease = Lease(questions)
+    with pytest.raises(RefusedError, match="Another process"):
+        Checkpoints(tmp_path, keep=1, dist=dist, may_write=lease.check).save(model, None, step=2, state={}, best_step=2)
+    assert contents(tmp_path) == before
+    assert (format.pointed(tmp_path, "latest"), format.pointed(tmp_path, "best")) == (1, 1)
+
+
+def test_extra_tensors_come_back_with_their_checkpoint(tmp_path: Path) -> None:
+    dist, model = Distributed(RankEnv.single(), torch.device("cpu")), nn.Linear(2, 1)
+    checkpoints = Checkpoints(tmp_path, keep=1, dist=dist)
+    extra = {"common": {"theta": torch.arange(3.0), "momentum": torch.ones(3)}}
+    checkpoints.save(model, None, step=1, state={"round": 4}, best_step=None, extra=extra)
+    restored = checkpoints.restore(nn.Linear(2, 1), None, extra=("common",))
+    assert restored is not None
+    assert restored.state == {"round": 4}
+    assert torch.equal(restored.extra["common"]["theta"], torch.arange(3.0))

@@ -1,0 +1,286 @@
+"""From a batch to what the model trains on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from scipy.special import betainc  # type: ignore[import-untyped]
+from timm.data import mixup, random_erasing
+from timm.loss import cross_entropy
+from torch.nn import functional
+from torchvision.transforms import v2
+
+from tests.training.parts import parts_of
+from trainkit.config.schema import AugmentConfig
+from trainkit.data import order
+from trainkit.data.augment import Augment, Mixing, RandAugment, RandomErasing, Target, beta, boxes
+from trainkit.data.base import Batch
+from trainkit.errors import UserError
+from trainkit.training.batch_size import check_batch_sizes
+
+KEYS_AUGMENT = order.keys(0, 0, torch.arange(64))
+IMAGES_AUGMENT = torch.randint(0, 256, (64, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+LABELS_AUGMENT = torch.arange(64) % 7
+LOGITS = torch.randn(64, 7, generator=torch.Generator().manual_seed(1))
+
+
+def prepared(settings: dict[str, float], keys: torch.Tensor = KEYS_AUGMENT) -> tuple[torch.Tensor, Target]:
+    parts = parts_of()
+    augment = Augment(AugmentConfig.model_validate(settings), parts.splits.info, parts.normalized)
+    return augment(Batch(IMAGES_AUGMENT.clone(), LABELS_AUGMENT, keys))
+
+
+PLAIN = parts_of().normalized(IMAGES_AUGMENT)
+
+
+def test_with_nothing_on_images_are_only_normalised() -> None:
+    images, target = prepared({})
+    assert torch.equal(images, PLAIN)
+    assert target == Target(LABELS_AUGMENT)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rand_augment_ops": 2}, {"random_erasing_prob": 0.5}, {"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}],
+    ids=str,
+)
+def test_each_setting_changes_images_as_their_keys_say_and_the_batch_itself_stays(settings: dict[str, float]) -> None:
+    images, _ = prepared(settings)
+    assert not torch.equal(images, PLAIN)
+    assert torch.equal(images, prepared(settings)[0])
+    assert not torch.equal(images, prepared(settings, KEYS_AUGMENT + 1)[0])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_mixed_images_is_timms_of_the_mixed_labels(smoothing: float) -> None:
+    soft = cast(Any, cross_entropy).SoftTargetCrossEntropy()
+    one_hot: Any = mixup.mixup_target
+    _, target = prepared({"mixup_alpha": 0.8, "cutmix_alpha": 1.0})
+    assert target.others is not None
+    assert target.share is not None
+    ones = torch.ones(64, 1)
+    one, other = (one_hot(labels, 7, ones, smoothing) for labels in (target.labels, target.others))
+    share = target.share[:, None]
+    expected = soft(LOGITS, one * share + other * (1 - share))
+    assert target.losses(LOGITS, smoothing).plain.item() == pytest.approx(expected.item(), rel=1e-5)
+    plain = Target(LABELS_AUGMENT).losses(LOGITS, smoothing).plain
+    assert plain.item() == pytest.approx(soft(LOGITS, one_hot(LABELS_AUGMENT, 7, ones, smoothing)).item(), rel=1e-5)
+
+
+def test_mixed_images_of_weighted_classes_count_by_both_labels() -> None:
+    _, target = prepared({"mixup_alpha": 0.8})
+    assert target.others is not None
+    assert target.share is not None
+    weights = torch.arange(1, 8).float()
+    losses = target.losses(LOGITS, 0.0, weights)
+    soft = torch.zeros(64, 7).scatter_(1, target.labels[:, None], target.share[:, None])
+    soft = soft.scatter_add(1, target.others[:, None], 1 - target.share[:, None])
+    expected = functional.cross_entropy(LOGITS, soft, weight=weights)  # torch divides by the number of samples
+    assert losses.weighted.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert losses.plain.item() == pytest.approx(functional.cross_entropy(LOGITS, soft).item(), rel=1e-5)
+    assert losses.weight is not None
+    assert losses.weight.item() == pytest.approx((soft @ weights).mean().item(), rel=1e-5)
+
+
+def test_rand_augment_of_images_that_are_neither_gray_nor_rgb_is_refused() -> None:
+    parts = parts_of("data.in_chans=2", "augment.rand_augment_ops=1")
+    with pytest.raises(UserError, match="2 channels"):
+        Augment(parts.config.augment, parts.splits.info, parts.normalized)
+
+
+def test_a_rank_whose_share_has_no_pairs_is_refused_where_pairs_are_mixed() -> None:
+    sizes = ("train.global_batch_size=6", "train.micro_batch_size=null")
+    plain, mixing = parts_of(*sizes), parts_of(*sizes, "augment.mixup_alpha=0.2")
+    check_batch_sizes(plain.config, 2, plain.splits)
+    with pytest.raises(UserError, match=r"3 images, an odd number(.|\n)*global_batch_size=8"):
+        check_batch_sizes(mixing.config, 2, mixing.splits)
+
+
+KEYS_RAND_AUGMENT = order.keys(0, 0, torch.arange(200))
+IMAGES_RAND_AUGMENT = torch.randint(
+    0, 256, (200, 3, 17, 14), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+)
+
+
+@pytest.mark.parametrize(("num_ops", "magnitude", "channels"), [(2, 9, 3), (1, 30, 3), (1, 0, 1), (3, 17, 1)])
+def test_each_image_is_what_torchvisions_makes_of_it_with_the_same_draws(
+    num_ops: int, magnitude: int, channels: int
+) -> None:
+    images, ours = IMAGES_RAND_AUGMENT[:, :channels], RandAugment(num_ops, magnitude)
+    theirs = v2.RandAugment(num_ops, magnitude)
+    space = list(theirs._AUGMENTATION_SPACE.items())
+    expected = []
+    for image, drawn in zip(images, torch.stack(ours.draw(KEYS_RAND_AUGMENT), dim=1).tolist(), strict=True):
+        for number in drawn:
+            name, (strengths, signed) = space[number // 2]
+            strength = strengths(31, 17, 14)
+            strength = 0.0 if strength is None else float(strength[magnitude])
+            assert signed or number % 2 == 0
+            image = theirs._apply_image_or_video_transform(
+                image, name, -strength if number % 2 else strength, theirs.interpolation, theirs._fill
+            )
+        expected.append(image)
+    assert torch.equal(ours(images, KEYS_RAND_AUGMENT), torch.stack(expected))
+
+
+def test_every_operation_comes_up_as_often_and_half_go_the_other_way() -> None:
+    (drawn,) = RandAugment(1, 9).draw(order.keys(1, 1, torch.arange(28_000)))
+    counts = torch.bincount(drawn, minlength=28).view(14, 2)
+    assert ((counts.sum(1) - 2000).abs() < 250).all()
+    signed = counts[:, 1] > 0
+    assert signed.sum() == 9
+    assert ((counts[signed] - 1000).abs() < 160).all()
+
+
+def test_a_second_operation_is_drawn_anew() -> None:
+    first, second = RandAugment(2, 9).draw(KEYS_RAND_AUGMENT)
+    assert not torch.equal(first, second)
+
+
+def test_what_becomes_of_an_image_does_not_depend_on_the_batch_rand_augment() -> None:
+    made = RandAugment(2, 9)
+    assert torch.equal(
+        made(IMAGES_RAND_AUGMENT[20:31], KEYS_RAND_AUGMENT[20:31]), made(IMAGES_RAND_AUGMENT, KEYS_RAND_AUGMENT)[20:31]
+    )
+
+
+COUNT_MIXING = 4000
+KEYS_MIXING = order.keys(0, 0, torch.arange(COUNT_MIXING))
+LABELS_MIXING = torch.arange(COUNT_MIXING) % 10
+RANDOM = torch.Generator().manual_seed(0)
+IMAGES_MIXING = torch.rand((COUNT_MIXING, 1, 6, 8), generator=RANDOM)
+
+
+def mixing(mixup: float = 0.0, cutmix: float = 0.0, prob: float = 1.0, switch: float = 0.5) -> Mixing:
+    return Mixing(mixup, cutmix, prob, switch)
+
+
+def partner(column: torch.Tensor) -> torch.Tensor:
+    return column[torch.arange(len(column)) ^ 1]
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 32.0])
+def test_the_shares_are_of_the_beta_distribution(alpha: float) -> None:
+    """The largest distance between the two distribution functions (Kolmogorov and Smirnov), at 0.1 %."""
+    drawn = beta(alpha, order.uniform(KEYS_MIXING, 0), order.uniform(KEYS_MIXING, 1)).sort().values
+    expected = torch.from_numpy(betainc(alpha, alpha, drawn.numpy()))
+    distance = (expected - torch.arange(COUNT_MIXING) / COUNT_MIXING).abs().max()
+    assert distance < 1.95 / COUNT_MIXING**0.5
+
+
+def test_mixup_blends_neighbours_pixel_by_pixel_and_label_by_label() -> None:
+    mixed = mixing(mixup=0.8)(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
+    share = torch.where(mixed.labels == LABELS_MIXING, mixed.share, 1 - mixed.share).view(-1, 1, 1, 1)
+    assert torch.allclose(mixed.images, IMAGES_MIXING * share + partner(IMAGES_MIXING) * (1 - share), atol=1e-6)
+    assert 0.5 <= mixed.share.min() < mixed.share.max() <= 1.0
+    two = torch.stack([mixed.labels, mixed.others]).sort(0).values
+    assert torch.equal(two, torch.stack([LABELS_MIXING, partner(LABELS_MIXING)]).sort(0).values)
+
+
+def test_cutmix_pastes_a_rectangle_of_the_neighbour_and_counts_its_pixels() -> None:
+    mixed = mixing(cutmix=1.0)(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
+    pasted = (mixed.images == partner(IMAGES_MIXING)).squeeze(1)
+    assert torch.equal(
+        mixed.images.squeeze(1), torch.where(pasted, partner(IMAGES_MIXING).squeeze(1), IMAGES_MIXING.squeeze(1))
+    )
+    own = 1 - pasted.float().mean(dim=(1, 2))
+    assert torch.allclose(torch.where(own >= 0.5, own, 1 - own), mixed.share, atol=1e-6)
+    assert torch.equal(mixed.labels, torch.where(own >= 0.5, LABELS_MIXING, partner(LABELS_MIXING)))
+    rows, columns = pasted.any(2), pasted.any(1)
+    assert torch.equal(pasted, rows[:, :, None] & columns[:, None, :])
+    for line in (rows, columns):  # in one piece
+        assert (line.int().diff(dim=1).abs().sum(1) <= 2).all()
+
+
+def test_the_rectangles_are_timms_mixing() -> None:
+    from timm.data import mixup
+
+    sides = mixing(cutmix=1.0).draw(KEYS_MIXING, 20, 30)
+    again = torch.rand(COUNT_MIXING, generator=RANDOM).double()
+    theirs_of: Any = mixup.cutmix_bbox_and_lam
+    theirs = torch.tensor([[*box, share] for box, share in (theirs_of((1, 20, 30), one) for one in again.tolist())])
+    ours = sides[::2, :5]
+    for column in range(5):
+        assert ours[:, column].mean() == pytest.approx(theirs[:, column].mean().item(), rel=0.06)
+        assert ours[:, column].std() == pytest.approx(theirs[:, column].std().item(), rel=0.06)
+
+
+@pytest.mark.parametrize(("prob", "switch"), [(0.0, 0.5), (0.3, 0.0), (1.0, 0.25)])
+def test_so_many_pairs_are_mixed_and_so_many_of_them_by_cutmix(prob: float, switch: float) -> None:
+    drawn = mixing(1.0, 1.0, prob, switch).draw(KEYS_MIXING, 32, 32)
+    assert torch.equal(drawn[::2], drawn[1::2])
+    cut = drawn[:, 5] == 1.0
+    assert cut.float().mean() == pytest.approx(switch, abs=0.05)
+    assert (drawn[~cut][:, 4] < 1.0).float().mean() == pytest.approx(prob, abs=0.05)
+
+
+def test_what_becomes_of_an_image_does_not_depend_on_the_size_of_the_batch() -> None:
+    both = mixing(0.8, 1.0)
+    whole = both(IMAGES_MIXING.clone(), LABELS_MIXING, KEYS_MIXING)
+    part = both(IMAGES_MIXING[10:16].clone(), LABELS_MIXING[10:16], KEYS_MIXING[10:16])
+    assert all(torch.equal(one, all_[10:16]) for one, all_ in zip(part, whole, strict=True))
+
+
+def test_a_batch_in_channels_last_stays_so() -> None:
+    images = torch.rand(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    mixed = mixing(0.8, 1.0)(images, LABELS_MIXING[:4], KEYS_MIXING[:4]).images
+    assert mixed.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_box_has_its_first_row_and_not_its_last() -> None:
+    assert boxes(torch.tensor([[1, 3, 0, 2]]), 4, 3)[0].int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 0], [0, 0, 0]]
+
+
+COUNT_ERASING = 2000
+KEYS_ERASING = order.keys(0, 0, torch.arange(COUNT_ERASING))
+IMAGES_ERASING = torch.full((COUNT_ERASING, 3, 20, 16), 5.0)
+
+
+def rectangles(erased: torch.Tensor) -> torch.Tensor:
+    return erased.any(2)[:, :, None] & erased.any(1)[:, None, :]
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_one_rectangle_of_so_many_images_is_filled(mode: Any) -> None:
+    made = RandomErasing(0.25, mode)(IMAGES_ERASING.clone(), KEYS_ERASING)
+    erased = (made != 5.0).all(1)
+    assert torch.equal(erased, rectangles(erased))
+    assert erased.any(2).any(1).float().mean() == pytest.approx(0.25, abs=0.03)
+    inside = made.permute(1, 0, 2, 3)[:, erased]
+    if mode == "const":
+        assert (inside == 0).all()
+    else:
+        assert abs(inside.mean()) < 0.1
+        assert inside.std() == pytest.approx(1, abs=0.06)
+
+
+def test_a_random_colour_is_one_of_each_channel_and_noise_is_another_in_each_pixel() -> None:
+    sides = RandomErasing(1.0, "rand").draw(KEYS_ERASING[:20], 20, 16).tolist()
+    colours, noises = (
+        RandomErasing(1.0, mode)(IMAGES_ERASING[:20].clone(), KEYS_ERASING[:20]) for mode in ("rand", "pixel")
+    )
+    for (top, bottom, left, right), colour, noise in zip(sides, colours, noises, strict=True):
+        colour, noise = (image[:, top:bottom, left:right].flatten(1) for image in (colour, noise))
+        assert (colour == colour[:, :1]).all()
+        assert len(set(colour[:, 0].tolist())) == 3
+        assert len(set(noise.flatten().tolist())) == noise.numel()
+
+
+def test_the_rectangles_are_timms_erasing() -> None:
+    theirs_of: Any = cast(Any, random_erasing).RandomErasing(1.0, device="cpu")
+    theirs = theirs_of(torch.ones(COUNT_ERASING, 1, 20, 16)).squeeze(1) == 0
+    ours = RandomErasing(1.0, "const")(torch.ones(COUNT_ERASING, 1, 20, 16), KEYS_ERASING).squeeze(1) == 0
+    measured = [(found.float().mean((1, 2)), found.any(2).sum(1)) for found in (ours, theirs)]
+    for one, other in zip(*measured, strict=True):
+        assert one.float().mean() == pytest.approx(other.float().mean().item(), rel=0.05)
+        assert one.float().std() == pytest.approx(other.float().std().item(), rel=0.08)
+    where = torch.stack([ours.float().mean(0), theirs.float().mean(0)])
+    assert (where[0] - where[1]).abs().max() < 0.06
+
+
+def test_what_becomes_of_an_image_does_not_depend_on_the_batch_erasing() -> None:
+    erase = RandomErasing(0.5, "pixel")
+    whole = erase(IMAGES_ERASING.clone(), KEYS_ERASING)
+    assert torch.equal(erase(IMAGES_ERASING[7:12].clone(), KEYS_ERASING[7:12]), whole[7:12])

@@ -1,0 +1,484 @@
+"""Being told of a file's growth and of a process's end: at once, and by nobody's looking."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from trainkit import fileio
+from trainkit import fileio as module
+from trainkit.errors import UserError
+from trainkit.fileio import Notice, append, copy, create, is_own, link, make_folder, replacing, write
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as out:
+        out.truncate(300 << 30)
+
+
+def a_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # its path may be too long for one
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "sparse": sparse,
+    "fifo": os.mkfifo,
+    "socket": a_socket,
+    "folder": Path.mkdir,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "nothing": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("read", [fileio.read_bytes, fileio.read_text])
+def test_what_is_no_file_or_too_large_is_an_error_at_once(
+    tmp_path: Path, odd: str, read: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "odd"
+    ODD[odd](path)
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r".") as caught:
+        read(path)
+    assert time.monotonic() - began < 1
+    assert caught.value.strerror
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_file_holds_no_object(tmp_path: Path, odd: str) -> None:
+    ODD[odd](tmp_path / "odd")
+    assert fileio.read_object(tmp_path / "odd") == {}
+
+
+@pytest.mark.parametrize(
+    "read", [fileio.read_bytes, fileio.read_text, lambda path, **how: fileio.read_start(path, 9, **how)]
+)
+def test_a_link_is_read_only_by_who_says_so(tmp_path: Path, read: Callable[..., object]) -> None:
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "log").symlink_to("key")
+    with pytest.raises(OSError, match="It is a link"):
+        read(tmp_path / "log")
+    assert read(tmp_path / "log", follow=True) in ("secret", b"secret")
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 200_000])
+def test_a_file_is_read_whole_up_to_its_limit(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(size))
+    assert fileio.read_bytes(path, size) == path.read_bytes()
+    if size:
+        with pytest.raises(OSError, match=f"{size:,} bytes"):
+            fileio.read_bytes(path, size - 1)
+
+
+def test_a_file_that_does_not_know_its_size_is_read_whole() -> None:
+    file = Path("/proc/self/status")
+    assert file.stat().st_size == 0
+    assert fileio.read_text(file).startswith("Name:")
+
+
+def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path: Path) -> None:
+    path, over = tmp_path / "file", threading.Event()
+    path.write_bytes(b"x" * 200_000)
+
+    def grow() -> None:
+        with path.open("ab") as out:
+            while not over.wait(0.0001) and out.tell() < 1 << 26:
+                out.write(b"x" * 200_000)
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    try:
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                assert len(fileio.read_bytes(path, 1 << 20)) <= 1 << 20
+    finally:
+        over.set()
+        writer.join()
+
+
+def test_the_end_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
+    sparse(tmp_path / "file")
+    with (tmp_path / "file").open("ab") as out:
+        out.write(b"the end")
+    assert fileio.read_end(tmp_path / "file", 7) == "the end"
+    assert fileio.read_start(tmp_path / "file", 3) == "\0\0\0"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "[" + "[]," * 2_000_000 + "[]]", "", "{", b"\xff"],
+    ids=["depth of lists", "depth of objects", "values", "nothing", "torn", "no text"],
+)
+def test_a_text_that_is_no_json_or_too_much_of_it_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        fileio.parse(text)
+    assert fileio.parse_object(text) is None
+
+
+def test_numbers_that_nobody_can_compute_with_are_null() -> None:
+    assert fileio.parse(f"[NaN, -Infinity, {'9' * 5000}, 12]") == [None, None, None, 12]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir(mode=0o700)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    (tmp_path / "victim").write_text("precious")
+    return tmp_path / "victim"
+
+
+@pytest.fixture(params=[0o000, 0o002, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_a_file_is_as_it_was_until_the_new_one_is_whole(run: Path) -> None:
+    file = run / "summary.json"
+    file.write_text("old")
+    with replacing(file) as out:
+        out.write(b"new")
+        assert file.read_text() == "old"
+    assert file.read_text() == "new"
+    assert [*run.iterdir()] == [file]
+
+
+def test_where_it_cannot_be_finished_nothing_of_it_is_left(run: Path) -> None:
+    file = run / "summary.json"
+    file.write_text("old")
+
+    def fail() -> None:
+        with replacing(file) as out:
+            out.write(b"ne")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk is full"):
+        fail()
+    assert file.read_text() == "old"
+    assert [*run.iterdir()] == [file]
+
+
+def test_what_killed_processes_have_left_goes_after_an_hour(run: Path) -> None:
+    old, new, other = (run / f".partial-0123456{n}-{name}" for n, name in enumerate(("a.md", "a.md", "b.md")))
+    for left in (old, new, other):
+        left.touch()
+    hours_ago = time.time() - 7200
+    for left in (old, other):
+        os.utime(left, (hours_ago, hours_ago))
+    write(run / "a.md", "new")
+    assert sorted(run.iterdir()) == sorted([new, other, run / "a.md"])
+
+
+def test_a_partial_file_has_a_name_that_nobody_foresees(run: Path) -> None:
+    with replacing(run / "a.png") as one, replacing(run / "a.png") as other:
+        assert one.name != other.name
+        assert Path(one.name).parent == run
+        assert one.name.endswith(".png")  # what writes by name goes by its ending
+
+
+def test_a_private_file_is_never_readable_for_others(umask: int, run: Path) -> None:
+    run.chmod(0o755)
+    with replacing(run / "owner.key", run, private=True) as out:
+        assert mode(Path(out.name)) == 0o600
+    assert mode(run / "owner.key") == 0o600
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(run: Path, victim: Path) -> None:
+    (run / "report.html").symlink_to(victim)
+    write(run / "report.html", "new")
+    assert (victim.read_text(), (run / "report.html").read_text()) == ("precious", "new")
+    assert not (run / "report.html").is_symlink()
+
+
+def test_a_dangling_link_creates_nothing_where_it_leads(run: Path, tmp_path: Path) -> None:
+    (run / "logbook.md").symlink_to(tmp_path / "authorized_keys")
+    write(run / "logbook.md", "new")
+    assert not (tmp_path / "authorized_keys").exists()
+
+
+def test_a_hard_link_is_replaced_and_the_other_name_stays(run: Path, victim: Path) -> None:
+    os.link(victim, run / "plan.json")
+    write(run / "plan.json", "new")
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("leads_to", ["victim", "nowhere"])
+def test_nothing_is_appended_through_a_link(leads_to: str, run: Path, victim: Path) -> None:
+    (run / "events.jsonl").symlink_to(victim.with_name(leads_to))
+    with pytest.raises(UserError, match=r"is a link to .*\n.*through a link"):
+        fileio.append_jsonl(run / "events.jsonl", {"event": "saved"})
+    assert victim.read_text() == "precious"
+    assert not victim.with_name("nowhere").exists()
+
+
+def test_what_is_appended_to_a_second_name_of_a_file_leaves_the_first(run: Path, victim: Path) -> None:
+    victim.write_text('{"a": 1}\n')
+    victim.chmod(0o600)
+    os.link(victim, run / "events.jsonl")
+    fileio.append_jsonl(run / "events.jsonl", {"b": 2})
+    assert victim.read_text() == '{"a": 1}\n'
+    assert (run / "events.jsonl").read_text() == '{"a": 1}\n{"b": 2}\n'
+    assert mode(run / "events.jsonl") == 0o600
+
+
+def test_a_long_second_name_is_refused(run: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fileio, "_LONGEST_COPY", 4)
+    os.link(victim, run / "events.jsonl")
+    with pytest.raises(UserError, match="has a second name"):
+        append(run / "events.jsonl")
+    assert sorted(run.iterdir()) == [run / "events.jsonl"]
+
+
+def test_a_pipe_in_the_place_of_a_record_is_refused_at_once(run: Path) -> None:
+    os.mkfifo(run / "events.jsonl")
+    with pytest.raises(UserError, match="no regular file"):
+        append(run / "events.jsonl")
+
+
+def test_a_new_file_is_never_one_that_is_there(run: Path, victim: Path) -> None:
+    (run / "node-0").symlink_to(victim.with_name("nowhere"))
+    with pytest.raises(FileExistsError):
+        create(run / "node-0", run)
+    assert not victim.with_name("nowhere").exists()
+
+
+WRITES: dict[str, Callable[[Path, Path], object]] = {
+    "write": lambda file, run: write(file, "x", run),
+    "append": lambda file, run: append(file, run).close(),
+    "create": lambda file, run: create(file, run).close(),
+    "copy": lambda file, run: copy(Path(__file__), file, run),
+    "link": lambda file, run: link(file, "step-1", run),
+    "make_folder": lambda file, run: make_folder(file, run),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("inside", ["checkpoints", "logs/0"])
+def test_no_folder_of_a_run_is_a_link_to_elsewhere(how: str, inside: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "home" / "0").mkdir(parents=True)
+    (run / inside.split("/")[0]).symlink_to(tmp_path / "home")
+    with pytest.raises(UserError, match="is a link to"):
+        WRITES[how](run / inside / "file", run)
+    assert [path.name for path in (tmp_path / "home").rglob("*")] == ["0"]
+
+
+def test_the_run_itself_may_be_reached_by_a_link(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch").symlink_to(run)
+    write(tmp_path / "scratch" / "summary.json", "x", tmp_path / "scratch")
+    assert (run / "summary.json").read_text() == "x"
+
+
+@pytest.mark.parametrize("run_mode", [0o700, 0o750, 0o2770], ids=oct)
+def test_what_is_in_a_run_is_as_open_as_the_run_whatever_the_umask(run_mode: int, umask: int, run: Path) -> None:
+    run.chmod(run_mode)
+    make_folder(run / "logs" / "0", run)
+    for how in sorted(set(WRITES) - {"make_folder", "link"}):
+        WRITES[how](run / "logs" / "0" / how, run)
+    assert {mode(run / "logs"), mode(run / "logs" / "0")} == {run_mode}
+    assert {mode(file) for file in (run / "logs" / "0").iterdir()} == {run_mode & 0o666}
+
+
+def test_what_is_no_run_goes_by_the_umask(umask: int, run: Path) -> None:
+    write(run / "predictions.csv", "x")
+    assert mode(run / "predictions.csv") == 0o666 & ~umask
+
+
+def test_a_folder_is_ones_own_if_nobody_else_can_get_at_it(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "link").symlink_to(run)
+    tmp_path.chmod(0o1777)
+    assert is_own(run, private=True)
+    assert not is_own(tmp_path / "link")
+    run.chmod(0o750)
+    assert is_own(run)
+    assert not is_own(run, private=True)
+    run.chmod(0o700)
+    tmp_path.chmod(0o777)  # others can put theirs in its place
+    assert not is_own(run, private=True)
+
+
+def test_records_come_back_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    fileio.append_jsonl(file, {"a": 1})
+    fileio.append_jsonl(file, {"b": [1.5, None, "x"]})
+    assert list(fileio.read_jsonl(file)) == [{"a": 1}, {"b": [1.5, None, "x"]}]
+
+
+def test_without_a_file_there_are_no_records(tmp_path: Path) -> None:
+    assert list(fileio.read_jsonl(tmp_path / "a.jsonl")) == []
+
+
+@pytest.mark.parametrize("torn", ['{"a": 2, "b', "{", "3\n", "[1]\n", "\n", "\xff\n"])
+def test_a_line_that_is_no_record_is_passed_over(tmp_path: Path, torn: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"a": 1}\n' + torn.encode("latin-1"))
+    assert list(fileio.read_jsonl(file)) == [{"a": 1}]
+
+
+def test_a_torn_line_does_not_swallow_the_record_after_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"a": 1}\n{"a": 2, "b')
+    fileio.append_jsonl(file, {"a": 3})
+    assert list(fileio.read_jsonl(file)) == [{"a": 1}, {"a": 3}]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_json_does_not_have_is_null(tmp_path: Path, value: float) -> None:
+    file = tmp_path / "a.jsonl"
+    fileio.append_jsonl(file, {"loss": value})
+    assert json.loads(file.read_text()) == {"loss": None}
+
+
+def test_what_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    fileio.append_jsonl(file, {"path": Path("x/y")})
+    assert list(fileio.read_jsonl(file)) == [{"path": "x/y"}]
+
+
+def test_records_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from trainkit import fileio\n"
+        "for n in range(50): fileio.append_jsonl(Path(sys.argv[1]), {'who': sys.argv[2], 'n': n, 'text': 'x' * 500})"
+    )
+    command = [sys.executable, "-c", code, str(file)]
+    writers = [subprocess.Popen([*command, who], cwd=Path(__file__).parents[2]) for who in "ab"]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    records = list(fileio.read_jsonl(file))
+    assert [[r["n"] for r in records if r["who"] == who] for who in "ab"] == [list(range(50))] * 2
+
+
+linux_tells = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+LONG = 60.0
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "100"]) as running:
+        yield running
+        running.kill()
+
+
+def soon(work: Callable[[], object]) -> None:
+    threading.Timer(0.1, work).start()
+
+
+def waited(notice: Notice, otherwise: float = LONG) -> float:
+    began = time.monotonic()
+    notice.wait(otherwise)
+    return time.monotonic() - began
+
+
+@linux_tells
+def test_one_is_told_when_a_file_grows(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text("1\n")
+    with Notice([file]) as notice:
+        soon(lambda: fileio.append_jsonl(file, {"step": 2}))
+        assert waited(notice) < LONG / 2
+
+
+@linux_tells
+def test_one_is_told_of_a_file_that_comes_later_and_then_of_its_growth(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with Notice([file]) as notice:
+        soon(file.touch)
+        assert waited(notice) < LONG / 2
+        soon(lambda: file.write_text("1\n"))
+        assert waited(notice) < LONG / 2
+
+
+@linux_tells
+def test_what_happened_since_the_last_look_is_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.touch()
+    with Notice([file]) as notice:
+        file.write_text("1\n")
+        assert waited(notice) < LONG / 2
+
+
+@linux_tells
+def test_a_process_that_holds_thousands_of_files_is_told_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.touch()
+    with ExitStack() as held:
+        while held.enter_context(file.open()).fileno() < 1024:
+            pass
+        with Notice([file]) as notice:
+            file.write_text("1\n")
+            assert waited(notice) < LONG / 2
+
+
+def test_other_files_beside_it_disturb_nobody(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.touch()
+    with Notice([file]) as notice:
+        (tmp_path / "system-host.jsonl").write_text("1\n")
+        assert not notice.wait(0.05)
+
+
+@linux_tells
+def test_one_is_told_once_when_a_process_ends(process: subprocess.Popen[bytes]) -> None:
+    with Notice(process=process.pid) as notice:
+        soon(process.kill)
+        assert waited(notice) < LONG / 2
+        assert notice.process_is_over
+        assert waited(notice, 0.05) >= 0.05, "an ended process must not keep whoever waits busy"
+
+
+@linux_tells
+def test_who_is_told_of_all_looks_seldom(
+    process: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SELDOM", 0.4)
+    (tmp_path / "events.jsonl").touch()
+    with Notice([tmp_path / "events.jsonl"], process.pid) as notice:
+        assert waited(notice, 0.01) >= 0.4
+
+
+def test_where_a_file_cannot_be_seen_one_looks_as_often_as_one_likes(
+    process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    with Notice([tmp_path / "not there" / "rank-0.out"], process.pid) as notice:
+        assert waited(notice, 0.05) < module._SELDOM
+
+
+def test_where_nobody_tells_one_looks_as_often_as_one_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_inotify", lambda: None)
+    with Notice([tmp_path / "events.jsonl"]) as notice:
+        assert 0.05 <= waited(notice, 0.05) < module._SELDOM
+
+
+def test_a_process_that_is_gone_is_nobody_to_wait_for(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    with Notice(process=process.pid) as notice:
+        assert waited(notice, 0.05) < module._SELDOM
