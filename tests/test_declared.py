@@ -86,7 +86,7 @@ def test_what_is_declared_is_imported() -> None:
     assert declared() - imported().keys() == BY_NAME
 
 
-@pytest.mark.parametrize("table", ["dependencies", "dev"])
+@pytest.mark.parametrize("table", ["dependencies", "dev", "docs"])
 def test_the_lowest_versions_that_are_declared_are_those_tried(table: str) -> None:
     found = tried("lowest")
     assert {item.name: {lowest(item)} for item in requirements(table)} == {

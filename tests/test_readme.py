@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests import readme
-from tests.runs import last_event
-from trainkit.run.folder import RunDir
-
-QUICK_FIRST_RUN = ("train.epochs=1", "monitor.loggers=[jsonl]")
 
 
 def type_in(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -34,59 +30,6 @@ def test_ci_gives_the_first_two_blocks() -> None:
     script = (readme.README.parent / ".ci" / "run").read_text()
     assert "for n in 1 2" in script
     assert "README.md" in script
-
-
-def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
-    first = type_in(f"python -m jobs.submit ddp --nodes 2 {' '.join(QUICK_FIRST_RUN)}", tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "simulating 2 nodes x 1 rank" in first.stdout
-    assert "no SLURM on this machine" in first.stdout
-    assert "val acc1" in first.stdout
-    run = RunDir(tmp_path / "runs" / "ddp-0001")
-    assert str(run.path) in first.stdout.splitlines()[-1]
-    assert (last_event(run, "started") or {})["world_size"] == 2
-    assert (last_event(run, "ended") or {})["state"] == "COMPLETED"
-    assert not run.path.joinpath("submit.sbatch").exists()
-    for line in [line for block in readme.blocks("laptop") for line in block]:
-        done = type_in(line, tmp_path)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr, line
-    assert (run.path / "logbook.md").exists()
-    of_ddp = [RunDir(path) for path in sorted((tmp_path / "runs").glob("ddp-0*"))]  # by submit, by torchrun, alone
-    assert [(last_event(run, "started") or {})["world_size"] for run in of_ddp] == [2, 2, 1]
-
-
-def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:
-    from trainkit.ranks.env import free_port
-
-    (lines,) = readme.blocks("two machines")
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    nodes = []
-    port = free_port()
-    for rank, line in enumerate(lines):
-        home = tmp_path / f"node{rank}"
-        home.mkdir()
-        (home / "run.secret").write_text("known to this test only")
-        (home / "run.secret").chmod(0o600)
-        # Both machines are this one, so the name stands for it and the default port may be taken.
-        here = f"{line} --master-port {port}".replace("node0.example.org", "127.0.0.1")
-        nodes.append(
-            subprocess.Popen(
-                shlex.split(here),
-                cwd=home,
-                env={**env, "TRAINKIT_RUNS": str(home / "runs")},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    said = [node.communicate(timeout=240)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert "val acc1" in said[0], "node 0 shows rank 0's console and what the run came to"
-    for rank in (0, 1):
-        assert (last_event(RunDir(tmp_path / f"node{rank}" / "runs" / "ddp-0001"), "ended") or {})[
-            "state"
-        ] == "COMPLETED"
 
 
 @pytest.mark.parametrize("word", ["Non-goals", "Your own model and data", "SLURM in five minutes", "Presets"])

@@ -1,4 +1,4 @@
-"""What configs/recipes/README.md tells a student to type is typed here, and gives what the assignment asks for."""
+"""What docs/assignments tells a student to type is typed here, and gives what the assignment asks for."""
 
 from __future__ import annotations
 
@@ -21,27 +21,9 @@ from trainkit.report.facts import Facts
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 
-CINIC = "CINIC-10, a heavy network"
-IMAGENET = "ImageNet from random weights on one node and on two"
-FASHION = "Fashion-MNIST: the loader, and DataParallel"
-VIT_SECTION = "CIFAR-10 with a pretrained ViT-B/32: FSDP and DDP"
-PLACES = {
-    "laptop", "two machines", "slurm", "sbatch", "container", "in the container", "in both containers", "swarm",
-    "after the jobs", "after the swarm",
-}  # fmt: skip
-
-
-def test_every_block_says_where_it_is_run() -> None:
-    assert set(readme.marks(readme.RECIPES)) == PLACES
-    assert set(readme.marks(readme.SLURM)) == {"laptop", "slurm", "sbatch", "devcluster"}
-
-
-@pytest.mark.parametrize("page", [readme.RECIPES, readme.SLURM], ids=lambda page: page.parent.name)
-def test_every_link_of_a_page_resolves(page: Path) -> None:
-    for file, place in readme.links(page):
-        target = (page.parent / file).resolve() if file else page
-        assert target.exists(), file
-        assert not place or place in readme.anchors(target), place
+CINIC, IMAGENET, FASHION, VIT, FAST = (
+    readme.ASSIGNMENTS / f"{name}.md" for name in ("cinic10", "imagenet", "fashion-mnist", "vit", "cifar10-fast")
+)
 
 
 @pytest.fixture
@@ -89,9 +71,9 @@ def two_machines(lines: list[str], nodes: list[Student]) -> list[str]:
 @pytest.mark.long
 def test_cinic_10_tells_whether_amp_a_second_gpu_and_a_second_node_help(student: Callable[..., Student]) -> None:
     me, other = student("me", "cinic10"), student("other", "cinic10")
-    amp, gpus = readme.blocks("laptop", readme.RECIPES, CINIC)
-    (nodes,) = readme.blocks("two machines", readme.RECIPES, CINIC)
-    (after,) = readme.blocks("after the jobs", readme.RECIPES, CINIC)
+    amp, gpus = readme.blocks("laptop", CINIC)
+    (nodes,) = readme.blocks("two machines", CINIC)
+    (after,) = readme.blocks("after the jobs", CINIC)
 
     me.types(amp)
     assert re.search(r"train\.precision`? \| `?fp32`? \| `?bf16", book(me, "logbook/amp"))
@@ -114,7 +96,7 @@ def test_cinic_10_tells_whether_amp_a_second_gpu_and_a_second_node_help(student:
 @pytest.mark.long
 def test_imagenet_trains_on_one_machine(student: Callable[..., Student]) -> None:
     me = student("me", "imagenet")
-    (lines,) = readme.blocks("laptop", readme.RECIPES, IMAGENET)
+    (lines,) = readme.blocks("laptop", IMAGENET)
     me.types(lines)
     run = facts(me, "imagenet-one")
     assert run.test is not None
@@ -125,10 +107,10 @@ def test_imagenet_trains_on_one_machine(student: Callable[..., Student]) -> None
 @pytest.mark.skipif(not containers.can_run(), reason="this machine does not let us mount")
 def test_imagenet_trains_on_two_machines_in_containers(student: Callable[..., Student], tmp_path: Path) -> None:
     # Both machines are this one: each has its clone and its /data, in a container of a stand-in for docker.
-    (docker,) = readme.blocks("container", readme.RECIPES, IMAGENET)[0]
-    (setup, (reference,)) = readme.blocks("in the container", readme.RECIPES, IMAGENET)
-    (nodes,) = readme.blocks("in both containers", readme.RECIPES, IMAGENET)
-    (after,) = readme.blocks("after the jobs", readme.RECIPES, IMAGENET)
+    (docker,) = readme.blocks("container", IMAGENET)[0]
+    (setup, (reference,)) = readme.blocks("in the container", IMAGENET)
+    (nodes,) = readme.blocks("in both containers", IMAGENET)
+    (after,) = readme.blocks("after the jobs", IMAGENET)
     image = containers.install(tmp_path)
     vms, words = [student(f"vm{number}", "imagenet") for number in (0, 1)], docker.split()
     assert words[-1] == "nvcr.io/nvidia/pytorch:25.03-py3"
@@ -155,7 +137,7 @@ def test_imagenet_trains_on_two_machines_in_containers(student: Callable[..., St
 @pytest.mark.long
 def test_fashion_mnist_trains_loads_and_infers(student: Callable[..., Student]) -> None:
     me = student("me", "fashion_mnist")
-    for lines in readme.blocks("laptop", readme.RECIPES, FASHION):
+    for lines in readme.blocks("laptop", FASHION):
         me.types(lines)
     assert facts(me, "fashion-cpu").setting("model.name") == "fashion_cnn"
     assert "fashion-gpu" in book(me, "logbook/gpu")
@@ -167,7 +149,7 @@ def test_fashion_mnist_trains_loads_and_infers(student: Callable[..., Student]) 
 def test_azures_job_trains_with_the_variables_that_azure_gives(student: Callable[..., Student]) -> None:
     me = student("me", "fashion_mnist")
     me.types(["python -m jobs.prepare fashion_mnist"])
-    (text,) = re.findall(r"```yaml\n(# job\.yml\n.*?)```", readme.RECIPES.read_text("utf-8"), re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(# job\.yml\n.*?)```", FASHION.read_text("utf-8"), re.DOTALL)
     job = yaml.safe_load(text)
     install, _, command = job["command"].partition(" && ")
     assert install == "pip install --quiet -e ."  # which CI does, with the README's first block
@@ -192,18 +174,18 @@ def test_the_vit_gives_all_that_its_assignment_asks_for(
 ) -> None:
     me, other = student("me", "cifar10"), student("other", "cifar10")
     local = f"model.pretrained_cfg_overlay='{{file: {vit_weights}}}'"  # as the page says, where there is no internet
-    (first,) = readme.blocks("laptop", readme.RECIPES, VIT_SECTION)
+    (first,) = readme.blocks("laptop", VIT)
     me.types(f"{line} {local}" if "submit" in line else line for line in first)
     assert facts(me, "vit-sim").started("world_size") == 4
 
-    (nodes,) = readme.blocks("two machines", readme.RECIPES, VIT_SECTION)
+    (nodes,) = readme.blocks("two machines", VIT)
     other.types(line for line in first if "prepare" in line)
     for strategy in ("fsdp", "ddp"):  # the second, with four GPUs each, is the cluster's: tests/slurm/test_pages.py
         here = [line.replace("s3://my-bucket", bucket).replace("fsdp", strategy) for line in nodes]
         two_machines([f"{line} {local}" for line in here], [me, other])
         assert facts(me, f"vit-{strategy}").setting("strategy.name") == strategy
 
-    (report, evaluate) = readme.blocks("after the jobs", readme.RECIPES, VIT_SECTION)[0]
+    (report, evaluate) = readme.blocks("after the jobs", VIT)[0]
     me.types([report])
     said = me.types([evaluate.replace("s3://my-bucket", bucket)])
     tested = facts(me, "vit-fsdp").test
@@ -217,7 +199,7 @@ def test_the_vit_gives_all_that_its_assignment_asks_for(
 @pytest.mark.long
 def test_five_seeds_of_the_fast_recipe_become_one_table(student: Callable[..., Student]) -> None:
     me = student("me", "cifar10")
-    (lines,) = readme.blocks("laptop", readme.RECIPES, "CIFAR-10 to 94 % as fast as the GPU can")
+    (lines,) = readme.blocks("laptop", FAST)
     said = me.types(lines)
     assert len(list((me.home / "runs" / "fast").glob("[0-4]/summary.json"))) == 5
     assert re.search("test acc1", said)

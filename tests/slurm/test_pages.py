@@ -1,4 +1,4 @@
-"""What slurm/README.md and the recipes tell a user of a cluster to type, on one."""
+"""What docs/slurm.md and the assignments tell a user of a cluster to type, on one."""
 
 from __future__ import annotations
 
@@ -32,12 +32,20 @@ def home(devcluster: Cluster, data: Path) -> Cluster:  # noqa: F811
     return devcluster
 
 
-@pytest.mark.parametrize("page", [readme.SLURM, readme.RECIPES], ids=lambda page: page.parent.name)
-def test_the_commands_for_a_cluster_work_as_they_stand(page: Path, home: Cluster, light: dict[str, str]) -> None:
-    typed = [(mark, line) for mark, lines in readme.marked(page) for line in lines if mark in ("slurm", "sbatch")]
-    assert {mark for mark, _ in typed} == {"slurm", "sbatch"}
+def on_a_cluster(pages: list[Path], *marks: str) -> list[str]:
+    """The lines of pages that are given on a cluster."""
+    return [line for page in pages for mark, lines in readme.marked(page) for line in lines if mark in marks]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [on_a_cluster([readme.SLURM], "sbatch"), on_a_cluster(sorted(readme.ASSIGNMENTS.glob("*.md")), "slurm", "sbatch")],
+    ids=["slurm", "assignments"],
+)
+def test_the_commands_for_a_cluster_work_as_they_stand(typed: list[str], home: Cluster, light: dict[str, str]) -> None:
+    assert any(line.startswith("sbatch ") for line in typed)
     # Nobody downloads here, and no bucket is near: the ranks of this test import no torch and send nothing.
-    for _, line in typed:
+    for line in typed:
         # torchrun has the port where light ranks would meet, and a bench measures: their ranks train, on the CPU.
         trains = "torchrun" in line or "jobs.bench" in line
         here = line

@@ -153,8 +153,8 @@ def test_a_bench_is_made_and_shown_from_a_laptop(laptop: Laptop) -> None:
     laptop.job("cancel", second.name)
 
 
-def test_the_readmes_commands_for_a_login_node_work_as_they_stand(laptop: Laptop) -> None:
-    (block,) = readme.blocks("login node")
+def test_the_guides_commands_for_a_login_node_work_as_they_stand(laptop: Laptop) -> None:
+    (block,) = readme.blocks("login node", readme.SLURM)
     for line in block:
         python, m, module, *words, flag, host = shlex.split(line)
         assert (python, m, flag, host) == ("python", "-m", "--host", "me@login.example.org")

@@ -172,10 +172,12 @@ class Commands:
         return self._start(verb, *words, *more, on=on, env=env)
 
     def create(self, *overrides: str, host: str = "127.0.0.1", on: tuple[str, ...] = ()) -> tuple[Command, str]:
-        """A creator, by the README's first line, and the token that it prints."""
+        """A creator, by the guide's first line, and the token that it prints."""
         fast = ["monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "--host", host]
         model = "model.name=tests.swarm.patient:model"
-        creator = self.type_in(readme.blocks("swarm")[0][0], "--name", "creator", *fast, model, *overrides, on=on)
+        creator = self.type_in(
+            readme.blocks("swarm", readme.DOCS / "swarm.md")[0][0], "--name", "creator", *fast, model, *overrides, on=on
+        )
         return creator, creator.says(TOKEN)[1]
 
     def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:

@@ -14,14 +14,14 @@ from tests.swarm.conftest import TOKEN, Commands
 from trainkit.report.facts import Facts
 from trainkit.run.folder import RunDir
 
-SECTION = "The same ViT with volunteers"
+PAGE = readme.ASSIGNMENTS / "volunteers.md"
 
 
 @pytest.mark.long
 @pytest.mark.swarm
 def test_the_vit_is_trained_by_volunteers_and_reported(commands: Commands, tmp_path: Path) -> None:
     (prepare, create, join, ask), (report,) = [
-        lines for where in ("swarm", "after the swarm") for lines in readme.blocks(where, readme.RECIPES, SECTION)
+        lines for where in ("swarm", "after the swarm") for lines in readme.blocks(where, PAGE)
     ]
     assert commands.type_in(prepare, "--archive", str(write_cifar10(tmp_path))).ends() == 0
     vit = SMALL["cifar10_vit"].split()

@@ -107,7 +107,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
         address = commands.address()
         machine, port = address.rsplit("/", 1)[0], address.split("/")[4]
-        _, join, ask = readme.blocks("swarm")[0]
+        _, join, ask = readme.blocks("swarm", readme.DOCS / "swarm.md")[0]
         guest = commands.type_in(join.replace("=TOKEN", f"={token}"), "--name", "guest", "--allow-code")
         trusted = commands.invite("trusted", "--reduce")
         (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
@@ -138,8 +138,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         yield Story(commands, creator, guest, public, submitted, asked, refused, (token, trusted), seen)
 
 
-def test_the_readmes_commands_for_volunteers_work_as_they_stand(story: Story) -> None:
-    create, join, ask = readme.blocks("swarm")[0]
+def test_the_guides_commands_for_volunteers_work_as_they_stand(story: Story) -> None:
+    create, join, ask = readme.blocks("swarm", readme.DOCS / "swarm.md")[0]
     assert join == "TRAINKIT_TOKEN=TOKEN python -m jobs.join"
     assert [line.split()[2] for line in (create, ask)] == ["jobs.swarm", "jobs.swarm"]
     assert re.search(TOKEN, story.creator.output, re.MULTILINE)

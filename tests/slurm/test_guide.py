@@ -1,4 +1,4 @@
-"""The README's commands for a cluster, on one."""
+"""The commands of docs/slurm.md and docs/bench.md, on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slurm
 def test_the_commands_for_a_cluster_work_as_they_stand(devcluster: Cluster, light: dict[str, str]) -> None:
     (devcluster.home / "slurm").symlink_to(readme.README.parent / "slurm")
     env = {**light, PAUSE: "3"}  # as long as it takes to look at a run and to cancel it
-    for block in readme.blocks("slurm"):
+    for block in [*readme.blocks("slurm", readme.SLURM), *readme.blocks("slurm", readme.DOCS / "bench.md")]:
         said = ""
         for line in block:
             done = devcluster.run(*shlex.split(line), check=False, env=env)

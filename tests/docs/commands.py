@@ -1,0 +1,96 @@
+"""Reads the commands of a page without running them: flags by the command's own parser, settings by loading."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from trainkit.config.presets import presets_named
+
+from jobs import cli
+from jobs.__main__ import verbs
+from tests import readme
+from trainkit.config.loading import load
+
+PROJECT = readme.README.parent
+OTHERS = {"python3", "source", "pip", "docker", "eval", "sinfo"}
+"""Programs whose flags are not ours to know."""
+
+
+class Parsed(Exception):
+    """Carries what a command has understood out of it, before it does anything."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+
+
+def inline(page: Path) -> Iterator[str]:
+    """Commands in the text of a page, without those that leave something out."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    for found in re.findall(r"`([^`]+)`", text):
+        if re.search(r"-m (jobs|tests)\.|^slurm/devcluster ", found) and "..." not in found:
+            yield " ".join(found.split())
+
+
+def understood(line: str) -> argparse.Namespace | None:
+    """What a command understands of a line; None for a program of others. Raises UserError as the command would."""
+    words = shlex.split(line)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if "jobs.train" in words and words[0] == "torchrun":
+        words = ["python", *words[words.index("-m") :]]
+    if words[0] == "sbatch":
+        (script,) = (number for number, word in enumerate(words) if word.endswith(".sbatch"))
+        assert (PROJECT / words[script]).is_file(), line
+        words = ["python", "-m", "jobs.train", *words[script + 1 :]]
+    if words[0] == "slurm/devcluster":
+        assert re.search(rf"^ +{words[1]}\b", (PROJECT / words[0]).read_text("utf-8"), re.MULTILINE), line
+        return None
+    if words[:2] == ["python", "-m"] and words[2].startswith("tests."):
+        assert importlib.util.find_spec(words[2]), line
+        return None
+    if words[:3] == ["python", "-m", "jobs"] or words[0] in OTHERS or words[:2] == ["python", "-c"]:
+        return None
+    assert words[:2] == ["python", "-m"], line
+    verb = words[2].removeprefix("jobs.")
+    assert verb in verbs(PROJECT / "jobs"), line
+    return _parse(verb, words[3:])
+
+
+def _parse(verb: str, words: list[str]) -> argparse.Namespace:
+    def stopping(name: str) -> object:
+        method = getattr(argparse.ArgumentParser, name)
+
+        def parsed(self: cli.Parser, *args: object, **more: object) -> argparse.Namespace:
+            found: argparse.Namespace = method(self, *args, **more)
+            if hasattr(found, "rest"):  # the verb of a verb has a parser of its own
+                return found
+            raise Parsed(found)
+
+        return parsed
+
+    names = ("parse_args", "parse_intermixed_args")
+    with mock.patch.multiple(cli.Parser, create=True, **{name: stopping(name) for name in names}):
+        try:
+            importlib.import_module(f"jobs.{verb}").main(words, {})
+        except Parsed as found:
+            return found.arguments
+    raise AssertionError(f"jobs.{verb} {words} did not parse")
+
+
+def load_settings(arguments: argparse.Namespace) -> None:
+    """Load the preset with the settings of a command. Raises UserError for one that does not exist."""
+    given = vars(arguments)
+    words = [*map(str, given.get("words") or ()), *(given.get("overrides") or ())]
+    settings = [word for word in words if "=" in word]
+    settings += [re.split(r",|\.\.", text)[0] for text in given.get("sweep") or ()]
+    named = [str(given[name]) for name in ("preset", "run") if given.get(name)] + words
+    if named and presets_named(named[0]):
+        load(named[0], settings, env={})
+    elif settings:
+        load("ddp", settings, env={})

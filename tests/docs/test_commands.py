@@ -1,0 +1,166 @@
+"""What the guides tell a user to type is typed here, word for word; what they mention is read by its parser."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import readme
+from tests.docs import commands
+from tests.docs.reference import GENERATED
+from tests.runs import last_event
+from trainkit.config.json_schema import json_schema
+from trainkit.ranks.env import free_port
+from trainkit.run.folder import RunDir
+
+PROJECT = readme.README.parent
+ASSIGNMENTS = "tests/recipes/test_page.py"
+ON_A_CLUSTER = "tests/slurm/test_pages.py"
+HERE = "tests/docs/test_commands.py"
+RUN_BY = {
+    ("first-steps", "install"): ".ci/run",
+    **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines")},
+    ("machines", "two machines"): HERE,
+    ("bench", "slurm"): "tests/slurm/test_guide.py",
+    ("slurm", "slurm"): "tests/slurm/test_guide.py",
+    ("slurm", "sbatch"): ON_A_CLUSTER,
+    ("slurm", "devcluster"): ON_A_CLUSTER,
+    ("slurm", "login node"): "tests/slurm/test_remote.py",
+    ("slurm", "laptop"): ASSIGNMENTS,
+    ("swarm", "swarm"): "tests/swarm/test_swarm.py",
+    **{(page, "laptop"): ASSIGNMENTS for page in ("cinic10", "imagenet", "fashion-mnist", "vit", "cifar10-fast")},
+    **{(page, "two machines"): ASSIGNMENTS for page in ("cinic10", "vit")},
+    **{(page, "after the jobs"): ASSIGNMENTS for page in ("cinic10", "imagenet", "vit")},
+    **{("imagenet", mark): ASSIGNMENTS for mark in ("container", "in the container", "in both containers")},
+    **{(page, "slurm"): ON_A_CLUSTER for page in ("cinic10", "imagenet", "vit")},
+    ("imagenet", "sbatch"): ON_A_CLUSTER,
+    **{("volunteers", mark): "tests/swarm/test_recipe.py" for mark in ("swarm", "after the swarm")},
+}
+"""Page and mark of a block -> the test file that types it."""
+HAND_WRITTEN = [page for page in readme.PAGES if GENERATED not in page.read_text("utf-8")]
+IN_ORDER = ("first-steps", "report", "training", "machines")
+QUICK_FIRST_RUN = ("train.epochs=1", "monitor.loggers=[jsonl]")
+
+
+def page(name: str) -> Path:
+    (found,) = (page for page in readme.PAGES if page.stem == name)
+    return found
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+def type_in(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line on a machine without SLURM, with this environment active."""
+    env = {**os.environ, "PATH": str(Path(sys.executable).parent), "TRAINKIT_RUNS": "runs"}
+    return subprocess.run(shlex.split(line), cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def test_every_block_is_typed_by_a_test() -> None:
+    assert {(page.stem, mark) for page in readme.PAGES for mark in readme.marks(page)} == RUN_BY.keys()
+    for (name, mark), file in RUN_BY.items():
+        text = (PROJECT / file).read_text("utf-8")
+        assert file == ".ci/run" or f'"{mark}"' in text, f"{name}.md, {mark}: {file} does not type it"
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=name_of)
+def test_flags_and_settings_of_every_command_exist(page: Path) -> None:
+    lines = [line for _, lines in readme.marked(page) for line in lines]
+    for line in [*lines, *commands.inline(page)]:
+        understood = commands.understood(line)
+        if understood is not None:
+            commands.load_settings(understood)
+
+
+def test_every_setting_that_a_page_names_exists() -> None:
+    schema = json_schema(())
+    known = {name for name, field in schema["properties"].items() if "$ref" not in field}
+    for section, field in schema["properties"].items():
+        if "$ref" in field:
+            found = schema["$defs"][field["$ref"].rpartition("/")[2]]
+            plugins = [rule["then"]["properties"] for rule in found.get("allOf", ())]
+            known |= {f"{section}.{name}" for options in (found["properties"], *plugins) for name in options}
+    sections = "|".join({name.partition(".")[0] for name in known if "." in name})
+    named = {
+        (page.name, key)
+        for page in [*HAND_WRITTEN, readme.README]
+        for key in re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\w|[/:(])", page.read_text("utf-8"))
+    }
+    assert len(named) > 30
+    assert {(page, key) for page, key in named if key not in known} == set()
+
+
+def test_every_file_of_the_project_that_a_page_names_is_there() -> None:
+    pattern = r"(?<![\w/.])(?:slurm|configs|jobs|trainkit|tests|docs)/[\w./-]*\w"
+    named = {(page.name, name) for page in HAND_WRITTEN for name in re.findall(pattern, page.read_text("utf-8"))}
+    assert {(page, name) for page, name in named if not (PROJECT / name).exists()} == set()
+
+
+def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
+    (first,), *more = (lines for name in IN_ORDER for lines in readme.blocks("laptop", page(name)))
+    done = type_in(f"{first} {' '.join(QUICK_FIRST_RUN)}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "simulating 2 nodes x 1 rank" in done.stdout
+    assert "no SLURM on this machine" in done.stdout
+    assert "val acc1" in done.stdout
+    run = RunDir(tmp_path / "runs" / "ddp-0001")
+    assert str(run.path) in done.stdout.splitlines()[-1]
+    assert (last_event(run, "started") or {})["world_size"] == 2
+    assert (last_event(run, "ended") or {})["state"] == "COMPLETED"
+    assert not run.path.joinpath("submit.sbatch").exists()
+    for line in (line for block in more for line in block):
+        done = type_in(line, tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr, line
+    assert (run.path / "logbook.md").exists()
+    of_ddp = [RunDir(path) for path in sorted((tmp_path / "runs").glob("ddp-0*"))]  # by submit, by torchrun, alone
+    assert [(last_event(run, "started") or {})["world_size"] for run in of_ddp] == [2, 2, 1]
+    listed = {re.sub(r"-(\d+|val|test)\b|system-.*", "", file.name) for file in run.path.iterdir()}
+    reference = page("files").read_text("utf-8")
+    assert {name for name in listed if f"`{name.partition('.')[0]}" not in reference} == {""}
+
+
+def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:
+    (lines,) = readme.blocks("two machines", page("machines"))
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    nodes = []
+    port = free_port()
+    for rank, line in enumerate(lines):
+        home = tmp_path / f"node{rank}"
+        home.mkdir()
+        (home / "run.secret").write_text("known to this test only")
+        (home / "run.secret").chmod(0o600)
+        # Both machines are this one, so the name stands for it and the default port may be taken.
+        here = f"{line} --master-port {port}".replace("node0.example.org", "127.0.0.1")
+        nodes.append(
+            subprocess.Popen(
+                shlex.split(here),
+                cwd=home,
+                env={**env, "TRAINKIT_RUNS": str(home / "runs")},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    said = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "val acc1" in said[0], "node 0 shows rank 0's console and what the run came to"
+    for rank in (0, 1):
+        run = RunDir(tmp_path / f"node{rank}" / "runs" / "ddp-0001")
+        assert (last_event(run, "ended") or {})["state"] == "COMPLETED"
+
+
+def test_the_code_of_a_page_trains(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(# (\w+\.py), used by: (.*)\n.*?)```", page("own").read_text("utf-8"), re.DOTALL)
+    assert [file for _, file, _ in blocks] == ["my_data.py", "my_models.py"]
+    for code, file, command in blocks:
+        (tmp_path / file).write_text(code)
+        done = type_in(f"{command} monitor.loggers=[jsonl]", tmp_path)
+        assert done.returncode == 0, done.stderr
