@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from trainkit.config.presets import presets_named
-
 from jobs import cli
 from jobs.__main__ import verbs
 from tests import readme
-from trainkit.config.loading import load
+from trainkit.config.loading import load, presets_named
 
 PROJECT = readme.README.parent
 OTHERS = {"python3", "source", "pip", "docker", "eval", "sinfo"}
@@ -74,8 +72,10 @@ def _parse(verb: str, words: list[str]) -> argparse.Namespace:
 
         return parsed
 
-    names = ("parse_args", "parse_intermixed_args")
-    with mock.patch.multiple(cli.Parser, create=True, **{name: stopping(name) for name in names}):
+    with (
+        mock.patch.object(cli.Parser, "parse_args", stopping("parse_args")),
+        mock.patch.object(cli.Parser, "parse_intermixed_args", stopping("parse_intermixed_args")),
+    ):
         try:
             importlib.import_module(f"jobs.{verb}").main(words, {})
         except Parsed as found:

@@ -18,8 +18,8 @@ from jobs import cli
 from jobs.__main__ import verbs
 from tests.docs import picture
 from trainkit import errors
-from trainkit.config.json_schema import json_schema
-from trainkit.diagnosis import case
+from trainkit.config.json_schema import FROM_A_LIBRARY, json_schema
+from trainkit.diagnosis.causes import rows as rows_of_causes
 from trainkit.run import events as run_events
 from trainkit.run.folder import RunDir
 
@@ -102,6 +102,11 @@ def _plugin_options(section: str, schema: Mapping[str, Any]) -> Iterator[str]:
             yield f"With `{section}.name={plugin}`:"
             rows = [(code(f"{section}.{name}"), _type(field), _default(field)) for name, field in options.items()]
             yield table(("option", "type", "default"), rows)
+    if section == "model":
+        yield "With a model of timm or torchvision, which has further options of its own:"
+        library: dict[str, Any] = dict(FROM_A_LIBRARY)
+        rows = [(code(f"model.{name}"), _type(field), field["description"]) for name, field in library.items()]
+        yield table(("option", "type", "what it does"), rows)
 
 
 def _default(field: Mapping[str, Any]) -> str:
@@ -273,6 +278,7 @@ FILES = {
     "logs/<attempt>/rank-<n>.out": "what rank n printed; `.err`: what it wrote to stderr",
     ".submitit/": "submitit's own files: a pickle with one path in it, and the results of the tasks",
     "metrics.jsonl": "one record a line: step, epoch, split, loss, metrics, learning rate, images/s, where time went",
+    "task.json": "the metrics of the task: unit, which direction is better, the headline",
     "evaluations.jsonl": "what `evaluate` measured of checkpoints",
     "events.jsonl": "what happened: [events](events.md)",
     "lease.json": "who may write, while somebody does",
@@ -289,6 +295,7 @@ FILES = {
 """File or folder of a run -> what is in it. Those that reports write are below."""
 REPORTS = {
     "logbook.md": "the log book, by `report`",
+    "<name>-<chart>.png": "the log book's pictures",
     "report.html": "the same as one page for a browser, by `report`",
     "comparison.md": "by `report --compare`",
 }
@@ -297,7 +304,7 @@ REPORTS = {
 def files() -> str:
     names = {name.rstrip("/") for name in FILES}
     known = {_pattern(path) for path in _paths_of_run_dir()}
-    assert known <= names | {"logs/<attempt>", "logs"}, f"FILES here does not fit: {known - names}"
+    assert known <= names | {"logs"}, f"FILES here does not fit: {known - names - {'logs'}}"
     about = (
         "A run is a folder, `runs/PRESET-NUMBER`, and it is complete. `python -m jobs.status RUN` reads it wherever it "
         "was copied. A sweep is a folder of runs `0`, `1`, ... with a `sweep.json`; a bench is a folder with "
@@ -348,7 +355,7 @@ def exit_codes() -> str:
 def causes() -> str:
     rows = [
         (code(row.name), _plain(row.what), " ".join(filter(None, (_plain(row.fix), code(_plain(row.command))))))
-        for row in case.rows()
+        for row in rows_of_causes()
     ]
     about = (
         "What `python -m jobs.why RUN` can name, in the order in which it tries them. Words in [brackets] stand for "
