@@ -219,6 +219,21 @@ def _help(parser: cli.Parser, action: argparse.Action) -> str:
 
 # Events
 
+LIFE = {
+    "submitting": ("a job is about to be queued", "the command that does so"),
+    "unanswered": ("the scheduler did not say whether it was queued", "the command that asked"),
+    "submitted": ("a job was queued or started for the run", "the command that did so, or found the job"),
+    "refused": ("the job was not queued", "the command that asked"),
+    "started": ("all ranks have met and begin to train", "rank 0"),
+    "saved": ("a checkpoint is on disk", "rank 0"),
+    "handed_back": ("told to stop, saved, wants to be continued", "the first rank of each node"),
+    "requeued": ("the job was put back into the queue", "the controller of the ranks"),
+    "excluded": ("the next attempts do without this node", "the controller of the ranks"),
+    "failed": ("a rank raised, was killed, or hangs", "that rank, or the controller of the ranks"),
+    "cancelled": ("somebody asked for its end", "`cancel`"),
+    "ended": ("an attempt is over, in SLURM's words; COMPLETED: nothing is left to train", "rank 0 or the controller"),
+}
+"""Event -> what it means, and who writes it."""
 REMARKS = {
     "probed": "`train.micro_batch_size=auto` found the largest batch that fits",
     "skipped": "an update was left out because `fp16` overflowed; the loss scale was lowered",
@@ -250,13 +265,13 @@ REMARKS = {
 def events() -> str:
     remarks = get_args(run_events.Remark)
     assert set(remarks) == set(REMARKS), f"REMARKS here does not fit: {set(remarks) ^ set(REMARKS)}"
-    life = re.findall(r"^    (\w+) {2,}(.*?) {3,}(\S.*(?:\n {40,}\S.*)*)", run_events.__doc__ or "", re.MULTILINE)
-    assert {"submitted", "started", "saved", "ended"} <= {kind for kind, _, _ in life}
+    written = re.findall(r"""(?:_write\(|append_event\(run, )"(\w+)\"""", inspect.getsource(run_events))
+    assert set(written) == set(LIFE), f"LIFE here does not fit: {set(written) ^ set(LIFE)}"
     about = (
         "`events.jsonl` says what happened to a run, one JSON object a line: `time` (seconds since 1970), `event`, "
         "`attempt` and the facts of that kind. It is history; what a job does now is asked of the scheduler."
     )
-    rows = [(code(kind), said, who.removeprefix("by ")) for kind, said, who in life]
+    rows = [(code(kind), said, who) for kind, (said, who) in LIFE.items()]
     parts = [
         "## The life of a run",
         table(("event", "means", "written by"), rows),
