@@ -1,16 +1,32 @@
 """The commands: ``python -m jobs.VERB``, one file a verb."""
 
+import os
 import sys
+from importlib.machinery import PathFinder
+
+# Who has forgotten to activate the environment runs the system's Python, which may be any Python 3: no word of ours
+# that is newer may come before this.
+_home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+_found = PathFinder.find_spec("trainkit")
+# A folder without an __init__.py has no origin.
+_place = (_found.origin or next(iter(_found.submodule_search_locations or ()), "")) if _found is not None else ""
+if _place and os.path.realpath(_place).replace("__init__.py", "").rstrip(os.sep) != os.path.join(_home, "trainkit"):
+    print(
+        f"{_place} would be imported in place of trainkit's own package.",
+        "  why: It has that package's name, and Python looks into the current folder first.",
+        "  fix: Rename it, for example my_trainkit, or give the command in another folder.",
+        sep="\n",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
 
 if sys.version_info >= (3, 10):  # noqa: UP036  an older one is told so below
     import trainkit  # noqa: F401  from here on libraries come before what lies in the current folder
 
-import importlib.util
-import shlex
-from pathlib import Path
+import importlib.util  # noqa: E402
+import shlex  # noqa: E402
+from pathlib import Path  # noqa: E402
 
-# Who has forgotten to activate the environment runs the system's Python, which may be any Python 3: no word of ours
-# that is newer may come before this.
 if importlib.util.find_spec("pydantic") is None:
     _activate = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "activate"
     _install = "In the clone's folder: python3 -m venv .venv && .venv/bin/pip install -e . && source .venv/bin/activate"

@@ -1,4 +1,4 @@
-"""``python -m jobs``: the verbs, one line each, and where presets, schema and templates lie."""
+"""``trainkit``, or ``python -m jobs``: the verbs, one line each, and where presets, schema and templates lie."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from trainkit import fileio
+from trainkit import fileio, terminal
 from trainkit.errors import UserError, did_you_mean
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """List the verbs; ``python -m jobs submit ...`` is ``python -m jobs.submit ...``."""
+    """List the verbs; ``trainkit submit ...`` is ``python -m jobs submit ...``, or ``python -m jobs.submit ...``."""
     known = verbs(Path(__file__).parent)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print("\n".join(overview(known)))
@@ -48,7 +48,7 @@ def overview(known: Mapping[str, str]) -> list[str]:
     """The lines of ``python -m jobs``."""
     configs, templates = fileio.folder("configs"), fileio.folder("slurm")
     width = max(len(verb) for verb in known)
-    lines = ["python -m jobs.VERB ...  (--help says more)", ""]
+    lines = [f"{terminal.PROGRAM}VERB ...  (--help says more)", ""]
     lines += [f"  {verb:{width}}  {said}" for verb, said in known.items()]
     return [
         *lines,

@@ -26,8 +26,7 @@ DESCRIPTION = "Train a little in each of several ways, in turns, and say which i
 PRESET = "ddp"
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse, submit one job for all arms, show what it comes to."""
+def parser() -> cli.Parser:
     parser = _Parser("bench", DESCRIPTION)
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of: {', '.join(BENCHES)}")
     parser.add_argument(
@@ -48,7 +47,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
     elsewhere.add_host_flag(parser)
-    args = parser.parse_intermixed_args(list(argv))
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, submit one job for all arms, show what it comes to."""
+    args = parser().parse_intermixed_args(list(argv))
     if args.show is not None:
         if args.name is not None:
             raise UserError(
@@ -66,7 +70,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         args.preset = cli.preset_or_run(args.preset, env)
     request = _request(bench, args)
     if args.host is not None:
-        return _submit_there(argv, args, parser, env)
+        return _submit_there(argv, args, parser(), env)
     loaded = _loaded(bench, request, args, env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), f"bench-{bench.name}")
     return _submit(bench, request, loaded, folder, args, ["python", "-m", "jobs.bench", *argv], env)

@@ -23,11 +23,15 @@ _OVER = re.compile(r"invalid job id|already (completing|completed)", re.IGNORECA
 _DENIED = re.compile(r"denied|not permitted|permission", re.IGNORECASE)
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def parser() -> cli.Parser:
     parser = cli.Parser("cancel", "End the jobs of runs. What they have saved stays, and `resume` goes on from it.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
     elsewhere.add_host_flag(parser)
-    args = parser.parse_args(list(argv))
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("cancel", argv, args.host, env)
     runs = [run for reference in args.runs for run in find_runs(reference, env)]

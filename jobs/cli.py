@@ -6,12 +6,13 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from trainkit import lifetime, terminal
 from trainkit.config import yaml
@@ -100,8 +101,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, **options: Any) -> None:
         super().__init__(
-            prog=f"python -m jobs.{prog}",
-            description=re.sub(r"^`+[^`]*`+: ", "", description),  # a file's docstring begins with its command
+            prog=f"{terminal.PROGRAM}{prog}",
+            # A file's docstring begins with its command.
+            description=_wrapped(terminal.as_started(re.sub(r"^`+[^`]*`+: ", "", description))),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
@@ -138,6 +140,54 @@ class Parser(argparse.ArgumentParser):
             what, why = f"'{match[1]}' is not possible", f"{name} is one of: {', '.join(choices)}."
             fix = did_you_mean(match[1], choices, otherwise=f"Use {choices[0]}.")
         raise UserError(f"{what[0].upper()}{what[1:]}.", why=why, fix=fix)
+
+
+_MARGIN = 79
+"""Columns of a page of help, as argparse has them on a terminal of 80."""
+
+
+def _wrapped(text: str) -> str:
+    """A description as lines of a page: sentences are joined and broken anew; lines set in, and lists, are kept."""
+    lines: list[str] = []
+    for paragraph in text.strip().split("\n\n"):
+        lines += [""] * bool(lines)
+        is_prose = True
+        for line in paragraph.split("\n"):
+            listed = re.match(r" *\S.*?  +(?=\S)", line)
+            if is_prose and lines[-1:] not in ([], [""]) and not listed and not line.startswith(" "):
+                lines[-1] += f" {line}"
+            else:
+                lines.append(line)
+            is_prose = not listed and not line.startswith(" ")
+    broken: list[str] = []
+    for line in lines:
+        listed = re.match(r" *\S.*?  +(?=\S)", line)
+        broken += textwrap.wrap(line, _MARGIN, subsequent_indent=" " * len(listed[0]) if listed else "") or [""]
+    return "\n".join(broken)
+
+
+class Verb(NamedTuple):
+    """A word after a command, as in `swarm create`: its flags, and what it does."""
+
+    parser: Callable[[], Parser]
+    run: Callable[[argparse.Namespace, Mapping[str, str]], int]
+
+
+def verb_parser(command: str, description: str, verbs: Mapping[str, Verb]) -> Parser:
+    """The parser of a command that is followed by a verb."""
+    parser = Parser(command, description)
+    parser.add_argument("verb", choices=tuple(verbs), metavar="|".join(verbs), help="what to do")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help=f"`{next(iter(verbs))} --help` lists its flags"
+    )
+    return parser
+
+
+def run_verb(parser: Parser, verbs: Mapping[str, Verb], argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse the flags of the verb that was named, and call it."""
+    words = parser.parse_args(argv)
+    verb = verbs[words.verb]
+    return verb.run(verb.parser().parse_intermixed_args(words.rest), env)
 
 
 # Flags of other programs for what has no flag of that kind here: those that must be there for it, and what to write.
@@ -295,7 +345,7 @@ def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
     except TrainkitError as error:
         if isinstance(error, UserError):
             error.fix = _as_typed_in(sys.argv[1:], error.what) or error.fix
-        print(terminal.lines(str(error)), file=sys.stderr)
+        print(terminal.as_started(terminal.lines(str(error))), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -10,34 +10,36 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli
-from trainkit import fileio
+from trainkit import fileio, terminal
 from trainkit.errors import RefusedError, SchedulerError, UserError
 
 if TYPE_CHECKING:
     from trainkit.site.profile import SiteFacts
 
 
+def parser() -> cli.Parser:
+    return cli.verb_parser("cluster", __doc__ or "", VERBS)
+
+
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse and call the verb."""
-    parser = cli.Parser("cluster", __doc__ or "")
-    parser.add_argument("verb", choices=tuple(VERBS), metavar="|".join(VERBS), help="what to do")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="`discover --help` lists its flags")
-    args = parser.parse_args(argv)
-    return VERBS[args.verb](args.rest, env)
+    return cli.run_verb(parser(), VERBS, argv, env)
 
 
-def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _discover_parser() -> cli.Parser:
     parser = cli.Parser("cluster discover", "Ask this site what it is, and write its profile.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="of the profile (default: the cluster's own)")
     parser.add_argument(
         "--force", action="store_true", help="renew a profile of that name: what it knows of the site, not its settings"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit.config.loading import OWN
     from trainkit.site.discover import NO_ANSWER, ask_site
     from trainkit.site.profile import lines, renewed, to_profile
@@ -61,10 +63,13 @@ def _discover(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def _show(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _show_parser() -> cli.Parser:
     parser = cli.Parser("cluster show", "What is known of a site.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a profile (default: ask this site now; write nothing)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit.site.discover import ask_site
     from trainkit.site.profile import lines, read_facts
 
@@ -78,13 +83,13 @@ def _show(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(f"  {key} = {value}")
     known = read_facts(args.name)
     if known is None:
-        print("  nothing is known of the site itself: `python -m jobs.cluster discover` there finds it out")
+        print(f"  nothing is known of the site itself: `{terminal.command('cluster', 'discover')}` there finds it out")
     else:
         print("\n".join(lines(known)))
     return 0
 
 
-def _check(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _check_parser() -> cli.Parser:
     parser = cli.Parser(
         "cluster check", "Whether nodes are fit for work, and which is not: devices, disks, clocks, network."
     )
@@ -92,7 +97,10 @@ def _check(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--executor", metavar="NAME", help="auto, slurm, or local: this machine")
     parser.add_argument("--cluster", metavar="PROFILE", help="a site profile")
     cli.add_resource_flags(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _check(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit.launch.node_check import check_nodes, check_plan
     from trainkit.run.folder import runs_root
     from trainkit.site.node_health import culprits, findings, table
@@ -109,10 +117,10 @@ def _check(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 3 if culprits(found) else 0
 
 
-VERBS: dict[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
-    "discover": _discover,
-    "show": _show,
-    "check": _check,
+VERBS = {
+    "discover": cli.Verb(_discover_parser, _discover),
+    "show": cli.Verb(_show_parser, _show),
+    "check": cli.Verb(_check_parser, _check),
 }
 
 
@@ -140,7 +148,7 @@ def _plain(name: str) -> str:
         raise UserError(
             f"{name!r} cannot be the name of a profile.",
             why="It becomes the name of a file: letters, digits, '-', '_' and '.'.",
-            fix="For example: python -m jobs.cluster discover mysite.",
+            fix=f"For example: {terminal.command('cluster', 'discover', 'mysite')}.",
         )
     return name
 

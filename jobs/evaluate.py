@@ -19,8 +19,7 @@ from trainkit.run.ownership import require_own_code
 _SHOWN = 5
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse, evaluate, print."""
+def parser() -> cli.Parser:
     parser = cli.Parser("evaluate", __doc__)
     cli.add_run_to_read(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example data.root=/elsewhere")
@@ -34,7 +33,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     )
     cli.add_allow_code_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, evaluate, print."""
+    args = parser().parse_intermixed_args(argv)
     with cli.run_to_read(args.run, env) as run_dir:
         return _evaluate(args, run_dir)
 

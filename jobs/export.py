@@ -10,13 +10,17 @@ from trainkit.config.loading import load
 from trainkit.errors import UserError
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse, write, say what was written."""
+def parser() -> cli.Parser:
     parser = cli.Parser("export", __doc__)
     cli.add_run_to_read(parser)
     parser.add_argument("file", metavar="FILE.safetensors", help="replaced, once the new one is complete")
     cli.add_weights_flag(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, write, say what was written."""
+    args = parser().parse_args(argv)
     file = Path(args.file).expanduser()
     if file.suffix != ".safetensors":
         raise UserError(

@@ -19,8 +19,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.swarm.admission import entry_of, is_setting
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse, join, say how it ended."""
+def parser() -> cli.Parser:
     parser = cli.Parser("join", __doc__ or "")
     parser.add_argument(
         "words",
@@ -33,7 +32,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--announce", metavar="HOST[:PORT]", help="with --public: the router that forwards the port")
     parser.add_argument("--allow-code", action="store_true", help="run code of the creator's own, which you trust")
     add_peer_flags(parser, host=None)
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, join, say how it ended."""
+    args = parser().parse_intermixed_args(argv)
     overrides = [word for word in args.words if is_setting(word)]
     words = [word for word in args.words if word not in overrides]
     # Other ranks of this peer follow rank 0, who alone may read standard input.

@@ -39,7 +39,7 @@ DEFAULT_PORT = 29500
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = _parse(argv)
+    args = parser().parse_intermixed_args(list(argv))
     args.preset = cli.preset_or_run(args.preset, env)
     path = Path(args.preset).expanduser()
     refuse_bench(path)
@@ -109,7 +109,7 @@ def _commands(run: Path, node: Node, env: Mapping[str, str]) -> list[str]:
     plan = node.plan
     if plan.container is not None:
         return [shlex.join(_container_command(run, node, env))]
-    train = [sys.executable, "-u", "-m", "jobs.train", str(run)]
+    train = [sys.executable, "-u", "-m", "trainkit", "train", str(run)]
     places = [node.rank_variables(rank) for rank in range(plan.ntasks_per_node)]
     return [shlex.join([*(f"{key}={value}" for key, value in place.items()), *train]) for place in places]
 
@@ -121,7 +121,7 @@ def _container_command(run: Path, node: Node, env: Mapping[str, str]) -> list[st
     before = containers.node_command(
         plan.container, (run, Path.cwd()), Path.cwd(), run / "code", env, gpus=plan.gpus_per_node > 0
     )
-    again = ["-m", "jobs.launch", str(run), "--allow-code", "--container-image", "none"]
+    again = ["-m", "trainkit", "launch", str(run), "--allow-code", "--container-image", "none"]
     again += ["--nodes", str(plan.nodes), "--node-rank", str(node.node_rank)]
     again += ["--gpus-per-node", str(plan.gpus_per_node), "--ntasks-per-node", str(plan.ntasks_per_node)]
     return [*before, *again, "--master-addr", node.master_addr, "--master-port", str(node.master_port)]
@@ -143,7 +143,7 @@ def _in_container(run: RunDir, node: Node, env: Mapping[str, str]) -> NoReturn:
         ) from None
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parser() -> cli.Parser:
     parser = cli.Parser("launch", DESCRIPTION)
     parser.add_argument("preset", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -164,7 +164,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started here; write nothing")
     cli.add_allow_code_flag(parser)
-    return parser.parse_intermixed_args(list(argv))
+    return parser
 
 
 def _plan(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Plan:

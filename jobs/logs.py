@@ -40,7 +40,7 @@ class Wanted:
         return logs_of(logs, ranks, ending=self.ending, pattern=self.pattern)
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def parser() -> cli.Parser:
     parser = cli.Parser("logs", "Print the log of a run's rank; of a failed run, the failing rank's traceback first.")
     parser.add_argument("run", metavar="RUN", help="a run's name or folder")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, across requeues")
@@ -51,7 +51,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--err", action="store_true", help="stderr instead of stdout")
     elsewhere.add_host_flag(parser)
-    args = parser.parse_args(list(argv))
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("logs", argv, args.host, env)
     run = find_run(args.run, env)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse, predict, write."""
+def parser() -> cli.Parser:
     parser = cli.Parser("predict", __doc__)
     cli.add_run_to_read(parser)
     parser.add_argument("folder", metavar="FOLDER", help="images at any depth of it; or one image")
@@ -39,7 +38,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--speed", metavar="N,N,...", help="also say how many images/s the model takes by batch size")
     cli.add_weights_flag(parser)
     cli.add_allow_code_flag(parser)
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, predict, write."""
+    args = parser().parse_intermixed_args(argv)
     _require(args.top >= 1, f"--top {args.top}", "It is the number of classes that are told of each image.")
     _require(args.batch_size >= 1, f"--batch-size {args.batch_size}", "It is a number of images.")
     sizes = [_batch_size(word) for word in args.speed.split(",")] if args.speed is not None else []

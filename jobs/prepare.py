@@ -13,8 +13,7 @@ from trainkit import plugins
 from trainkit.data import pack_data, prepare_data
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Returns the exit code: 0 when the data is there, whether it was before or is now."""
+def parser() -> cli.Parser:
     parser = cli.Parser(
         "prepare",
         "Download or unpack a data set, and verify it.\n"
@@ -41,7 +40,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument(
         "--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes that pack (default: CPUs)"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Returns the exit code: 0 when the data is there, whether it was before or is now."""
+    args = parser().parse_args(argv)
     root = Path(args.root)
     prepared = prepare_data(args.dataset, root, [Path(archive) for archive in args.archive], _say)
     if args.pack is not None:

@@ -19,8 +19,7 @@ from trainkit.report.write_markdown import RESULTS, write_comparison, write_logb
 from trainkit.run.folder import RunDir, find_runs
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse, write, print the paths."""
+def parser() -> cli.Parser:
     parser = cli.Parser("report", __doc__)
     parser.add_argument(
         "runs",
@@ -33,7 +32,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)"
     )
     elsewhere.add_host_flag(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, write, print the paths."""
+    args = parser().parse_args(argv)
     if args.host is not None:
         asked = [*args.runs, *["--compare"] * args.compare]
         for path in elsewhere.report(asked, args.host, args.out or Path("report"), env):

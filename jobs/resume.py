@@ -37,7 +37,7 @@ from trainkit.run.snapshot import restore_code
 from trainkit.site.profile import discover, largest_array
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def parser() -> cli.Parser:
     parser = cli.Parser(
         "resume", "Queue a run again, or what has failed of a sweep. Resources may change, settings may not."
     )
@@ -48,7 +48,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
     elsewhere.add_host_flag(parser)
-    args = parser.parse_args(list(argv))
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("resume", argv, args.host, env)
     runs = [_fetched(args, env)] if is_url(args.run) else find_runs(args.run, env)

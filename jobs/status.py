@@ -74,14 +74,18 @@ class Shown:
         return list(dict.fromkeys(note for note in notes if note))
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def parser() -> cli.Parser:
     parser = cli.Parser("status", "Runs in the runs folder, and those submitted from other folders.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run's name or folder: show it in detail")
     parser.add_argument("-a", "--all", action="store_true", help=f"all, not the newest {LISTED}; of other clones too")
     parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
     elsewhere.add_host_flag(parser)
-    args = parser.parse_args(list(argv))
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("status", argv, args.host, env)
     if args.watch and args.json:

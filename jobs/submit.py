@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +42,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return submit(argv, env, _followed)
 
 
-def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
-    """What the command does, in this process; its exit code.
-
-    ``then`` gets all runs that were asked for, those of them that were started or run already, and their executor.
-    """
+def parser() -> cli.Parser:
     parser = cli.Parser("submit", DESCRIPTION)
-    parser.add_argument("preset", metavar="PRESET|RUN", help="a preset in configs/, a YAML file, or a run to repeat")
+    parser.add_argument(
+        "preset", nargs="?", metavar="PRESET|RUN",
+        help="a preset in configs/, a YAML file, or a run to repeat; without any word the presets are listed",
+    )  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="training settings")
     parser.add_argument(
         "--sweep",
@@ -68,10 +69,27 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
     parser.add_argument(
         "--estimate", action="store_true", help="say when it would start in each partition; queue nothing"
     )
+    parser.add_argument(
+        "--settings", metavar="SECTION", nargs="?", const="", help="list what can be set, of a section or all; then end"
+    )
     cli.add_allow_code_flag(parser)
     cli.add_launch_flags(parser)
     elsewhere.add_host_flag(parser)
-    args = parser.parse_intermixed_args(list(argv))
+    return parser
+
+
+def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
+    """What the command does, in this process; its exit code.
+
+    ``then`` gets all runs that were asked for, those of them that were started or run already, and their executor.
+    """
+    args = parser().parse_intermixed_args(list(argv))
+    if args.settings is not None:
+        return _print_settings(args.settings or None)
+    if args.preset is None:
+        if argv:
+            parser().error("the following arguments are required: PRESET|RUN")
+        return _print_presets()
     # From here on it costs more than `--help` may.
     from trainkit.checking import check
     from trainkit.config import loading
@@ -84,7 +102,7 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
         return _join(argv, args, flags, env, then)
     variants = [[*args.overrides, *point] for point in sweep_points(args.sweep)]
     if args.host is not None:  # the site's profile, the data and the scheduler are there, so most is checked there
-        return _submit_there(argv, args, parser, variants, env)
+        return _submit_there(argv, args, parser(), variants, env)
     args.preset = cli.preset_or_run(args.preset, env)
     refuse_bench(Path(args.preset).expanduser())
     loadeds = [loading.load(args.preset, overrides, flags=flags, env=env) for overrides in variants]
@@ -96,6 +114,36 @@ def submit(argv: Sequence[str], env: Mapping[str, str], then: Then) -> int:
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loadeds[0].name)
     command = ["python", "-m", "jobs.submit", *argv]
     return _submit(loadeds, variants, folder, args, command, env, then)
+
+
+def _print_presets() -> int:
+    from trainkit.config.loading import described
+
+    print(f"Give one of these, as in `{terminal.command('submit', 'ddp')}`:\n")
+    known = described()
+    for names in ([name for name in known if "/" not in name], [name for name in known if "/" in name]):
+        width = max(map(len, names))
+        print("\n".join(f"  {name:{width}}  {known[name]}" for name in names), end="\n\n")
+    print(f"`{terminal.command('submit', '--settings')}` lists what can be set beside it.")
+    return 0
+
+
+def _print_settings(section: str | None) -> int:
+    from trainkit.config.settings import settings
+
+    rows = [
+        (f"{item.key}={item.default}", f"({item.type})", f"{f'{item.of}: ' if item.of else ''}{item.sentence}")
+        for item in settings(section)
+    ]
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    for name, kind, text in rows:
+        line = f"{name}  {kind}  {text}"
+        if len(line) <= room:
+            print(line)
+        else:
+            print(textwrap.fill(f"{name}  {kind}", room, subsequent_indent="    "))
+            print(textwrap.fill(text, room, initial_indent="    ", subsequent_indent="    "))
+    return 0
 
 
 def _followed(runs: Sequence[RunDir], going_on: Sequence[RunDir], executor: str, args: argparse.Namespace) -> int:

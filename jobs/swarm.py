@@ -17,32 +17,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from jobs.anchoring import anchor, doctor
-from jobs.peering import add_peer_flags, check_peer_flags, make_run, peer_name, say_end
+from jobs.peering import add_peer_flags, check_peer_flags, make_run, peer_name, say_end, take_part
 from jobs.returning import resume
 from trainkit import terminal
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
+from trainkit.swarm.admission import entry_of, is_setting, warned
 from trainkit.swarm.link import rate_of
 
 WATCH_SECONDS = 2.0
 """How often ``status --watch`` asks."""
 
 
+def parser() -> cli.Parser:
+    return cli.verb_parser("swarm", __doc__ or "", VERBS)
+
+
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse and call the verb."""
-    verbs = {"create": _create, "invite": _invite, "revoke": _revoke, "unban": _unban}
-    verbs |= {"anchor": anchor, "doctor": doctor, "status": _status}
-    parser = cli.Parser("swarm", __doc__ or "")
-    parser.add_argument("verb", choices=tuple(verbs), metavar="|".join(verbs), help="what to do")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="`create --help` lists its flags")
-    args = parser.parse_args(argv)
-    return verbs[args.verb](args.rest, env)
+    return cli.run_verb(parser(), VERBS, argv, env)
 
 
-def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _create_parser() -> cli.Parser:
     parser = cli.Parser("swarm create", "Start a swarm on this machine, train in it, and keep its records.")
     parser.add_argument("preset", nargs="?", metavar="PRESET", help="as a rule hivemind")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -58,13 +55,16 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--open", action="store_true", help="whoever has an address may join; else only the invited")
     parser.add_argument("--force", action="store_true", help="with --resume: you know that it runs nowhere any more")
     cli.add_allow_code_flag(parser)
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if args.resume is not None:
-        return resume(args, parser, env)
+        return resume(args, _create_parser(), env)
     if args.force:
-        parser.error("--force needs --resume: a new swarm runs nowhere else")
+        _create_parser().error("--force needs --resume: a new swarm runs nowhere else")
     if args.preset is None:
-        parser.error("the following arguments are required: PRESET")
+        _create_parser().error("the following arguments are required: PRESET")
     from trainkit.ranks.signals import stop_on_signal
     from trainkit.swarm.address import announced
     from trainkit.swarm.peer import by_hand, create_swarm, leave_on_interrupt
@@ -93,7 +93,7 @@ def _create(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _invite_parser() -> cli.Parser:
     about = "Print a token, with which somebody may join a swarm that was created here."
     parser = _parser_for_a_name("invite", about, "of who is invited; `revoke` takes it")
     parser.add_argument(
@@ -106,7 +106,10 @@ def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
         "when you are away. While you train, averages that cannot be true are not used, and after three rounds in a "
         "row ban them; averages a little wrong are believed, and so is everything while you are away",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit.swarm.admission import created_run, invite, seconds_of
 
     seconds = seconds_of(args.expires)
@@ -114,18 +117,24 @@ def _invite(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def _revoke(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _revoke_parser() -> cli.Parser:
     about = "End the invitations of a name, in a swarm that was created here."
-    args = _parser_for_a_name("revoke", about, "as `invite` was given it").parse_args(argv)
+    return _parser_for_a_name("revoke", about, "as `invite` was given it")
+
+
+def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit.swarm.admission import created_run, revoke
 
     print(revoke(created_run(args.run, env), args.name))
     return 0
 
 
-def _unban(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _unban_parser() -> cli.Parser:
     about = "Let a banned peer take part again, in a swarm that was created here."
-    args = _parser_for_a_name("unban", about, "as the run has printed it").parse_args(argv)
+    return _parser_for_a_name("unban", about, "as the run has printed it")
+
+
+def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit.swarm.bans import unban
     from trainkit.swarm.view import run_seen
 
@@ -144,7 +153,7 @@ def _parser_for_a_name(verb: str, about: str, name: str) -> cli.Parser:
     return parser
 
 
-def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _status_parser() -> cli.Parser:
     parser = cli.Parser("swarm status", "Peers, rounds and loss of a swarm.")
     parser.add_argument(
         "swarm", nargs="?", metavar="TOKEN|RUN", help="or a file with the token; default: the newest swarm"
@@ -152,7 +161,10 @@ def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:
     parser.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="an object, for programs")
     parser.add_argument("--leaderboard", action="store_true", help="who has contributed how much")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="An object has an end.", fix="Use one.")
     from trainkit.swarm import view as swarm_view
@@ -166,6 +178,55 @@ def _status(argv: Sequence[str], env: Mapping[str, str]) -> int:
     print(json.dumps(swarm_view.as_object(view), indent=2, allow_nan=False) if args.json else "\n".join(lines(view)))
     return 0
 
+
+def _anchor_parser() -> cli.Parser:
+    parser = cli.Parser("swarm anchor", "Keep a swarm together on a machine that others reach, without training.")
+    parser.add_argument("words", nargs="*", metavar="TOKEN", help="made with --reduce; and settings, data.root=...")
+    parser.add_argument("--announce", metavar="HOST[:PORT]", help="the router that forwards the port, if there is one")
+    cli.add_allow_code_flag(parser)
+    add_peer_flags(parser, host="0.0.0.0")
+    return parser
+
+
+def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Take part without training, on a machine that others reach: the swarm outlives its creator by it."""
+    entry = entry_of([word for word in args.words if not is_setting(word)], env, name=args.name or peer_name())
+    check_peer_flags(args)
+    overrides = [*(word for word in args.words if is_setting(word)), "launch.gpus_per_node=0"]
+    ending, run_dir = take_part(args, entry, overrides, env, role="anchor", host=args.host)
+    say_end(ending, run_dir)
+    return 0
+
+
+def _doctor_parser() -> cli.Parser:
+    parser = cli.Parser("swarm doctor", "Say what keeps this machine from joining a swarm. It does not join.")
+    parser.add_argument(
+        "words", nargs="*", metavar="TOKEN", help="a file with the token, -, or the address of an open run"
+    )
+    return parser
+
+
+def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Examine what joining needs. Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does."""
+    from trainkit.swarm.doctor import examine
+
+    worst = 0
+    for finding in examine(warned(entry_of(args.words, env, name="doctor")), env):
+        print("\n".join(finding.lines()), flush=True)
+        worst = max(worst, finding.exit_code)
+    print("This machine can join." if worst == 0 else "This machine cannot join as it is.")
+    return worst
+
+
+VERBS = {
+    "create": cli.Verb(_create_parser, _create),
+    "invite": cli.Verb(_invite_parser, _invite),
+    "revoke": cli.Verb(_revoke_parser, _revoke),
+    "unban": cli.Verb(_unban_parser, _unban),
+    "anchor": cli.Verb(_anchor_parser, _anchor),
+    "doctor": cli.Verb(_doctor_parser, _doctor),
+    "status": cli.Verb(_status_parser, _status),
+}
 
 if __name__ == "__main__":
     cli.run(main)

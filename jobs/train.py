@@ -24,8 +24,7 @@ from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
 from trainkit.run.ownership import require_own_code
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Parse, train, say how it ended."""
+def parser() -> cli.Parser:
     parser = cli.Parser("train", __doc__)
     parser.add_argument("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run to go on with")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -39,7 +38,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     )  # fmt: skip
     cli.add_force_flag(parser)
     cli.add_allow_code_flag(parser)
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Parse, train, say how it ended."""
+    args = parser().parse_intermixed_args(argv)
     args.run = cli.preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
         loaded, token = _loaded(args, env)

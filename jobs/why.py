@@ -19,12 +19,16 @@ from trainkit.run.folder import RunDir, find_runs
 from trainkit.run.metrics import standing_of
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def parser() -> cli.Parser:
     parser = cli.Parser("why", "Say why a run failed, or why it does not start; of a sweep, each cause once.")
     parser.add_argument("run", metavar="RUN", help="a run's or a sweep's name or folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
     elsewhere.add_host_flag(parser)
-    args = parser.parse_args(list(argv))
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("why", argv, args.host, env)
     runs = find_runs(args.run, env)

@@ -63,7 +63,7 @@ PLUGINS = ("trainkit.strategies", "trainkit.data.datasets", "trainkit.models", "
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
 SHARED = {
     "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.expecting", "jobs.following", "jobs.forecasting",
-    "jobs.anchoring", "jobs.benching", "jobs.peering", "jobs.peers", "jobs.returning", "jobs.sending",
+    "jobs.benching", "jobs.peering", "jobs.peers", "jobs.returning", "jobs.sending",
     "jobs.starting", "jobs.sweeps", "jobs.watching",
 }  # fmt: skip
 VERBS = {

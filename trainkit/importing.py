@@ -1,8 +1,8 @@
-"""What is installed is imported before a file of the same name in one of the user's folders.
+"""Import libraries, and our own packages, before files of the same name in the user's folders.
 
 Python looks into the current folder first, and a job into the snapshot of the code. A ``torch.py`` or ``yaml.py`` that
-lies there by chance, or because somebody put it there, would run in place of the library. Modules of the user's own
-that no library is called by are found as ever.
+lies there would run in place of the library, and a folder ``jobs/`` in place of our commands. Other modules of the
+user's are found as ever. `jobs` is always the package beside this one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _PROGRAM = os.path.realpath(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OURS = ("jobs", "trainkit")
+OURS = ("jobs", "trainkit")
 _STANDARD = {os.path.dirname(os.__file__), os.path.join(os.path.dirname(os.__file__), "lib-dynload")}
 _FOLDERS: set[str] = set()
 _PLACES: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
@@ -30,8 +30,10 @@ class _InstalledFirst:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if path is not None or name in _OURS:
+        if path is not None:
             return None
+        if name in OURS:
+            return PathFinder.find_spec(name, [_PROGRAM])
         others, installed = _places()
         if name not in sys.stdlib_module_names and not _is_module(PathFinder.find_spec(name, installed)):
             return None
@@ -49,6 +51,15 @@ def installed_first(*folders: str) -> None:
         sys.meta_path.insert(place, _InstalledFirst)  # after what Python has built in
 
 
+def namesake(module: str) -> str:
+    """What in the current folder has the name of the package of ours that ``module`` is of; empty if nothing has."""
+    first = module.partition(".")[0]
+    for name in (first, f"{first}.py") if first in OURS else ():
+        if os.path.exists(name) and os.path.realpath(name) != os.path.join(_PROGRAM, name):
+            return os.path.abspath(name)
+    return ""
+
+
 def leave(folder: str) -> None:
     """Take a folder, and all that is in it, off the module path, even if it is the current one."""
     top = os.path.realpath(folder)
@@ -59,7 +70,7 @@ def is_one_of_our_commands() -> bool:
     """Whether Python was started with ``-m jobs.VERB`` or ``-m trainkit.MODULE``, and not with a user's program."""
     words = sys.orig_argv
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    return sys.argv[:1] == ["-m"] and module.partition(".")[0] in _OURS  # while Python looks for that module
+    return sys.argv[:1] == ["-m"] and module.partition(".")[0] in OURS  # while Python looks for that module
 
 
 def is_installed_place(folder: str) -> bool:

@@ -125,6 +125,7 @@ def check_module(module: str, file: Path, *, key: str | None, installed: bool = 
     while waiting:
         name, path = waiting.pop()
         for line, wanted, names in _imports(parse(path, key).body, _package_of(name, path)):
+            refuse_namesake(wanted, f"{path}:{line} imports '{wanted}'", key)
             found = _found(wanted)
             if found is None:
                 if (installed and b"sys.path" not in fileio.read_bytes(path, follow=True)) or _is_own_package(wanted):
@@ -152,6 +153,18 @@ def check_module(module: str, file: Path, *, key: str | None, installed: bool = 
             if found not in seen:
                 seen.add(found)
                 waiting.append((wanted, found))
+
+
+def refuse_namesake(module: str, what: str, key: str | None) -> None:
+    """Refuse a module of the user's that is behind a package of ours of the same name."""
+    if file := importing.namesake(module):
+        name = Path(file).stem
+        raise UserError(
+            f"{what}, which would be trainkit's own package '{name}'.",
+            why=f"{file} has the name of a package that every command and every rank imports first.",
+            fix=f"Rename it, for example my_{name}, and what imports it.",
+            key=key,
+        )
 
 
 def parse(file: Path, key: str | None) -> ast.Module:
@@ -306,6 +319,11 @@ def available(package: str) -> list[str]:
     """Names of the plugins in ``package``: its modules that define ``build`` at top level."""
     folder = _package_folder(package)
     return sorted(file.stem for file in folder.glob("*.py") if _find_function(file, "build") is not None)
+
+
+def package_of(key: str) -> str | None:
+    """The package whose plugins a setting names."""
+    return next((f"trainkit.{name}" for name, kind in _KINDS.items() if kind.key == key), None)
 
 
 def load(package: str, name: str) -> Callable[..., Any]:
@@ -463,6 +481,7 @@ def _source_of_user_module(name: str, key: str | None) -> Path:
     except (ImportError, ValueError):
         origin = None
     if origin is None:
+        refuse_namesake(module_name, f"'{name}' is to be imported", key)
         raise UserError(
             f"No module '{module_name}' for '{name}'.",
             why="It is neither installed nor in the current folder.",

@@ -88,6 +88,10 @@ HOST = ""
 _OVER_SSH = re.compile(r"python -m jobs\.(?:submit|bench|status|logs|cancel|resume|report|why)(?= )")
 
 
+PROGRAM = "python -m jobs."
+"""How this user starts commands: what stands before the verb. The script ``trainkit`` sets it to its own name."""
+
+
 def command(verb: str, *words: object) -> str:
     """A command of ours as it can be typed: ``python -m jobs.VERB WORDS``, each word quoted where a shell needs it."""
     return for_reader(" ".join([f"python -m jobs.{verb}", *(word_for_shell(str(word)) for word in words)]))
@@ -108,7 +112,14 @@ def path(path: object) -> str:
 
 def for_reader(command: str) -> str:
     """A command as it does the same where it is read: on a laptop with ``--host``."""
-    return f"{command} --host {shlex.quote(HOST)}" if HOST and _OVER_SSH.match(command) else command
+    return as_started(f"{command} --host {shlex.quote(HOST)}" if HOST and _OVER_SSH.match(command) else command)
+
+
+def as_started(text: str) -> str:
+    """A text with its commands as this user starts them (`PROGRAM`)."""
+    if PROGRAM == "python -m jobs.":
+        return text
+    return re.sub(r"python -m jobs\.(?=\w)", PROGRAM, text).replace("python -m jobs`", f"{PROGRAM.strip()}`")
 
 
 def table(

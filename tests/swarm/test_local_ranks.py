@@ -37,7 +37,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(number: int, env: dict[str,
 def second_rank(command: Command) -> psutil.Process:
     def found() -> list[psutil.Process]:
         children = psutil.Process(command.process.pid).children()
-        return [child for child in children if child.environ().get("RANK") == "1" and "jobs.join" in child.cmdline()]
+        return [child for child in children if child.environ().get("RANK") == "1" and "join" in child.cmdline()]
 
     wait_for(found, 30, "rank 1")
     return found()[0]

@@ -7,7 +7,6 @@ reads them from their source, so that neither is imported, nor torch.
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pydantic import BaseModel
 from trainkit import plugins
 from trainkit.config.loading import PACKAGED
 from trainkit.config.schema import SECTIONS, Config
+from trainkit.config.settings import field_docs
 
 OWN = {"type": "string", "pattern": ":", "description": "package.module:function of your own."}
 ELSEWHERE = {
@@ -120,21 +120,6 @@ def _type(annotation: str) -> dict[str, Any]:
     if any(part not in words for part in parts):
         return {}
     return {"type": words[parts[0]] if len(parts) == 1 else [words[part] for part in parts]}
-
-
-def field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field of a section.
-
-    pydantic can do this (`use_attribute_docstrings`), but then does it for every command, a tenth of its start.
-    """
-    body = ast.parse(inspect.getsource(model)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    return {
-        before.target.id: inspect.cleandoc(after.value.value)
-        for before, after in zip(body.body, body.body[1:], strict=False)
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
-    }
 
 
 def text(models: Sequence[str]) -> str:

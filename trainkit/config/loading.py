@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,7 +145,6 @@ def find_preset(preset: str) -> Path:
             fix="For example python -m jobs.submit ddp.",
         )
     given = Path(preset).expanduser()  # os.path takes names that are too long for a file, too: a token, by mistake
-    folders = [folder for folder in (OWN, PACKAGED) if folder.is_dir()]
     named = presets_named(preset)
     if os.path.isfile(given / "config.yaml"):
         if named:
@@ -166,13 +166,32 @@ def find_preset(preset: str) -> Path:
             why="It has no config.yaml.",
             fix="Give a preset, a YAML file, or a run folder.",
         )
-    known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-    known += sorted({f"recipes/{file.stem}" for folder in folders for file in folder.glob("recipes/*.yaml")})
+    known = sorted(described(), key=lambda name: ("/" in name, name))
     raise UserError(
         f"Unknown preset '{preset}'.",
         why=f"There are: {', '.join(known)}.",
         fix=did_you_mean(preset, known, otherwise="Use one of them, or the path of a YAML file."),
     )
+
+
+def described() -> dict[str, str]:
+    """Every preset that can be named here, the user's own first, with the first sentence of its comment."""
+    found: dict[str, str] = {}
+    for pattern in ("*.yaml", "recipes/*.yaml"):
+        for folder in (OWN, PACKAGED):
+            for file in sorted(folder.glob(pattern)):
+                found.setdefault(str(file.relative_to(folder).with_suffix("")), _about(file))
+    return found
+
+
+def _about(file: Path) -> str:
+    try:
+        lines = fileio.read_text(file, follow=True).splitlines()
+    except OSError:  # which loading it says
+        return ""
+    comment = (line[1:].strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    text = " ".join(line for line in comment if not line.startswith("yaml-language-server"))
+    return re.split(r"(?<=[.])\s", text, maxsplit=1)[0].removesuffix(".")
 
 
 def presets_named(name: str) -> list[Path]:

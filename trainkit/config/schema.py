@@ -130,6 +130,7 @@ class TrainConfig(Section):
     after 3 such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint
     and go on with the data after them, at most 3 times."""
     label_smoothing: Fraction = 0.0
+    """The share of a label that is spread over all classes."""
     class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
     """How much a sample's loss counts, by its class: one number for each, or balanced: rare classes as much as common
     ones. The loss is the weighted mean over the global batch."""
@@ -231,6 +232,7 @@ class LaunchConfig(Section):
     cluster: Annotated[str | None, STARTS] = None
     """A site profile: a name in configs/clusters or the path of a YAML file."""
     nodes: PositiveInt = 1
+    """Number of nodes."""
     gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
     """auto: what this machine or the partition has; 0: train on CPU."""
     gpu_dialect: Literal["gpus-per-node", "gres", "constraint"] = "gpus-per-node"
@@ -240,29 +242,40 @@ class LaunchConfig(Section):
     ntasks_per_node: PositiveInt | None = None
     """Ranks per node; null: one per GPU, or one on CPU."""
     cpus_per_task: PositiveInt | None = None
+    """CPUs for each rank; null: the share of the GPUs that a job takes."""
     mem: Annotated[str | None, PLAIN] = None
     """Memory per node, as sbatch writes it: 32G, 500M; 0 for all."""
     time: Annotated[str, PLAIN] = "1:00:00"
     """Time limit, as sbatch writes it: minutes, H:MM:SS, D-HH:MM:SS."""
     partition: Annotated[str | None, PLAIN] = None
+    """Partition of the cluster, or several: a,b. null: the site's default."""
     account: Annotated[str | None, PLAIN] = None
+    """Account to charge."""
     qos: Annotated[str | None, PLAIN] = None
+    """Quality of service."""
     constraint: Annotated[str | None, PLAIN] = None
+    """Features that the nodes must have."""
     nodelist: Annotated[str | None, PLAIN] = None
+    """Run on these nodes: n[1-2]."""
     exclude: Annotated[str | None, PLAIN] = None
+    """Do not run on these nodes."""
     reservation: Annotated[str | None, PLAIN] = None
+    """Run in this reservation."""
     gres: Annotated[str | None, PLAIN] = None
     """Generic resources, for sites that do not know --gpus-per-node: gpu:4, gpu:a100:4."""
     job_name: Annotated[str | None, PLAIN] = None
     """null: the preset's name."""
     dependency: Annotated[str | None, PLAIN] = None
+    """Start after another job or run: afterok:JOBID, afterok:RUN."""
     interface: Annotated[str | None, PLAIN] = None
     """Network interface for what the ranks of several nodes exchange, as in ib0; null: that of the route to the head
     node. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME outrank it."""
     max_parallel: PositiveInt | None = None
     """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
     mail_user: Annotated[str | None, SENDS] = None
+    """Address that SLURM sends mail to."""
     mail_type: Annotated[str | None, PLAIN] = None
+    """Events of which it sends mail: BEGIN,END,FAIL."""
     requeue: bool | Literal["chain"] = True
     """Requeue after a time limit, a preemption or a failure that another start may mend, and go on from the newest
     checkpoint. chain: by a further job each time, for sites that forbid requeueing."""
@@ -494,6 +507,7 @@ class MonitorConfig(Section):
     log_every: PositiveInt = 10
     """Updates between two training records."""
     wandb_project: Annotated[str, SENDS] = "trainkit"
+    """Project of Weights & Biases."""
     hardware_every_seconds: PositiveFloat = 5.0
     """Seconds between two samples of GPU and CPU use."""
 
@@ -532,6 +546,7 @@ class CollaborativeConfig(Section):
     outer_lr: PositiveFloat = 0.7
     """Of diloco's step; with gradients, optim and schedule say it all."""
     outer_momentum: Fraction = 0.9
+    """Nesterov momentum of diloco's step."""
     compression: Literal["none", "fp16", "8bit"] = "fp16"
     """What peers send: fp16 halves the traffic, 8bit halves it again. Who has a slow link takes 8bit by itself."""
     initial_peers: Annotated[tuple[str, ...], SENDS] = ()
@@ -558,6 +573,7 @@ class Config(Section):
     """A whole run."""
 
     seed: Seed = 0
+    """Of weights, data order and augmentation."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

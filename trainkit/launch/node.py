@@ -68,7 +68,7 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     if not plan.gpus_per_node:
         common["CUDA_VISIBLE_DEVICES"] = ""
     # Whether the run's own code may be run was decided by whoever called this.
-    command = [sys.executable, "-u", "-m", "jobs.train", str(run.path), "--allow-code"]
+    command = [sys.executable, "-u", "-m", "trainkit", "train", str(run.path), "--allow-code"]
     ranks = []
     for local_rank in range(plan.ntasks_per_node):
         log = attempt.logs / f"rank-{node.first_rank + local_rank}"

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any
 
-from trainkit import fileio, programs
+from trainkit import fileio, importing, programs
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
 from trainkit.fileio import copy, create, is_own, link, make_folder, write
@@ -509,7 +509,8 @@ def _user_modules(here: Path) -> list[Path]:
     if here == INSTALLED or (here / "trainkit" / "errors.py").is_file():
         skip = {*_OWN, "tests", "slurm", "runs", "data"}
     else:
-        skip = {"runs", "data"}
+        skip = {"runs", "data", *importing.OURS}
+    theirs = _PYTHONS | {f"{name}.py" for name in importing.OURS}
     found: list[Path] = []
     for folder, folders, files in os.walk(here):
         if {"config.yaml", "manifest.json"} <= set(files):  # a run folder: its code is a copy already
@@ -524,7 +525,9 @@ def _user_modules(here: Path) -> list[Path]:
             and not (inside == Path() and name in skip)
             and len(inside.parts) < 4
         ]
-        found += [inside / name for name in files if name.endswith(".py") and (inside / name).parts[0] not in _PYTHONS]
+        found += [
+            inside / name for name in files if name.endswith(".py") and (inside / name).parts[0] not in not_the_users
+        ]
         if len(found) > 2000:  # someone submits from a home directory: that is no project
             return []
     return found

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from trainkit import programs
+from trainkit import programs, terminal
 from trainkit import terminal as printable
 from trainkit.errors import RefusedError, SchedulerError, TrainkitError, UserError
 from trainkit.fileio import make_own
@@ -44,7 +44,7 @@ NEEDED = {"pydantic": "2.12", "yaml": "6.0.3", "submitit": "1.5.4", "rich": "14.
 # there, the end of stdin is the end of the one who asked: a follower must not go on asking the scheduler for nobody.
 _START = f"""
 import sys
-code, host, module = sys.argv[1:4]
+code, host, program, module = sys.argv[1:5]
 here = sys.path.pop(0)
 def refuse(what):
     sys.stderr.write(what + "\\n  why: Python and its packages are installed there once, and used by every job.\\n"
@@ -79,8 +79,8 @@ if not os.isatty(0):
 from trainkit import importing
 importing.installed_first()
 from trainkit import terminal
-terminal.HOST = host
-sys.argv[1:4] = []
+terminal.HOST, terminal.PROGRAM = host, program
+sys.argv[1:5] = []
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
@@ -167,7 +167,7 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: Sent |
             'cd "$code" || exit 1',
         ]
     given = " ".join(str(word) if isinstance(word, Word) else shlex.quote(word) for word in words)
-    start = f'"$python" -u -c {shlex.quote(_START)} "$code" {shlex.quote(str(host))} {module} {given}'
+    start = f'"$python" -u -c {shlex.quote(_START)} "$code" {shlex.quote(str(host))} {shlex.quote(terminal.PROGRAM)} {module} {given}'
     return "\n".join([f"echo {shlex.quote(BEGIN)}", *lines, start])
 
 

@@ -62,7 +62,7 @@ def ranks_of_peer(
             variables = {**env, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             started.append(
                 subprocess.Popen(
-                    [sys.executable, "-u", "-m", f"jobs.{verb}", *arguments],
+                    [sys.executable, "-u", "-m", "trainkit", verb, *arguments],
                     env=variables,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is rank 0's

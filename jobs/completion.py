@@ -1,0 +1,99 @@
+"""``python -m jobs.completion SHELL``: have bash, zsh or fish complete verbs, flags, presets, runs and settings."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs import cli
+from trainkit import terminal
+
+DESCRIPTION = """Print a script with which a shell completes verbs, flags, presets, runs and settings.
+
+  bash  eval "$(trainkit completion bash)"     in ~/.bashrc
+  zsh   eval "$(trainkit completion zsh)"      in ~/.zshrc, after compinit
+  fish  trainkit completion fish | source      in ~/.config/fish/config.fish"""
+_BASH = """
+_trainkit() {
+  _shtab_trainkit "$@"
+  # A setting goes on after its `=`.
+  [[ ${#COMPREPLY[@]} = 0 || ${COMPREPLY[0]} != *= ]] || compopt -o nospace
+}
+complete -o bashdefault -F _trainkit trainkit"""
+
+
+def parser() -> cli.Parser:
+    parser = cli.Parser("completion", DESCRIPTION)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    shell = parser().parse_args(argv).shell
+    import shtab
+
+    terminal.PROGRAM = "trainkit "
+    print(shtab.complete(whole_parser(), shell, root_prefix="trainkit") + (_BASH if shell == "bash" else ""))
+    return 0
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """The parser of ``trainkit`` with all of its verbs, each argument with what completes it."""
+    from jobs.__main__ import verbs
+
+    parsers, said = {}, verbs(Path(__file__).parent)
+    for verb, about in said.items():
+        module = importlib.import_module(f"jobs.{verb}")
+        below: Mapping[str, cli.Verb] = getattr(module, "VERBS", {})
+        inner = {name: each.parser() for name, each in below.items()}
+        parsers[verb] = _with_verbs(f"trainkit {verb}", inner) if inner else module.parser()
+        parsers[verb].description = about
+    return _with_verbs("trainkit", parsers)
+
+
+def _with_verbs(prog: str, parsers: Mapping[str, argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(prog=prog)
+    # argparse makes the parser of a verb by calling this; ours are there already.
+    verbs = whole.add_subparsers(parser_class=lambda prog, **_: parsers[prog.rpartition(" ")[2]])
+    by_metavar = _completions()
+    for verb, each in parsers.items():
+        verbs.add_parser(verb, help=(each.description or "").partition("\n")[0])
+        for action in each._actions:
+            if (how := by_metavar.get(str(action.metavar))) is not None:
+                action.complete = how  # type: ignore[attr-defined]  # where shtab looks
+    return whole
+
+
+def _completions() -> dict[str, Any]:
+    """What completes the arguments that are called so in the help."""
+    import shtab
+
+    from trainkit.config.loading import PACKAGED, described
+    from trainkit.config.schema import SECTIONS
+    from trainkit.config.settings import settings
+
+    def words(*known: str, further: str = "") -> dict[str, Any]:
+        return shtab.cmd(f"printf '%s\\n' {' '.join(known)}; {further}".removesuffix("; "))
+
+    own_presets = "ls configs 2>/dev/null | sed -n 's/[.]yaml$//p'"
+    runs = "ls runs 2>/dev/null"
+    presets = sorted(described())
+    keys = words(*dict.fromkeys(f"{item.key}=" for item in settings()))
+    return {
+        "PRESET": words(*presets, further=own_presets),
+        "PRESET|RUN": words(*presets, further=f"{own_presets}; {runs}"),
+        "PRESET section.key=value": words(*presets, further=own_presets),
+        "RUN": shtab.cmd(runs),
+        "SECTION": words(*SECTIONS),
+        "PROFILE": words(*sorted(file.stem for file in PACKAGED.glob("clusters/*.yaml"))),
+        "section.key=value": keys,
+        "FOLDER": shtab.DIRECTORY,
+        "FILE": shtab.FILE,
+    }
+
+
+if __name__ == "__main__":
+    cli.run(main)

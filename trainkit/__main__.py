@@ -1,0 +1,28 @@
+"""``trainkit VERB``, and ``python -m trainkit VERB``: the commands of `jobs`, from a folder that has its own ``jobs``.
+
+``python -m jobs.VERB`` is the same wherever no other package is called ``jobs``: there Python takes that one before any
+line of ours has run.
+"""
+
+import os
+import sys
+
+from trainkit import importing
+
+importing.installed_first()  # before anything else is imported; nobody is here but as a program
+
+
+def main() -> None:
+    """Run the command that was typed, as this process's whole work."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # the user's modules, as for `python -m`: a script has its own folder there
+    from jobs import __main__ as commands
+    from jobs import cli
+    from trainkit import terminal
+
+    terminal.PROGRAM = "trainkit "
+    cli.run(commands.main)
+
+
+if __name__ == "__main__":
+    main()
