@@ -162,7 +162,8 @@ def _wrapped(text: str) -> str:
     broken: list[str] = []
     for line in lines:
         listed = re.match(r" *\S.*?  +(?=\S)", line)
-        broken += textwrap.wrap(line, _MARGIN, subsequent_indent=" " * len(listed[0]) if listed else "") or [""]
+        set_in = " " * len(listed[0]) if listed else ""
+        broken += textwrap.wrap(line, _MARGIN, subsequent_indent=set_in, break_on_hyphens=False) or [""]
     return "\n".join(broken)
 
 

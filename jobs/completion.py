@@ -57,7 +57,7 @@ def whole_parser() -> argparse.ArgumentParser:
 def _with_verbs(prog: str, parsers: Mapping[str, argparse.ArgumentParser]) -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog=prog)
     # argparse makes the parser of a verb by calling this; ours are there already.
-    verbs = whole.add_subparsers(parser_class=lambda prog, **_: parsers[prog.rpartition(" ")[2]])
+    verbs = whole.add_subparsers(parser_class=lambda prog, **_: parsers[prog.rpartition(" ")[2]])  # type: ignore[call-overload]
     by_metavar = _completions()
     for verb, each in parsers.items():
         verbs.add_parser(verb, help=(each.description or "").partition("\n")[0])

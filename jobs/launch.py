@@ -29,8 +29,10 @@ from trainkit.run.snapshot import restore_code
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
 Give the same command on every node, each with its own --node-rank:
 
-  python -m jobs.launch ddp --nodes 2 --node-rank 0 --gpus-per-node 1 --master-addr HOST --secret-file FILE
-  python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 --master-addr HOST --secret-file FILE
+  python -m jobs.launch ddp --nodes 2 --node-rank 0 --gpus-per-node 1 \\
+      --master-addr HOST --secret-file FILE
+  python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 \\
+      --master-addr HOST --secret-file FILE
 
 HOST is node 0, by a name or address that all nodes can reach. FILE holds a word of 16 characters or more, your own
 choice and the same everywhere: only ranks that know it may join. The variable TRAINKIT_SECRET may hold it instead; a

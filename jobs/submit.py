@@ -35,7 +35,8 @@ _MOST_SAID = 3
 
 DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
 
-  python -m jobs.submit ddp --nodes 2 --gpus-per-node 4 --time 2:00:00 data.name=cifar10 optim.lr=3e-4"""
+  python -m jobs.submit ddp --nodes 2 --gpus-per-node 4 --time 2:00:00 \\
+      data.name=cifar10 optim.lr=3e-4"""
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.experiment",),
     ("trainkit.bench", "trainkit.swarm", "trainkit.inference"),
     ("jobs",),
-    ("trainkit.interactive",),
+    ("trainkit.__main__", "trainkit.interactive"),
     ("trainkit",),
 )
 # Nothing inside a job needs what puts jobs onto machines.
@@ -69,6 +69,7 @@ SHARED = {
 VERBS = {
     "jobs.starting": {"jobs.train"},  # whose `run_rank` is what a job runs
     "jobs.sweeps": {"jobs.train"},
+    "jobs.completion": {"jobs.__main__"},  # which lists the verbs
     "jobs.join": {"jobs.swarm"},  # the same peer, of a swarm that someone else created
 }
 

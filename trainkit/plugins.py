@@ -321,9 +321,9 @@ def available(package: str) -> list[str]:
     return sorted(file.stem for file in folder.glob("*.py") if _find_function(file, "build") is not None)
 
 
-def package_of(key: str) -> str | None:
+def package_of(key: str) -> str:
     """The package whose plugins a setting names."""
-    return next((f"trainkit.{name}" for name, kind in _KINDS.items() if kind.key == key), None)
+    return next(f"trainkit.{name}" for name, kind in _KINDS.items() if kind.key == key)
 
 
 def load(package: str, name: str) -> Callable[..., Any]:

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainkit.config.json_schema import field_docs
-from trainkit.config.schema import SECTIONS, Config, LaunchConfig, ModelConfig, field_of
+from trainkit.config.schema import Config, LaunchConfig, ModelConfig, field_of
 from trainkit.config.slurm_options import time_minutes
 
 
@@ -118,18 +117,6 @@ def test_settings_that_cannot_hold_together_are_refused(tree: dict[str, Any], ke
 @pytest.mark.parametrize(("time", "seconds"), [("1:00:00", 90), ("3:00", 60), ("0:00:06", 5)])
 def test_a_short_job_is_told_to_save_earlier_in_proportion(time: str, seconds: int) -> None:
     assert LaunchConfig(time=time).lead_seconds() == seconds
-
-
-def test_every_field_that_is_not_obvious_is_documented() -> None:
-    obvious = {"name", "cpus_per_task", "outer_lr", "outer_momentum", "label_smoothing", "wandb_project"}
-    slurm = set(LaunchConfig.model_fields)  # sbatch's own words
-    missing = [
-        f"{section}.{name}"
-        for section, model in SECTIONS.items()
-        for name in model.model_fields
-        if name not in field_docs(model).keys() | obvious | slurm
-    ]
-    assert missing == []
 
 
 def test_a_dotted_key_finds_its_declaration() -> None:

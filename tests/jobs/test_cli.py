@@ -177,11 +177,16 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
         assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
-@pytest.mark.parametrize("verb", verbs(PROJECT / "jobs"))
-def test_every_verb_has_help(verb: str) -> None:
-    env = {**os.environ, "COLUMNS": "100"}
+OF_TWO_WORDS = [
+    f"{verb} {word}" for verb in ("swarm", "cluster") for word in importlib.import_module(f"jobs.{verb}").VERBS
+]
+
+
+@pytest.mark.parametrize("verb", [*verbs(PROJECT / "jobs"), *OF_TWO_WORDS])
+def test_every_verb_has_help_that_fits_eighty_columns(verb: str) -> None:
+    env = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run(
-        [sys.executable, "-m", f"jobs.{verb}", "--help"],
+        [sys.executable, "-m", *f"jobs.{verb} --help".split()],
         cwd=PROJECT,
         env=env,
         capture_output=True,
@@ -190,6 +195,7 @@ def test_every_verb_has_help(verb: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: python -m jobs.{verb} ")
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
     assert "``" not in done.stdout
     taken = set(re.findall(r"^ +(?:-\w \S+, )?--[\w-]+ ([A-Z_]+)", done.stdout, re.MULTILINE))
     assert taken <= WORDS

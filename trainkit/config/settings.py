@@ -111,7 +111,7 @@ def _of_plugins(section: str) -> Iterator[Setting]:
     """The options of all plugins that may be named in a section; one that several share stands once."""
     package = plugins.package_of(f"{section}.name")
     options: dict[tuple[str, str, str, str], list[str]] = {}
-    for plugin in plugins.available(package) if package else ():
+    for plugin in plugins.available(package):
         signature = plugins.signature(package, plugin)
         for option in signature.options:
             default = _written(signature.defaults[option]) if option in signature.defaults else "(no default)"

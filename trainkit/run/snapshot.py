@@ -525,9 +525,7 @@ def _user_modules(here: Path) -> list[Path]:
             and not (inside == Path() and name in skip)
             and len(inside.parts) < 4
         ]
-        found += [
-            inside / name for name in files if name.endswith(".py") and (inside / name).parts[0] not in not_the_users
-        ]
+        found += [inside / name for name in files if name.endswith(".py") and (inside / name).parts[0] not in theirs]
         if len(found) > 2000:  # someone submits from a home directory: that is no project
             return []
     return found

@@ -167,7 +167,7 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: Sent |
             'cd "$code" || exit 1',
         ]
     given = " ".join(str(word) if isinstance(word, Word) else shlex.quote(word) for word in words)
-    start = f'"$python" -u -c {shlex.quote(_START)} "$code" {shlex.quote(str(host))} {shlex.quote(terminal.PROGRAM)} {module} {given}'
+    start = f'"$python" -u -c {shlex.quote(_START)} "$code" {shlex.join([str(host), terminal.PROGRAM, module])} {given}'
     return "\n".join([f"echo {shlex.quote(BEGIN)}", *lines, start])
 
 
