@@ -199,3 +199,9 @@ def test_the_snapshot_of_an_installed_trainkit_is_laid_out_like_a_checkout(run: 
 def test_the_manifest_tells_the_git_commit_of_the_users_folder(run: Path, home: Path) -> None:
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=home, capture_output=True, text=True, check=True)
     assert json.loads((run / "manifest.json").read_text())["git"]["commit"] == done.stdout.strip()
+
+
+def test_the_command_trainkit_comes_with_the_wheel(python: Command) -> None:
+    found = "importlib.metadata.distribution('trainkit-vision').entry_points.select(name='trainkit')"
+    done = python("-c", f"import importlib.metadata, sys; (it,) = {found}; sys.argv = ['trainkit']; it.load()()")
+    assert done.stdout.startswith("trainkit VERB ..."), done.stderr

@@ -323,7 +323,8 @@ def available(package: str) -> list[str]:
 
 def package_of(key: str) -> str:
     """The package whose plugins a setting names."""
-    return next(f"trainkit.{name}" for name, kind in _KINDS.items() if kind.key == key)
+    name = next(name for name, kind in _KINDS.items() if kind.key == key)
+    return "trainkit.data.datasets" if name == "datasets" else f"trainkit.{name}"
 
 
 def load(package: str, name: str) -> Callable[..., Any]:

@@ -143,7 +143,8 @@ def build(
     bytes, and the same numbers; norms and buffers stay in fp32. Before torch 2.15 that is fp32 too, which a note says.
     ``reduce_dtype``: what gradients are summed as. ``cpu_offload`` keeps the shards in host memory, where the optimizer
     then works. ``reshard_after_forward=false`` keeps gathered parameters until the backward pass (ZeRO-2: faster, more
-    memory); ``min_block_params`` is the smallest block that is sharded on its own.
+    memory); ``min_block_params`` is the smallest block that is sharded on its own. ``sync_batchnorm``: BatchNorm's
+    statistics are those of all ranks; needs GPUs.
     """
     if cpu_offload and dist.device.type != "cuda":
         raise UserError(

@@ -187,12 +187,17 @@ def replicated(
     powersgd_start_step: int = 1000,
     sync_batchnorm: bool = False,
 ) -> Replicated:
-    """Options: see `torch.nn.parallel.DistributedDataParallel`; ``sync_batchnorm`` needs GPUs.
+    """Options, of which `torch.nn.parallel.DistributedDataParallel` says more:
+
+    ``bucket_cap_mb``: gradients are exchanged in buckets of so many MiB. ``find_unused_parameters``: for models that do
+    not use all parameters in each update. ``static_graph``: torch learns the order of the gradients once; without
+    accumulation only. ``sync_batchnorm``: BatchNorm's statistics are those of all ranks; needs GPUs.
 
     ``comm_hook``: what gradients travel as; the model computes as `train.precision` says. ``fp16`` and ``bf16`` halve
     the traffic and round each rank's gradients, fp16 to more digits of a smaller range. ``powersgd`` sends matrices of
-    ``powersgd_rank`` columns, after ``powersgd_start_step`` exchanges of whole gradients, and adds what they leave out
-    to the next ones; a rank keeps that for itself, as much as it has weights, and a checkpoint holds it for all ranks.
+    few columns and adds what they leave out to the next ones; a rank keeps that for itself, as much as it has weights,
+    and a checkpoint holds it for all ranks. ``powersgd_rank``: columns of these matrices. ``powersgd_start_step``:
+    exchanges of whole gradients before it begins.
 
     Raises UserError where PowerSGD cannot be.
     """
