@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli, elsewhere
 from trainkit import fileio, terminal
-from trainkit.bench.arms import FEWEST_ROUNDS, Bench, Request, check_asked
-from trainkit.bench.benches import BENCHES, bench_of
-from trainkit.bench.folder import BenchDir
+from trainkit.bench.arms import BENCHES, bench_of, check_asked
+from trainkit.bench.base import Bench
+from trainkit.bench.request import FEWEST_ROUNDS, BenchDir, Request
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import find_run, next_path, runs_root
 
@@ -184,7 +184,7 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
         print(f"  results     {terminal.command('bench', '--show', run.path)}")
         return 0
     from jobs.following import ended, show_to_end
-    from trainkit.bench.progress import Progress
+    from trainkit.bench.results import Progress
 
     failed: TrainkitError | None = None
     try:
@@ -202,7 +202,7 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _show(run: BenchDir, *, as_json: bool) -> int:
-    from trainkit.bench.written import page, write_results
+    from trainkit.bench.results import page, write_results
 
     if as_json:
         write_results(run)

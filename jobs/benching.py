@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from trainkit.bench.folder import BenchDir
+from trainkit.bench.request import BenchDir
 from trainkit.config.loading import load
 from trainkit.errors import TrainkitError
 from trainkit.ranks.signals import heartbeat, stop_on_signal
@@ -26,14 +26,14 @@ def run_rank(folder: str) -> str:
             held.enter_context(as_open_as(run_dir.path))
             config = load(str(run_dir.config)).config
             env = dict(os.environ)
-            from trainkit.bench import job  # and with it torch
+            from trainkit.bench import run  # and with it torch
             from trainkit.ranks.env import RankEnv, Secret
 
             def open_run() -> Writer:
                 attempt = Attempt.named_in(env) or Attempt.begin(run_dir)
                 return held.enter_context(writing(attempt, job_id=job_of(env)))
 
-            return job.run(
+            return run.run(
                 run_dir, config, RankEnv.from_mapping(env), stop,
                 open_run=open_run, secret=Secret.from_mapping(env), beat=heartbeat(env),
             )  # fmt: skip

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jobs import cli, elsewhere
 from trainkit import fileio, terminal
-from trainkit.bench.folder import BenchDir
-from trainkit.bench.written import page
+from trainkit.bench.request import BenchDir
+from trainkit.bench.results import page
 from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError

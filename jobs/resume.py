@@ -16,7 +16,7 @@ from jobs.returning import is_by_hand, resume_by_hand
 from jobs.starting import by_names, dry_run, follow, start
 from jobs.sweeps import Further
 from trainkit import fileio, terminal
-from trainkit.bench.folder import refuse_bench
+from trainkit.bench.request import refuse_bench
 from trainkit.cluster.queue import job_state, job_states, require_no_job
 from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config import loading, yaml

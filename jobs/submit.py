@@ -15,7 +15,7 @@ from jobs import cli, elsewhere
 from jobs.following import full_name
 from jobs.sweeps import Further, sweep_points
 from trainkit import terminal
-from trainkit.bench.folder import refuse_bench
+from trainkit.bench.request import refuse_bench
 from trainkit.config import yaml
 from trainkit.errors import RefusedError, UserError
 from trainkit.run.folder import next_path, runs_root

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jobs import cli
 from trainkit import terminal
-from trainkit.bench.folder import refuse_bench
+from trainkit.bench.request import refuse_bench
 from trainkit.checking import check
 from trainkit.cluster.queue import require_no_job
 from trainkit.config.checks import strategy_traits

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bench.arms import Arm, LeftOut, Place, Where
-from trainkit.bench.batch_size import stops
-from trainkit.bench.benches import BENCHES, bench_of
-from trainkit.bench.scaling import counts
+from trainkit.bench.arms import BENCHES, batch_size_stops, bench_of, scaling_counts
+from trainkit.bench.base import Arm, LeftOut, Place, Where
 from trainkit.config.loading import load
 
 
@@ -72,7 +70,7 @@ def test_dp_takes_all_gpus_of_one_process() -> None:
     [(1, 2, [1, 2]), (1, 8, [1, 2, 4, 8]), (2, 4, [1, 2, 4, 8]), (3, 4, [1, 2, 4, 12]), (1, 6, [1, 2, 6])],
 )  # fmt: skip
 def test_scaling_goes_through_a_node_and_then_by_whole_nodes(nodes: int, ranks: int, expected: list[int]) -> None:
-    assert counts(where(nodes, ranks)) == expected
+    assert scaling_counts(where(nodes, ranks)) == expected
 
 
 def test_strong_scaling_keeps_the_batch_and_weak_scaling_that_of_each_rank() -> None:
@@ -101,15 +99,15 @@ def test_batches_begin_with_that_of_the_configuration_and_end_with_the_data() ->
 def test_a_batch_that_should_not_fit_is_not_tried() -> None:
     told = {"updates": 1, "seconds": 0.1}
     trials = {"16": {**told, "memory_mb": [200.0, 180.0]}, "32": {**told, "memory_mb": [300.0, 250.0]}}
-    assert stops(Arm("64", size=64), trials, 1000.0) == ""  # 300 + 32 * 100 / 16 = 500
-    assert stops(Arm("128", size=128), trials, 1001.0) == ""  # 900, and a tenth stays free
-    assert stops(Arm("128", size=128), trials, 999.0) == "does not fit: it would take about 900 of 999 MiB"
-    assert "about 1,700 of 1,000 MiB" in stops(Arm("256", size=256), trials, 1000.0)
+    assert batch_size_stops(Arm("64", size=64), trials, 1000.0) == ""  # 300 + 32 * 100 / 16 = 500
+    assert batch_size_stops(Arm("128", size=128), trials, 1001.0) == ""  # 900, and a tenth stays free
+    assert batch_size_stops(Arm("128", size=128), trials, 999.0) == "does not fit: it would take about 900 of 999 MiB"
+    assert "about 1,700 of 1,000 MiB" in batch_size_stops(Arm("256", size=256), trials, 1000.0)
 
 
 def test_a_batch_is_not_tried_where_a_smaller_one_takes_very_long() -> None:
     trials = {"32": {"updates": 2, "seconds": 60.0, "memory_mb": [1.0]}}
-    assert stops(Arm("64", size=64), trials, 1e6) == "not tried: an update of 32 takes 30 s already"
+    assert batch_size_stops(Arm("64", size=64), trials, 1e6) == "not tried: an update of 32 takes 30 s already"
 
 
 def test_the_network_is_measured_within_a_node_between_nodes_and_over_all() -> None:
@@ -129,7 +127,7 @@ def test_inference_splits_batches_over_two_gpus_or_more() -> None:
     assert "here is one" in arms("dp-inference", where(gpu="A100", gpus=1))[1]["DataParallel"]
 
 
-def test_loaders_are_compared_with_the_model_alone_and_with_packs_that_are_there(tmp_path: Path) -> None:
+def test_loaders_are_compared_with_the_model_alone_and_with_packs(tmp_path: Path) -> None:
     ran, _ = arms("loader", where(), "0", "2")
     assert [(arm.name, arm.work) for arm in ran] == [
         ("model alone", "ceiling"), ("0 workers", "feed"), ("2 workers", "feed")

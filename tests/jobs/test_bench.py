@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.jobs.conftest import PROJECT, Done
-from trainkit.bench.arms import CONTROL, Request
+from trainkit.bench.base import CONTROL
+from trainkit.bench.request import Request
 
 QUICK = ("--rounds", "3", "--updates", "2", "monitor.loggers=[jsonl]")
 

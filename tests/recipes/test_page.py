@@ -78,7 +78,7 @@ def test_cinic_10_tells_whether_amp_a_second_gpu_and_a_second_node_help(student:
     me.types(amp)
     assert re.search(r"train\.precision`? \| `?fp32`? \| `?bf16", book(me, "logbook/amp"))
     for bench in ("cinic10-amp", "cinic10-batch"):
-        assert {"results.json", "bench.png"} <= {file.name for file in (me.home / "runs" / bench).iterdir()}
+        assert {"results.json", "bench.svg"} <= {file.name for file in (me.home / "runs" / bench).iterdir()}
 
     me.types(gpus)
     assert "speed-up" in book(me, "logbook/two-gpus")
@@ -142,7 +142,7 @@ def test_fashion_mnist_trains_loads_and_infers(student: Callable[..., Student]) 
     assert facts(me, "fashion-cpu").setting("model.name") == "fashion_cnn"
     assert "fashion-gpu" in book(me, "logbook/gpu")
     for bench in ("fashion-loader", "fashion-inference"):
-        assert {"results.json", "bench.png"} <= {file.name for file in (me.home / "runs" / bench).iterdir()}
+        assert {"results.json", "bench.svg"} <= {file.name for file in (me.home / "runs" / bench).iterdir()}
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainkit.bench.arms import CONTROL
+from trainkit.bench.base import CONTROL
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster

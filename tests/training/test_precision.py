@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.rank_functions import run_ranks, train_run
-from trainkit.bench import amp
-from trainkit.bench.arms import Place, Where
+from trainkit.bench.arms import amp_notes
+from trainkit.bench.base import Place, Where
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import Distributed, distributed
@@ -51,7 +51,7 @@ def test_a_bench_says_that_a_cpu_emulates_bf16_only_of_one_that_does(monkeypatch
     config, where = load("single").config, Where((Place(0, 0, 0, "n1", "cpu"),))
     for flag, notes in (("avx512_bf16", 0), ("amx_bf16", 0), ("avx512f", 1)):
         monkeypatch.setattr("trainkit.config.schema.cpu_flags", partial(set, [flag]))
-        assert len(amp.notes(config, where)) == notes
+        assert len(amp_notes(config, where)) == notes
 
 
 def test_tf32_on_cpu_is_refused() -> None:

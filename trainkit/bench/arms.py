@@ -1,191 +1,493 @@
-"""What is compared: arms, where they run, and who asked for them."""
+"""The benches: what each compares where, what its table shows, and what the figures mean.
+
+A bench is an entry of ``BENCHES``, at the end; its arms are a pure function of the configuration and the place.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from trainkit import terminal
+from trainkit.bench.base import (
+    ARM,
+    COMPARED,
+    EXPOSED,
+    LOSS,
+    LOSS_TOLERANCE,
+    MEMORY,
+    NONE,
+    RATE,
+    SPEED,
+    SPREAD,
+    TIMED,
+    WITHIN,
+    Arm,
+    Bench,
+    LeftOut,
+    Results,
+    Row,
+    Where,
+    percent,
+    ranks,
+    rate,
+)
+from trainkit.config.checks import strategy_traits
+from trainkit.config.schema import Config, cpu_has_bf16
+from trainkit.errors import UserError, did_you_mean
 
-from trainkit import fileio
-from trainkit.bench import words
-from trainkit.errors import UserError
-
-if TYPE_CHECKING:
-    from trainkit.bench.results import Results, Row
-    from trainkit.config.schema import Config
-
-CONTROL = "control"
-"""The first arm once more, in every round."""
-WITHIN = "within what the first arm differs from itself"
-FEWEST_ROUNDS = 3
-"""With fewer nobody can tell a difference from chance."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What somebody wants to know; `bench.json` in the folder of the bench."""
-
-    bench: str
-    preset: str
-    arms: tuple[str, ...] = ()
-    """Those that were asked for; none: what makes sense where it runs."""
-    rounds: int = 7
-    seconds: float = 1.0
-    """About how long a turn takes."""
-    updates: int | None = None
-    """In a turn; None: as many as fit."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def read(cls, file: Path) -> Request:
-        """Raises UserError for a file that is not there, or something else."""
-        try:
-            return TypeAdapter(cls).validate_json(fileio.read_bytes(file))
-        except (OSError, ValidationError) as error:
-            why = error.strerror if isinstance(error, OSError) else "It is damaged, or no request of a bench."
-            raise UserError(
-                f"{file.parent} is not the folder of a bench.",
-                why=f"{file.name}: {why}",
-                fix="`python -m jobs.bench NAME` makes one.",
-            ) from None
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One of the ways that are compared."""
-
-    name: str
-    overrides: tuple[str, ...] = ()
-    """What it changes in the configuration."""
-    ranks: tuple[int, ...] | None = None
-    """Those that take part; None: all."""
-    work: str = "train"
-    """What they do: a function in `trainkit.bench.work`."""
-    size: int = 0
-    """What that function takes beside the configuration: a batch, or bytes."""
-    base: str = ""
-    """The arm that it is compared with; empty: the first."""
-    series: str = ""
-    """Arms of one series are one line of the plot, over ``x``."""
-    x: float = 0.0
+FORMATS = ("fp32", "tf32", "bf16", "fp16", "o2")
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    **{name: (f"strategy.name={name}",) for name in ("single", "dp", "ddp", "zero")},
+    "fsdp": ("strategy.name=fsdp", "strategy.shard_within=all"),
+    "hsdp": ("strategy.name=fsdp", "strategy.shard_within=node"),
+}
+"""The arms of bench strategy, with their settings."""
+MODEL = "model alone"
+STRONG, WEAK = "same batch for all", "as much for each"
+ONE, ALL = "one device", "DataParallel"
+GRADIENTS = "gradients"
+NETWORKS = {"within": "within a node", "between": "between nodes", "all": "over all ranks"}
+ENOUGH = 0.95
+"""Share of the highest rate beyond which more memory or processes gain nothing."""
+HEADROOM = 0.1
+"""Share of the memory that stays free."""
+LONGEST_UPDATE = 15.0
+"""Seconds of one update, after which larger ones are not tried."""
+_SMALLEST = 8
+"""Batches down to this fraction of the configuration's are tried."""
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """An arm that cannot be here, and why."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Place:
-    """What one rank says of where it is."""
-
-    rank: int
-    node_rank: int
-    local_rank: int
-    host: str
-    device: str
-    """The GPU's name, or ``cpu``."""
-    capability: tuple[int, int] = (0, 0)
-    """Of an NVIDIA GPU."""
-    gpus: int = 0
-    """That the rank sees."""
-    cpus: int = 1
+def amp_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """All formats that the device has; a slow one, and O2, only if asked for."""
+    found: list[Arm | LeftOut] = []
+    capability = where.places[0].capability
+    for name in asked or FORMATS[:-1]:
+        why = ""
+        if name == "tf32" and capability < (8, 0):
+            why = "only NVIDIA GPUs from Ampere on have it"
+        elif name == "bf16" and where.gpu and capability < (8, 0) and not asked:
+            why = "this GPU emulates it (--arms fp32,bf16 measures it)"
+        elif name == "fp16" and not where.gpu and not asked:
+            why = "it crawls on a CPU (--arms fp32,fp16 measures it)"
+        found.append(LeftOut(name, why) if why else Arm(name, (f"train.precision={name}",)))
+    return found
 
 
-@dataclass(frozen=True)
-class Where:
-    """All ranks of the job."""
-
-    places: tuple[Place, ...]
-    train_images: int = 0
-    params: int = 0
-    """Of the model; 0 where nobody has asked."""
-
-    @property
-    def world_size(self) -> int:
-        return len(self.places)
-
-    @property
-    def gpu(self) -> bool:
-        return self.places[0].device != "cpu"
-
-    @property
-    def nodes(self) -> int:
-        return 1 + max(place.node_rank for place in self.places)
-
-    @property
-    def ranks_per_node(self) -> int:
-        return sum(place.node_rank == 0 for place in self.places)
-
-    @property
-    def gpus(self) -> int:
-        """That rank 0 sees."""
-        return self.places[0].gpus if self.gpu else 0
-
-    def in_words(self) -> str:
-        """Where it was measured."""
-        device = self.places[0].device
-        hosts = list(dict.fromkeys(place.host for place in self.places))
-        shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        return f"{words.ranks(self.world_size)} on {shown}, {device}"
+def amp_meaning(results: Results) -> str:
+    first, told = results.rows[0], results.compared
+    leaner = [(row.memory_ratio, row.name) for row in results.rows[1:] if row.memory_ratio and row.memory_ratio < 1]
+    share, lean = min(leaner, default=(1.0, ""))
+    if not told:
+        more = f" {lean} takes {share:.2f} of the memory of {first.name}." if lean else ""
+        return results.no_difference() + more
+    best = max(told, key=lambda row: row.speed)
+    if best.speed <= 1:
+        spared = f", or {lean} for {share:.2f} of the memory" if lean else ""
+        slower = f"{best.name} trains {best.speed:.2f} x as fast"
+        use = f"use train.precision={first.name}{spared}{results.untold()}"
+        return f"Nothing is clearly faster than {first.name} here, {slower}; {use}."
+    memory = worse = ""
+    if best.memory_ratio is not None:
+        memory = f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
+    if first.loss is not None and best.loss is None:
+        worse = f"; but its loss is not finite after {results.updates} updates"
+    elif first.loss is not None and best.loss is not None and best.loss > first.loss * (1 + LOSS_TOLERANCE):
+        worse = f"; but its loss after {results.updates} updates is {best.loss:.3g}, against {first.loss:.3g}"
+    gain = f"{best.name} trains {best.speed:.2f} x as fast as {first.name} here{memory}"
+    return f"{gain}; use train.precision={best.name}{worse}{results.untold()}."
 
 
-Column = tuple[str, Callable[["Row", "Results"], str]]
-"""A column of the table: its name, and a row's cell."""
+def amp_notes(config: Config, where: Where) -> list[str]:
+    emulated = not (where.gpu or cpu_has_bf16())
+    return ["This CPU has neither AVX512-BF16 nor AMX: it computes bf16 by way of float32."] * emulated
 
 
-@dataclass(frozen=True)
-class Bench:
-    """One question: its arms, its table, and what that means."""
+def batch_size_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """First the configuration's, then powers of two up to the number of images; updates are of one micro batch."""
+    own = config.train.given_micro_batch_size or max(config.train.global_batch_size // where.world_size, 1)
+    powers = [1 << power for power in range(1, 24) if own // _SMALLEST <= 1 << power != own]
+    found: list[Arm | LeftOut] = []
+    for size in [int(name) for name in asked] or [own, *powers]:
+        if size <= where.train_images // where.world_size:
+            overrides = (f"train.global_batch_size={size * where.world_size}", f"train.micro_batch_size={size}")
+            found.append(Arm(str(size), overrides, size=size, x=size))
+        elif asked:
+            found.append(LeftOut(str(size), f"there are {where.train_images} images to train on"))
+    return found
 
-    name: str
-    question: str
-    arms: Callable[[Config, Where, Sequence[str]], list[Arm | LeftOut]]
-    """Of a configuration and a place; the third are the names that were asked for."""
-    meaning: Callable[[Results], str]
-    """One sentence."""
-    columns: tuple[Column, ...]
-    names: tuple[str, ...] = ()
-    """Of arms that can be asked for; none: they are numbers."""
-    lowest: int = 1
-    """Of these numbers."""
-    dispensable: tuple[str, ...] = ()
-    """Columns that a narrow terminal does without."""
-    amount: str = "images"
-    """What a sample counts."""
-    unit: str = "images/s"
-    scale: float = 1.0
-    """From the sample's amount per second to ``unit``."""
-    same_updates: bool = True
-    """All arms make as many updates, so that their losses compare; else each as many as fit into its turn."""
-    fewest_ranks: int = 1
-    strategy: str = ""
-    """That the configuration is planned with; empty: its own."""
-    largest: bool = False
-    """The largest batch is looked for as well, where that is quick."""
-    stops: Callable[[Arm, Mapping[str, Mapping[str, Any]], float], str] = field(default=lambda arm, trials, room: "")
-    """Why an arm is not even tried, after the trials of those before it and with so many MiB for a rank; or empty."""
-    notes: Callable[[Config, Where], list[str]] = field(default=lambda config, where: [])
-    """What a reader should know before the figures."""
-    ideal: bool = False
-    """The picture says where a line would go if each rank were worth as much as the first."""
-    axis: str = ""
-    """What the x of the arms is, where they are lines."""
+
+def batch_size_stops(arm: Arm, trials: Mapping[str, Mapping[str, Any]], room_mb: float) -> str:
+    """Whether a size should not fit, by the line through the two largest before it, or would take too long."""
+    known = sorted((int(name), max(told.get("memory_mb") or [0.0]), told) for name, told in trials.items())
+    below = [one for one in known if one[0] < arm.size]
+    if not below:
+        return ""
+    size, peak, told = below[-1]
+    seconds = told["seconds"] / told["updates"]
+    if seconds > LONGEST_UPDATE:
+        return f"not tried: an update of {size} takes {seconds:.0f} s already"
+    slope = (peak - below[-2][1]) / (size - below[-2][0]) if len(below) > 1 else peak / size
+    predicted = peak + max(slope, 0.0) * (arm.size - size)
+    if room_mb and predicted > room_mb * (1 - HEADROOM):
+        return f"does not fit: it would take about {predicted:,.0f} of {room_mb:,.0f} MiB"
+    return ""
+
+
+def batch_size_meaning(results: Results) -> str:
+    first, ran = results.rows[0], [row for row in results.ran if not row.failed]
+    told = [row for row in ran if row.ratio is not None]
+    last = f"the largest that ran is {max(ran, key=lambda row: row.arm.size).name}"
+    if not told:
+        return f"{results.no_difference()[:-1]}; {last}."
+    best = max(row.speed for row in told)
+    if best <= 1:
+        return f"No micro batch trains faster than {first.name} here; {last}."
+    enough = min((row for row in told if row.speed >= ENOUGH * best), key=lambda row: row.arm.size)
+    return (
+        f"Micro batches of {enough.name} train {enough.speed:.2f} x as fast as {first.name} here, "
+        f"larger ones hardly faster, and {last}; use train.micro_batch_size={enough.name}."
+    )
+
+
+def loader_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """The model fed from memory, which is the ceiling; then numbers of loader processes, with files and with packs."""
+    cpus = max(where.places[0].cpus // where.ranks_per_node, 1)
+    workers = [int(name) for name in asked] or sorted({0, 1, *(1 << n for n in range(1, 6) if 1 << n <= cpus)})
+    data = config.data
+    sources: list[tuple[str, tuple[str, ...]]] = [("", ())]  # as they are configured
+    if data.pack is not None:
+        sources.append((", files", ("data.pack=null", "data.stage=false")))
+    elif ":" not in data.name:
+        sides = [pack.stem.rpartition("-")[2] for pack in sorted(Path(data.root).glob(f"{data.name}-*.pack"))]
+        sources += [(f", pack {side}", (f"data.pack={side}",)) for side in sides if side.isdecimal()]
+    feeds = [
+        Arm(
+            f"{count} worker{'s' * (count != 1)}{series}", (f"data.workers={count}", *overrides),
+            work="feed", size=count, series=series, x=count,
+        )
+        for series, overrides in sources
+        for count in workers
+    ]  # fmt: skip
+    return [Arm(MODEL, work="ceiling", series=MODEL), *feeds]
+
+
+def loader_meaning(results: Results) -> str:
+    ceiling, fed = results.rows[0], [row for row in results.rows[1:] if row.rates]
+    if not fed:
+        return results.no_difference()
+    best = max(row.median for row in fed)
+    enough = min((row for row in fed if row.median >= ENOUGH * best), key=lambda row: row.arm.size)
+    use = " ".join(word for word in enough.arm.overrides if not word.startswith("data.stage"))
+    if not ceiling.rates or (enough.why_none and WITHIN not in enough.why_none):
+        return results.no_difference()
+    share = 1.0 if enough.ratio is None else enough.speed
+    trains = f"with {enough.name} the model trains at {share:.2f} of what it does fed from memory"
+    if share >= ENOUGH:
+        return f"The data keeps up: {trains}; use {use}."
+    command = terminal.command("prepare", "DATASET", "--pack", "256")
+    more = "" if any("pack" in row.name for row in fed) else f"; image files can be packed ({command})"
+    return f"The data does not keep up: {trains}, and more processes gain nothing; use {use}{more}."
+
+
+def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """Forward passes of several batch sizes, on one device and split over all that one process sees."""
+    sizes = [int(name) for name in asked] or [1, 4, 16, 64, 256, 1024]
+    found: list[Arm | LeftOut] = [
+        Arm(f"{ONE}, {size}", ("strategy.name=single",), (0,), "infer", size, series=ONE, x=size) for size in sizes
+    ]
+    if where.gpus < 2:
+        return [*found, LeftOut(ALL, f"it splits batches over GPUs, and here {'is one' if where.gpus else 'are none'}")]
+    return found + [
+        Arm(f"{ALL}, {size}", ("strategy.name=dp",), (0,), "infer", size, f"{ONE}, {size}", ALL, size) for size in sizes
+    ]
+
+
+def dp_inference_meaning(results: Results) -> str:
+    one = [row for row in results.series(ONE) if row.rates]
+    split = [row for row in results.series(ALL) if row.rates]
+    alone = ""
+    if one:
+        best = max(one, key=lambda row: row.median)
+        about = "roughly " * bool(results.problem)
+        alone = f"One device classifies most, {about}{rate(best.median)} images/s, in batches of {best.arm.size}"
+    if not split:
+        return f"{alone}; DataParallel takes two GPUs, so there is nothing to compare it with."
+    faster = [row for row in split if row.ratio is not None and row.speed > 1]
+    if not faster:
+        return f"DataParallel is not faster than one device with any of these batches. {alone}."
+    first, most = min(faster, key=lambda row: row.arm.size), max(faster, key=lambda row: row.speed)
+    return (
+        f"DataParallel is faster than one device from batches of {first.arm.size} on, at most {most.speed:.2f} x, with "
+        f"{most.arm.size}. {alone}."
+    )
+
+
+def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """The same batch for all ranks (strong scaling) and as much for each (weak), over the first ranks of the job."""
+    chosen = [int(name) for name in asked] or scaling_counts(where)
+    size = config.train.global_batch_size
+    each = max(size // where.world_size, 1)
+    whole = [count for count in chosen if count <= where.world_size and size % count == 0]
+    why = f"{ranks(where.world_size)} are here, and {size} images are divided among them"
+    found: list[Arm | LeftOut] = [LeftOut(ranks(count), why) for count in chosen if count not in whole]
+    for count in whole:
+        base = ranks(whole[0]) if count != whole[0] else ""
+        found.append(Arm(ranks(count), (), tuple(range(count)), base=base, series=STRONG, x=count))
+    for count in whole:
+        overrides = (f"train.global_batch_size={each * count}",)
+        name, base = (f"{ranks(number)} x {each}" for number in (count, whole[0]))
+        found.append(Arm(name, overrides, tuple(range(count)), base=base, series=WEAK, x=count))
+    return found
+
+
+def scaling_counts(where: Where) -> list[int]:
+    """Numbers of ranks that are compared: 1, 2, 4 ... within a node, then whole nodes; all divide that of all."""
+    per_node, nodes = where.ranks_per_node, where.nodes
+    within = [1 << power for power in range(per_node.bit_length()) if per_node % (1 << power) == 0]
+    between = [per_node * count for count in range(1, nodes + 1) if nodes % count == 0]
+    return sorted({*within, *between})
+
+
+def efficiency(row: Row, results: Results) -> float | None:
+    """The useful share of the ranks that an arm has more than the one that it is compared with."""
+    first = results.series(row.arm.series)[0]
+    return None if row.ratio is None or row is first else row.speed / (row.arm.x / first.arm.x)
+
+
+def scaling_meaning(results: Results) -> str:
+    most = max(row.arm.x for row in results.rows)
+    parts = []
+    for series, how in ((STRONG, "with the same batch"), (WEAK, "with as much for each")):
+        own = results.series(series)
+        row = next((row for row in own if row.arm.x == most), None)
+        share = None if row is None else efficiency(row, results)
+        if row is not None and share is not None:
+            parts.append((f"{row.speed:.2f} x as fast as {ranks(int(own[0].arm.x))} {how}", share, row))
+    if not parts:
+        return results.no_difference()
+    exposed = max(row.extra.get("exposed_share", 0.0) for _, _, row in parts)
+    said = " and ".join(f"{text} (efficiency {percent(share)})" for text, share, _ in parts)
+    waits = f"; {percent(exposed)} of an update is communication that no computation hides"
+    strong = parts[0][1]
+    worth = "they are worth it" if strong >= 0.8 else "they help" if strong * most > 1.1 else "they are not worth it"
+    return f"{ranks(int(most))} train {said}{waits}: {worth}."
+
+
+def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """All that can be here, with the same global batch and the same micro batch on a device: so the same updates."""
+    given, size = config.train.given_micro_batch_size, config.train.global_batch_size
+    micro = given or max(size // where.world_size, 1)
+    found: list[Arm | LeftOut] = []
+    for name in asked or STRATEGIES:
+        settings = STRATEGIES[name]
+        traits = strategy_traits(settings[0].partition("=")[2])
+        splits, why = traits.gpus_per_rank == "all", ""
+        if splits and where.gpus < 2:
+            why = f"it splits batches over the GPUs of one process, which sees {where.gpus or 'none'}"
+        elif name == "hsdp" and (where.nodes < 2 or where.ranks_per_node < 2):
+            why = "it shards within each of several nodes: it takes two with two ranks each"
+        if why:
+            found.append(LeftOut(name, why))
+            continue
+        own = micro * where.gpus if splits and size % (micro * max(where.gpus, 1)) == 0 else micro
+        batch = (f"train.micro_batch_size={own}",) * (config.train.micro_batch_size != "auto")
+        found.append(Arm(name, (*settings, *batch), (0,) if traits.ranks == "one" else None))
+    return found
+
+
+def strategy_meaning(results: Results) -> str:
+    first, losses = results.rows[0], _losses(results)
+    if not results.compared:
+        return f"{results.no_difference()} {losses}".rstrip()
+    best = max(results.compared, key=lambda row: row.speed)
+    if best.speed > 1:
+        gain = f"{best.name} trains {best.speed:.2f} x as fast as {first.name} here"
+    else:
+        gain = f"Nothing is clearly faster than {first.name} here, {best.name} trains {best.speed:.2f} x as fast"
+    shares = [(row.memory_ratio, row.name) for row in results.rows[1:] if row.memory_ratio]
+    share, lean = min(shares, key=lambda pair: pair[0], default=(1.0, ""))
+    spared = f", and {lean} needs the least memory of a rank, {share:.2f} of {first.name}'s" if share < 1 else ""
+    use = best.name if best.speed > 1 else first.name
+    named = "fsdp strategy.shard_within=node" if use == "hsdp" else use
+    return f"{gain}{spared}; use strategy.name={named}{results.untold()}. {losses}".rstrip()
+
+
+def _losses(results: Results) -> str:
+    """Whether all arms have learned the same."""
+    ran = results.ran
+    if len(ran) < 2 or ran[0].loss is None:
+        return ""
+    first = ran[0].loss
+    other = [row for row in ran if row.loss is None or abs(row.loss - first) > LOSS_TOLERANCE * abs(first)]
+    if not other:
+        return f"All come to the same loss after {results.updates} updates."
+    told = ", ".join(f"{row.name} {row.loss:.3g}" if row.loss is not None else f"{row.name} none" for row in other)
+    return f"But after {results.updates} updates the loss differs: {ran[0].name} {first:.3g}, {told}."
+
+
+def strategy_notes(config: Config, where: Where) -> list[str]:
+    size = config.train.given_micro_batch_size or config.train.global_batch_size // where.world_size
+    return [f"Every arm makes updates of {config.train.global_batch_size} images, {size} at a time on a device."]
+
+
+def network_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """All-reduces of several sizes, and of this model's gradients: over a node, a rank of each node, and all ranks."""
+    who = {
+        "within": tuple(place.rank for place in where.places if place.node_rank == 0),
+        "between": tuple(place.rank for place in where.places if place.local_rank == 0),
+        "all": tuple(place.rank for place in where.places),
+    }
+    sizes = [1 << 16, 1 << 20, 1 << 24] + [1 << 28] * where.gpu  # gloo would take seconds for the last one
+    messages = [(terminal.size(size), size) for size in sizes]
+    messages += [(f"{GRADIENTS}, {terminal.size(4 * where.params)}", 4 * where.params)] * bool(where.params)
+    found: list[Arm | LeftOut] = []
+    seen: set[tuple[int, ...]] = set()
+    for name in asked or NETWORKS:
+        if len(who[name]) < 2:
+            found.append(LeftOut(name, "there is one rank on a node" if name == "within" else "there is one node"))
+        elif who[name] not in seen:  # on one node, or with one rank on each, "all" are the same ranks
+            seen.add(who[name])
+            found += [
+                Arm(f"{name}, {text}", (), who[name], "reduce", size, series=name, x=size / 1e6)
+                for text, size in messages
+            ]
+    return found
+
+
+def network_meaning(results: Results) -> str:
+    best = {name: max((row.median for row in results.series(name)), default=0.0) for name in NETWORKS}
+    said = ", ".join(f"{rate(value)} GB/s {NETWORKS[name]}" for name, value in best.items() if value)
+    own = [row for row in results.ran if GRADIENTS in row.name]
+    last = ""
+    if own:
+        seconds = own[-1].extra.get("seconds", 0.0)
+        size = own[-1].name.rpartition(", ")[2]
+        last = f"; exchanging this model's gradients ({size}) takes {1000 * seconds:.3g} ms an update"
+    return f"An all-reduce moves {'roughly ' * bool(results.problem)}{said}{last}."
+
+
+BENCHES = {
+    bench.name: bench
+    for bench in (
+        Bench(
+            name="amp",
+            question="Does mixed precision help here?",
+            arms=amp_arms,
+            meaning=amp_meaning,
+            columns=(*COMPARED, ("largest batch", lambda row, results: str(row.largest or NONE)), LOSS),
+            names=FORMATS,
+            same_updates=True,
+            largest=True,
+            notes=amp_notes,
+        ),
+        Bench(
+            name="batch-size",
+            question="Do larger batches help here?",
+            arms=batch_size_arms,
+            meaning=batch_size_meaning,
+            columns=(("micro batch", ARM[1]), *COMPARED[1:]),
+            stops=batch_size_stops,
+            axis="micro batch",
+        ),
+        Bench(
+            name="loader",
+            question="Does the data keep up here?",
+            arms=loader_arms,
+            meaning=loader_meaning,
+            columns=(
+                ARM,
+                ("trains", RATE[1]),
+                SPREAD,
+                ("of ceiling", SPEED[1]),
+                ("loads alone", lambda row, results: rate(row.extra.get("loads_per_sec"))),
+                ("waits", lambda row, results: percent(row.extra.get("data_share"))),
+            ),
+            lowest=0,
+            axis="loader processes of a rank",
+        ),
+        Bench(
+            name="dp-inference",
+            question="Does DataParallel help inference here?",
+            arms=dp_inference_arms,
+            meaning=dp_inference_meaning,
+            columns=(*TIMED, MEMORY),
+            strategy="dp",
+            axis="batch",
+        ),
+        Bench(
+            name="scaling",
+            question="Do more ranks help here?",
+            arms=scaling_arms,
+            meaning=scaling_meaning,
+            columns=(
+                ARM,
+                RATE,
+                SPREAD,
+                ("speed-up", SPEED[1]),
+                ("efficiency", lambda row, results: percent(efficiency(row, results))),
+                EXPOSED,
+                MEMORY,
+            ),
+            dispensable=("min to max", "memory"),
+            fewest_ranks=2,
+            strategy="ddp",
+            axis="ranks",
+            ideal=True,
+        ),
+        Bench(
+            name="strategy",
+            question="Which strategy helps here?",
+            arms=strategy_arms,
+            meaning=strategy_meaning,
+            columns=(*COMPARED, EXPOSED, LOSS),
+            names=tuple(STRATEGIES),
+            dispensable=("min to max", "exposed"),
+            same_updates=True,
+            fewest_ranks=2,
+            strategy="ddp",
+            notes=strategy_notes,
+        ),
+        Bench(
+            name="network",
+            question="How fast is the network here?",
+            arms=network_arms,
+            meaning=network_meaning,
+            columns=(
+                ARM,
+                ("GB/s", RATE[1]),
+                SPREAD,
+                (
+                    "takes",
+                    lambda row, results: f"{1000 * row.extra['seconds']:.3g} ms" if "seconds" in row.extra else NONE,
+                ),
+            ),
+            names=tuple(NETWORKS),
+            amount="bytes",
+            unit="GB/s",
+            scale=1e-9,
+            fewest_ranks=2,
+            strategy="ddp",
+            axis="message, MB",
+        ),
+    )
+}
+
+
+def bench_of(name: str) -> Bench:
+    """Raises UserError for a name that is none."""
+    if name not in BENCHES:
+        raise UserError(
+            f"There is no bench '{name}'.",
+            why=f"There are: {', '.join(BENCHES)}.",
+            fix=did_you_mean(name, BENCHES, otherwise="`python -m jobs.bench --help` says what each of them answers."),
+        )
+    return BENCHES[name]
 
 
 def check_asked(bench: Bench, asked: Sequence[str]) -> None:
     """Refuse names that are none of this bench's arms."""
-    from trainkit.errors import did_you_mean
-
     for name in asked:
         if bench.names and name not in bench.names:
             raise UserError(

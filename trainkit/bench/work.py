@@ -1,4 +1,4 @@
-"""What ranks do for an order: train, load, infer or exchange messages for a while, and measure what that takes."""
+"""What a rank does for an order: train, load, infer or exchange messages for a while, and measure what that takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from trainkit import lifetime
-from trainkit.bench.team import Order
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -35,15 +34,17 @@ from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
 
 WARM_UP = 4
-"""Updates before those that are measured: libraries try their ways, and the allocator learns what is asked for."""
+"""Updates before those that are measured: libraries choose their algorithms, and the allocator fills its cache."""
 _LAST = 10
-"""The loss is the mean over so many updates at the end."""
+"""Updates at the end over which the loss is averaged."""
 _MB = 2**20
+Order = dict[str, Any]
+"""``work``, ``ranks``, ``overrides`` and the arguments of that work; JSON's own types."""
 
 
 @dataclass
 class Worker:
-    """One rank's hands. ``run`` is the folder of the bench; ``env`` this rank's place in the whole job."""
+    """Carries out orders on one rank. ``run``: the folder of the bench; ``env``: this rank's place in the whole job."""
 
     run: Path
     env: RankEnv
@@ -52,7 +53,7 @@ class Worker:
     _splits: dict[str, Splits] = field(default_factory=dict)
 
     def perform(self, dist: Distributed, order: Order) -> dict[str, Any]:
-        """Carry out an order; what it has come to, in JSON's own types."""
+        """Carry out an order; its figures, in JSON's own types."""
         work: Callable[[Distributed, Order], dict[str, Any]] = getattr(self, f"do_{order['work']}")
         return work(dist, order)
 
@@ -63,12 +64,13 @@ class Worker:
         self._splits[_data_key(config)] = splits
         gauge = _gauge(dist)
         room = None if gauge is None else (gauge.room() - gauge.held()) / _MB
-        count = order.get("count") and sum(item.numel() for item in build_hollow(config, splits.info).parameters())
-        return {"train_images": len(splits.train), "room_mb": room, "params": count or 0}
+        model = build_hollow(config, splits.info) if order.get("count") else None
+        params = sum(item.numel() for item in model.parameters()) if model is not None else 0
+        return {"train_images": len(splits.train), "room_mb": room, "params": params}
 
     def do_train(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make ``updates`` updates, as training makes them."""
-        config, splits = self._settled(dist, order)
+        config, splits = self._prepared(dist, order)
         gauge = _gauge(dist)
         before = gauge.held() if gauge is not None else 0
         parts = build(config, dist, splits)
@@ -76,8 +78,8 @@ class Worker:
         return made | {"memory_mb": _peak_mb(gauge, before), "params": parts.num_parameters}
 
     def do_ceiling(self, dist: Distributed, order: Order) -> dict[str, Any]:
-        """The same updates of the same few images, which are there already."""
-        config, splits = self._settled(dist, order)
+        """Make the same updates with a few images that are in memory."""
+        config, splits = self._prepared(dist, order)
         parts = build(config, dist, splits)
         with _batches(parts, 1, workers=0) as batches:
             kept = list(itertools.islice(batches, parts.grad_accum_steps))
@@ -85,7 +87,7 @@ class Worker:
 
     def do_feed(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Load without training, then train."""
-        config, splits = self._settled(dist, order)
+        config, splits = self._prepared(dist, order)
         parts = build(config, dist, splits)
         updates, passes = int(order["updates"]), parts.grad_accum_steps
         with _batches(parts, WARM_UP + updates) as batches:
@@ -99,8 +101,8 @@ class Worker:
         return made | {"extra": {"loads_per_sec": made["images"] / seconds}}
 
     def do_infer(self, dist: Distributed, order: Order) -> dict[str, Any]:
-        """Forward passes of one batch, which is there already."""
-        config, splits = self._settled(dist, order, micro=1)
+        """Make forward passes of one batch that is in memory."""
+        config, splits = self._prepared(dist, order, micro=1)
         gauge = _gauge(dist)
         before = gauge.held() if gauge is not None else 0
         parts = build(config, dist, splits)
@@ -143,7 +145,7 @@ class Worker:
 
     def do_largest(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The largest of ``sizes`` that fits as a micro batch."""
-        config, splits = self._settled(dist, order, micro=order["sizes"][0])
+        config, splits = self._prepared(dist, order, micro=order["sizes"][0])
         found = probed(config, dist, lambda one: build(one, dist, splits), order["sizes"])
         return {"size": found.micro_batch_size, "peak_mb": found.peak_mb, "room_mb": found.room_mb}
 
@@ -153,13 +155,13 @@ class Worker:
             self._configs[key] = load(str(self.run), key).config
         return self._configs[key]
 
-    def _settled(self, dist: Distributed, order: Order, micro: int | None = None) -> tuple[Config, Splits]:
+    def _prepared(self, dist: Distributed, order: Order, micro: int | None = None) -> tuple[Config, Splits]:
         config = self._config(order)
         splits = self._splits[_data_key(config)]
         # As many loader processes as in the whole job: fewer ranks must not get more of the machine each.
         workers = resolve_workers(config.data.workers, splits, cpus_of_rank(self.env))
         config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
-        if config.train.compile != "off":  # torch compiles one model so many times only, and then gives up in silence
+        if config.train.compile != "off":  # torch limits how often it compiles one model, and then gives up in silence
             import torch._dynamo
 
             torch._dynamo.reset()
@@ -176,17 +178,17 @@ def _gauge(dist: Distributed) -> MemoryGauge | None:
 
 
 def _peak_mb(gauge: MemoryGauge | None, before: int) -> float | None:
-    """What a turn took at most, beyond the bytes that were held before it."""
+    """The peak of a turn, beyond the bytes that were held before it."""
     return None if gauge is None else round((gauge.peak() - before) / _MB, 1)
 
 
 def _data_key(config: Config) -> str:
-    """What the data is, however many processes load it."""
+    """Equal for the same data, however many processes load it."""
     return config.data.model_dump_json(exclude={"workers"})
 
 
 def _batches(parts: Parts, updates: int, *, workers: int | None = None) -> AbstractContextManager[Iterator[Batch]]:
-    """Those of this rank, for so many updates from the beginning, as training gets them."""
+    """The batches of this rank for the first ``updates`` updates, as training gets them."""
     return train_batches(
         parts.splits,
         seed=parts.config.seed,
@@ -216,7 +218,7 @@ def _updates(
     *,
     batches: AbstractContextManager[Iterator[Batch]] | None = None,
 ) -> dict[str, Any]:
-    """Time, loss and the like of so many updates, after some that warm up."""
+    """Make ``updates`` updates after some that warm up; their time, loss and parts."""
     dist, config = parts.dist, parts.config
     clock = (StreamClock if dist.device.type == "cuda" else Clock)(time.perf_counter())
     update, spent = Updater(parts, beat=beat, clock=clock), Progress()
@@ -229,7 +231,7 @@ def _updates(
     with loader as given, lifetime.collecting_by_hand() as collect:
         for position in range(total):
             if position == WARM_UP // 2 and gauge is not None:
-                gauge.start()  # what libraries took to try their ways is not what training takes
+                gauge.start()  # libraries have tried their algorithms by now
             if position == WARM_UP:
                 collect()
                 _wait(dist)
@@ -260,6 +262,6 @@ def _updates(
 
 
 def _wait(dist: Distributed) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device is idle."""
     if dist.device.type == "cuda":
         torch.cuda.synchronize(dist.device)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainkit.bench import job
-from trainkit.bench.arms import CONTROL, Request
-from trainkit.bench.folder import BenchDir
-from trainkit.bench.results import Results
-from trainkit.bench.written import lines, read_results
+from trainkit.bench.base import CONTROL, Results
+from trainkit.bench.request import BenchDir, Request
+from trainkit.bench.results import lines, read_results
+from trainkit.bench.run import run as run_bench
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import NO_SECRET, RankEnv
 from trainkit.ranks.signals import StopFlag
-from trainkit.run.events import Attempt, Writer, life_of, writing
+from trainkit.run.events import Attempt, life_of, writing
 from trainkit.run.folder import RunDir
 
 MODEL = """
@@ -61,13 +59,8 @@ def folder(
 
 
 def measured(run: BenchDir, stop: StopFlag | None = None) -> tuple[Results, list[dict[str, Any]]]:
-    @contextmanager
-    def opened() -> Iterator[Writer]:
-        with writing(Attempt.begin(run)) as writer:
-            yield writer
-
-    with opened() as writer:
-        job.run(
+    with writing(Attempt.begin(run)) as writer:
+        run_bench(
             run, load(str(run.config)).config, RankEnv.single(), stop or StopFlag(),
             open_run=lambda: writer, secret=NO_SECRET, beat=lambda: None,
         )  # fmt: skip
@@ -75,7 +68,7 @@ def measured(run: BenchDir, stop: StopFlag | None = None) -> tuple[Results, list
     return results, [one for one in records if one["kind"] == "sample"]
 
 
-def test_batch_sizes_are_measured_up_to_the_one_that_fails_whose_reason_is_told(tmp_path: Path) -> None:
+def test_batch_sizes_are_measured_up_to_the_one_that_fails(tmp_path: Path) -> None:
     run = folder(tmp_path, "batch-size", "16", "64", "256", "512", model__most=300)
     results, samples = measured(run)
     assert {one["arm"]: one["images"] for one in samples} == {"16": 32, "64": 128, "256": 512, CONTROL: 32}

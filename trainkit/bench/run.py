@@ -1,4 +1,9 @@
-"""The job of a bench: all ranks meet, rank 0 drives the arms in turns and writes down every turn as it ends."""
+"""The job of a bench: all ranks meet; rank 0 drives the arms in turns, tells the ranks what to do, and writes it down.
+
+Each order runs in a process group of its ranks. The group stays for the next order of the same ranks, and is left when
+something failed in it, so that no arm finds what another one broke. Orders and answers go over the store where the
+ranks have met, so a rank that has nothing to do waits without a collective.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +11,45 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, HashStore, Store  # type: ignore[attr-defined]
 
 from trainkit import fileio
-from trainkit.bench.arms import CONTROL, Arm, Bench, LeftOut, Place, Request, Where
-from trainkit.bench.benches import bench_of
-from trainkit.bench.folder import BenchDir
-from trainkit.bench.team import ArmFailedError, Team
-from trainkit.bench.work import Worker
-from trainkit.bench.written import write_results
+from trainkit.bench.arms import bench_of
+from trainkit.bench.base import CONTROL, Arm, Bench, LeftOut, Place, Where
+from trainkit.bench.request import BenchDir, Request
+from trainkit.bench.results import write_results
+from trainkit.bench.work import Order, Worker
 from trainkit.config.checks import micro_batch_sizes
 from trainkit.config.schema import Config
 from trainkit.data.order import largest_power_of_two
 from trainkit.distributed.device import device_name, visible_cpus
 from trainkit.distributed.meeting import meet
-from trainkit.errors import RunFailedError
+from trainkit.distributed.process_group import Distributed, distributed
+from trainkit.errors import RunFailedError, TrainkitError
 from trainkit.monitor.hardware import CpuWaits
 from trainkit.ranks.env import RankEnv, Secret, device_index
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Writer
 from trainkit.training.building import wants_gpu
+from trainkit.training.oom import is_out_of_memory
 
 _MEET = timedelta(minutes=10)
+_PULSE = timedelta(seconds=20)
+"""How often a rank that waits for an order says that it is alive."""
+_COLLECTIVE = timedelta(minutes=5)
+"""Longest wait in a collective: for a rank that fails alone."""
 _TRIAL = 2
 """Updates of the trial, by which the number of updates in a turn is found."""
 _FEWEST, _MOST = 5, 1000
 """Updates in a turn."""
 _SLOWEST = 10
-"""A turn of the slowest arm takes so many times as long as asked for at most, where all make as many updates."""
+"""Where all arms make as many updates, a turn of the slowest takes at most this many times as long as asked for."""
 _LARGEST = 1 << 16
 """Micro batch that is looked for."""
 
@@ -53,10 +64,10 @@ def run(
     secret: Secret,
     beat: Callable[[], None],
 ) -> str:
-    """One rank's part in a bench: ``finished``, or ``stopped`` where somebody has told rank 0 to end early.
+    """Run one rank's part of a bench: ``finished``, or ``stopped`` where a signal told rank 0 to end early.
 
     Raises:
-        RunFailedError: no arm could run; each one's reason stands in the samples.
+        RunFailedError: no arm could run; the samples hold each one's reason.
     """
     request = Request.read(run_dir.request)
     use_gpu = wants_gpu(config)
@@ -93,7 +104,7 @@ def _read_place(store: Store, rank: int) -> Place:
 
 
 class _Driver:
-    """What rank 0 has done: find the arms, try each, then measure them in rounds."""
+    """Rank 0: find the arms, try each, then measure them in rounds."""
 
     def __init__(
         self, bench: Bench, request: Request, config: Config, where: Where, team: Team, writer: Writer, stop: StopFlag
@@ -239,3 +250,148 @@ class _Driver:
     def _write(self, kind: str, **fields: Any) -> None:
         self.writer.check()
         fileio.append_jsonl(self.folder.samples, {"kind": kind, "time": round(time.time(), 3), **fields})
+
+
+class ArmFailedError(Exception):
+    """What an order has come to, on the rank that failed first."""
+
+
+class _LeftError(Exception):
+    """This rank leaves a group by itself."""
+
+
+@dataclass
+class Team:
+    """This rank's part in it.
+
+    Args:
+        store: where all ranks have met.
+        places: of all ranks, in order.
+        perform: carries out an order.
+        beat: says that this rank is alive.
+    """
+
+    env: RankEnv
+    store: Store
+    places: Sequence[Place]
+    perform: Callable[[Distributed, Order], dict[str, Any]]
+    use_gpu: bool
+    interface: str | None
+    beat: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._number = self._group = 0
+        self._open: tuple[tuple[int, ...], int] | None = None
+        self._held = ExitStack()
+        self._dist: Distributed | None = None
+
+    def ask(self, order: Order) -> list[dict[str, Any]]:
+        """Rank 0: have an order carried out; the answers of those who took part, in order of rank.
+
+        Raises:
+            ArmFailedError: it failed; with the reason.
+        """
+        self._number += 1
+        ranks = order["ranks"] or [place.rank for place in self.places]
+        self.store.set(f"order/{self._number}", json.dumps({**order, "ranks": ranks, "group": self._group}))
+        self._carry_out(self._number, {**order, "ranks": ranks, "group": self._group})
+        answers = [json.loads(self._told(f"answer/{self._number}/{rank}")) for rank in ranks]
+        failed = [answer for answer in answers if "error" in answer]
+        if failed:
+            self._group += 1  # nobody uses it again
+            raise ArmFailedError(_reason(failed))
+        return answers
+
+    def end(self) -> None:
+        """Rank 0: there is nothing more to do."""
+        self._number += 1
+        self.store.set(f"order/{self._number}", json.dumps({"work": None, "group": self._group}))
+        self._leave(self._group)
+
+    def serve(self) -> None:
+        """All others: carry out orders until there are no more."""
+        while True:
+            self._number += 1
+            order = json.loads(self._told(f"order/{self._number}"))
+            if order["work"] is None:
+                self._leave(order["group"])
+                return
+            self._carry_out(self._number, order)
+
+    def _told(self, key: str) -> bytes:
+        while True:
+            self.beat()
+            try:
+                self.store.wait([key], _PULSE)
+                return bytes(self.store.get(key))
+            except DistStoreError:  # not yet
+                continue
+
+    def _carry_out(self, number: int, order: Order) -> None:
+        if self.env.rank not in order["ranks"]:
+            self._leave(order["group"])  # no group may wait for this rank while the others are busy elsewhere
+            return
+        answer: dict[str, Any]
+        try:
+            answer = self.perform(self._joined(order), order)
+        except Exception as error:
+            answer = {"error": _told_of(error), "time": time.time(), "rank": self.env.rank}
+            answer["weight"] = 2 if is_out_of_memory(error) else 1 if isinstance(error, TrainkitError) else 0
+            self._leave(None)
+        self.store.set(f"answer/{number}/{self.env.rank}", json.dumps(answer))
+
+    def _joined(self, order: Order) -> Distributed:
+        key = (tuple(order["ranks"]), int(order["group"]))
+        if self._open != key or self._dist is None:
+            self._leave(key[1])
+            name = f"group/{key[1]}/{self._number}"
+            env = env_among(self.env, self.places, order["ranks"])
+            self._dist = self._held.enter_context(
+                distributed(
+                    env, use_gpu=self.use_gpu, interface=self.interface, collective_timeout=_COLLECTIVE,
+                    met=(name, self.store),
+                )
+            )  # fmt: skip
+            self._open = key
+        return self._dist
+
+    def _leave(self, group: int | None) -> None:
+        """Leave the group, together with its other ranks if it is still ``group``; else without a word to them."""
+        held, together = self._held, self._open is not None and self._open[1] == group
+        self._held, self._dist, self._open = ExitStack(), None, None
+        if together:
+            held.close()
+            return
+        with suppress(_LeftError):  # an error on the way out: no barrier, at which some may never arrive
+            held.__exit__(_LeftError, _LeftError(), None)
+
+
+def env_among(env: RankEnv, places: Sequence[Place], ranks: Sequence[int]) -> RankEnv:
+    """This rank's place among those that take part."""
+    chosen = [places[rank] for rank in ranks]
+    nodes = sorted({place.node_rank for place in chosen})
+    mine = [place.rank for place in chosen if place.node_rank == env.node_rank]
+    return replace(
+        env,
+        rank=list(ranks).index(env.rank),
+        world_size=len(ranks),
+        local_rank=mine.index(env.rank),
+        local_world_size=len(mine),
+        node_rank=nodes.index(env.node_rank),
+        num_nodes=len(nodes),
+        hosts=tuple(env.hosts[node] for node in nodes) if env.hosts else (),
+    )
+
+
+def _told_of(error: Exception) -> str:
+    if isinstance(error, TrainkitError):
+        return f"{error.what} {error.why}".strip()
+    lines = str(error).strip().splitlines()
+    first = " ".join(lines[0].split())[:300] if lines else ""
+    kind = "out of memory" if is_out_of_memory(error) else type(error).__name__
+    return f"{kind}: {first}" if first else kind
+
+
+def _reason(failed: Sequence[dict[str, Any]]) -> str:
+    """Of several ranks' errors the one that tells most: others only say that they have lost that rank."""
+    return str(min(failed, key=lambda one: (-one["weight"], one["time"]))["error"])

@@ -1,0 +1,264 @@
+"""What a bench is: its arms, the places where they run, and the figures, columns and sentences that several share."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainkit.bench.request import Request
+from trainkit.config.schema import Config
+
+CONTROL = "control"
+"""The first arm once more, in every round."""
+WITHIN = "within what the first arm differs from itself"
+NONE = "-"
+"""An empty cell."""
+LOSS_TOLERANCE = 0.05
+"""Losses that differ by a larger share are reported."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the ways that are compared."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    """What it changes in the configuration."""
+    ranks: tuple[int, ...] | None = None
+    """Those that take part; None: all."""
+    work: str = "train"
+    """What they do: a method ``do_...`` of `trainkit.bench.work.Worker`."""
+    size: int = 0
+    """An argument of that method: a batch, or bytes."""
+    base: str = ""
+    """The arm that it is compared with; empty: the first."""
+    series: str = ""
+    """Arms of one series are one line of the picture, over ``x``."""
+    x: float = 0.0
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An arm that cannot be here, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of the job."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    host: str
+    device: str
+    """The GPU's name, or ``cpu``."""
+    capability: tuple[int, int] = (0, 0)
+    """Of an NVIDIA GPU."""
+    gpus: int = 0
+    """That the rank sees."""
+    cpus: int = 1
+
+
+@dataclass(frozen=True)
+class Where:
+    """All ranks of the job."""
+
+    places: tuple[Place, ...]
+    train_images: int = 0
+    params: int = 0
+    """Of the model; 0 where they were not counted."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.places)
+
+    @property
+    def gpu(self) -> bool:
+        return self.places[0].device != "cpu"
+
+    @property
+    def nodes(self) -> int:
+        return 1 + max(place.node_rank for place in self.places)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return sum(place.node_rank == 0 for place in self.places)
+
+    @property
+    def gpus(self) -> int:
+        """That rank 0 sees."""
+        return self.places[0].gpus if self.gpu else 0
+
+    def in_words(self) -> str:
+        hosts = list(dict.fromkeys(place.host for place in self.places))
+        shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+        return f"{ranks(self.world_size)} on {shown}, {self.places[0].device}"
+
+
+@dataclass
+class Row:
+    """What one arm came to."""
+
+    name: str
+    arm: Arm
+    failed: str = ""
+    """Why it could not be measured, or not to the end."""
+    rates: list[float] = field(default_factory=list)
+    """One a round, in the bench's unit."""
+    ratio: float | None = None
+    """Median over the rounds of its rate to that of the arm that it is compared with; None: see ``why_none``."""
+    ratios: list[float] = field(default_factory=list)
+    why_none: str = ""
+    memory_mb: float | None = None
+    """Median of the peaks of the rank that needs most."""
+    memory_ratio: float | None = None
+    loss: float | None = None
+    largest: int | None = None
+    """Micro batch that fits."""
+    extra: dict[str, float] = field(default_factory=dict)
+    """Medians of whatever else its samples hold."""
+
+    @property
+    def median(self) -> float:
+        """0 where it was not measured."""
+        return statistics.median(self.rates) if self.rates else 0.0
+
+    @property
+    def speed(self) -> float:
+        """The ratio, where there is one."""
+        assert self.ratio is not None
+        return self.ratio
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a whole bench came to, finished or not."""
+
+    bench: Bench
+    request: Request
+    rows: list[Row]
+    left_out: list[tuple[str, str]]
+    control: list[float]
+    """The first arm's second turn to its first, round by round."""
+    problem: str
+    """Why no ratio may be believed; empty where they may."""
+    rounds: int
+    """Complete ones."""
+    updates: int
+    where: str
+    ended: bool
+    notes: list[str]
+
+    @property
+    def ran(self) -> list[Row]:
+        return [row for row in self.rows if row.rates]
+
+    @property
+    def compared(self) -> list[Row]:
+        """The arms whose speed can be told."""
+        return [row for row in self.rows[1:] if row.ratio is not None]
+
+    def series(self, name: str) -> list[Row]:
+        return [row for row in self.rows if row.arm.series == name]
+
+    @property
+    def meaning(self) -> str:
+        """What the figures mean, in one sentence."""
+        return self.bench.meaning(self) if len(self.ran) > 1 else self.no_difference()
+
+    def no_difference(self) -> str:
+        """Why no ratio is printed."""
+        ran = self.ran
+        if not ran and not self.ended:
+            return "There is nothing to compare yet: no arm has been measured."
+        if len(ran) < 2:
+            which = f"only {ran[0].name} could run" if ran else "nothing could run"
+            return f"There is nothing to compare: {which} here."
+        whys = dict.fromkeys(row.why_none for row in ran if row.why_none)
+        return f"No difference can be told here: {'; '.join(whys)}."
+
+    def untold(self) -> str:
+        """The arms of which nothing can be told, where it can of others; empty if there are none."""
+        names = [row.name for row in self.rows[1:] if row.rates and row.why_none]
+        return f"; nothing can be told of {', '.join(names)}" if names else ""
+
+
+Column = tuple[str, Callable[[Row, Results], str]]
+"""A column of the table: its name, and a row's cell."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One question: its arms, its table, and what that means."""
+
+    name: str
+    question: str
+    arms: Callable[[Config, Where, Sequence[str]], list[Arm | LeftOut]]
+    """The third argument: names that were asked for."""
+    meaning: Callable[[Results], str]
+    """One sentence."""
+    columns: tuple[Column, ...]
+    names: tuple[str, ...] = ()
+    """Of arms that can be asked for; none: they are numbers."""
+    lowest: int = 1
+    """Of these numbers."""
+    dispensable: tuple[str, ...] = ("min to max",)
+    """Columns that a narrow terminal does without."""
+    amount: str = "images"
+    """What a sample counts."""
+    unit: str = "images/s"
+    scale: float = 1.0
+    """From the sample's amount per second to ``unit``."""
+    same_updates: bool = False
+    """All arms make as many updates, so that their losses compare; else each as many as fit into its turn."""
+    fewest_ranks: int = 1
+    strategy: str = ""
+    """That the configuration is planned with; empty: its own."""
+    largest: bool = False
+    """Look for the largest batch as well, where that is quick."""
+    stops: Callable[[Arm, Mapping[str, Mapping[str, Any]], float], str] = lambda arm, trials, room_mb: ""
+    """Why an arm is not even tried, after the trials of those before it and with ``room_mb`` for a rank; or empty."""
+    notes: Callable[[Config, Where], list[str]] = lambda config, where: []
+    """What a reader should know before the figures."""
+    ideal: bool = False
+    """The picture shows a line as if each rank were worth as much as the first."""
+    axis: str = ""
+    """The name of ``x``, where the arms are lines."""
+
+
+def ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def rate(value: float | None) -> str:
+    """A number of four digits, thousands apart."""
+    if not value:
+        return NONE
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.0f} %"
+
+
+ARM: Column = ("arm", lambda row, results: row.name)
+RATE: Column = ("images/s", lambda row, results: rate(row.median))
+SPREAD: Column = (
+    "min to max",
+    lambda row, results: f"{rate(min(row.rates))} to {rate(max(row.rates))}" if row.rates else NONE,
+)
+SPEED: Column = ("speed", lambda row, results: f"{row.speed:.2f} x" if row.ratio is not None else NONE)
+MEMORY: Column = ("memory", lambda row, results: NONE if row.memory_mb is None else f"{row.memory_mb:,.0f} MiB")
+MEMORY_RATIO: Column = (
+    "of first",
+    lambda row, results: f"{row.memory_ratio:.2f}" if row.memory_ratio is not None else NONE,
+)
+LOSS: Column = ("loss", lambda row, results: NONE if row.loss is None else f"{row.loss:.4g}")
+EXPOSED: Column = ("exposed", lambda row, results: percent(row.extra.get("exposed_share")))
+TIMED = (ARM, RATE, SPREAD, SPEED)
+COMPARED = (*TIMED, MEMORY, MEMORY_RATIO)
