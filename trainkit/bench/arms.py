@@ -10,29 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import terminal
-from trainkit.bench.base import (
-    ARM,
-    COMPARED,
-    EXPOSED,
-    LOSS,
-    LOSS_TOLERANCE,
-    MEMORY,
-    NONE,
-    RATE,
-    SPEED,
-    SPREAD,
-    TIMED,
-    WITHIN,
-    Arm,
-    Bench,
-    LeftOut,
-    Results,
-    Row,
-    Where,
-    percent,
-    ranks,
-    rate,
-)
+from trainkit.bench import base
+from trainkit.bench.base import ARM, Arm, Bench, LeftOut, Results, Row, Where, percent, ranks, rate
 from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import Config, cpu_has_bf16
 from trainkit.errors import UserError, did_you_mean
@@ -93,7 +72,7 @@ def amp_meaning(results: Results) -> str:
         memory = f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
     if first.loss is not None and best.loss is None:
         worse = f"; but its loss is not finite after {results.updates} updates"
-    elif first.loss is not None and best.loss is not None and best.loss > first.loss * (1 + LOSS_TOLERANCE):
+    elif first.loss is not None and best.loss is not None and best.loss > first.loss * (1 + base.LOSS_TOLERANCE):
         worse = f"; but its loss after {results.updates} updates is {best.loss:.3g}, against {first.loss:.3g}"
     gain = f"{best.name} trains {best.speed:.2f} x as fast as {first.name} here{memory}"
     return f"{gain}; use train.precision={best.name}{worse}{results.untold()}."
@@ -180,7 +159,7 @@ def loader_meaning(results: Results) -> str:
     best = max(row.median for row in fed)
     enough = min((row for row in fed if row.median >= ENOUGH * best), key=lambda row: row.arm.size)
     use = " ".join(word for word in enough.arm.overrides if not word.startswith("data.stage"))
-    if not ceiling.rates or (enough.why_none and WITHIN not in enough.why_none):
+    if not ceiling.rates or (enough.why_none and base.WITHIN not in enough.why_none):
         return results.no_difference()
     share = 1.0 if enough.ratio is None else enough.speed
     trains = f"with {enough.name} the model trains at {share:.2f} of what it does fed from memory"
@@ -233,12 +212,12 @@ def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
     why = f"{ranks(where.world_size)} are here, and {size} images are divided among them"
     found: list[Arm | LeftOut] = [LeftOut(ranks(count), why) for count in chosen if count not in whole]
     for count in whole:
-        base = ranks(whole[0]) if count != whole[0] else ""
-        found.append(Arm(ranks(count), (), tuple(range(count)), base=base, series=STRONG, x=count))
+        against = ranks(whole[0]) if count != whole[0] else ""
+        found.append(Arm(ranks(count), (), tuple(range(count)), base=against, series=STRONG, x=count))
     for count in whole:
         overrides = (f"train.global_batch_size={each * count}",)
-        name, base = (f"{ranks(number)} x {each}" for number in (count, whole[0]))
-        found.append(Arm(name, overrides, tuple(range(count)), base=base, series=WEAK, x=count))
+        name, against = (f"{ranks(number)} x {each}" for number in (count, whole[0]))
+        found.append(Arm(name, overrides, tuple(range(count)), base=against, series=WEAK, x=count))
     return found
 
 
@@ -320,7 +299,7 @@ def _losses(results: Results) -> str:
     if len(ran) < 2 or ran[0].loss is None:
         return ""
     first = ran[0].loss
-    other = [row for row in ran if row.loss is None or abs(row.loss - first) > LOSS_TOLERANCE * abs(first)]
+    other = [row for row in ran if row.loss is None or abs(row.loss - first) > base.LOSS_TOLERANCE * abs(first)]
     if not other:
         return f"All come to the same loss after {results.updates} updates."
     told = ", ".join(f"{row.name} {row.loss:.3g}" if row.loss is not None else f"{row.name} none" for row in other)
@@ -376,7 +355,7 @@ BENCHES = {
             question="Does mixed precision help here?",
             arms=amp_arms,
             meaning=amp_meaning,
-            columns=(*COMPARED, ("largest batch", lambda row, results: str(row.largest or NONE)), LOSS),
+            columns=(*base.COMPARED, ("largest batch", lambda row, results: str(row.largest or base.NONE)), base.LOSS),
             names=FORMATS,
             same_updates=True,
             largest=True,
@@ -387,7 +366,7 @@ BENCHES = {
             question="Do larger batches help here?",
             arms=batch_size_arms,
             meaning=batch_size_meaning,
-            columns=(("micro batch", ARM[1]), *COMPARED[1:]),
+            columns=(("micro batch", ARM[1]), *base.COMPARED[1:]),
             stops=batch_size_stops,
             axis="micro batch",
         ),
@@ -398,9 +377,9 @@ BENCHES = {
             meaning=loader_meaning,
             columns=(
                 ARM,
-                ("trains", RATE[1]),
-                SPREAD,
-                ("of ceiling", SPEED[1]),
+                ("trains", base.RATE[1]),
+                base.SPREAD,
+                ("of ceiling", base.SPEED[1]),
                 ("loads alone", lambda row, results: rate(row.extra.get("loads_per_sec"))),
                 ("waits", lambda row, results: percent(row.extra.get("data_share"))),
             ),
@@ -412,7 +391,7 @@ BENCHES = {
             question="Does DataParallel help inference here?",
             arms=dp_inference_arms,
             meaning=dp_inference_meaning,
-            columns=(*TIMED, MEMORY),
+            columns=(*base.TIMED, base.MEMORY),
             strategy="dp",
             axis="batch",
         ),
@@ -423,12 +402,12 @@ BENCHES = {
             meaning=scaling_meaning,
             columns=(
                 ARM,
-                RATE,
-                SPREAD,
-                ("speed-up", SPEED[1]),
+                base.RATE,
+                base.SPREAD,
+                ("speed-up", base.SPEED[1]),
                 ("efficiency", lambda row, results: percent(efficiency(row, results))),
-                EXPOSED,
-                MEMORY,
+                base.EXPOSED,
+                base.MEMORY,
             ),
             dispensable=("min to max", "memory"),
             fewest_ranks=2,
@@ -441,7 +420,7 @@ BENCHES = {
             question="Which strategy helps here?",
             arms=strategy_arms,
             meaning=strategy_meaning,
-            columns=(*COMPARED, EXPOSED, LOSS),
+            columns=(*base.COMPARED, base.EXPOSED, base.LOSS),
             names=tuple(STRATEGIES),
             dispensable=("min to max", "exposed"),
             same_updates=True,
@@ -456,11 +435,13 @@ BENCHES = {
             meaning=network_meaning,
             columns=(
                 ARM,
-                ("GB/s", RATE[1]),
-                SPREAD,
+                ("GB/s", base.RATE[1]),
+                base.SPREAD,
                 (
                     "takes",
-                    lambda row, results: f"{1000 * row.extra['seconds']:.3g} ms" if "seconds" in row.extra else NONE,
+                    lambda row, results: (
+                        f"{1000 * row.extra['seconds']:.3g} ms" if "seconds" in row.extra else base.NONE
+                    ),
                 ),
             ),
             names=tuple(NETWORKS),
