@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir
@@ -36,6 +34,8 @@ class Request:
     @classmethod
     def read(cls, file: Path) -> Request:
         """Raises UserError for a file that is not there, or something else."""
+        from pydantic import TypeAdapter, ValidationError  # which `submit --help` does without
+
         try:
             return TypeAdapter(cls).validate_json(fileio.read_bytes(file))
         except (OSError, ValidationError) as error:
