@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests import readme
 from trainkit.config.loading import load, presets_named
 
 PROJECT = readme.README.parent
-OTHERS = {"python3", "source", "pip", "docker", "eval", "sinfo"}
+OTHERS = {"python3", "source", "pip", "docker", "eval", "sinfo", "[", "ruff", "mypy", "pytest"}
 """Programs whose flags are not ours to know."""
 
 
@@ -31,16 +31,18 @@ def inline(page: Path) -> Iterator[str]:
     """Commands in the text of a page, without those that leave something out."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
     for found in re.findall(r"`([^`]+)`", text):
-        if re.search(r"-m (jobs|tests)\.|^slurm/devcluster ", found) and "..." not in found:
+        if re.search(r"-m (jobs|tests)\.[a-z]|^slurm/devcluster |^trainkit [a-z]", found) and "..." not in found:
             yield " ".join(found.split())
 
 
 def understood(line: str) -> argparse.Namespace | None:
     """What a command understands of a line; None for a program of others. Raises UserError as the command would."""
-    words = shlex.split(line)
+    words = shlex.split(line.replace(".venv/bin/", ""))
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
-    if "jobs.train" in words and words[0] == "torchrun":
+    if words[0] == "trainkit":
+        words = ["python", "-m", f"jobs.{words[1]}", *words[2:]]
+    if words[0] == "torchrun":
         words = ["python", *words[words.index("-m") :]]
     if words[0] == "sbatch":
         (script,) = (number for number, word in enumerate(words) if word.endswith(".sbatch"))
@@ -49,12 +51,14 @@ def understood(line: str) -> argparse.Namespace | None:
     if words[0] == "slurm/devcluster":
         assert re.search(rf"^ +{words[1]}\b", (PROJECT / words[0]).read_text("utf-8"), re.MULTILINE), line
         return None
-    if words[:2] == ["python", "-m"] and words[2].startswith("tests."):
+    if words[0] in OTHERS:
+        return None
+    assert words[0] == "python", line
+    if words[1] == "-c" or words[2] in ("jobs", "pip", "venv"):
+        return None
+    if not words[2].startswith("jobs."):
         assert importlib.util.find_spec(words[2]), line
         return None
-    if words[:3] == ["python", "-m", "jobs"] or words[0] in OTHERS or words[:2] == ["python", "-c"]:
-        return None
-    assert words[:2] == ["python", "-m"], line
     verb = words[2].removeprefix("jobs.")
     assert verb in verbs(PROJECT / "jobs"), line
     return _parse(verb, words[3:])
