@@ -168,109 +168,60 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 LISTED = "`python -m jobs.status` lists the runs."
 
 
+class _Below:
+    """A file or a folder below a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run. ``path`` is absolute."""
 
     path: Path
 
+    config = _Below("config.yaml")
+    plan = _Below("plan.json")
+    script = _Below("submit.sbatch")
+    manifest = _Below("manifest.json")
+    code = _Below("code")
+    """What the job runs: a link to the copy in ``../.code`` of all runs of equal code, or a folder of its own."""
+    code_archive = _Below("code.zip")
+    """The run's own copy of its code, by which it is complete without the shared one."""
+    logs = _Below("logs")
+    submitit = _Below(".submitit")
+    """submitit's own files: the pickle with one path in it, and the results of the tasks."""
+    metrics = _Below("metrics.jsonl")
+    task = _Below("task.json")
+    """The metrics in `metrics`: unit, direction and label of each."""
+    evaluations = _Below("evaluations.jsonl")
+    """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
+    events = _Below("events.jsonl")
+    lease = _Below("lease.json")
+    """Who may write, while somebody does."""
+    checkpoints = _Below("checkpoints")
+    tensorboard = _Below("tensorboard")
+    wandb = _Below("wandb")
+    summary = _Below("summary.json")
+    confusion = _Below("confusion.json")
+    """Which class the best weights take for which."""
+    profile = _Below("profile")
+    """Traces of the profiler, and what memory held when there was too little of it."""
+    profile_request = _Below("PROFILE")
+    """Who makes this file asks for a profile of the next updates."""
+
     @property
     def name(self) -> str:
         """For people. A stranger's folder may have a name that a terminal obeys."""
         return terminal.one_line(self.path.name)
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def script(self) -> Path:
-        return self.path / "submit.sbatch"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def code(self) -> Path:
-        """What the job runs: a link to the copy in ``../.code`` of all runs of equal code, or a folder of its own."""
-        return self.path / "code"
-
-    @property
-    def code_archive(self) -> Path:
-        """The run's own copy of its code, by which it is complete without the shared one."""
-        return self.path / "code.zip"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def submitit(self) -> Path:
-        """submitit's own files: the pickle with one path in it, and the results of the tasks."""
-        return self.path / ".submitit"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def task(self) -> Path:
-        """The metrics in `metrics`: unit, direction and label of each."""
-        return self.path / "task.json"
-
-    @property
-    def evaluations(self) -> Path:
-        """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def lease(self) -> Path:
-        """Who may write, while somebody does."""
-        return self.path / "lease.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def confusion(self) -> Path:
-        """Which class the best weights take for which."""
-        return self.path / "confusion.json"
-
     def mistakes(self, split: str) -> Path:
         """The images of a split that the best weights told wrong, and were surest of."""
         return self.path / f"mistakes-{split}.json"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of the profiler, and what memory held when there was too little of it."""
-        return self.path / "profile"
-
-    @property
-    def profile_request(self) -> Path:
-        """Who makes this file asks for a profile of the next updates."""
-        return self.path / "PROFILE"
 
     def hardware(self, host: str) -> Path:
         """Hardware samples of one host."""
