@@ -14,9 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from trainkit import lifetime, terminal
+from trainkit import terminal
 from trainkit.config import yaml
 from trainkit.errors import TrainkitError, UserError, did_you_mean
+from trainkit.process import leave
 
 if TYPE_CHECKING:
     from trainkit.run.folder import RunDir
@@ -331,8 +332,7 @@ def _pair(text: str, flag: str) -> tuple[str, str]:
 
 def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:
     """Run a command as this process's whole work, and exit with its code."""
-    lifetime.begin()
-    lifetime.leave(call(main))
+    leave(call(main))
 
 
 def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:

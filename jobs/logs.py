@@ -19,7 +19,7 @@ from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
 from trainkit.fileio import Notice
-from trainkit.monitor.rank_logs import RankLog, logs_of, ranks_of
+from trainkit.monitor.follow import RankLog, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 
 POLL_SECONDS = 0.5

@@ -18,6 +18,7 @@ from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import TrainkitError, UserError
+from trainkit.process import without_garbage_collection
 from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
 from trainkit.run.events import Attempt, Writer, job_of, life_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
@@ -144,7 +145,7 @@ def _train(
     config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, open_run: Callable[[], Writer]
 ) -> tuple[str, RunDir | None]:
     """``node``: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder."""
-    from trainkit.monitor.base import prepare_loggers
+    from trainkit.monitor.loggers import prepare_loggers
     from trainkit.ranks.env import RankEnv, Secret
 
     rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
@@ -159,7 +160,8 @@ def _train(
         )
         return outcome, writer.run if writer is not None else None
     prepared = prepare_loggers(config) if rank_env.is_main else {}
-    from trainkit import experiment  # and with it torch
+    with without_garbage_collection():
+        from trainkit import experiment  # and with it torch
 
     outcome, run_dir = experiment.run(
         config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret, prepared=prepared

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trainkit import fileio, terminal
 from trainkit.cluster.slurm_jobs import JobState
-from trainkit.monitor import lines
+from trainkit.monitor.loggers import number
 from trainkit.run.events import Life
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Standing, typed
@@ -77,7 +77,7 @@ def _going_on(item: Watched) -> list[RenderableType]:
 
     total, step = item.life.started.get("total_steps"), item.standing.step or 0
     losses = losses_of_late(item.run)
-    loss = f"loss {lines.number(losses[-1], '.4f')}" if losses else ""
+    loss = f"loss {number(losses[-1], '.4f')}" if losses else ""
     speed = item.standing.train.get("images_per_sec")
     known = float(total) if fileio.is_whole(total) and total > 0 else None
     return [

@@ -25,7 +25,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "trainkit.errors",
         "trainkit.importing",
-        "trainkit.lifetime",
+        "trainkit.process",
+        "trainkit.workarounds",
         "trainkit.terminal",
     ),
     ("trainkit.programs", "trainkit.fileio"),
@@ -84,7 +85,7 @@ ENVIRONMENT = {
     "trainkit.programs": "hands this process's own environment on, less what changes the answers",
     "trainkit.interactive": "is what notebooks and scripts call, in their own process",
     "trainkit.run.folder": "TRAINKIT_RUN_MODE, XDG_STATE_HOME: who may enter a run, and where the user's state is",
-    "trainkit.lifetime": "OMP_WAIT_POLICY, GOMP_SPINCOUNT, KMP_BLOCKTIME: OpenMP reads them alone",
+    "trainkit.process": "OMP_WAIT_POLICY, GOMP_SPINCOUNT, KMP_BLOCKTIME: OpenMP reads them alone",
     "trainkit.launch.batch_job": "is the main program that batch scripts call before and after the ranks",
     "trainkit.launch.controller": "is the main program of a local job, and gives its ranks their environment",
     "trainkit.ranks.env": "is the main program that batch scripts ask for a port",
@@ -92,17 +93,16 @@ ENVIRONMENT = {
     "trainkit.distributed.health": "is the main program of a check of nodes",
     "trainkit.distributed.meeting": "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: these libraries read them alone",
     "trainkit.distributed.process_group": "OMP_NUM_THREADS: what this process was granted",
-    "trainkit.distributed.allocator": "MALLOC_*, GLIBC_TUNABLES: the C library reads them alone",
+    "trainkit.distributed.memory": "MALLOC_*, GLIBC_TUNABLES: the C library reads them alone",
     "trainkit.distributed.device": "SLURM_CPUS_PER_TASK: what this process was granted",
     "trainkit.data.loader": "SLURM_CPUS_PER_TASK: what this process was granted; tests hand in a mapping",
     "trainkit.data.pack": "SLURM_TMPDIR, TMPDIR: this node's own disk; tests hand in a mapping",
-    "trainkit.training.compiler": "TORCHINDUCTOR_CACHE_DIR: torch reads it alone",
-    "trainkit.training.layout": "CUBLAS_WORKSPACE_CONFIG: cuBLAS reads it alone",
+    "trainkit.training.layout": "CUBLAS_WORKSPACE_CONFIG, TORCHINDUCTOR_CACHE_DIR: cuBLAS and torch read them alone",
     "trainkit.monitor.hardware": "CUDA_VISIBLE_DEVICES: the GPUs of this process; tests hand in a mapping",
     "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",
     "trainkit.models.libraries": "HF_HOME: to tell the user where weights are looked for",
     "trainkit.swarm.processes": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
-    "trainkit.swarm.reader": "HIVEMIND_LOGLEVEL must be set before hivemind is imported",
+    "trainkit.workarounds": "TRAINKIT_WORKAROUNDS: the switch that leaves them out",
 }
 
 # Files are read by trainkit/fileio.py, which bounds them. What else opens or parses one, and why:
@@ -123,7 +123,7 @@ READERS = {
     "trainkit.distributed.process_group": "takes what ranks of the same run say to one another",
     "trainkit.distributed.health": "takes what ranks of the same check say to one another",
     "trainkit.bench.run": "takes what ranks of the same bench say to one another",
-    "trainkit.monitor.wandb_client": "takes what the process that has started it says",
+    "trainkit.monitor.wandb": "takes what the process that has started it says",
     "jobs.elsewhere": "unpacks the report that the user's own account has sent, its members bounded",
     "jobs.sending": "packs the user's own files",
 }
@@ -448,6 +448,76 @@ def test_programs_are_asked_by_the_one_who_bounds_their_answers() -> None:
 )
 def test_a_call_that_starts_a_program_is_seen(call: str) -> None:
     assert any(map(starts_a_program, ast.walk(ast.parse(call))))
+
+
+# Only these change other libraries, or what Python has imported. hivemind's bounds and checks have no other place.
+PATCHING = {
+    "trainkit.workarounds": "the one file for it",
+    "trainkit.swarm.access": "hivemind keeps and reads any number of records",
+    "trainkit.swarm.exchange": "hivemind answers any number of calls",
+    "trainkit.swarm.averager": "hivemind forms groups with anybody",
+    "trainkit.swarm.processes": "hivemind starts libp2p's daemon, which must end with its peer",
+}
+
+
+def patches(tree: ast.Module) -> list[int]:
+    """Lines that assign to attributes of what was imported from elsewhere, or change ``sys.modules``.
+
+    The switches of `torch.backends` are settings.
+    """
+    foreign: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            foreign |= {(alias.asname or alias.name).split(".")[0] for alias in node.names if not ours(alias.name)}
+        elif isinstance(node, ast.ImportFrom) and not ours(str(node.module)):
+            foreign |= {alias.asname or alias.name for alias in node.names}
+
+    def is_foreign(target: ast.AST) -> bool:
+        name = re.sub(r"[\[(].*", "", ast.unparse(target))
+        if name.startswith(("torch.backends.", "os.environ", "sys.path")):
+            return False
+        return name.startswith("sys.modules") or (isinstance(target, ast.Attribute) and name.split(".")[0] in foreign)
+
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = [item for target in node.targets for item in getattr(target, "elts", [target])]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "it")]
+        elif isinstance(node, ast.Call) and re.match(r"sys\.modules\.(?!get|items)", ast.unparse(node.func)):
+            targets = [node.func]
+        if any(map(is_foreign, targets)):
+            found.append(node.lineno)  # type: ignore[attr-defined]
+    return found
+
+
+def test_other_libraries_are_changed_in_one_file_only() -> None:
+    found = {name for name, file in modules().items() if patches(ast.parse(file.read_text("utf-8")))}
+    assert listed(found ^ PATCHING.keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "is_patch"),
+    [
+        ("sys.modules['boto3'] = None", True),
+        ("sys.modules.setdefault('notf', it)", True),
+        ("del sys.modules['torch._dynamo']", True),
+        ("torch._dynamo = it", True),
+        ("Run.start = it", True),
+        ("setattr(Run, 'start', it)", True),
+        ("torch.optim.Optimizer.step, other = it", True),
+        ("torch.backends.cudnn.benchmark = True", False),
+        ("os.environ['A'] = 'b'", False),
+        ("self.step = torch.ones(1)", False),
+        ("sys.path[:] = []", False),
+    ],
+)
+def test_a_line_that_changes_a_library_is_seen(line: str, is_patch: bool) -> None:
+    tree = ast.parse(f"import os, sys, torch\nfrom wandb import Run\n{line}")
+    assert bool(patches(tree)) == is_patch
 
 
 # Of these modules each opens, makes or links something itself, besides `trainkit.fileio`, which all others use.

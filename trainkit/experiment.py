@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from trainkit import lifetime
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.transfer import Uploads, kept_elsewhere
 from trainkit.checkpoint.weights import start_from
@@ -20,10 +19,9 @@ from trainkit.data import build_data
 from trainkit.distributed.device import device_name, share_of_cpus, software
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import TrainkitError, UserError
-from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_host
-from trainkit.monitor.oom import snapshot_on_oom
-from trainkit.monitor.profiler import profiling
+from trainkit.monitor.loggers import open_loggers
+from trainkit.monitor.profiler import profiling, snapshot_on_oom
 from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt, Writer
@@ -163,7 +161,6 @@ def _started(parts: Parts, writer: Writer, checkpoints: Checkpoints) -> tuple[Pr
     """Load what training goes on from, and say in the run's events that it does; where it is, and each rank's host."""
     config, dist = parts.config, parts.dist
     restored, progress = go_on(parts, checkpoints)
-    lifetime.settled()
     anew: tuple[str, ...] = ()
     if restored is None and config.model.checkpoint is not None:
         anew = start_from(Path(config.model.checkpoint).expanduser(), parts.model, dist)

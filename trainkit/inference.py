@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainkit import lifetime
 from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.schema import Config
@@ -77,7 +76,6 @@ def evaluate_checkpoint(
         parts = build(alone(config), dist, splits)
         kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or averaged)]
         samples = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
-        lifetime.settled()
         step, found = measure_saved(
             parts,
             checkpoints,
@@ -218,7 +216,6 @@ def predicting(config: Config, run_dir: RunDir, which: str, kind: Kind | None = 
         parts = build(alone(config), dist, splits)
         step = checkpoints.load_weights(parts.model, step, or_newest=which in ("best", "latest"), stem=STEMS[taken])
         parts.model.eval()
-        lifetime.settled()
         transform = _for_any_size(parts.splits.eval_transform, parts.splits.info)
         yield Predictor(step, taken, parts, transform, trained or here, renamed)
 

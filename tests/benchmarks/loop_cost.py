@@ -35,7 +35,7 @@ from trainkit.data import build_data
 from trainkit.data.base import Batch, normalize
 from trainkit.data.loader import train_batches
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.monitor.base import NullLogger
+from trainkit.monitor.loggers import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from trainkit import lifetime
 from trainkit.data import loader, order
 from trainkit.data.base import Batch, DataInfo, Splits
 from trainkit.data.loader import (
@@ -183,19 +181,6 @@ def test_a_stop_signal_to_the_workers_does_not_end_them(reference: Tensor) -> No
                 os.kill(worker.pid, signum)
         images += [batch.images for batch in found]
     assert torch.equal(torch.cat(images).flatten(1), reference)
-
-
-class Collecting(Numbers):
-    """Whether garbage is collected where it is read."""
-
-    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        return torch.full((1, 1, 1), gc.isenabled(), dtype=torch.uint8), 0
-
-
-def test_workers_collect_garbage_though_the_loop_does_it_by_hand() -> None:
-    with lifetime.collecting_by_hand(), batches(train=Collecting(), stop=1, workers=1) as found:
-        assert not gc.isenabled()
-        assert next(found).images[:, 0].all()
 
 
 def test_no_worker_outlives_a_loop_left_half_way() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.lifetime import _WAITING
+from trainkit.process import _WAITING
 
 PROJECT = Path(__file__).parents[2]
 BEGIN = """

@@ -36,7 +36,7 @@ Started = Callable[[str], RunDir]
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """A job of this machine, which ends in the given state, or without a word; and nobody who looks often."""
     monkeypatch.setattr(following, "LOOK_SECONDS", 100.0)
-    monkeypatch.setattr(follow, "POLL_SECONDS", 100.0)
+    monkeypatch.setattr(follow, "_GROWING_SECONDS", 100.0)
     jobs = []
 
     def start(state: str) -> RunDir:

@@ -14,7 +14,7 @@ from jobs.following import full_name
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import hand_over
-from trainkit.monitor import rank_logs
+from trainkit.monitor import follow
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
@@ -156,7 +156,7 @@ def test_a_reader_who_has_read_enough_is_no_fault_of_the_logs(no_slurm: dict[str
 def test_a_log_that_holds_nothing_but_holes_has_an_end(
     command: Command, ended: RunDir, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_logs, "LONGEST", 1 << 20)
+    monkeypatch.setattr(follow, "_LONGEST_LOG", 1 << 20)
     with (ended.attempt_logs(1) / "rank-0.out").open("wb") as log:
         log.truncate(300 << 30)
         log.write(b"the end")
@@ -166,7 +166,7 @@ def test_a_log_that_holds_nothing_but_holes_has_an_end(
 
 
 def test_a_log_that_has_become_shorter_is_not_read_again(tmp_path: Path) -> None:
-    log = rank_logs.RankLog(tmp_path / "rank-0.out")
+    log = follow.RankLog(tmp_path / "rank-0.out")
     log.path.write_text("words of its first life\n")
     assert "".join(log.new()) == "words of its first life\n"
     log.path.write_text("anew\n")

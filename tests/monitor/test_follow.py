@@ -25,8 +25,8 @@ STARTED = {
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(module, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_GROWING_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_ALIVE_SECONDS", 0.05)
     run_dir = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
     append_event(run_dir, "submitted", executor="local", job_id="1")
     return run_dir

@@ -13,7 +13,7 @@ import pytest
 
 from trainkit.config.schema import Config
 from trainkit.monitor import wandb as logger_module
-from trainkit.monitor.base import open_loggers
+from trainkit.monitor.loggers import open_loggers
 from trainkit.run.folder import RunDir
 
 SECRET = "0123456789abcdef" * 2 + "deadbeef"

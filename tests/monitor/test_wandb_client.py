@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from trainkit.config.schema import Config
-from trainkit.monitor.base import open_loggers, prepare_loggers
+from trainkit.monitor.loggers import open_loggers, prepare_loggers
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.run.metrics import read_metrics
@@ -44,10 +44,9 @@ def init(**arguments):
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    sdk = tmp_path / "packages" / "wandb" / "sdk"
-    sdk.mkdir(parents=True)
-    (sdk.parent / "__init__.py").write_text(STAND_IN)
-    (sdk / "wandb_run.py").write_text("class Run: ...")
+    package = tmp_path / "packages" / "wandb"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
     monkeypatch.setenv("NOTED", str(tmp_path / "noted"))
     return RunDir.create(tmp_path / "runs" / "ddp-0001", "seed: 0\n")
@@ -65,7 +64,7 @@ def noted(*kinds: str) -> list[dict[str, Any]]:
 
 def client() -> psutil.Process:
     children = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
-    (process,) = [one for one in children if "wandb_client" in " ".join(one.cmdline())]
+    (process,) = [one for one in children if "run_client" in " ".join(one.cmdline())]
     return process
 
 
@@ -94,7 +93,8 @@ def test_all_that_was_logged_has_arrived_in_order_when_the_loggers_are_closed(ru
 def test_whoever_trains_never_imports_it(run_dir: RunDir) -> None:
     code = (
         "import sys; from pathlib import Path; from trainkit.config.schema import Config; "
-        "from trainkit.monitor.base import open_loggers, prepare_loggers; from trainkit.run.folder import RunDir\n"
+        "from trainkit.monitor.loggers import open_loggers, prepare_loggers; "
+        "from trainkit.run.folder import RunDir\n"
         "config = Config.model_validate({'monitor': {'loggers': ['wandb']}})\n"
         f"with open_loggers(config, RunDir(Path({str(run_dir.path)!r})), total_steps=1, "
         "prepared=prepare_loggers(config)): ...\n"
@@ -119,7 +119,7 @@ def test_one_that_was_started_ahead_is_the_one_that_is_fed(run_dir: RunDir) -> N
 def test_one_that_is_told_nothing_leaves_nothing(run_dir: RunDir) -> None:
     """A training that fails before its first update."""
     code = (
-        "import sys; from trainkit.config.schema import Config; from trainkit.monitor.base import prepare_loggers\n"
+        "import sys; from trainkit.config.schema import Config; from trainkit.monitor.loggers import prepare_loggers\n"
         "prepared = prepare_loggers(Config.model_validate({'monitor': {'loggers': ['wandb']}}))\n"
         "print(prepared['wandb']._process.pid)"
     )

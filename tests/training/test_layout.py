@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -16,7 +18,7 @@ from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.layout import make_deterministic, placed
+from trainkit.training.layout import make_deterministic, placed, use_own_compiler_cache
 
 CPU = torch.device("cpu")
 
@@ -98,3 +100,23 @@ def test_a_compiled_model_trains_alike(tmp_path: Path, preset: str, how: str, mo
     run_ranks(1, train_run, tmp_path / "plain", preset, settings)
     run_ranks(1, train_run, tmp_path / "compiled", preset, (*settings, f"train.compile={how}"))
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-3)
+
+
+@pytest.mark.parametrize(("planted", "given"), [(False, ""), (True, ""), (True, "/scratch/mine")])
+def test_compiled_code_is_kept_where_nobody_else_writes(
+    planted: bool, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would run the code that it finds in a folder of that name in /tmp, whoever has laid it there."""
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    own = shared / f"trainkit-{os.geteuid()}"
+    if planted:
+        own.mkdir()
+        own.chmod(0o777)
+    use_own_compiler_cache()
+    state = tmp_path / "state" / "trainkit" / "cache"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (given or f"{state if planted else own}/torchinductor")

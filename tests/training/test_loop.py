@@ -20,7 +20,7 @@ from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.distributed.process_group import distributed
-from trainkit.monitor.base import NullLogger
+from trainkit.monitor.loggers import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir

@@ -15,8 +15,7 @@ from tests.training.parts import Linear, keeper_of, parts_of
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.monitor import profiler as module
-from trainkit.monitor.oom import snapshot_on_oom
-from trainkit.monitor.profiler import ON_REQUEST, Profiler, profiling
+from trainkit.monitor.profiler import ON_REQUEST, Profiler, profiling, snapshot_on_oom
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
 from trainkit.training.progress import Progress

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from trainkit import lifetime
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
@@ -228,12 +227,11 @@ def _updates(
     loader = batches or _batches(parts, total)
     step = ema_updates = 0
     began = 0.0
-    with loader as given, lifetime.collecting_by_hand() as collect:
+    with loader as given:
         for position in range(total):
             if position == WARM_UP // 2 and gauge is not None:
                 gauge.start()  # libraries have tried their algorithms by now
             if position == WARM_UP:
-                collect()
                 _wait(dist)
                 dist.barrier()
                 clock.lap(spent)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import os
 import platform
 import signal
@@ -169,7 +168,6 @@ def init_worker(worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR1)  # a rank that hangs asks for this
-    gc.enable()  # the rank that it was forked from collects at moments of its own
 
 
 @contextmanager

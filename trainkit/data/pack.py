@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from trainkit import fileio, lifetime, terminal
+from trainkit import fileio, terminal
 from trainkit.data.base import Samples, Splits
 from trainkit.data.folders import (
     BrokenImageError,
@@ -43,6 +43,7 @@ from trainkit.data.folders import (
 from trainkit.data.loader import TensorSamples, TensorTransform
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.fileio import append, is_own, make_folder, write
+from trainkit.process import end_with_parent
 
 if TYPE_CHECKING:
     import numpy
@@ -375,7 +376,7 @@ def _all_made(function: Callable[[str], Made], paths: list[str]) -> list[Made]:
 
 def _become_worker() -> None:
     """Ended by whoever packs: at once if that is killed, and by SIGTERM where that itself is deaf to it."""
-    lifetime.end_with_parent()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -24,10 +24,10 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainkit import lifetime
 from trainkit.config.loading import load
 from trainkit.distributed.meeting import SealedStore, interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError
+from trainkit.process import leave
 from trainkit.ranks.env import RankEnv, Secret, device_index
 from trainkit.site import node_health
 from trainkit.site.node_health import node_facts
@@ -369,7 +369,6 @@ def _tell(action: Callable[[], object]) -> bool:
 
 
 if __name__ == "__main__":
-    lifetime.begin()
     # To NCCL a message that takes too long is the end of the process, unless it is told that this one waits for it.
     os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
-    lifetime.leave(main(dict(os.environ)))
+    leave(main(dict(os.environ)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +12,34 @@ import psutil
 import torch
 
 from trainkit import fileio
-from trainkit.distributed.allocator import give_freed_back
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
 
 _UNLIMITED = 1 << 60
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
+_LARGEST_IN_HEAP = 32 << 20  # the most that glibc takes
+_ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory that a training frees and needs again in its next update, unless the user says
+    otherwise in the environment.
+
+    glibc gives free memory at the end of its heap back to the kernel, and takes it again as new pages: a thousand page
+    faults an update of a small network, by chance of what lies at the end. On the CPU a whole command takes 6.7 s then
+    instead of 5.2.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        mallopt(_TRIM_THRESHOLD, -1)
+        mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)  # setting one of the two lowers the other
+
+
+def give_freed_memory_back() -> None:
+    """Once, to the kernel, so that the process holds only what is in use."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 class MemoryGauge:
@@ -39,7 +64,7 @@ class MemoryGauge:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        give_freed_back()
+        give_freed_memory_back()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
         except OSError as problem:
@@ -61,7 +86,7 @@ class MemoryGauge:
         """Bytes held now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
-        give_freed_back()
+        give_freed_memory_back()
         return _status("VmRSS")
 
     def room(self) -> int:

@@ -23,7 +23,7 @@ from trainkit import fileio
 from trainkit.distributed.device import intra_op_threads
 from trainkit.distributed.meeting import interfaces_set, meet
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
-from trainkit.lifetime import user_says_how_threads_wait
+from trainkit.process import user_says_how_threads_wait
 from trainkit.ranks.env import NO_SECRET, RankEnv, Secret, device_index
 
 # Threads of OpenMP sleep while they wait, as long as other programs want the same cores.

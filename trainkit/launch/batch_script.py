@@ -19,8 +19,7 @@ from trainkit.launch.sweeps import is_part, whole
 BEGIN = "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
 BEGIN += "from trainkit import importing; importing.installed_first(); "
 TASK = BEGIN + (
-    "from trainkit import lifetime; lifetime.begin(); "
-    "from submitit.core.submission import submitit_main; submitit_main(); lifetime.leave(0)"
+    "from trainkit.process import leave; from submitit.core.submission import submitit_main; submitit_main(); leave(0)"
 )
 CHECK = BEGIN + "import runpy; runpy.run_module('trainkit.distributed.health', run_name='__main__')"
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.config.schema import Config
-from trainkit.monitor import lines
-from trainkit.monitor.base import Logger, Start
+from trainkit.monitor.loggers import Logger, Start, metric_words, record_line
 from trainkit.run.folder import RunDir
 
 PEERS = "none"  # a swarm has lines of its own, one a round
@@ -25,7 +24,7 @@ class _Plain:
 
     def log(self, record: Mapping[str, Any]) -> None:
         eta = self._eta(record.get("step", 0)) if record.get("split") == "train" else None
-        print(lines.record_line(record, total_steps=self._total, eta_seconds=eta), flush=True)
+        print(record_line(record, total_steps=self._total, eta_seconds=eta), flush=True)
 
     def close(self) -> None: ...
 
@@ -63,10 +62,10 @@ class _Bar:
 
     def log(self, record: Mapping[str, Any]) -> None:
         if record.get("split") == "train":
-            text = "  ".join(lines.metric_words(record))
+            text = "  ".join(metric_words(record))
             self._progress.update(self._task, completed=record.get("step", 0), text=text, refresh=True)
         else:
-            self._progress.print(lines.record_line(record, total_steps=self._total), highlight=False, markup=False)
+            self._progress.print(record_line(record, total_steps=self._total), highlight=False, markup=False)
             self._progress.refresh()
 
     def close(self) -> None:

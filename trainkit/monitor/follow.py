@@ -1,29 +1,34 @@
-"""Following a run from outside: by what it writes into its folder, so that it works for every executor."""
+"""Following a run by what it writes into its folder, so that it works for every executor; and the logs of its ranks."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainkit import fileio, terminal
 from trainkit.fileio import Notice
-from trainkit.monitor import lines
+from trainkit.monitor.loggers import duration, number, record_line, setback_line
 from trainkit.run.events import read_events
 from trainkit.run.events import typed as typed_event
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import SETBACK_EVENTS, best_of, read_thinned, setbacks_of
 from trainkit.run.metrics import typed as typed_metrics
 
-POLL_SECONDS = 0.2
-SELDOM_SECONDS = 2.0
-"""Where nobody tells: how often a run's files are looked at while they grow, and while they do not."""
-ALIVE_SECONDS = 2.0  # asking may cost a scheduler something
+_GROWING_SECONDS, _IDLE_SECONDS = 0.2, 2.0
+"""Pauses between two looks at files that grow, and that do not, where the kernel does not notify of changes."""
+_ALIVE_SECONDS = 2.0
+"""Least pause between two questions whether the job is alive: each may cost a scheduler something."""
+_PART_BYTES = 1 << 20
+_LONGEST_LOG = 1 << 30
+"""Bytes of a log that are read at once. A sparse file of 300 GB takes no room on a disk, and holds nothing."""
 
 
 def files_of(run_dir: RunDir) -> list[Path]:
@@ -51,16 +56,16 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: Notice) -> Non
             if event.get("event") == "started":
                 view.started(event)
         story = _Story(view)
-        ended, alive, asked, pause = story.show(history[since:]), True, time.monotonic(), POLL_SECONDS
+        ended, alive, asked, pause = story.show(history[since:]), True, time.monotonic(), _GROWING_SECONDS
         while True:
             # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
             records = metrics.read()
             view.records(records)
             if ended or not alive:
                 return
-            pause = POLL_SECONDS if records else min(1.5 * pause, SELDOM_SECONDS)
+            pause = _GROWING_SECONDS if records else min(1.5 * pause, _IDLE_SECONDS)
             notice.wait(pause)
-            if story.may_be_over or notice.process_is_over or time.monotonic() - asked >= ALIVE_SECONDS:
+            if story.may_be_over or notice.process_is_over or time.monotonic() - asked >= _ALIVE_SECONDS:
                 alive, asked = is_alive(), time.monotonic()
             ended = story.show(events.read())
 
@@ -111,7 +116,7 @@ def _results(run_dir: RunDir) -> list[str]:
     if tested:
         words.append(f"test acc1 {tested[-1]['acc1']:.2f} %")
     if fileio.is_number(seconds := summary.get("train_seconds")):
-        words.append(f"{seconds:.1f} s" if seconds < 60 else lines.duration(seconds))
+        words.append(f"{seconds:.1f} s" if seconds < 60 else duration(seconds))
     if fileio.is_number(speed := summary.get("images_per_sec")):
         words.append(f"{speed:,.0f} images/s")
     return words
@@ -177,7 +182,7 @@ class _Story:
                 self._view.say(f"Stopped early after {of}: {event.get('why', '')}.")
             elif kind == "failed":
                 self._view.say(f"Failed on rank {event.get('rank', '?')}: {event.get('error', 'see its log')}")
-            elif line := lines.setback_line(event):
+            elif line := setback_line(event):
                 self._view.say(line)
             self.may_be_over = kind == "ended" or (self.may_be_over and kind != "started")
             if kind == "ended" and event.get("state") == "COMPLETED":
@@ -212,7 +217,7 @@ class _LineView:
 
     def records(self, batch: list[dict[str, Any]]) -> None:
         for record in batch:
-            self.say(lines.record_line(record, total_steps=self._total))
+            self.say(record_line(record, total_steps=self._total))
 
     def say(self, line: str) -> None:
         print(line, flush=True)
@@ -251,13 +256,13 @@ class _BarView:
         for record in batch:
             split = record.get("split")
             if split == "train":
-                self._loss = f"loss {lines.number(record.get('loss'), '.4f')}"
+                self._loss = f"loss {number(record.get('loss'), '.4f')}"
                 if "images_per_sec" in record:
-                    self._speed = lines.number(record["images_per_sec"], ",.0f", " images/s")
+                    self._speed = number(record["images_per_sec"], ",.0f", " images/s")
             elif split == "val" and "acc1" in record:
-                self._accuracy = f"val acc1 {lines.number(record['acc1'], '.2f', ' %')}"
+                self._accuracy = f"val acc1 {number(record['acc1'], '.2f', ' %')}"
             elif split == "test":
-                self.say(lines.record_line(record, total_steps=record.get("step", 0)))
+                self.say(record_line(record, total_steps=record.get("step", 0)))
         if batch:
             step = batch[-1].get("step", 0)
             where = f"step {step}/{self._total}" if self._total else f"step {step}"
@@ -266,3 +271,63 @@ class _BarView:
 
     def say(self, line: str) -> None:
         self._progress.print(line, highlight=False, markup=False)
+
+
+@dataclass
+class RankLog:
+    """One rank's file, read on from where the last look ended.
+
+    Args:
+        label: stands before every line.
+        pattern: only lines in which it is found.
+    """
+
+    path: Path
+    label: str = ""
+    pattern: re.Pattern[str] | None = None
+    _offset: int = field(default=0, init=False)
+    _rest: bytes = field(default=b"", init=False)
+
+    def new(self, *, to_the_end: bool = False) -> Iterator[str]:
+        """What has been written since, in parts. Raises OSError where the file cannot be read.
+
+        Args:
+            to_the_end: nobody writes it any more, so a line without its end is one too.
+        """
+        with fileio.open_regular(self.path) as file:
+            end = os.fstat(file.fileno()).st_size  # what comes while it is read is for the next look
+            if end - self._offset > _LONGEST_LOG:
+                yield f"{self.label}--- left out: {end - self._offset - _LONGEST_LOG:,} bytes of {self.path.name}\n"
+                self._offset, self._rest = end - _LONGEST_LOG, b""
+            file.seek(self._offset)
+            while self._offset < end and (part := file.read(min(_PART_BYTES, end - self._offset))):
+                self._offset += len(part)
+                yield self._shown(part)
+        if to_the_end and self._rest:
+            yield self._shown(b"\n")
+
+    def _shown(self, part: bytes) -> str:
+        if not self.label and self.pattern is None:  # whatever stands there, lines or half of them: progress bars
+            return part.decode(errors="replace")
+        *whole, self._rest = (self._rest + part).split(b"\n")
+        if len(self._rest) > 16 * _PART_BYTES:  # a line that nobody reads, and that would fill the memory
+            whole, self._rest = [*whole, self._rest], b""
+        lines = (line.decode(errors="replace") for line in whole)
+        return "".join(f"{self.label}{line}\n" for line in lines if self.pattern is None or self.pattern.search(line))
+
+
+def ranks_of(logs: Path) -> list[int]:
+    """The ranks that have a log in this folder of an attempt."""
+    names = [file.stem.removeprefix("rank-") for file in logs.glob("rank-*.out")]
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+
+def logs_of(logs: Path, ranks: Sequence[int], *, ending: str, pattern: re.Pattern[str] | None) -> list[RankLog]:
+    """The logs of these ranks; each line says whose it is if there are several.
+
+    Args:
+        ending: ``out`` or ``err``.
+    """
+    width = len(str(max(ranks, default=0)))
+    labels = [f"[rank {rank:{width}}] " if len(ranks) > 1 else "" for rank in ranks]
+    return [RankLog(logs / f"rank-{rank}.{ending}", label, pattern) for rank, label in zip(ranks, labels, strict=True)]

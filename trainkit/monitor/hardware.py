@@ -9,14 +9,18 @@ Keys of a sample::
     memory_used_mb, memory_total_mb    of the machine
     load                  processes that run or are ready to, mean of the last minute (Unix's load average)
     cpu_pressure          percent of the time since the last sample in which some process was ready and had no CPU;
-                          absent where the kernel does not tell (Linux's /proc/pressure)
-    cpu_taken             percent of the CPU time that the run wanted here since then which other programs had instead,
-                          not its own ranks and workers; absent where the kernel does not tell (/proc/PID/schedstat)
+                          absent where the kernel does not say (Linux: /proc/pressure)
+    cpu_taken             percent of the CPU time that the run wanted here since the last sample and other programs got,
+                          its own ranks and workers not counted; absent where the kernel does not say
+                          (/proc/PID/schedstat)
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
-                          temperature_c; absent without GPUs, and a GPU lacks what its driver does not tell
-    gpu_kwh, cpu_kwh      energy of the run on this host until now (`trainkit.monitor.energy`); absent if nobody tells
+                          temperature_c; absent without GPUs, and a GPU lacks what its driver does not report
+    gpu_kwh, cpu_kwh      energy of the run on this host until now; absent if nothing measures it
 
 ``nvidia-smi-<host>.txt`` beside them shows the GPUs when they held most memory.
+
+GPUs count their energy themselves (NVML, Volta and later); for others it is power times the time between two samples.
+Processors count it per package (RAPL), other programs included; by default Linux lets only root read it.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,15 +39,18 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainkit import fileio
-from trainkit.monitor.energy import Energy, last_sample
-from trainkit.monitor.gpus import MB, Gpus
 from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir
 
+MB = 1024 * 1024
+_JOULES_PER_KWH = 3.6e6
+_TAIL_BYTES = 32768
+_ENERGY_KEYS = ("gpu_kwh", "cpu_kwh")
+RAPL = Path("/sys/class/powercap")
 _PRESSURE = Path("/proc/pressure/cpu")
 _STAT = Path("/proc/stat")
 _NOTEWORTHY = 1.01
-"""So much more memory than ever, and the GPUs are shown anew."""
+"""Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
 
 
 @contextmanager
@@ -71,8 +78,8 @@ def sample_hardware(
 
     Args:
         device: ``cuda`` samples GPUs as well; anything else does not.
-        env: where CUDA_VISIBLE_DEVICES is looked up (default: this process's environment).
-        ranks: of the run.
+        env: has CUDA_VISIBLE_DEVICES (default: this process's environment).
+        ranks: number of ranks of the run.
     """
     mask = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
     stop = threading.Event()
@@ -135,18 +142,18 @@ def _sample_until(
 
 class _Seconds(NamedTuple):
     busy: dict[int, float]
-    """Of each CPU, with whatever it ran."""
+    """Each CPU's, whatever it ran."""
     ran: float
-    """Of all processes of the run on this machine."""
+    """CPU time of all processes of the run on this machine."""
     waited: float
-    """Of their threads, for a CPU."""
+    """Their threads' time of waiting for a CPU."""
 
 
 class CpuWaits:
-    """What a run waited for CPUs since it was asked last, and what of that was because others had them.
+    """How long a run waited for CPUs since the last call, and how much of that because other programs had them.
 
     Args:
-        ranks: of the run, those of other machines too. All of this machine are children of what started this one.
+        ranks: of the run, other machines included. All ranks of this machine are children of this process's parent.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -157,7 +164,7 @@ class CpuWaits:
         self._cpus = self._counted()
 
     def since(self) -> dict[str, float]:
-        """``cpu_pressure`` and ``cpu_taken``; without what the kernel does not tell."""
+        """``cpu_pressure`` and ``cpu_taken``; without what the kernel does not report."""
         found: dict[str, float] = {}
         (then, before), self._pressure = self._pressure, (time.monotonic(), _waited())
         now, waited = self._pressure
@@ -168,17 +175,17 @@ class CpuWaits:
             known = self._used & earlier.busy.keys() & self._cpus.busy.keys()
             busy = sum(self._cpus.busy[cpu] - earlier.busy[cpu] for cpu in known)
             own, waits = max(self._cpus.ran - earlier.ran, 0.0), max(self._cpus.waited - earlier.waited, 0.0)
-            # Of what others had, the run wanted as large a part as it waited of its time. The waits themselves do not
-            # tell how long it was held up: a rank that sleeps until another one had its turn does not wait for a CPU.
+            # The run wanted that share of the others' time which it waited of its own. The waits themselves do not say
+            # how long it was held up: a rank that sleeps until another one had its turn does not wait for a CPU.
             lost = max(busy - own, 0.0) * waits / max(own + waits, 1e-9)
             found["cpu_taken"] = round(100 * lost / max(own + lost, 1e-9), 1)
         return found
 
     def _counted(self) -> _Seconds | None:
-        """Until now; None where the kernel does not tell."""
+        """Totals until now; None where the kernel does not report them."""
         busy = {}
         try:
-            # Not psutil's list, which has no numbers: CPUs that are switched off are not in it.
+            # psutil's list has no numbers, and leaves out CPUs that are switched off.
             for name, *ticks in (line.split() for line in fileio.read_start(_STAT, 1 << 20).splitlines()):
                 if name.startswith("cpu") and name != "cpu":
                     # user, nice, system, idle, iowait, irq, softirq, steal
@@ -190,17 +197,17 @@ class CpuWaits:
         except (psutil.Error, OSError, ValueError):  # no Linux, or a container that hides this
             return None
         for process in run:
-            with suppress(psutil.Error, OSError):  # it may end at any moment; its parent has its time then
+            with suppress(psutil.Error, OSError):  # it may end at any moment; then its time is its parent's
                 ran += sum(process.cpu_times()[:4])
                 self._used |= os.sched_getaffinity(process.pid)
             for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
-                with suppress(OSError, ValueError, IndexError):  # of threads that have ended their last words stay
+                with suppress(OSError, ValueError, IndexError):  # an ended thread keeps its last number
                     self._threads[path.parent.name] = int(fileio.read_start(path, 200).split()[1]) / 1e9
         return _Seconds(busy, ran, sum(self._threads.values())) if self._used & busy.keys() and self._threads else None
 
 
 def _waited() -> float | None:
-    """Seconds since the machine was booted."""
+    """Seconds since boot in which some process waited for a CPU."""
     try:
         return int(fileio.read_start(_PRESSURE, 200).splitlines()[0].rpartition("total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
@@ -223,3 +230,164 @@ def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:
             cpu += process.cpu_percent()
             memory += process.memory_info().rss
     return cpu, memory
+
+
+class Gpus:
+    """The GPUs that a CUDA_VISIBLE_DEVICES mask leaves, by NVML; none where NVML is missing.
+
+    What a driver does not report (vGPUs and MIG slices do not report everything) is left out.
+    """
+
+    def __init__(self, mask: str | None) -> None:
+        import pynvml
+
+        self._nvml: Any = pynvml
+        self._handles: dict[int, Any] = {}
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+            self._handles = {index: handles[index] for index in visible_indices(mask, uuids)}
+
+    def samples(self) -> list[dict[str, Any]]:
+        """For each GPU: index, util_percent, memory_used_mb, memory_total_mb, power_w, temperature_c."""
+        nvml = self._nvml
+        readings: dict[str, Callable[[Any], Any]] = {
+            "util_percent": lambda handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_used_mb": lambda handle: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
+            "memory_total_mb": lambda handle: round(nvml.nvmlDeviceGetMemoryInfo(handle).total / MB, 1),
+            "power_w": lambda handle: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000, 1),
+            "temperature_c": lambda handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        }
+        return [{"index": index, **self._reported(handle, readings)} for index, handle in self._handles.items()]
+
+    def joules(self) -> dict[int, float]:
+        """Energy by index since the driver was loaded, of the GPUs that count it."""
+        energy = {"joules": lambda handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000}
+        reported = {index: self._reported(handle, energy) for index, handle in self._handles.items()}
+        return {index: found["joules"] for index, found in reported.items() if found}
+
+    def described(self) -> str:
+        """What `nvidia-smi` shows: driver, names, use, and the processes on each GPU. Empty without GPUs."""
+        if not self._handles:
+            return ""
+        nvml = self._nvml
+        driver = self._reported(None, {"driver": lambda _: nvml.nvmlSystemGetDriverVersion()}).get("driver", "?")
+        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  driver {driver}"]
+        about: dict[str, Callable[[Any], Any]] = {
+            "name": lambda handle: nvml.nvmlDeviceGetName(handle),
+            "limit": lambda handle: nvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000,
+            "processes": lambda handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+        }
+        for sample, handle in zip(self.samples(), self._handles.values(), strict=True):
+            known = self._reported(handle, about)
+            values = [
+                f"GPU {sample['index']}  {known.get('name', '?')}",
+                f"{sample.get('util_percent', '?')} % used",
+                f"{sample.get('memory_used_mb', '?')} of {sample.get('memory_total_mb', '?')} MB",
+                f"{sample.get('power_w', '?')} of {known.get('limit', '?')} W",
+                f"{sample.get('temperature_c', '?')} C",
+            ]
+            lines.append("  ".join(values))
+            for process in known.get("processes", ()):
+                used = getattr(process, "usedGpuMemory", None)  # unknown inside of containers
+                lines.append(f"    process {process.pid}  {'?' if used is None else round(used / MB)} MB")
+        return "\n".join(lines) + "\n"
+
+    def _reported(self, handle: Any, readings: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
+        reported = {}
+        for key, ask in readings.items():
+            with suppress(self._nvml.NVMLError):
+                reported[key] = ask(handle)
+        return reported
+
+
+def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
+    """NVML's indices of the GPUs that a CUDA_VISIBLE_DEVICES mask leaves; all without a mask.
+
+    Like CUDA, it stops at the first entry that names no GPU.
+
+    Args:
+        uuids: of every GPU in NVML's order; a mask may name a GPU by a unique prefix of its UUID.
+    """
+    if mask is None:
+        return list(range(len(uuids)))
+    found: list[int] = []
+    for entry in (part.strip() for part in mask.split(",")):
+        if entry.isdigit():
+            matches = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+        if len(matches) != 1:
+            break
+        found += matches
+    return found
+
+
+class Energy:
+    """Energy of the run on this host: goes on from ``before``, the last sample of earlier attempts."""
+
+    def __init__(self, gpus: Gpus | None, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
+        self._gpus, self._rapl = gpus, rapl
+        self._total = {key: float(before[key]) for key in _ENERGY_KEYS if fileio.is_number(before.get(key))}
+        self._gpu_joules = gpus.joules() if gpus is not None else {}
+        self._cpu_joules = self._packages()
+        self._powers: dict[int, float] = {}
+        self._since = time.monotonic()
+
+    def used(self, samples: list[dict[str, Any]]) -> dict[str, float]:
+        """``gpu_kwh`` and ``cpu_kwh`` until now; what nothing measures is left out.
+
+        Args:
+            samples: of the GPUs, just taken.
+        """
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        counted = self._gpus.joules() if self._gpus is not None else {}
+        for index, joules in counted.items():
+            if index in self._gpu_joules:
+                self._add("gpu_kwh", max(0.0, joules - self._gpu_joules[index]))
+        self._gpu_joules = counted
+        for sample in samples:
+            if sample["index"] not in counted and "power_w" in sample:
+                before = self._powers.get(sample["index"], sample["power_w"])
+                self._add("gpu_kwh", (before + sample["power_w"]) / 2 * seconds)
+                self._powers[sample["index"]] = sample["power_w"]
+        packages = self._packages()
+        for name, (joules, whole) in packages.items():
+            if name in self._cpu_joules:
+                self._add("cpu_kwh", (joules - self._cpu_joules[name][0]) % whole)  # it wraps
+        self._cpu_joules = packages
+        return {key: round(value, 7) for key, value in self._total.items()}
+
+    def _add(self, key: str, joules: float) -> None:
+        self._total[key] = self._total.get(key, 0.0) + joules / _JOULES_PER_KWH
+
+    def _packages(self) -> dict[str, tuple[float, float]]:
+        """By name of each package: joules, and the value at which the counter wraps."""
+        found = {}
+        for folder in sorted(self._rapl.glob("intel-rapl:[0-9]*")):  # AMD's processors have it under this name too
+            try:
+                if fileio.read_text(folder / "name").startswith("package"):
+                    whole = int(fileio.read_text(folder / "max_energy_range_uj")) / 1e6
+                    found[folder.name] = (int(fileio.read_text(folder / "energy_uj")) / 1e6, whole)
+            except (OSError, ValueError):
+                continue
+        return found
+
+
+def last_sample(file: Path) -> dict[str, Any]:
+    """The newest line of a host's samples; empty if there is none."""
+    try:
+        text = fileio.read_end(file, _TAIL_BYTES)
+    except OSError:
+        return {}
+    parsed = (fileio.parse_object(line) for line in reversed(text.splitlines()))
+    return next((found for found in parsed if found is not None), {})
+
+
+def energy_of(run: RunDir) -> dict[str, float] | None:
+    """``gpu_kwh`` and ``cpu_kwh`` of a run over all hosts whose samples are in its folder; None: not measured."""
+    samples = [last_sample(file) for file in sorted(run.path.glob("system-*.jsonl"))]
+    found = {key: [sample[key] for sample in samples if fileio.is_number(sample.get(key))] for key in _ENERGY_KEYS}
+    return {key: round(sum(values), 6) for key, values in found.items() if values} or None

@@ -8,7 +8,7 @@ from typing import Any
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import DiskError
-from trainkit.monitor.base import Logger, Start
+from trainkit.monitor.loggers import Logger, Start
 from trainkit.run.folder import RunDir
 
 FIRST = True

@@ -1,10 +1,12 @@
-"""What the operations of some updates cost, by torch.profiler: into ``RUN/profile/``, of rank 0.
+"""``RUN/profile/``: profiles of some updates of rank 0, by torch.profiler, and the GPU's memory when it ran out.
 
-Either of those that ``monitor.profile_steps`` names, or, for a run that goes on, of the next few after somebody has
-said ``touch RUN/PROFILE``; the file is taken away when the profile is there. A profile is two files: a trace for
-https://ui.perfetto.dev or chrome://tracing, and a table of the operations that cost most.
+A profile is of the updates that ``monitor.profile_steps`` names or, while a run goes on, of the next few after
+``touch RUN/PROFILE``; that file is removed when the profile is written. A profile is two files: a trace for
+https://ui.perfetto.dev or chrome://tracing, and a table of the operations that cost most. Another thread looks for the
+request and writes the files, so that training waits for no disk.
 
-A thread of its own looks for the request and writes the files, so that training waits for no disk.
+A snapshot of the GPU's memory is for https://pytorch.org/memory_viz. It is a pickle, because torch's viewer wants one;
+trainkit never reads it.
 """
 
 from __future__ import annotations
@@ -23,34 +25,35 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 ON_REQUEST = 5
-"""Updates of a profile that somebody has asked for."""
+"""Updates of a requested profile."""
 LOOK_SECONDS = 2.0
 _ROWS = 40
+_MOST_MEMORY_EVENTS = 100_000
 _NEVER = -1
 
 
 class Profiler:
-    """Begins and ends profiles where the loop says that it is there.
+    """Begins and ends profiles when the loop calls it.
 
     Args:
-        steps: begin after this update, end after that one.
+        steps: begin after the first of these updates, end after the second.
     """
 
     def __init__(self, run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool) -> None:
         self._run_dir, self._steps, self._gpu = run_dir, steps, gpu
         self.next = steps[0] if steps else _NEVER
-        """The step at which `turn` is to be called."""
+        """The step at which to call `turn`."""
         self.requested = threading.Event()
         self._running: tuple[int, profile] | None = None
         self._writing: threading.Thread | None = None
 
     def look(self, step: int) -> None:
-        """If somebody has asked for a profile, begin with the next update."""
+        """Begin with the next update, if a profile is requested."""
         if self.requested.is_set() and self._running is None and self._writing is None:
             self.next = step
 
     def turn(self, step: int) -> None:
-        """Begin, or end what has begun. Failing is said once, and no reason for a training to fail."""
+        """Begin a profile, or end the one that runs. A failure is reported once and does not fail the training."""
         try:
             if self._running is None:
                 self._begin(step)
@@ -61,7 +64,7 @@ class Profiler:
             print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def close(self, step: int) -> None:
-        """End what has begun, and wait until it is written."""
+        """End the profile that runs, and wait until it is written."""
         if self._running is not None:
             self.turn(step)
         if self._writing is not None:
@@ -109,7 +112,7 @@ class Profiler:
 
 @contextmanager
 def profiling(run_dir: RunDir, steps: tuple[int, int] | None, *, gpu: bool, is_main: bool = True) -> Iterator[Profiler]:
-    """A profiler for a loop, with a thread that looks for requests; on other ranks than the first it does nothing."""
+    """A profiler for a loop, with a thread that looks for requests; it does nothing on other ranks than the first."""
     if not is_main:
         yield Profiler(run_dir, None, gpu=gpu)
         return
@@ -132,3 +135,46 @@ def _is_there(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
+
+
+@contextmanager
+def snapshot_on_oom(run_dir: RunDir, rank: int, *, gpu: bool, history: bool) -> Iterator[None]:
+    """Write ``RUN/profile/oom-rank-<n>.pickle`` if the body runs out of the GPU's memory.
+
+    Args:
+        history: record from now on which line of Python allocated what. Without it the snapshot has only the blocks
+            that are held at the end, and how full they are.
+    """
+    if not gpu:
+        yield
+        return
+    import torch
+
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=_MOST_MEMORY_EVENTS, stacks="python")
+    try:
+        yield
+    except BaseException as error:
+        if out_of_gpu_memory(error):
+            file = run_dir.profile / f"oom-rank-{rank}.pickle"
+            try:
+                fileio.make_folder(run_dir.profile, run_dir.path)
+                with fileio.replacing(file, run_dir.path) as out:
+                    torch.cuda.memory._dump_snapshot(out.name)
+                print(f"What the GPU's memory held: {file}", file=sys.stderr, flush=True)
+            except Exception as problem:  # the error that ends the run must be the one that is seen
+                print(f"No snapshot of the GPU's memory: {problem}", file=sys.stderr, flush=True)
+        raise
+
+
+def out_of_gpu_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one of its causes, is torch's that the GPU's memory is too small."""
+    import torch
+
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,90 +1,120 @@
 """TensorBoard: ``tensorboard --logdir RUN/tensorboard``.
 
-Tags are ``<metric>/<split>``: TensorBoard shows train and val of a metric side by side, its Custom Scalars tab draws
-them in one plot, with the learning rate. HParams compares runs (``tensorboard --logdir runs``); Images and Text have
-which class was taken for which in the test.
+Tags are ``<metric>/<split>``: TensorBoard shows train and val of a metric side by side, and its Custom Scalars tab
+draws them in one plot, with the learning rate. HParams compares runs (``tensorboard --logdir runs``); Images and Text
+show the confusion matrix of the test.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainkit import fileio
+from trainkit import fileio, terminal, workarounds
+from trainkit.config.loading import flatten
 from trainkit.config.schema import Config
-from trainkit.monitor import tensorboard_pages as pages
-from trainkit.monitor.base import Logger, Start
-from trainkit.monitor.described import hyperparameters, shown_name, taken_for
+from trainkit.monitor.loggers import Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.run.folder import RunDir
 
 _MOST_CLASSES = 400
+"""Most classes whose confusion matrix is drawn,"""
+_LEGIBLE_CLASSES = 30
+"""and most whose matrix is also a table."""
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 _FLUSH_SECONDS = 10
+_CHARTS = ("loss", "acc1", "acc5", "lr")
+_HPARAMS_COLUMNS = ("acc1/val", "loss/val", "acc1/test", "loss/test")
 
 
 class _TensorBoard:
     def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
-        with _light():
-            from tensorboard.compat.proto import event_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        workarounds.tensorboard_without_tensorflow()
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from torch.utils.tensorboard import FileWriter, summary
 
-            self._event = event_pb2.Event
-            # In a folder of its own name, or TensorBoard would list the run as ".".
-            folder = run_dir.tensorboard / shown_name(run_dir)
-            fileio.make_folder(folder, run_dir.path)
-            self._file = EventFileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
         self._run_dir, self._is_over = run_dir, False
-        now = time.time()
+        # In a folder of its own name, or TensorBoard would list the run as ".".
+        folder = run_dir.tensorboard / listed_name(run_dir)
+        fileio.make_folder(folder, run_dir.path)
+        self._file: Any = FileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
         if start.resumed_step:
             # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve
             # would go back and forth. The resumed step itself was complete.
-            begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._file.add_event(self._event(wall_time=now, step=start.resumed_step + 1, session_log=begins))
-        averaged = config.train.ema_decay is not None
-        told = hyperparameters(config, start)
-        for summary in (pages.layout(averaged=averaged), pages.hparams(told, shown_name(run_dir))):
-            self._file.add_event(self._event(wall_time=now, summary=summary))
+            self._file.add_event(Event(session_log=SessionLog(status=SessionLog.START)), start.resumed_step + 1)
+        average = ["ema_{}/val"] * (config.train.ema_decay is not None)
+        charts = {
+            metric: ["Multiline", [tag.format(metric) for tag in ("{}/train", "{}/val", *average)]]
+            for metric in _CHARTS
+        }
+        self._file.add_summary(summary.custom_scalars({"train and val": charts}))
+        experiment, started, self._succeeded = summary.hparams(
+            _hyperparameters(config, start), dict.fromkeys(_HPARAMS_COLUMNS)
+        )
+        self._file.add_summary(experiment)
+        self._file.add_summary(started)
         self._file.flush()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        event = self._event(wall_time=record.get("time", time.time()), step=record["step"])
-        for key, value in record.items():
-            if key not in _NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool):
-                # Where the time goes is a page of its own: seconds/data, seconds/forward ...
-                tag = key.replace("_", "/", 1) if key.startswith("seconds_") else f"{key}/{record['split']}"
-                event.summary.value.add(tag=tag, simple_value=value)
-        self._file.add_event(event)
-        self._is_over = self._is_over or record["split"] == "test"
-        if record["split"] == "test" and (taken := taken_for(self._run_dir, _MOST_CLASSES)) is not None:
-            self._file.add_event(
-                self._event(wall_time=time.time(), step=record["step"], summary=pages.confusion(taken))
-            )
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        split, step = record["split"], record["step"]
+        # One event for all values: a tenth of the time of as many calls of `SummaryWriter.add_scalar`.
+        values = [
+            Summary.Value(tag=_tag(key, split), simple_value=value)
+            for key, value in record.items()
+            if key not in _NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool)
+        ]
+        self._file.add_summary(Summary(value=values), step, record.get("time"))
+        if split == "test":
+            self._is_over = True
+            if (found := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
+                self._show_confusion(*found, step)
+
+    def _show_confusion(self, classes: Sequence[str], counts: Sequence[Sequence[int]], step: int) -> None:
+        import numpy as np
+        from torch.utils.tensorboard import summary
+
+        shares = np.array(counts) / np.maximum(np.sum(counts, axis=1, keepdims=True), 1)
+        side = max(1, 400 // len(classes))  # pixels of a class
+        pixels = np.kron(255 - np.rint(255 * shares), np.ones((side, side))).astype(np.uint8)
+        self._file.add_summary(summary.image("confusion/test", pixels, dataformats="HW"), step)
+        if len(classes) <= _LEGIBLE_CLASSES:
+            rows = [[name, *(str(count or "") for count in row)] for name, row in zip(classes, counts, strict=True)]
+            table = terminal.markdown_table(["is \\ taken for", *classes], rows)
+            self._file.add_summary(summary.text("confusion/test/table", table), step)
 
     def close(self) -> None:
-        failed = sys.exc_info()[0] is not None  # closed while an exception passes
-        if failed or self._is_over:  # else it will go on
-            self._file.add_event(self._event(wall_time=time.time(), summary=pages.ended(failed=failed)))
+        if sys.exc_info()[0] is not None:  # closed while an exception passes
+            self._file.add_summary(_failed())
+        elif self._is_over:  # else a later attempt goes on
+            self._file.add_summary(self._succeeded)
         self._file.close()
 
 
-@contextmanager
-def _light() -> Iterator[None]:
-    """Have TensorBoard's writer import neither TensorFlow (many seconds) nor boto3 (0.2 s), where they are installed.
+def _tag(key: str, split: str) -> str:
+    """Where the time goes is a group of its own: seconds/data, seconds/forward ..."""
+    return key.replace("_", "/", 1) if key.startswith("seconds_") else f"{key}/{split}"
 
-    It would take them to write to other places than a folder.
-    """
-    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))  # TensorBoard's own word for that
-    boto3 = sys.modules.get("boto3")
-    sys.modules["boto3"] = boto3  # type: ignore[assignment]  # None: as if it were not installed
-    try:
-        yield
-    finally:
-        if boto3 is None:
-            del sys.modules["boto3"]
+
+def _hyperparameters(config: Config, start: Start) -> dict[str, float | str]:
+    """The training settings that are one value each, by dotted keys, with the number of ranks."""
+    flat = {**dict(flatten(training_settings(config, start))), "world_size": start.world_size}
+    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in flat.items()}
+    return {key: value for key, value in words.items() if isinstance(value, int | float | str)}
+
+
+def _failed() -> Any:
+    """The state of a failed run in the HParams tab; torch's `hparams` knows success only."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_FAILURE, end_time_secs=time.time())
+    data = plugin_data_pb2.HParamsPluginData(session_end_info=end, version=metadata.PLUGIN_DATA_VERSION)
+    about = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=data.SerializeToString())
+    tag = metadata.SESSION_END_INFO_TAG
+    return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=about))])
 
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:

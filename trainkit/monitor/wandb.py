@@ -1,11 +1,12 @@
 """Weights & Biases: online when logged in, else offline (``wandb sync RUN/wandb/offline-run-*`` uploads later).
 
-Nothing but metrics, the training settings and the use of this host is handed over: no environment, no code, no console
-output, no command line, no list of packages. The run keeps its id over restarts, so that a requeued run is one run
-there too.
+It gets metrics, the training settings and the use of this host: no environment, no code, no console output, no command
+line, no list of packages. The run keeps its id over restarts, so that a requeued run is one run there too.
 
-The client is a process of its own (`trainkit.monitor.wandb_client`), started before torch is imported where that can be
-(`prepare`), and fed through a pipe. Training never waits for it but at its end, for what it still has to write or send.
+The client is another process, so that importing, starting and ending it keeps no training waiting: started before torch
+is imported where possible (`prepare`), and fed with JSON lines through a pipe: ``{"init": arguments of wandb.init}``,
+then ``{"log": values}`` and ``{"confusion": rows of a table, "step": step}``, at last ``{"finish": exit code}``. Where
+they end without that, the training was killed, and the run has crashed. Training waits for the client at its end only.
 """
 
 from __future__ import annotations
@@ -20,35 +21,41 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from trainkit import fileio
-from trainkit.config.schema import Config
 from trainkit.fileio import Notice
-from trainkit.monitor.base import Logger, Start
-from trainkit.monitor.described import settings, shown_name, taken_for
-from trainkit.monitor.wandb_client import HAS_SAID_WHY, IGNORED
-from trainkit.run.folder import RunDir
+from trainkit.monitor.loggers import Logger, Start, confusion_of_test, listed_name, training_settings
+from trainkit.process import leave
+
+if TYPE_CHECKING:
+    from trainkit.config.schema import Config
+    from trainkit.run.folder import RunDir
 
 Mode = Literal["online", "offline", "disabled", "shared"]
 
-CLIENT_SECONDS = 30.0  # a server that does not answer must not hold GPUs; what is left stays on disk for `wandb sync`
+CLIENT_SECONDS = 30.0
+"""Patience with W&B's server, which must not hold GPUs; what is not sent stays on disk for `wandb sync`."""
 _ENDING_SECONDS = 3 * CLIENT_SECONDS
-"""To reach a server in vain, begin offline and write what there is takes the client no longer."""
+"""Enough for the client to try the server in vain, begin offline and write everything."""
 _MOST_HELD = 1 << 26
-"""Bytes of records that a client has not taken yet."""
+"""Bytes of records that a client may have left unread."""
 _MOST_CLASSES = 100
-"""More are more rows than W&B keeps of a chart."""
+"""W&B keeps no more rows of a chart than the confusion matrix of so many classes has."""
+_REPORTED = 3
+"""Exit code of a client that has reported why it failed."""
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+"""Signals for the process that trains, which saves then, and tells the client when to end."""
 
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 
 _CLIENT = (
     "import sys; sys.path = [path for path in sys.path if path]; "
     "from trainkit import importing; importing.installed_first(); "
-    "from trainkit.monitor.wandb_client import main; main()"
+    "from trainkit.monitor.wandb import run_client; run_client()"
 )
 
 PEERS = "judge"
@@ -77,13 +84,13 @@ def mode(env: Mapping[str, str], home: Path) -> Mode:
 
 
 class _Client:
-    """The process, to be fed without ever waiting for it."""
+    """The client process; sending to it never waits."""
 
     def __init__(self) -> None:
-        # Beside what this process runs, and not what lies in the current folder: a job's snapshot, not a checkout.
+        # The code that this process runs, which may be a job's snapshot, and not that of the current folder.
         own = str(Path(__file__).parents[2])
         path = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # until it ignores them itself
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # until it ignores them itself
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CLIENT],
@@ -99,16 +106,16 @@ class _Client:
         self._held = bytearray()
 
     def send(self, **message: Any) -> None:
-        """A message. Raises RuntimeError if the process is gone without having said why, or takes nothing any more."""
+        """Send a message. Raises RuntimeError if the process died without a report, or has stopped reading."""
         if self._process.returncode is not None:
             return
         self._held += json.dumps(message).encode() + b"\n"
         self._write()
         if len(self._held) > _MOST_HELD:
-            raise RuntimeError("its process takes nothing any more")
+            raise RuntimeError("its process reads nothing any more")
 
     def close(self) -> None:
-        """Wait until it has ended. Raises RuntimeError if it does not."""
+        """Wait for its end. Raises RuntimeError if it does not come."""
         process = self._process
         room = select.poll()
         room.register(self._pipe, select.POLLOUT)
@@ -124,7 +131,7 @@ class _Client:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            raise RuntimeError(f"it did not come to its end within {_ENDING_SECONDS:.0f} s") from None
+            raise RuntimeError(f"it did not end within {_ENDING_SECONDS:.0f} s") from None
         self._check()
 
     def _write(self) -> None:
@@ -144,7 +151,7 @@ class _Client:
             self._process.stdin.close()  # type: ignore[union-attr]  # it has one
 
     def _check(self) -> None:
-        if self._process.returncode not in (0, HAS_SAID_WHY):
+        if self._process.returncode not in (0, _REPORTED):
             raise RuntimeError(f"its process has ended with exit code {self._process.returncode}")
 
 
@@ -159,11 +166,12 @@ class _Wandb:
         split = record["split"]
         values = {f"{key}/{split}": value for key, value in record.items() if key not in _NOT_CURVES}
         self._client.send(log={key: record[key] for key in ("step", "epoch") if key in record} | values)
-        if split == "test" and (taken := taken_for(self._run_dir, _MOST_CLASSES)) is not None:
+        if split == "test" and (found := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
+            classes, counts = found
             rows = [
-                [name, other, count]
-                for name, counts in zip(taken.classes, taken.rows(), strict=True)
-                for other, count in zip(taken.classes, counts, strict=True)
+                [actual, predicted, count]
+                for actual, row in zip(classes, counts, strict=True)
+                for predicted, count in zip(classes, row, strict=True)
             ]
             self._client.send(confusion=rows, step=record["step"])
 
@@ -174,7 +182,7 @@ class _Wandb:
 
 
 def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
-    """What `wandb.init` takes."""
+    """Arguments of `wandb.init`."""
     how = {
         "console": "off",
         "disable_code": True,
@@ -183,7 +191,7 @@ def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
         "save_code": False,
         "x_disable_meta": True,
         "x_save_requirements": False,
-        # The use of this host, and of the process that trains. x_disable_machine_info would leave that out, too.
+        # The use of this host, and of the process that trains. x_disable_machine_info would leave out that, too.
         "x_stats_pid": os.getpid(),
         "x_stats_sampling_interval": max(config.monitor.hardware_every_seconds, 1.0),
         "silent": True,
@@ -195,12 +203,12 @@ def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
     return {
         "project": os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project,
         "id": run_id(run_dir),
-        "name": shown_name(run_dir),
+        "name": listed_name(run_dir),
         "dir": str(run_dir.path),  # wandb adds its own folder `wandb`, which is `run_dir.wandb`
         "resume": "allow",
         "mode": mode(os.environ, Path.home()),
         "config": {
-            **settings(config, start),
+            **training_settings(config, start),
             "world_size": start.world_size,
             "params": start.params,
             "total_steps": start.total_steps,
@@ -210,10 +218,68 @@ def _init(run_dir: RunDir, config: Config, start: Start) -> dict[str, Any]:
 
 
 def prepare() -> object:
-    """Start the client, which is told later of what."""
+    """Start the client; the run follows in `build`."""
     return _Client()
 
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     """One wandb run per run folder, in project ``monitor.wandb_project`` (or WANDB_PROJECT)."""
     return _Wandb(run_dir, config, start)
+
+
+def run_client() -> NoReturn:
+    """The main program of the client."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    os.nice(5)  # training first
+    try:
+        _serve(json.loads(line) for line in sys.stdin.buffer)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"Logger 'wandb' is off from here on: {reason}", file=sys.stderr, flush=True)
+        leave(_REPORTED)
+    leave(0)
+
+
+def _serve(messages: Iterator[dict[str, Any]]) -> None:
+    import wandb  # before the first message: meanwhile the process that trains imports torch
+
+    first = next(messages, None)
+    if first is None:  # the training failed before it opened its loggers
+        return
+    run = _begin(**first["init"])
+    # Our own step is the x axis: wandb's counts calls, and a restart would draw points twice at other places.
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    exit_code = 1
+    for message in messages:
+        if "finish" in message:
+            exit_code = message["finish"]
+            break
+        if "confusion" in message:
+            columns: list[str | int] = ["Actual", "Predicted", "nPredictions"]
+            table = wandb.Table(columns=columns, data=message["confusion"])
+            title = {"title": "Confusion matrix of the test"}
+            # `wandb.plot.confusion_matrix` makes the same of every single sample; here are their counts.
+            chart = wandb.plot_table("wandb/confusion_matrix/v1", table, {str(name): name for name in columns}, title)
+            run.log({"step": message["step"], "confusion/test": chart})
+        else:
+            run.log(message["log"])
+    run.finish(exit_code=exit_code)
+    wandb.teardown()  # its service has written all of the file once it is gone
+
+
+def _begin(*, mode: str, settings: dict[str, Any], **arguments: Any) -> Any:
+    import wandb
+
+    try:
+        return wandb.init(mode=mode, settings=wandb.Settings(**settings), **arguments)  # type: ignore[arg-type]
+    except wandb.errors.Error as error:
+        if mode != "online":
+            raise
+        # Compute nodes often have no way out.
+        reason = str(error).splitlines()[0]
+        print(f"wandb cannot be reached and goes on offline: {reason}", file=sys.stderr, flush=True)
+        wandb.teardown()  # its service still holds the run's id
+        return _begin(mode="offline", settings=settings, **arguments)

@@ -16,8 +16,8 @@ from trainkit.data.base import Splits
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError
 from trainkit.models import build_model
-from trainkit.monitor.base import Logger, open_loggers
 from trainkit.monitor.hardware import sample_hardware
+from trainkit.monitor.loggers import Logger, open_loggers
 from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
 from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainkit import fileio, lifetime
+from trainkit import fileio
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
+from trainkit.process import end_with_parent
 from trainkit.ranks.env import VARIABLE, RankEnv, Secret, free_port
 
 _LEAVE_SECONDS = 20.0
@@ -66,7 +67,7 @@ def ranks_of_peer(
                     env=variables,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is rank 0's
-                    preexec_fn=lifetime.end_with_parent,
+                    preexec_fn=end_with_parent,
                 )
             )
         yield RankEnv.from_mapping({**common, "RANK": "0", "LOCAL_RANK": "0"}), secret

@@ -19,8 +19,8 @@ from functools import partial
 
 import psutil
 
-from trainkit import lifetime
 from trainkit.errors import RefusedError, RunFailedError
+from trainkit.process import end_with_parent, sleep_while_waiting
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def require_hivemind() -> None:
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
     # Peers share their cores with helpers, and with other peers when somebody tries it on a laptop. Threads that wait
     # by spinning take the cores from those that work: 30 images/s instead of 1,900 with three peers on two cores.
-    lifetime.sleep_while_waiting()
+    sleep_while_waiting()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside hivemind that no user of ours can mend
@@ -88,7 +88,7 @@ def _start_memory_manager() -> None:
 
 def become_helper(parent: int) -> None:
     """Call first in a forked helper: die with ``parent``, and leave signals to it."""
-    lifetime.end_with_parent()
+    end_with_parent()
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
     # Ctrl-C goes to the whole terminal group, USR2 to every process of a SLURM step: the peer decides what they mean.
@@ -147,4 +147,4 @@ def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:
 
 def _detach_from_terminal() -> None:
     os.setpgid(0, 0)  # or Ctrl-C would end the daemon before the peer has said goodbye
-    lifetime.end_with_parent()
+    end_with_parent()

@@ -16,7 +16,7 @@ from trainkit import terminal
 from trainkit.checkpoint.save import Restored
 from trainkit.distributed.device import device_name
 from trainkit.errors import DiskError, RunFailedError
-from trainkit.monitor.base import Logger
+from trainkit.monitor.loggers import Logger
 from trainkit.ranks.env import RankEnv
 from trainkit.run.contributions import Contribution, Contributions, Counted
 from trainkit.run.events import Attempt, Remark, Writer

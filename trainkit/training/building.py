@@ -8,20 +8,20 @@ from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.loader import placed as placed_data
 from trainkit.data.loader import resolve_workers
-from trainkit.distributed.allocator import keep_freed
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
+from trainkit.distributed.memory import keep_freed_memory
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model, expected_input
 from trainkit.models.freezing import freeze
 from trainkit.strategies import build_strategy
 from trainkit.strategies.base import TakesHollow
-from trainkit.training import compiler
 from trainkit.training.flops import flops_per_image, peak_flops
 from trainkit.training.hollow import build_hollow, spread
-from trainkit.training.layout import make_deterministic, placed
+from trainkit.training.layout import make_deterministic, placed, use_own_compiler_cache
 from trainkit.training.o2 import O2, halve
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Precision, choose_precision
+from trainkit.workarounds import put_off_torch_compiler
 
 
 def wants_gpu(config: Config) -> bool:
@@ -38,13 +38,12 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     Args:
         model: the plain model, where the caller had to have it before there was a device.
     """
+    use_own_compiler_cache()
     if config.train.compile == "off":
-        compiler.put_off()
-    else:
-        compiler.use_own_cache()
+        put_off_torch_compiler()
     make_deterministic(config.train.deterministic)
     if dist.device.type == "cpu":
-        keep_freed()
+        keep_freed_memory()
     name = choose_precision(config.train.precision, dist.device)
     precision = (O2 if name == "o2" else Precision)(name, dist)
     strategy = build_strategy(config.strategy, dist, name)

@@ -9,7 +9,7 @@ import torch
 from trainkit.config.checks import strategy_traits
 from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb, reserved_memory_mb, visible_cpus
 from trainkit.monitor.advice import Place, advice
-from trainkit.monitor.energy import energy_of
+from trainkit.monitor.hardware import energy_of
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.flops import peak_flops

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 
 from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import Config
+from trainkit.fileio import make_own
+from trainkit.run import folder as run_folder
 from trainkit.strategies.base import repeated_blocks
 from trainkit.training.activations import checkpoint_activations
 
@@ -44,3 +48,14 @@ def make_deterministic(asked: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it, before its first call
     if torch.are_deterministic_algorithms_enabled() != asked:  # saying so again would import torch's compiler
         torch.use_deterministic_algorithms(asked)
+
+
+def use_own_compiler_cache() -> None:
+    """Keep compiled code where only this user can write, unless TORCHINDUCTOR_CACHE_DIR says where.
+
+    torch keeps it in a folder of /tmp with a predictable name, and runs what it finds there, whoever made that folder.
+    """
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        own = Path(tempfile.gettempdir(), f"trainkit-{os.geteuid()}")
+        folder = own if make_own(own) else run_folder.state_file("cache")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")

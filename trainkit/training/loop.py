@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit import lifetime
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import StopVote
@@ -21,9 +20,6 @@ from trainkit.training.outcome import Keeper
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
 from trainkit.training.update import Updater
-
-_MOST_UNCOLLECTED = 100
-"""Updates after which garbage is looked for, however rarely something is logged."""
 
 
 def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> bool:
@@ -106,7 +102,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
         device=dist.device,
         broken=parts.broken,
     )
-    with loader as batches, lifetime.collecting_by_hand() as collect:
+    with loader as batches:
         for position in range(progress.position, end):
             if progress.step == profiler.next:
                 profiler.turn(progress.step)
@@ -131,8 +127,6 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
             nonfinite.add(position, progress.step, made)
             if log or validate or save:
                 nonfinite.look()
-            if log or validate or save or position % _MOST_UNCOLLECTED == 0:
-                collect()  # on all ranks at once: else each makes all others wait, at another step
             progress.nonfinite = nonfinite.in_a_row
             if log:
                 lap = clock.lap(progress)

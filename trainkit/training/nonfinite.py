@@ -11,7 +11,7 @@ from trainkit.checkpoint.state import plain_name
 from trainkit.data.order import global_batch
 from trainkit.distributed.device import is_free_to_ask
 from trainkit.errors import RunFailedError
-from trainkit.monitor.lines import setback_line
+from trainkit.monitor.loggers import setback_line
 from trainkit.training.parts import Parts
 from trainkit.training.update import Update
 

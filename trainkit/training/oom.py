@@ -10,7 +10,7 @@ from trainkit.config.checks import smaller, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError
-from trainkit.monitor.oom import out_of_memory
+from trainkit.monitor.profiler import out_of_gpu_memory
 
 _WORDS = (
     *("CUDA out of memory", "HIP out of memory", "CUDA error: out of memory", "CUDNN_STATUS_ALLOC_FAILED"),
@@ -20,7 +20,7 @@ _WORDS = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is that memory is too small: torch has a type of its own for the GPU's allocator only."""
-    return isinstance(error, MemoryError) or out_of_memory(error) or any(words in str(error) for words in _WORDS)
+    return isinstance(error, MemoryError) or out_of_gpu_memory(error) or any(words in str(error) for words in _WORDS)
 
 
 @contextmanager

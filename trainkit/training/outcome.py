@@ -15,7 +15,7 @@ from torch import Tensor
 from trainkit import fileio
 from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.distributed.device import device_name
-from trainkit.monitor.base import Logger
+from trainkit.monitor.loggers import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Remark, Writer
 from trainkit.run.folder import RunDir

@@ -1,0 +1,130 @@
+"""What is done to other libraries: with it and without it the same comes out. In processes of their own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit import workarounds
+from trainkit.workarounds import SWITCH, Workaround
+
+ENTRIES = {name: item for name, item in vars(workarounds).items() if isinstance(item, Workaround)}
+
+BEGIN = """
+import sys, torch
+from torch import nn
+from trainkit.workarounds import put_off_torch_compiler
+put_off_torch_compiler()
+model = nn.Linear(2, 2)
+def imported(): return isinstance(getattr(sys.modules.get("torch._dynamo"), "__file__", None), str)
+"""
+TRAIN = """
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+model(torch.ones(1, 2)).sum().backward(); optimizer.step(); optimizer.zero_grad()
+"""
+DDP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.parallel.DistributedDataParallel(model)
+"""
+LEAVE = """
+dist.destroy_process_group()
+"""
+
+
+def outcome(code: str, **env: str) -> str:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, check=False)
+    return done.stdout.strip() or done.stderr
+
+
+def test_training_with_ddp_imports_no_compiler() -> None:
+    assert outcome(BEGIN + DDP + TRAIN + LEAVE + "print(imported())") == "False"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        'torch.compile(model, backend="eager")(torch.ones(1, 2))',
+        *(
+            pytest.param(code, marks=pytest.mark.long)  # 3 s each
+            for code in (
+                "import torch._dynamo.config",
+                "from torch._dynamo.utils import counters",
+                "assert torch._dynamo.utils.counters is not None",
+                "assert torch.compiler.disable(lambda: 1)() == 1",
+            )
+        ),
+    ],
+    ids=["compile", "a part", "from a part", "an attribute of a part", "disable"],
+)
+def test_who_uses_the_compiler_gets_it(use: str) -> None:
+    assert outcome(BEGIN + TRAIN + use + "\nprint(imported())" + TRAIN) == "True"
+
+
+def test_hivemind_is_read_without_torch() -> None:
+    code = (
+        "import sys; from trainkit.workarounds import hivemind_without_torch; print(hivemind_without_torch());"
+        "import hivemind.dht.node, hivemind.dht.validation; print('torch' in sys.modules)"
+    )
+    assert outcome(code).split() == ["True", "False"]
+
+
+def test_a_training_without_workarounds_ends_with_the_same_weights(tmp_path: Path) -> None:
+    def trained(switch: str) -> bytes:
+        run = tmp_path / switch
+        words = ["jobs.train", "single", "--run-dir", str(run), "train.max_steps=3", "monitor.loggers=[tensorboard]"]
+        env = {**os.environ, SWITCH: switch, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", *words], env=env, check=True, capture_output=True)
+        assert list((run / "tensorboard" / switch).iterdir())
+        return (run / "checkpoints" / "latest" / "model.safetensors").read_bytes()
+
+    assert trained("off") == trained("on")
+
+
+def test_switched_off_none_is_in_force() -> None:
+    code = (
+        "import sys; before = dict(sys.modules); from trainkit import workarounds\n"
+        f"print(*[getattr(workarounds, name)() for name in {list(ENTRIES)}])\n"
+        "print(*{'torch._dynamo', 'hivemind', 'tensorboard.compat.notf'} & sys.modules.keys())"
+    )
+    assert outcome(code, **{SWITCH: "off"}).split() == ["False"] * len(ENTRIES)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_says_why_it_is_there_and_was_tried_with_what_is_installed(name: str) -> None:
+    """Try a new version with it, measure what it still gains, and extend the range; or delete the entry."""
+    entry = ENTRIES[name]
+    assert entry.upstream.startswith("https://")
+    assert "instead of" in entry.gain
+    lowest, installed, newest = map(
+        workarounds._major_minor, (entry.tried[0], importlib.metadata.version(entry.library), entry.tried[1])
+    )
+    assert lowest <= installed <= newest
+
+
+@pytest.mark.parametrize(
+    ("tried", "library", "applied"),
+    [(("0.1", "99.0"), "pytest", 1), (("0.1", "0.2"), "pytest", 0), (("99.0", "99.1"), "pytest", 0),
+     (("0.1", "99.0"), "no-such-library", 0)],
+)  # fmt: skip
+def test_an_entry_is_left_out_for_versions_that_it_was_not_tried_with(
+    tried: tuple[str, str], library: str, applied: int
+) -> None:
+    calls: list[int] = []
+    entry = Workaround(lambda: calls.append(1), library=library, tried=tried, gain="", upstream="")
+    assert entry() == bool(applied)
+    assert len(calls) == applied
+
+
+def test_an_entry_that_raises_is_left_out() -> None:
+    def raises() -> None:
+        raise AttributeError("gone")
+
+    entry = Workaround(raises, library="pytest", tried=("0.1", "99.0"), gain="", upstream="")
+    assert not entry()

@@ -1,0 +1,175 @@
+"""The only file that imitates or patches other libraries.
+
+An entry stands here while it gains over 10 % of something that a user waits for. It is left out where it raises, where
+the library has another version than those that it was tried with, and where ``TRAINKIT_WORKAROUNDS=off`` is set:
+everything works without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SWITCH = "TRAINKIT_WORKAROUNDS"
+
+
+@dataclass(frozen=True)
+class Workaround:
+    """Something done to a library, until the library does without it."""
+
+    apply: Callable[[], None]
+    library: str
+    tried: tuple[str, str]
+    """Lowest and newest version of the library that it was tried with, as ``major.minor``."""
+    gain: str
+    """What a user waits for, without it and with it."""
+    upstream: str
+    """Where the library's own developers discuss it."""
+
+    def __call__(self) -> bool:
+        """Apply it; whether it is in force."""
+        try:
+            lowest, version, newest = map(
+                _major_minor, (self.tried[0], importlib.metadata.version(self.library), self.tried[1])
+            )
+            if os.environ.get(SWITCH) == "off" or not lowest <= version <= newest:
+                return False
+            self.apply()
+        except Exception:
+            return False
+        return True
+
+
+def _major_minor(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]
+
+
+# torch imports its compiler for three things that matter only to those who compile: a mark in `Optimizer.step` that
+# ends a trace, a wrapper around optimizers' and DDP's methods that keeps the compiler out of them, and the question
+# whether it takes over DDP's exchange of gradients.
+
+
+class _Compiler(ModuleType):
+    """Stands for `torch._dynamo` until somebody asks for more than those three; then the compiler takes its place."""
+
+    def __init__(self) -> None:
+        super().__init__("torch._dynamo")
+        self.utils = _CompilerPart("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # torch's default
+        self.trace_rules = _CompilerPart("trace_rules", clear_lru_cache=lambda: None)
+
+    def graph_break(self, msg: str = "") -> None:
+        """Nothing is traced, so there is nothing to break."""
+
+    def disable(self, fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """torch's own functions are not compiled here; others may be."""
+        if getattr(fn, "__module__", "").startswith(("torch.optim.", "torch.nn.parallel.")):
+            return fn
+        return _compiler().disable(fn, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # asked by code that looks through all modules
+            raise AttributeError(name)
+        return getattr(_compiler(), name)
+
+
+class _CompilerPart:
+    def __init__(self, name: str, **known: Any) -> None:
+        self._name = name
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(_compiler(), self._name), name)
+
+
+def _compiler() -> Any:
+    if isinstance(sys.modules.get("torch._dynamo"), _Compiler):
+        del sys.modules["torch._dynamo"]
+        vars(sys.modules["torch"]).pop("_dynamo", None)
+    return importlib.import_module("torch._dynamo")
+
+
+def _put_off_compiler() -> None:
+    import torch
+
+    if "torch._dynamo" not in sys.modules:
+        sys.modules["torch._dynamo"] = torch._dynamo = _Compiler()
+
+
+put_off_torch_compiler = Workaround(
+    _put_off_compiler,
+    library="torch",
+    tried=("2.14", "2.15"),
+    gain="460 updates of a small model take 5.2 s instead of 6.0; nothing where the model needs torchvision",
+    upstream="https://github.com/pytorch/pytorch/pull/162595",
+)
+
+
+def _no_tensorflow() -> None:
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))  # TensorBoard's own mark of such a build
+
+
+tensorboard_without_tensorflow = Workaround(
+    _no_tensorflow,
+    library="tensorboard",
+    tried=("2.20", "2.21"),
+    gain="460 updates of a small model take 8.3 s of CPU time instead of 13.2, where TensorFlow is installed",
+    upstream="https://github.com/tensorflow/tensorboard/pull/1796",
+)
+
+
+# hivemind's packages import all of hivemind, and with it torch. Its modules that talk to a DHT need none of it: here
+# the packages stand without their ``__init__``, and give the names that those modules ask for from where they are.
+
+_HIVEMIND = {
+    "hivemind": {},
+    "hivemind.dht": {},
+    "hivemind.utils": {
+        "MSGPackSerializer": "serializer",
+        "SerializerBase": "serializer",
+        "get_logger": "logging",
+        "get_dht_time": "timed_storage",
+        "DHTExpiration": "timed_storage",
+        "TimedStorage": "timed_storage",
+        "ValueWithExpiration": "timed_storage",
+    },
+}
+
+
+class _Package(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        module = _HIVEMIND[self.__name__].get(name)
+        if module is None:
+            raise AttributeError(f"{self.__name__}.{name} is left out here")
+        return getattr(importlib.import_module(f"{self.__name__}.{module}"), name)
+
+
+def _without_torch() -> None:
+    if "hivemind" in sys.modules:
+        return
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # its loggers print tracebacks for what is normal
+    spec = importlib.util.find_spec("hivemind")
+    assert spec is not None
+    assert spec.origin is not None
+    for name in _HIVEMIND:
+        package = _Package(name)
+        package.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = package
+
+
+hivemind_without_torch = Workaround(
+    _without_torch,
+    library="hivemind",
+    tried=("1.1", "1.1"),
+    gain="`swarm status` imports for 0.2 s of CPU time instead of 2.1",
+    upstream="https://github.com/learning-at-home/hivemind/pull/465",
+)
+"""For a process that only reads what a swarm publishes."""
