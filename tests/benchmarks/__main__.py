@@ -3,7 +3,7 @@
     python -m tests.benchmarks --only loop_cost    # one of them, also as python -m tests.benchmarks.loop_cost
     python -m tests.benchmarks --peers PYTHON      # that has tests/benchmarks/requirements.txt
     python -m tests.benchmarks --rounds 1          # whether they run; says nothing
-    python -m tests.benchmarks --write             # the table into README.md here, its headlines into the project's
+    python -m tests.benchmarks --write             # the table into README.md here, its headlines into docs/bench.md
     python -m tests.benchmarks --only X --write    # its rows anew, the others' stay
 
 A measurement is a file here with ``measure(rounds=ROUNDS) -> Sequence[Figure | Table]``; it may take ``peers``, the
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=names, help="one of them; repeatable")
     parser.add_argument("--peers", help="the python of an environment that has the peers")
     parser.add_argument("--rounds", type=int, help="how often the arms take turns; otherwise each file's own")
-    parser.add_argument("--write", action="store_true", help="put the tables into the two READMEs")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md here and docs/bench.md")
     args = parser.parse_args(argv)
     if args.write and args.rounds:
         parser.error("--write is for figures: without --rounds")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print("", *table, "", f"All took {time.monotonic() - began:.0f} s", sep="\n")
     if args.write:
-        for file, lines in ((HERE / "README.md", table), (HERE.parents[1] / "README.md", headlines)):
+        for file, lines in ((HERE / "README.md", table), (HERE.parents[1] / "docs" / "bench.md", headlines)):
             write(file, merged(file, lines, args.only) if args.only else lines)
     return int(any(figure.void or figure.note.startswith("failed") for _, figure in found))
 

@@ -33,7 +33,7 @@ class Figure:
     """What the control may be off before the figure is void."""
     note: str = ""
     headline: str = ""
-    """What it is called in the project's README, if it is one of the few that are there."""
+    """What it is called in docs/bench.md, if it is one of the few that are there."""
 
     @property
     def void(self) -> bool:
@@ -51,7 +51,7 @@ class Figure:
         return f"| `{name}` | {self.what} | {self.figure} | {control} | {self.goal} | {self.verdict} |"
 
     def short_row(self) -> str:
-        """In Markdown, for the project's README."""
+        """In Markdown, for docs/bench.md."""
         return f"| {self.headline} | {self.figure} | {self.goal} | {self.verdict} |"
 
 

@@ -51,6 +51,8 @@ def understood(line: str) -> argparse.Namespace | None:
     if words[0] == "slurm/devcluster":
         assert re.search(rf"^ +{words[1]}\b", (PROJECT / words[0]).read_text("utf-8"), re.MULTILINE), line
         return None
+    if words[0] == "trainkit":
+        words = ["python", "-m", f"jobs.{words[1]}", *words[2:]]
     if words[0] in OTHERS:
         return None
     assert words[0] == "python", line

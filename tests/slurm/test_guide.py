@@ -1,4 +1,4 @@
-"""The commands of docs/slurm.md and docs/bench.md, on a cluster."""
+"""The commands of README.md, docs/slurm.md and docs/bench.md, on a cluster."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from tests.light_experiment import PAUSE
 if TYPE_CHECKING:
     from tests.slurm.conftest import Cluster
 
+PAGES = (readme.README, readme.SLURM, readme.DOCS / "bench.md")
+
 pytestmark = pytest.mark.slurm
 
 
 def test_the_commands_for_a_cluster_work_as_they_stand(devcluster: Cluster, light: dict[str, str]) -> None:
     (devcluster.home / "slurm").symlink_to(readme.README.parent / "slurm")
     env = {**light, PAUSE: "3"}  # as long as it takes to look at a run and to cancel it
-    for block in [*readme.blocks("slurm", readme.SLURM), *readme.blocks("slurm", readme.DOCS / "bench.md")]:
+    for block in (block for page in PAGES for block in readme.blocks("slurm", page)):
         said = ""
         for line in block:
             done = devcluster.run(*shlex.split(line), check=False, env=env)
