@@ -15,6 +15,7 @@ from trainkit.bench.base import Bench
 from trainkit.bench.request import FEWEST_ROUNDS, BenchDir, Request
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import find_run, next_path, runs_root
+from trainkit.schedulers.base import named
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
@@ -144,8 +145,7 @@ def _submit(
     from jobs.benching import run_rank
     from jobs.starting import by_names, dry_run, start
     from trainkit.launch import submission
-    from trainkit.launch.plan import make_plan
-    from trainkit.launch.validation import validate
+    from trainkit.launch.plan import make_plan, validate
     from trainkit.site.profile import discover
 
     cwd, site = Path.cwd(), discover(env)
@@ -157,7 +157,7 @@ def _submit(
             fix=f"Add --ntasks-per-node {bench.fewest_ranks}, --gpus-per-node {bench.fewest_ranks} or --nodes 2.",
         )
     notes = validate(loaded, plan, site, folder, cwd)
-    script = submission.script_text(plan, folder, cwd) if plan.executor == "slurm" else None
+    script = named(plan.executor).script(plan, folder, cwd)
     if args.dry_run:
         code = dry_run(plan, loaded, folder, script)
     else:
@@ -179,7 +179,7 @@ def _submit(
 
 def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
     """Follow the job if asked, or if it is here; then what it has come to, also where it has failed half way."""
-    followed = args.wait or (args.follow if args.follow is not None else plan.executor != "slurm")
+    followed = args.wait or (args.follow if args.follow is not None else not named(plan.executor).batch)
     if not followed:
         print(f"  results     {terminal.command('bench', '--show', run.path)}")
         return 0

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-import time
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
-from trainkit import programs, terminal
-from trainkit.cluster.queue import job_state, job_states, not_known_as_its_own, process_of
-from trainkit.cluster.slurm_jobs import JobState
-from trainkit.errors import RefusedError, SchedulerError
+from trainkit import terminal
+from trainkit.errors import RefusedError
 from trainkit.run.events import cancelled
 from trainkit.run.folder import RunDir, find_runs
-
-PATIENCE_SECONDS = 20.0
-"""A local run has less than this to save and end; then it is killed."""
-# What scancel, and the controller, say of a job.
-_OVER = re.compile(r"invalid job id|already (completing|completed)", re.IGNORECASE)
-_DENIED = re.compile(r"denied|not permitted|permission", re.IGNORECASE)
+from trainkit.schedulers.base import JobState, Scheduler, built_in, named
+from trainkit.schedulers.states import job_states, not_known_as_its_own
 
 
 def parser() -> cli.Parser:
@@ -46,12 +37,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     strange = not_known_as_its_own([(run, job) for run, job in jobs if job.job_id])
     jobs = [(run, job) for run, job in jobs if (run, job) not in strange]
     nameless = [(run, job) for run, job in jobs if not job.job_id]
-    on_slurm = [(run, job) for run, job in jobs if job.job_id and job.executor == "slurm"]
-    local = [(run, job) for run, job in jobs if job.executor != "slurm"]
-    if on_slurm:
-        _scancel(on_slurm)
-    if local:
-        _end_locally(local)
+    groups: dict[Scheduler, list[tuple[RunDir, JobState]]] = {}
+    for run, job in jobs:
+        if job.job_id:
+            groups.setdefault(named(job.executor), []).append((run, job))
+    for scheduler, group in sorted(groups.items(), key=lambda item: not item[0].batch):
+        scheduler.cancel(group, _say_ended)
     for run, job in nameless:
         cancelled(run, "")
         print(f"{_shown(run)}: no job is known, and one that comes is cancelled ({job.reason}).", flush=True)
@@ -62,14 +53,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _not_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> RefusedError:
     run, job = jobs[0]
-    named = ", ".join(f"{state.job_id} of {folder.name}" for folder, state in jobs)
-    process = process_of(run, job) if job.executor != "slurm" else None
-    by_hand = f"scancel {job.job_id}" if job.executor == "slurm" else f"kill {process.pid if process else 'NUMBER'}"
+    them = ", ".join(f"{state.job_id} of {folder.name}" for folder, state in jobs)
     return RefusedError(
-        f"Not ended: {named}.",
+        f"Not ended: {them}.",
         why="Only the record in the run's folder names it, and whoever wrote that could name any of yours: neither "
         "your own list of jobs nor the scheduler knows it as that run's.",
-        fix=f"If it is that run's and yours: {by_hand}",
+        fix=f"If it is that run's and yours: {built_in(job.executor).by_hand(run, job)}",
     )
 
 
@@ -92,66 +81,12 @@ def _require_own(run: RunDir) -> None:
         )
 
 
-def _scancel(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
-    """Every job in one call; which it was is written down before anything is said against others of them."""
-    command = ["scancel", *dict.fromkeys(state.job_id for _, state in jobs)]
-    try:
-        answer = programs.ask(command, seconds=60)
-    except programs.NoProgram:
-        raise SchedulerError(
-            "Nothing was cancelled: there is no scancel on this machine.",
-            why=f"The jobs are SLURM's: {', '.join(command[1:])}.",
-            fix="Give the same command on a login node.",
-        ) from None
-    except programs.NoAnswer as error:
-        raise _unanswered(command, error.words) from None
-    # One line for each job that it could not end; one that has ended already needs none.
-    lines = [line for line in answer.err.splitlines() if line.strip() and not _OVER.search(line)]
-    asked = set(command[1:])
-    refused = {found[0] for line in lines for found in re.finditer(r"\w+(\+\d+)?", line) if found[0] in asked}
-    if answer.code and lines and not refused:
-        refused = asked
-    for run, state in jobs:
-        if state.job_id not in refused:
-            cancelled(run, state.job_id)
-            doubt = f"; whether it still ran, nobody could tell ({state.reason})" if state.alive == "unknown" else ""
-            print(f"{_shown(run)}: cancelled job {state.job_id}{doubt}.", flush=True)
-    if refused:
-        text = terminal.one_line(" ".join(lines), 2000)
-        if _DENIED.search(text):
-            raise SchedulerError("scancel refused.", why=text, fix="Only a job's owner may cancel it.")
-        raise _unanswered([command[0], *sorted(refused)], text)
-
-
-def _unanswered(command: Sequence[str], words: str) -> SchedulerError:
-    return SchedulerError(
-        f"Not cancelled: {', '.join(command[1:])}.",
-        why=f"{words}.",
-        fix="The jobs go on. Give the same command again when the scheduler answers: `squeue` shows whether it does.",
-    )
-
-
-def _end_locally(jobs: Sequence[tuple[RunDir, JobState]]) -> None:
-    # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
-    for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
-        process = process_of(run, state)
-        if process is None or not process.is_here():
-            where = process.host if process else "another machine"
-            raise RefusedError(
-                f"{run.name} runs on {where}.", why="A local run can only be ended there.", fix=f"Log in to {where}."
-            )
-        cancelled(run, state.job_id)
-        in_sweep = (run.path.parent / "sweep.json").is_file()
-        if not in_sweep or job_state(run).state == "RUNNING":
-            # INT ends one run of a sweep, TERM all that its process has to do.
-            process.signal(signal.SIGINT if in_sweep else signal.SIGTERM)
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while (job_state(run).alive != "no" if in_sweep else process.is_alive()) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        if not in_sweep:
-            # Its ranks die with it: each has asked the kernel for that.
-            process.signal(signal.SIGKILL)
-        print(f"{_shown(run)}: cancelled local job {state.job_id}.")
+def _say_ended(run: RunDir, job: JobState) -> None:
+    if not named(job.executor).batch:
+        print(f"{_shown(run)}: cancelled local job {job.job_id}.")
+        return
+    doubt = f"; whether it still ran, nobody could tell ({job.reason})" if job.alive == "unknown" else ""
+    print(f"{_shown(run)}: cancelled job {job.job_id}{doubt}.", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ from datetime import datetime
 from pathlib import Path
 
 from jobs.starting import by_names
-from trainkit.cluster.estimate import Start, earliest_start
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError, TrainkitError
-from trainkit.launch.environment import scrubbed
-from trainkit.launch.plan import make_plan
-from trainkit.launch.submission import script_text
-from trainkit.launch.validation import validate
+from trainkit.launch.plan import make_plan, validate
+from trainkit.schedulers.base import Start, named
 from trainkit.site.profile import Site
 
 MOST = 4
@@ -44,7 +41,8 @@ def estimate(
         if calls > MOST:
             starts[name] = Start(refusal=f"not asked: it is {MOST} at a time; give --partition {name}")
             continue
-        starts[name] = earliest_start(script_text(plan, folder, cwd), name, scrubbed(env))
+        scheduler = named(plan.executor)
+        starts[name] = scheduler.earliest_start(scheduler.script(plan, folder, cwd) or "", name, env)
     if not starts:
         raise RefusedError(
             "No partition of this cluster takes jobs.",
@@ -64,7 +62,7 @@ def estimate(
 
 def _partitions(loaded: Loaded, site: Site) -> list[str]:
     """Those that were asked for on the command line or in the environment, else all that take jobs."""
-    if not site.slurm or site.unknown:
+    if not site.scheduler or site.unknown:
         raise RefusedError(
             "Nobody can tell here when a job would start.",
             why=f"{site.unknown or 'There is no SLURM on this machine'}.",

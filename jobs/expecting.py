@@ -13,10 +13,10 @@ from trainkit.config.schema import ON_CPUS, ON_GPUS, Config, auto_precision
 from trainkit.data import train_size
 from trainkit.data.order import steps_per_epoch
 from trainkit.errors import TrainkitError
-from trainkit.launch.explain import Row
-from trainkit.launch.plan import Plan
+from trainkit.launch.plan import Plan, Row
 from trainkit.run import folder
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import named
 
 DERIVED = "derived"
 LOOKED_AT = 50
@@ -57,7 +57,7 @@ def _precision(plan: Plan, config: Config) -> Row:
         return "precision", asked, DERIVED, "train.precision"
     if plan.gpus_per_node:
         return "precision", "auto", DERIVED, ON_GPUS
-    if plan.executor == "slurm":
+    if named(plan.executor).batch:
         return "precision", "auto", DERIVED, ON_CPUS
     return "precision", auto_precision(None), DERIVED, f"this machine's; auto is {ON_CPUS}"
 

@@ -12,11 +12,12 @@ from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserErr
 from trainkit.fileio import Notice
 from trainkit.run.events import life_of
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import named
 
 if TYPE_CHECKING:
-    from trainkit.cluster.asking import Asker
-    from trainkit.cluster.slurm_jobs import JobState
     from trainkit.diagnosis.causes import Cause
+    from trainkit.schedulers.base import JobState
+    from trainkit.schedulers.states import Poller
 
 LOOK_SECONDS = 0.5
 SELDOM_SECONDS = 2.0
@@ -26,15 +27,15 @@ first, and after a while."""
 
 def follow_to_end(run: RunDir) -> int:
     """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
-    from trainkit.cluster.asking import Asker
     from trainkit.monitor.follow import files_of, follow
+    from trainkit.schedulers.states import Poller
 
     try:
-        asker = Asker(run)
-        with Notice(files_of(run), process_of(asker.state())) as notice:
-            _wait_for_start(run, asker, notice)
-            follow(run, alive_asker(run, asker), notice)
-            return _wait(run, asker, notice)
+        poller = Poller(run)
+        with Notice(files_of(run), process_of(poller.state())) as notice:
+            _wait_for_start(run, poller, notice)
+            follow(run, alive_poller(run, poller), notice)
+            return _wait(run, poller, notice)
     except KeyboardInterrupt:
         _detached(run)
         return 130
@@ -42,13 +43,13 @@ def follow_to_end(run: RunDir) -> int:
 
 def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) -> bool:
     """Call ``show`` whenever something was written to ``files``, until the run ends; False if Ctrl-C has left it."""
-    from trainkit.cluster.asking import Asker
+    from trainkit.schedulers.states import Poller
 
     try:
-        asker = Asker(run)
-        with Notice([run.events, *files], process_of(asker.state())) as notice:
-            _wait_for_start(run, asker, notice)
-            is_alive = alive_asker(run, asker)
+        poller = Poller(run)
+        with Notice([run.events, *files], process_of(poller.state())) as notice:
+            _wait_for_start(run, poller, notice)
+            is_alive = alive_poller(run, poller)
             while is_alive():
                 notice.wait(LOOK_SECONDS)
                 show()
@@ -61,7 +62,7 @@ def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) ->
 
 def ended(run: RunDir) -> None:
     """Raise why a run has failed, if it has."""
-    from trainkit.cluster.queue import job_state
+    from trainkit.schedulers.states import job_state
 
     state = job_state(run)
     if state.state != "COMPLETED":
@@ -73,24 +74,24 @@ def _detached(run: RunDir) -> None:
     print(f"  watch   {terminal.command('logs', run.path, '-f')}\n  cancel  {terminal.command('cancel', run.path)}")
 
 
-def _wait_for_start(run: RunDir, asker: Asker, notice: Notice) -> None:
+def _wait_for_start(run: RunDir, poller: Poller, notice: Notice) -> None:
     """While the job waits in the queue, say so, and why, whenever that changes."""
     said = ""
-    while (state := asker.state()).state in ("PENDING", "CONFIGURING") and not run.attempts():
+    while (state := poller.state()).state in ("PENDING", "CONFIGURING") and not run.attempts():
         words = f"Job {state.job_id}: {state.state}" + (f" ({state.reason})" if state.reason else "")
-        if words != said and state.executor == "slurm":
+        if words != said and named(state.executor).batch:
             print(words, flush=True)
             said = words
         notice.wait(LOOK_SECONDS)
 
 
-def alive_asker(run: RunDir, asker: Asker) -> Callable[[], bool]:
+def alive_poller(run: RunDir, poller: Poller) -> Callable[[], bool]:
     """Whether the run may still write, as often as one likes. It says when nobody can tell, and that it asks on."""
     said = ""
 
     def is_alive() -> bool:
         nonlocal said
-        state = asker.state(soon=life_of(run).outcome is not None)
+        state = poller.state(soon=life_of(run).outcome is not None)
         words = unknown(state)
         if words and words != said:
             print(words, file=sys.stderr, flush=True)
@@ -110,19 +111,19 @@ def unknown(state: JobState) -> str:
 
 def wait_for(run: RunDir) -> int:
     """Wait until the run's job has ended, without a word. Returns the exit code, raises if it failed."""
-    from trainkit.cluster.asking import Asker
+    from trainkit.schedulers.states import Poller
 
-    asker = Asker(run)
-    with Notice([run.events], process_of(asker.state())) as notice:
-        return _wait(run, asker, notice)
+    poller = Poller(run)
+    with Notice([run.events], process_of(poller.state())) as notice:
+        return _wait(run, poller, notice)
 
 
-def _wait(run: RunDir, asker: Asker, notice: Notice) -> int:
-    pause, is_alive = 0.1, alive_asker(run, asker)
+def _wait(run: RunDir, poller: Poller, notice: Notice) -> int:
+    pause, is_alive = 0.1, alive_poller(run, poller)
     while is_alive():
         notice.wait(pause)
         pause = min(pause * 1.2, SELDOM_SECONDS)
-    return end_of(run, asker.state())
+    return end_of(run, poller.state())
 
 
 def process_of(state: JobState) -> int | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.errors import TrainkitError
 from trainkit.launch.plan import Plan
 from trainkit.run.events import Life, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import FORECAST_EVENTS, Forecast, Standing, forecast
+from trainkit.schedulers.base import JobState
 
 GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
 

@@ -17,9 +17,9 @@ from trainkit.checking import check
 from trainkit.config import loading
 from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.launch import containers
-from trainkit.launch.environment import scrubbed
-from trainkit.launch.node import Node, run_node
+from trainkit.launch.controller import Node, run_node
 from trainkit.launch.plan import Plan, make_plan
+from trainkit.programs import scrubbed
 from trainkit.ranks.env import VARIABLE, RankEnv, Secret, check_head
 from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.lease import ProcessId
@@ -82,8 +82,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     ending = run_node(run, node, env)
     if ending.state in ("FAILED", "TIMEOUT"):
         from jobs.following import refusal
-        from trainkit.cluster.slurm_jobs import JobState
         from trainkit.diagnosis.causes import cause_of
+        from trainkit.schedulers.base import JobState
 
         rank = node.first_rank + (ending.culprit or 0)
         cause = cause_of(run, JobState("FAILED", executor="launch"))
@@ -192,7 +192,7 @@ def _plan(loaded: loading.Loaded, args: argparse.Namespace, env: Mapping[str, st
             + ".",
         )
     # Every node brings its own GPUs, so that there are so many times as many as here.
-    return make_plan(loaded, replace(here, slurm=False, gpus=here.gpus * args.nodes), Path("run"))
+    return make_plan(loaded, replace(here, scheduler="", gpus=here.gpus * args.nodes), Path("run"))
 
 
 def _master_addr(args: argparse.Namespace) -> str:

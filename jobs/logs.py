@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs import cli, elsewhere
-from jobs.following import alive_asker, full_name, process_of
+from jobs.following import alive_poller, full_name, process_of
 from trainkit import fileio, terminal
-from trainkit.cluster.asking import Asker
-from trainkit.cluster.queue import job_state
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
 from trainkit.fileio import Notice
 from trainkit.monitor.follow import RankLog, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
+from trainkit.schedulers.base import JobState
+from trainkit.schedulers.states import Poller, job_state
 
 POLL_SECONDS = 0.5
 
@@ -158,20 +157,20 @@ def _nothing_yet(run: RunDir, state: JobState) -> int:
 
 
 def _follow(run: RunDir, wanted: Wanted, attempt: int | None) -> int:
-    asker = Asker(run)
-    with Notice([run.events], process_of(asker.state())) as notice:
-        return _show_until_its_end(run, wanted, attempt, asker, notice)
+    poller = Poller(run)
+    with Notice([run.events], process_of(poller.state())) as notice:
+        return _show_until_its_end(run, wanted, attempt, poller, notice)
 
 
-def _show_until_its_end(run: RunDir, wanted: Wanted, attempt: int | None, asker: Asker, notice: Notice) -> int:
+def _show_until_its_end(run: RunDir, wanted: Wanted, attempt: int | None, poller: Poller, notice: Notice) -> int:
     """Print what is written until the job ends; a new attempt's log follows that of the one before."""
-    is_alive = alive_asker(run, asker)
+    is_alive = alive_poller(run, poller)
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]
     shown: dict[Path, RankLog] = {}
     alive, waiting = True, ""
     while True:
         alive = is_alive()  # before the look at the logs: what was written before the end must still be shown
-        state = asker.state()
+        state = poller.state()
         if not run.attempts() and (words := f"{state.state} {state.reason}".strip()) != waiting:
             waiting = words
             print(f"--- job {state.job_id}: {words}", flush=True)

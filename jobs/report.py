@@ -10,13 +10,13 @@ from jobs import cli, elsewhere
 from trainkit import fileio, terminal
 from trainkit.bench.request import BenchDir
 from trainkit.bench.results import page
-from trainkit.cluster.queue import job_state
 from trainkit.diagnosis.causes import cause_of
 from trainkit.errors import UserError
 from trainkit.report.facts import Facts, collect
 from trainkit.report.write_html import write_page
 from trainkit.report.write_markdown import RESULTS, write_comparison, write_logbook, write_results, write_sweep
 from trainkit.run.folder import RunDir, find_runs
+from trainkit.schedulers.states import job_state
 
 
 def parser() -> cli.Parser:

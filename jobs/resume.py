@@ -17,24 +17,23 @@ from jobs.starting import by_names, dry_run, follow, start
 from jobs.sweeps import Further
 from trainkit import fileio, terminal
 from trainkit.bench.request import refuse_bench
-from trainkit.cluster.queue import job_state, job_states, require_no_job
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config import loading, yaml
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
 from trainkit.data import check_data
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch import submission
-from trainkit.launch.plan import make_plan
+from trainkit.launch.plan import make_plan, validate
 from trainkit.launch.restarts import excluded_nodes
-from trainkit.launch.validation import validate
 from trainkit.run import folder as run_folder
 from trainkit.run.events import Life, life_of
 from trainkit.run.folder import RunDir, find_runs, is_url, runs_root
 from trainkit.run.lease import Holder, lease_on
 from trainkit.run.ownership import require_own_code, vouch, why_others_may_write
 from trainkit.run.snapshot import restore_code
-from trainkit.site.profile import discover, largest_array
+from trainkit.schedulers.base import JobState, named
+from trainkit.schedulers.states import job_state, job_states, require_no_job
+from trainkit.site.profile import discover
 
 
 def parser() -> cli.Parser:
@@ -86,7 +85,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         site, cwd = discover(env), _first_folder(run)
         plan = by_names(make_plan(loaded, site, run.path), env)
         validate(loaded, plan, site, run.path, cwd)
-        script = submission.script_text(plan, run.path, cwd) if plan.executor == "slurm" else None
+        script = named(plan.executor).script(plan, run.path, cwd)
         if args.dry_run:
             return dry_run(plan, loaded, run.path, script)
         submission.require_executor(plan, site)
@@ -148,7 +147,7 @@ def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping
         for run, loaded in zip(lost, loadeds, strict=True)
     ]
     site = discover(env)
-    largest = largest_array() if site.slurm else len(lost)
+    largest = named(site.scheduler).largest_array() if site.scheduler else len(lost)
     further = Further(runs[0].path.parent, loadeds[0], site, _first_folder(lost[0]), env)
     folder, plan, script = further.plan(lost[:largest])
     for loaded in loadeds:

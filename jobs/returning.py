@@ -9,12 +9,12 @@ from typing import Any
 from jobs import cli
 from jobs.peering import peer_name, say_end
 from trainkit import terminal
-from trainkit.cluster.queue import require_no_job
 from trainkit.config.loading import load
 from trainkit.errors import UserError
 from trainkit.run.events import life_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
+from trainkit.schedulers.states import require_no_job
 
 
 def is_by_hand(run: RunDir) -> bool:

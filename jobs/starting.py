@@ -12,20 +12,19 @@ from jobs.expecting import expected_rows
 from jobs.following import end_of, follow_to_end, wait_for
 from jobs.train import run_rank
 from trainkit import terminal
-from trainkit.cluster.queue import job_state
 from trainkit.config.loading import Loaded
 from trainkit.errors import TrainkitError
-from trainkit.launch.plan import Plan
+from trainkit.launch.plan import Plan, config_rows, plan_rows
 from trainkit.run.folder import RunDir, find_runs
+from trainkit.schedulers.base import named
+from trainkit.schedulers.states import job_state
 
 
 def by_names(plan: Plan, env: Mapping[str, str]) -> Plan:
     """The plan with job ids for the runs that its dependency names."""
     if not any(item.name == "dependency" for item in plan.directives):
         return plan
-    from trainkit.launch.dependency import with_job_ids
-
-    return with_job_ids(plan, lambda name: find_runs(name, env))
+    return named(plan.executor).with_job_ids(plan, lambda name: find_runs(name, env))
 
 
 def start(
@@ -36,13 +35,13 @@ def start(
 
     ``function``: what every rank of a run calls, with its folder.
     """
-    from trainkit.launch import submission
-
     if plan.executor == "debug":
+        from trainkit.launch import submission
+
         print(f"{runs[0].name}: rank 0 of 1 in this process. {_reason(plan, 'nodes')}".rstrip(), flush=True)
         submission.run_here(runs[0], plan, function, env)
         return []
-    job_ids = submission.hand_over(folder, runs, plan, function, cwd=cwd, env=env)
+    job_ids = named(plan.executor).submit(folder, runs, plan, function, cwd=cwd, env=env)
     _announce(folder, plan, job_ids)
     return job_ids
 
@@ -51,7 +50,7 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
     """Follow runs that were started, if asked; local ones unless asked not to. The exit code."""
     if executor == "debug":
         return end_of(runs[0], job_state(runs[0]))
-    wanted = args.follow if args.follow is not None else executor == "local"
+    wanted = args.follow if args.follow is not None else not named(executor).batch
     if not args.wait and not wanted:
         return 0
     codes = []
@@ -68,17 +67,10 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
 
 def dry_run(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> int:
     """On stdout what would be submitted, on stderr every value with its source and reason. Writes nothing."""
-    from trainkit.launch import explain
-
-    if script is None:
-        script = (
-            f"# {plan.executor}: {plan.nodes} x {plan.ntasks_per_node} ranks on this machine, run folder {folder}\n"
-        )
-        script += "".join(f"{line}\n" for line in explain.rank_commands(plan, folder))
-    sys.stdout.write(script)
+    sys.stdout.write(script if script is not None else named(plan.executor).preview(plan, folder))
     sys.stdout.flush()
     # What follows from it all comes last, where the prompt is.
-    rows = explain.plan_rows(plan) + explain.config_rows(loaded) + expected_rows(plan, loaded.config)
+    rows = plan_rows(plan) + config_rows(loaded) + expected_rows(plan, loaded.config)
     if sys.stderr.isatty():
         told = [
             (setting, value, f"{source}: {reason}" if reason else source) for setting, value, source, reason in rows
@@ -93,7 +85,7 @@ def dry_run(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> int
 
 def _announce(folder: Path, plan: Plan, job_ids: Sequence[str]) -> None:
     ranks = f"{plan.nodes} node{'s' * (plan.nodes > 1)} x {plan.ntasks_per_node} rank{'s' * (plan.ntasks_per_node > 1)}"
-    if plan.executor == "slurm":
+    if named(plan.executor).batch:
         what = job_ids[0] if len(job_ids) == 1 else f"{job_ids[0].split('_')[0]} (array of {len(job_ids)})"
         print(f"Submitted job {what}: {ranks}.")
     else:

@@ -14,9 +14,6 @@ from jobs import cli, elsewhere
 from jobs.forecasting import GOING_ON, forecast_of, words
 from jobs.watching import view
 from trainkit import fileio, terminal
-from trainkit.cluster import recent
-from trainkit.cluster.queue import job_states
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.live import course_of
 from trainkit.errors import TrainkitError, UserError
@@ -24,6 +21,8 @@ from trainkit.run import folder
 from trainkit.run.events import Life, life_of, read_events
 from trainkit.run.folder import RunDir, find_runs, list_runs, runs_root
 from trainkit.run.metrics import Forecast, Standing, divergence_of, standing_of
+from trainkit.schedulers.base import JobState
+from trainkit.schedulers.states import KEPT_SECONDS, job_states
 from trainkit.terminal import age
 
 HEADER = ("run", "state", "job", "attempts", "step", "epoch", "val", "ends in", "age")
@@ -108,7 +107,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.runs and len(shown) == 1:
         _print_detail(shown[0])
     if ages:
-        print(f"SLURM said so {age(max(ages))} ago; it is asked again after {recent.KEPT_SECONDS:.0f} s.")
+        print(f"SLURM said so {age(max(ages))} ago; it is asked again after {KEPT_SECONDS:.0f} s.")
     if hidden:
         print(f"{hidden} older runs are not shown; --all shows them.")
     return 0

@@ -23,10 +23,10 @@ from trainkit.run.folder import next_path, runs_root
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainkit.cluster.slurm_jobs import JobState
     from trainkit.config.loading import Loaded
     from trainkit.run.events import Life
     from trainkit.run.folder import RunDir
+    from trainkit.schedulers.base import JobState
 
     Then = Callable[[Sequence[RunDir], Sequence[RunDir], str, argparse.Namespace], int]
 
@@ -204,10 +204,10 @@ def _submit(
 ) -> int:  # fmt: skip
     from jobs.starting import by_names, dry_run, start
     from trainkit.launch import submission
-    from trainkit.launch.plan import make_plan
-    from trainkit.launch.validation import validate
+    from trainkit.launch.plan import make_plan, validate
     from trainkit.run.snapshot import code_files, digest_of, fingerprint
-    from trainkit.site.profile import discover, largest_array
+    from trainkit.schedulers.base import named
+    from trainkit.site.profile import discover
 
     asked = loadeds, variants
     cwd, points = Path.cwd(), len(loadeds)
@@ -227,14 +227,14 @@ def _submit(
         configs, marks = [configs[index] for index in missing], [marks[index] for index in missing]
         points = len(loadeds)
     site = discover(env)
-    largest = largest_array() if points > 1 and site.slurm else points
+    largest = named(site.scheduler).largest_array() if points > 1 and site.scheduler else points
     plans = [make_plan(loaded, site, folder, points=min(points, largest)) for loaded in loadeds]
     plan = plans[0]
     if any((other.world_size, other.directives) != (plan.world_size, plan.directives) for other in plans):
         raise UserError(
             "A sweep cannot change resources.", why="All its runs are one job array.", fix="Submit them one by one."
         )
-    if args.array is not None and points > 1 and plan.executor != "slurm":
+    if args.array is not None and points > 1 and not named(plan.executor).batch:
         raise UserError(
             "--array is for SLURM.",
             why="Here its peers would run one after the other.",
@@ -242,8 +242,9 @@ def _submit(
         )
     plan = by_names(plan, env)
     notes = validate(loadeds[0], plan, site, folder, cwd)
-    first = min(points, largest) if plan.executor == "slurm" else points
-    script = submission.script_text(plan, folder, cwd, first) if plan.executor == "slurm" else None
+    scheduler = named(plan.executor)
+    first = min(points, largest) if scheduler.batch else points
+    script = scheduler.script(plan, folder, cwd, first)
     if args.dry_run:
         code = dry_run(plan, loadeds[0], folder, script)
         _say(notes)
@@ -297,9 +298,9 @@ def _is_named(args: argparse.Namespace) -> bool:
 
 def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
     """What trains, or has trained, already, by fingerprint; what was tried before and has failed is only said."""
-    from trainkit.cluster.queue import job_states
     from trainkit.run.events import life_of
     from trainkit.run.snapshot import same_runs
+    from trainkit.schedulers.states import job_states
 
     found: dict[str, _Known] = {}
     same = same_runs(fingerprints)
@@ -328,7 +329,7 @@ def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
 
 
 def _known(run: RunDir, life: Life, state: JobState | None) -> _Known:
-    from trainkit.cluster.slurm_jobs import JobState
+    from trainkit.schedulers.base import JobState
 
     return _Known(run, state or JobState("COMPLETED" if life.finished else life.outcome or "FAILED"), life.finished)
 

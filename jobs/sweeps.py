@@ -90,32 +90,32 @@ class Further:
             after: a job that must have ended before.
         """
         from jobs.starting import by_names
-        from trainkit.launch import submission, sweeps
-        from trainkit.launch.dependency import waiting_for
-        from trainkit.launch.plan import make_plan
+        from trainkit.launch import submission
+        from trainkit.launch.plan import make_plan, waiting_for
+        from trainkit.schedulers.base import named
 
-        folder = runs[0].path if len(runs) == 1 else sweeps.part_folder(self.sweep)
+        folder = runs[0].path if len(runs) == 1 else submission.part_folder(self.sweep)
         plan = by_names(make_plan(self.loaded, self.site, folder, points=len(runs)), self.env)
         if after:
             plan = waiting_for(plan, after, "--max-parallel is for all arrays together")
-        script = submission.script_text(plan, folder, self.cwd, len(runs)) if plan.executor == "slurm" else None
-        return folder, plan, script
+        return folder, plan, named(plan.executor).script(plan, folder, self.cwd, len(runs))
 
     def start(self, runs: Sequence[RunDir], *, after: str = "") -> list[str]:
         """Queue them; the job ids."""
         from jobs.train import run_rank
-        from trainkit.launch import submission, sweeps
+        from trainkit.launch import submission
+        from trainkit.schedulers.base import named
 
         folder, plan, script = self.plan(runs, after=after)
         submission.require_executor(plan, self.site)
         if len(runs) > 1:
-            sweeps.link_runs(folder, runs)
+            submission.link_runs(folder, runs)
         submission.write_launch(folder, plan, script)
-        return submission.hand_over(folder, runs, plan, run_rank, cwd=self.cwd, env=self.env)
+        return named(plan.executor).submit(folder, runs, plan, run_rank, cwd=self.cwd, env=self.env)
 
     def start_all(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
         """Queue them as arrays of at most ``largest`` tasks; id and runs of each. With --max-parallel one by one."""
-        from trainkit.launch.sweeps import split
+        from trainkit.launch.submission import split
 
         for part in split(runs, largest):
             array = self.start(part, after=after)[0].partition("_")[0]

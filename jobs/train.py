@@ -13,7 +13,6 @@ from jobs import cli
 from trainkit import terminal
 from trainkit.bench.request import refuse_bench
 from trainkit.checking import check
-from trainkit.cluster.queue import require_no_job
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
@@ -23,6 +22,8 @@ from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
 from trainkit.run.events import Attempt, Writer, job_of, life_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
 from trainkit.run.ownership import require_own_code
+from trainkit.schedulers.base import around
+from trainkit.schedulers.states import require_no_job
 
 
 def parser() -> cli.Parser:
@@ -177,7 +178,7 @@ def _own(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attemp
     is_known = any(item.job_id == job_id for item in life.submissions)
     if job_id and not is_known and ("SUBMITIT_EXECUTOR" not in env or life.cut_short is not None):
         # The job of a template, or one whose submitter was killed: so that `status` and `cancel` find it.
-        submitted(run, "slurm", job_id, attempts_before=attempt.number)
+        submitted(run, around(env)[0].name, job_id, attempts_before=attempt.number)
     return attempt
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from trainkit import fileio, terminal
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.monitor.loggers import number
 from trainkit.run.events import Life
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Standing, typed
+from trainkit.schedulers.base import JobState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

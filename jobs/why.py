@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from jobs import cli, elsewhere
 from jobs.forecasting import forecast_of, words
 from trainkit import terminal
-from trainkit.cluster.queue import job_state, job_states
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.live import course_of
 from trainkit.errors import UserError
 from trainkit.run.events import life_of
 from trainkit.run.folder import RunDir, find_runs
 from trainkit.run.metrics import standing_of
+from trainkit.schedulers.base import JobState
+from trainkit.schedulers.states import job_state, job_states
 
 
 def parser() -> cli.Parser:

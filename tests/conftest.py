@@ -143,8 +143,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     A session that leaves processes behind, or files that are ours, has failed.
     """
-    if executors := sys.modules.get("trainkit.launch.executors"):
-        for controller in executors.CONTROLLERS:
+    if local := sys.modules.get("trainkit.schedulers.local"):
+        for controller in local.CONTROLLERS:
             controller.poll()
     if (folder := session.config.stash.get(SCRATCH, None)) is not None:
         session.config.stash[LEFT] = left = scratch.left_in(folder)

@@ -18,7 +18,7 @@ from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.site.profile import Site
 
-HERE = Site(slurm=False, gpus=0, cpus=2)
+HERE = Site(scheduler="", gpus=0, cpus=2)
 
 
 def last_event(run: RunDir, kind: str) -> dict[str, Any] | None:

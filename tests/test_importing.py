@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.launch import batch_script
 from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import write_code
+from trainkit.schedulers.base import BEGIN
 
 PROJECT = Path(__file__).parents[1]
 STRAY = ("torch", "yaml", "typing", "numpy", "argparse", "json")
@@ -40,7 +40,7 @@ def test_a_command_is_given_in_a_folder_with_files_named_as_libraries(folder: Pa
 def test_a_job_takes_the_users_modules_from_its_snapshot_and_no_libraries(folder: Path) -> None:
     for package in ("trainkit", "jobs"):
         (folder / package).symlink_to(PROJECT / package)
-    code = f"{batch_script.BEGIN}import torch, yaml, my_net; print(my_net.__file__)"
+    code = f"{BEGIN}import torch, yaml, my_net; print(my_net.__file__)"
     done = start("-c", code, cwd=PROJECT, PYTHONPATH=str(folder))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(folder / "my_net.py")

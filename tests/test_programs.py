@@ -12,6 +12,7 @@ import pytest
 
 from trainkit import programs
 from trainkit.errors import SchedulerError
+from trainkit.programs import leaked, python_path, scrubbed
 
 
 def shell(script: str, seconds: float = 30.0, text: str = "") -> programs.Answer:
@@ -139,11 +140,48 @@ def test_the_environment_is_the_one_that_is_given() -> None:
     assert programs.ask(["env"], env=env).out.splitlines() == [f"PATH={env['PATH']}", "ONLY=this"]
 
 
-def test_what_changes_slurm_s_answers_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCANCEL_STATE", "RUNNING")
-    monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
-    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
-    told = programs.ask(["env"]).out
-    assert "SCANCEL_STATE" not in told
-    assert "SLURM_CLUSTERS" not in told
-    assert "SLURM_CONF=/etc/here.conf" in told
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SLURM_JOB_ID",
+        "SLURM_CPUS_PER_TASK",
+        "SLURMD_NODENAME",
+        "SRUN_CPUS_PER_TASK",
+        "SBATCH_PARTITION",
+        "SBATCH_ACCOUNT",
+        "PMI_RANK",
+        "PMIX_ID",
+        "PMI2_X",
+        "OMPI_COMM_WORLD_RANK",
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "NODE_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "SUBMITIT_EXECUTOR",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "TRAINKIT_RUN_DIR",
+        "TRAINKIT_ATTEMPT",
+        "TRAINKIT_SIMULATED_NODES",
+    ],
+)
+def test_what_describes_a_job_or_a_rank_does_not_reach_a_new_one(name: str) -> None:
+    assert leaked({name: "1", "HOME": "/"}) == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HOME", "PATH", "SLURM_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRAINKIT_RUNS", "FRANK", "MY_RANK_X"],
+)
+def test_everything_else_is_passed_on(name: str) -> None:
+    assert scrubbed({name: "1", "RANK": "0"}) == {name: "1"}
+
+
+def test_the_snapshot_goes_before_the_users_own_path() -> None:
+    assert python_path(Path("/run/code"), {"PYTHONPATH": "/mine"}) == "/run/code:/mine"
+    assert python_path(Path("/run/code"), {}) == "/run/code"

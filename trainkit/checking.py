@@ -54,5 +54,6 @@ def _check_own_code(config: Config) -> None:
     here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
     named = [("data", config.data.name), ("strategies", config.strategy.name)]
     named += [("models", config.model.name)] * (not config.model.name.startswith(TIMM_SOURCES))
+    named += [("schedulers", launch.executor)] * (":" in launch.executor)
     for room, name in [*named, *(("monitor", logger) for logger in config.monitor.loggers)]:
         plugins.check_importable(f"trainkit.{room}", name, installed=here)

@@ -15,10 +15,10 @@ from typing import Any
 from jobs import cancel, following, report, resume
 from jobs import submit as submitting
 from trainkit import fileio
-from trainkit.cluster.queue import job_state
 from trainkit.errors import UserError
 from trainkit.run.folder import RunDir, find_run
 from trainkit.run.metrics import read_metrics, standing_of
+from trainkit.schedulers.states import job_state
 
 Flag = str | int | bool | None | Sequence[str]
 _NOT_HERE = {

@@ -300,6 +300,7 @@ _KINDS = {
     "datasets": _Kind("data set", "data.name"),
     "models": _Kind("model", "model.name"),
     "monitor": _Kind("logger", "monitor.loggers"),
+    "schedulers": _Kind("scheduler", "launch.executor"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The one way to ask another program: bounded in time and in bytes, whatever that program is.
+"""The one way to ask another program: bounded in time and in bytes, whatever that program is. And its environment.
 
 A site's wrapper, a broken scheduler or a full disk makes any program silent, endless, or unreadable as UTF-8. What is
 started here and asked nothing (ranks, a controller, a connection) is started elsewhere.
@@ -29,11 +29,18 @@ _LONGEST_LINE = 100_000
 _LONGEST = 2000
 """Characters of what a program says of its failure: it is shown, and written down."""
 _AT_ONCE = 1 << 16
-# What users set for their own eyes: SLURM's programs take from these which jobs are shown or ended, how, and of which
-# cluster. Jobs are submitted to the cluster of SLURM_CONF, and the same number is another job elsewhere.
-_HABITS = re.compile(r"(SQUEUE|SACCT|SINFO|SCANCEL|SCONTROL)_.*|SLURM_(CLUSTERS|TIME_FORMAT|BITSTR_LEN)")
 _LOOK_SECONDS = 0.1
 """So often a program is looked at that has ended while another process holds its pipes."""
+
+# A job submitted inside a job (from salloc, from a notebook on a node) inherits its variables; its srun can then die,
+# or be bound to the wrong CPUs, and its ranks would take themselves for those of the other job. What users set in
+# SBATCH_* has become part of the plan, and as variables would outrank the flags in the script.
+_LEAKS = re.compile(
+    r"(SLURM|SLURMD|SRUN|SBATCH|SALLOC|PMI|PMI2|PMIX|OMPI|TORCHELASTIC|SUBMITIT)_.*"
+    r"|MPI_LOCAL.*|(GROUP_|ROLE_|LOCAL_|NODE_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|TRAINKIT_(RUN_DIR|ATTEMPT|SIMULATED_NODES|HEARTBEAT|SECRET|CLIENT)"
+)
+_KEPT = ("SLURM_CONF",)  # where the cluster is
 
 
 class NoAnswer(SchedulerError):
@@ -89,7 +96,7 @@ def ask(
     lives on, and is not waited for.
 
     Args:
-        env: its environment; None: this process's own. What would change SLURM's answers is left out.
+        env: its environment; None: this process's own.
         text: what it reads from stdin.
         seconds: how long it may take; None: `PATIENCE_SECONDS`.
 
@@ -99,7 +106,6 @@ def ask(
     """
     program, pipe = command[0], subprocess.PIPE
     seconds = PATIENCE_SECONDS if seconds is None else seconds
-    env = {name: value for name, value in (os.environ if env is None else env).items() if not _HABITS.fullmatch(name)}
     try:
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdin=pipe if text else subprocess.DEVNULL, stdout=pipe, stderr=pipe,
@@ -171,3 +177,18 @@ def _rest(pipe: int, given: bytes) -> bytes:
 
 def _no_answer(program: str, words: str, kind: type[NoAnswer] = NoAnswer) -> NoAnswer:
     return kind(f"No answer from {program}.", why=f"{words}.", fix=f"Try `{program}` by hand, then the same again.")
+
+
+def leaked(env: Mapping[str, str]) -> list[str]:
+    """Names in ``env`` that describe a job or a rank, and must not reach a new one."""
+    return sorted(name for name in env if _LEAKS.fullmatch(name) and name not in _KEPT)
+
+
+def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` without those."""
+    return {name: value for name, value in env.items() if name not in leaked({name: value})}
+
+
+def python_path(code: Path, env: Mapping[str, str]) -> str:
+    """PYTHONPATH with the snapshot first."""
+    return f"{code}:{env['PYTHONPATH']}" if env.get("PYTHONPATH") else str(code)

@@ -24,11 +24,11 @@ from typing import Any
 import yaml
 
 from jobs import why
-from trainkit.cluster.queue import job_state
 from trainkit.config.loading import load, to_yaml
 from trainkit.diagnosis.causes import cause_of
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.states import job_state
 
 FRESH = Path(__file__).with_name("corpus") / "fresh"
 HELD_OUT = 30

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from tests.diagnosis.score import answers
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.loading import load, to_yaml
 from trainkit.data import build_data
 from trainkit.diagnosis import causes
@@ -21,6 +20,7 @@ from trainkit.diagnosis.causes import TO_FILL_IN, Cause, cause_of, on_every_mach
 from trainkit.errors import UserError
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import JobState
 
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(causes.__file__).with_name("causes.yaml").read_text())
 UNKNOWN: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("unknown.yaml").read_text())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainkit import programs
-from trainkit.launch import submission
+from trainkit.schedulers import slurm_submission
 
 Command = Callable[..., Any]
 MOUTHFUL = "yes '4711|RUNNING|None|0:00|n1|N/A' | head -c 5000000"
@@ -48,7 +48,7 @@ def all_say(folder: Path, body: str, *names: str) -> None:
 def test_what_is_no_text_is_no_bug_and_moves_no_terminal(
     command: Command, fake_slurm: Path, first: Path, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "PAUSES", (0.0,))
+    monkeypatch.setattr(slurm_submission, "PAUSES", (0.0,))
     all_say(fake_slurm, body)
     for name, verb in VERBS.items():
         done = command(*verb)  # which lets everything through that is no error for users
@@ -83,8 +83,8 @@ def test_a_submission_goes_on_beside_a_scheduler_that_is_silent(
 def test_an_sbatch_that_never_ends_may_have_queued_the_job(
     command: Command, fake_slurm: Path, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.launch.executors.SBATCH_SECONDS", 0.5)
-    monkeypatch.setattr(submission, "PAUSES", (0.0,))
+    monkeypatch.setattr("trainkit.schedulers.slurm_submission.SBATCH_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_submission, "PAUSES", (0.0,))
     all_say(fake_slurm, SILENT, "sbatch")
     done = command(*VERBS["submit"])
     assert done.code == 4

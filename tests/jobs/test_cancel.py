@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.runs import last_event
-from trainkit.cluster.queue import job_state, job_states
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
-from trainkit.launch.submission import hand_over
 from trainkit.run.events import append_event, life_of, read_events, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
+from trainkit.schedulers.base import named
+from trainkit.schedulers.states import job_state, job_states
 
 Command = Callable[..., Any]
 MakeRun = Callable[..., tuple[RunDir, Plan]]
@@ -33,7 +33,7 @@ time.sleep(60)
 
 def started(run: RunDir, plan: Plan, function: Callable[[str], str]) -> list[int]:
     """Start a run; the ids of its ranks and their children, once they are there."""
-    hand_over(run.path, [run], plan, function, cwd=Path.cwd(), env=dict(os.environ))
+    named(plan.executor).submit(run.path, [run], plan, function, cwd=Path.cwd(), env=dict(os.environ))
     files = [run.path / f"pids-{rank}" for rank in range(plan.world_size)]
     deadline = time.monotonic() + 30
     while not all(file.exists() and " " in file.read_text() for file in files):
@@ -72,7 +72,7 @@ def test_one_run_of_a_sweep_can_be_cancelled_while_the_others_go_on(
     sweep = runs[0].path.parent
     (sweep / "sweep.json").write_text("[]")
     (sweep / "plan.json").write_text(plan.to_json())
-    hand_over(sweep, runs, plan, rank_function(body), cwd=tmp_path, env=dict(os.environ))
+    named(plan.executor).submit(sweep, runs, plan, rank_function(body), cwd=tmp_path, env=dict(os.environ))
     deadline = time.monotonic() + 60
     while not (runs[0].path / "up").exists():
         assert time.monotonic() < deadline

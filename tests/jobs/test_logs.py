@@ -13,10 +13,10 @@ import pytest
 from jobs.following import full_name
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
-from trainkit.launch.submission import hand_over
 from trainkit.monitor import follow
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import named
 
 Command = Callable[..., Any]
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: bad\n'
@@ -131,7 +131,7 @@ def test_following_goes_across_attempts_and_ends_with_the_job(
     """
     run, plan = local_run()
     function = rank_function("\n".join(line.strip() for line in body.splitlines()))
-    hand_over(run.path, [run], plan, function, cwd=tmp_path, env=dict(os.environ))
+    named(plan.executor).submit(run.path, [run], plan, function, cwd=tmp_path, env=dict(os.environ))
     began = time.monotonic()
     logs = [sys.executable, "-m", "jobs.logs", str(run.path), "-f"]
     done = subprocess.run(logs, env=no_slurm, capture_output=True, text=True, timeout=60, check=False)

@@ -15,11 +15,11 @@ import pytest
 
 from jobs.status import ASK_SECONDS, LOOK_SECONDS
 from trainkit import fileio
-from trainkit.cluster import recent
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
+from trainkit.schedulers import states
 
 Command = Callable[..., Any]
 
@@ -220,7 +220,7 @@ def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, 
 @pytest.fixture
 def asked(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often SLURM was asked, of which job 4711 is PENDING and 4712 forgotten, by squeue and sacct."""
-    monkeypatch.setattr(recent, "KEPT_SECONDS", 600.0)  # a busy machine may be slow
+    monkeypatch.setattr(states, "KEPT_SECONDS", 600.0)  # a busy machine may be slow
     for name, says in (("squeue", "echo '4711|PENDING|Resources|0:00||2035-11-21T22:04:10'"), ("sacct", "exit 1")):
         (fake_slurm / name).write_text(f"#!/bin/bash\necho x >> {fake_slurm}/calls\n{says}\n")
     return lambda: len((fake_slurm / "calls").read_text().split())
@@ -253,7 +253,7 @@ def test_slurm_is_asked_anew_of_what_has_happened_since_and_after_a_while(
     append_event(run, "cancelled", job_id="4711")
     command("status")
     assert asked() == 2
-    monkeypatch.setattr(recent, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(states, "KEPT_SECONDS", 0.0)
     command("status")
     assert asked() == 3
 

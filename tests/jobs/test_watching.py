@@ -9,10 +9,10 @@ from rich.console import Console
 from jobs.status import Shown
 from jobs.watching import losses_of_late, sparkline, view
 from trainkit import fileio
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.run.events import Life
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import standing_of
+from trainkit.schedulers.base import JobState
 
 
 @pytest.fixture

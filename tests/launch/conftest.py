@@ -25,7 +25,7 @@ def gpu_site() -> Site:
     quad = tuple(Node(f"g{i}", 8, 4) for i in range(4))
     mixed = tuple(Node(f"m{count}", 32, count) for count in (2, 4, 8))
     return Site(
-        slurm=True,
+        scheduler="slurm",
         gpus=0,
         cpus=2,
         partitions=(

@@ -11,18 +11,19 @@ from typing import Literal
 import pytest
 
 from trainkit.errors import RunFailedError
-from trainkit.launch import batch_job, scheduler
+from trainkit.launch import batch_job
 from trainkit.ranks.signals import hang
 from trainkit.run.events import Attempt, life_of, read_events, submitted
 from trainkit.run.folder import RunDir
+from trainkit.schedulers import slurm, slurm_programs
 
 FakeCommand = Callable[[str, str], Path]
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "PAUSES", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(scheduler, "PATIENCE", (0.0, 0.0))
+    monkeypatch.setattr(slurm_programs, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(slurm_programs, "PATIENCE", (0.0, 0.0))
     # SLURM ends the script of a job that it requeues; tests/slurm has that.
     monkeypatch.setattr(batch_job, "_wait_for_the_end", lambda: "")
     monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)
@@ -533,11 +534,11 @@ def test_where_requeueing_is_forbidden_a_template_is_queued_again_with_its_argum
         "sbatch", f'[ "$TRAINKIT_CONTINUE" = \'{run.path}\' ] && [ -z "${{SLURM_JOB_ID:-}}" ] && echo 11'
     )
     env = begun(run) | {"SLURM_GPUS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "8000"}
-    env |= {} if told is None else {scheduler.ARGUMENTS: told}
+    env |= {} if told is None else {slurm.ARGUMENTS: told}
     hand_back(env)
     assert batch_job.end(0, env, how="requeue") == 1
     granted_words = "--account=thesis --partition=gpu --time=1-00:00:00 --nodes=2 --gpus-per-node=4 --mem=8000"
-    flags = f"--no-requeue --export=ALL --job-name={run.path.name} --dependency=afterany:7,singleton {granted_words}"
+    flags = f"--no-requeue --job-name={run.path.name} --dependency=afterany:7,singleton --export=ALL {granted_words}"
     assert calls.read_text() == f"--parsable {flags} --exclude=n9 {template} ddp optim.lr=1e-3\n"
     submission = life_of(run).submission
     assert submission is not None

@@ -14,10 +14,10 @@ import pytest
 from tests.shell import faults
 from trainkit.config.loading import Loaded
 from trainkit.errors import UserError
-from trainkit.launch.batch_script import TASK, batch_script
 from trainkit.launch.containers import Container, node_command, srun_options
-from trainkit.launch.environment import activation
 from trainkit.launch.plan import Plan, make_plan
+from trainkit.schedulers.base import TASK
+from trainkit.schedulers.slurm_script import activation, batch_script
 from trainkit.site.profile import Site
 
 Load = Callable[..., Loaded]

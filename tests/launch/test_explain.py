@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.loading import Loaded, Source, load
-from trainkit.launch.explain import config_rows, plan_rows, rank_commands, way_out
-from trainkit.launch.plan import make_plan
+from trainkit.launch.plan import config_rows, make_plan, plan_rows
 from trainkit.launch.resources import Decision
+from trainkit.schedulers.base import named
+from trainkit.schedulers.slurm_submission import way_out
 from trainkit.site.profile import Site
 
 RUN = Path("/runs/ddp-0001")
@@ -27,8 +28,8 @@ def test_every_directive_and_every_setting_is_explained(loaded: Callable[..., Lo
 
 
 def test_a_local_run_is_explained_by_one_command_a_rank(loaded: Callable[..., Loaded]) -> None:
-    plan = make_plan(loaded(nodes=2, ntasks_per_node=2), Site(False, 0, 2), RUN)
-    lines = rank_commands(plan, RUN)
+    plan = make_plan(loaded(nodes=2, ntasks_per_node=2), Site("", 0, 2), RUN)
+    _, *lines = named("local").preview(plan, RUN).splitlines()
     assert len(lines) == 4
     assert "SUBMITIT_LOCAL_NODEID=1 SUBMITIT_LOCAL_LOCALID=0 SUBMITIT_LOCAL_GLOBALID=2" in lines[2]
 
@@ -85,17 +86,17 @@ def test_what_sbatch_refuses_is_told_by_the_flag_and_who_has_said_it(words: str,
         )),
         *(Decision(name, text, Source("flag", "--sbatch")) for name, text in (("licenses", "x"), ("bogus", "1"))),
     ]  # fmt: skip
-    plan = make_plan(load("ddp"), Site(False, 0, 2), RUN)
+    plan = make_plan(load("ddp"), Site("", 0, 2), RUN)
     fix = way_out(f"error: Batch job submission failed: {words}", replace(plan, directives=tuple(directives)))
     assert change in fix.partition(" `")[0]
 
 
 def test_an_account_that_nobody_gave_is_asked_for() -> None:
-    plan = make_plan(load("ddp"), Site(False, 0, 2), RUN)
+    plan = make_plan(load("ddp"), Site("", 0, 2), RUN)
     assert "No --account is given" in way_out("Invalid account or account/partition combination specified", plan)
 
 
 @pytest.mark.parametrize("words", ["Unspecified error", "job_submit/lua: ask the helpdesk"])
 def test_words_that_name_no_flag_are_no_reason_to_change_one(words: str) -> None:
-    plan = make_plan(load("ddp"), Site(False, 0, 2), RUN)
+    plan = make_plan(load("ddp"), Site("", 0, 2), RUN)
     assert way_out(words, plan).startswith("`--dry-run` shows")

@@ -19,8 +19,8 @@ Load = Callable[..., Loaded]
 
 A100 = Node("g1", cpus=64, gpus=4, mem_mb=512000, gpu_types=("a100",))
 V100 = Node("v1", cpus=40, gpus=8, mem_mb=384000, gpu_types=("v100",))
-SITE = Site(True, 0, 2, partitions=(Partition("gpu", (A100, replace(A100, name="g2"), V100), default=True),))
-A100_ONLY = Site(True, 0, 2, partitions=(Partition("gpu", (A100, replace(A100, name="g2")), default=True),))
+SITE = Site("slurm", 0, 2, partitions=(Partition("gpu", (A100, replace(A100, name="g2"), V100), default=True),))
+A100_ONLY = Site("slurm", 0, 2, partitions=(Partition("gpu", (A100, replace(A100, name="g2")), default=True),))
 
 
 def directives(plan: Plan) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_a_further_gres_does_not_take_away_the_gpus_of_the_gres_dialect(loaded: 
 
 
 def test_gpus_that_are_a_feature_need_their_number_and_the_constraint(loaded: Load) -> None:
-    cray = Site(True, 0, 2, partitions=(Partition("normal", (Node("n1", 24, 0, features=("gpu",)),), default=True),))
+    cray = Site("slurm", 0, 2, partitions=(Partition("normal", (Node("n1", 24, 0, features=("gpu",)),), default=True),))
     plan = make_plan(loaded(gpu_dialect="constraint", constraint="gpu", gpus_per_node=1, nodes=1), cray, RUN)
     assert (plan.gpus_per_node, asks_for_gpus(plan), directives(plan)["constraint"]) == (1, {}, "gpu")
     with pytest.raises(UserError, match="how many GPUs"):
@@ -179,4 +179,4 @@ def test_where_nodes_have_no_internet_wandb_and_model_hubs_stay_offline(loaded: 
     )
     assert [item.reason for item in plan.decisions if item.name == "internet"] == ["W&B and model hubs stay offline"]
     assert make_plan(loaded(), A100_ONLY, RUN).setup == ()
-    assert make_plan(loaded(internet=False), Site(False, 0, 2), RUN).setup == (), "this machine is no compute node"
+    assert make_plan(loaded(internet=False), Site("", 0, 2), RUN).setup == (), "this machine is no compute node"

@@ -10,8 +10,8 @@ import pytest
 
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError
-from trainkit.launch.needed import require_container, require_environment
-from trainkit.launch.plan import make_plan
+from trainkit.launch.plan import make_plan, require_container, require_environment
+from trainkit.schedulers.base import named
 from trainkit.site.profile import Site, SiteFacts
 
 Load = Callable[..., Loaded]
@@ -52,7 +52,7 @@ def test_an_image_that_is_not_there_is_refused_and_a_name_in_a_registry_is_not(
         config = loaded(container_image=image)
         container = make_plan(config, gpu_site, tmp_path / "run").container
         assert container is not None
-        require_container(config, container, SiteFacts(containers=("pyxis",)))
+        require_container(config, container, SiteFacts(containers=("pyxis",)), named("slurm"))
 
     for image in ("nowhere.sif", "nowhere.sqsh", "./sandbox", f"{tmp_path}/nowhere"):
         with pytest.raises(RefusedError, match="There is no image /"):
@@ -87,7 +87,7 @@ def test_a_container_of_pyxis_is_refused_where_srun_does_not_know_it(
     container = make_plan(config, gpu_site, Path("run")).container
     assert container is not None
     if fits:
-        require_container(config, container, SiteFacts(containers=containers))
+        require_container(config, container, SiteFacts(containers=containers), named("slurm"))
     else:
         with pytest.raises(RefusedError, match="srun has no option --container-image here"):
-            require_container(config, container, SiteFacts(containers=containers))
+            require_container(config, container, SiteFacts(containers=containers), named("slurm"))

@@ -15,8 +15,8 @@ from trainkit.launch.plan import Plan, make_plan
 from trainkit.site.profile import Site
 
 RUN = Path("/runs/ddp-0001")
-LAPTOP = Site(slurm=False, gpus=0, cpus=2)
-FOUR_GPUS = Site(slurm=False, gpus=4, cpus=8)
+LAPTOP = Site(scheduler="", gpus=0, cpus=2)
+FOUR_GPUS = Site(scheduler="", gpus=4, cpus=8)
 Load = Callable[..., Loaded]
 
 
@@ -187,7 +187,7 @@ def test_a_short_partition_shortens_the_default_time_but_no_other(loaded: Load, 
 
 
 def test_a_site_that_does_not_tell_is_not_checked_and_that_is_said(loaded: Load) -> None:
-    plan = make_plan(loaded(partition="any", nodes=32, gpus_per_node=2), Site(True, 0, 2, unknown="down"), RUN)
+    plan = make_plan(loaded(partition="any", nodes=32, gpus_per_node=2), Site("slurm", 0, 2, unknown="down"), RUN)
     assert "not checked: down" in said(plan, "partition")
 
 

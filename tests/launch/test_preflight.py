@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.site.test_node_health import a_report
-from trainkit.launch import preflight
-from trainkit.launch.restarts import culprits, passing_failure
+from trainkit.launch.restarts import PREFLIGHT, culprits, passing_failure, pronounce
 from trainkit.run.events import Attempt, life_of
 from trainkit.run.folder import RunDir
 
@@ -24,12 +23,12 @@ def _found(attempt: Attempt, *bad: str) -> None:
     for facts in report["ranks"].values():
         if facts["node"] in bad:
             facts["memory_free_mb"] = 7
-    (attempt.logs / preflight.FILE).write_text(f"a library's own words\n{json.dumps(report)}\n")
+    (attempt.logs / PREFLIGHT).write_text(f"a library's own words\n{json.dumps(report)}\n")
 
 
 def test_good_nodes_let_the_ranks_start(attempt: Attempt) -> None:
     _found(attempt)
-    assert preflight.pronounce(attempt) == 0
+    assert pronounce(attempt) == 0
     assert life_of(attempt.run).failures == ()
 
 
@@ -37,7 +36,7 @@ def test_a_bad_node_ends_the_attempt_which_another_one_without_it_may_mend(
     attempt: Attempt, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _found(attempt, "n2")
-    assert preflight.pronounce(attempt) == 3
+    assert pronounce(attempt) == 3
     assert "BAD  n2: memory: 7 MB" in capsys.readouterr().out
     assert passing_failure(attempt, 3) == "failed preflight: n2: memory: 7 MB of 64000 free"
     assert culprits(attempt, ["n1", "n2", "n3"], {}) == {"n2": "failed preflight: memory: 7 MB of 64000 free"}
@@ -45,6 +44,6 @@ def test_a_bad_node_ends_the_attempt_which_another_one_without_it_may_mend(
 
 @pytest.mark.parametrize("said", ["", "srun: error", '{"ranks": torn'])
 def test_a_check_without_an_answer_holds_nothing_back(attempt: Attempt, said: str) -> None:
-    (attempt.logs / preflight.FILE).write_text(said)
-    assert preflight.pronounce(attempt) == 0
+    (attempt.logs / PREFLIGHT).write_text(said)
+    assert pronounce(attempt) == 0
     assert culprits(attempt, ["n1"], {}) == {}

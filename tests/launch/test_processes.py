@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.launch import processes as module
-from trainkit.launch.processes import Death, Rank, RankGroup, caught_signals
+from trainkit.launch import supervisor as module
+from trainkit.launch.supervisor import Death, Rank, RankGroup, caught_signals
 from trainkit.run.lease import ProcessId
 
 SLEEP = "import time; time.sleep(60)"
@@ -91,7 +91,7 @@ def test_what_a_rank_leaves_behind_ends_with_it(group: Callable[..., RankGroup],
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
 def test_ranks_do_not_outlive_whoever_started_them(tmp_path: Path) -> None:
     program = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom trainkit.launch.processes import Rank, RankGroup\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom trainkit.launch.supervisor import Rank, RankGroup\n"
         f"command = [sys.executable, '-c', {STUBBORN!r}]\n"
         "group = RankGroup([Rank(command, os.environ, Path('rank.out'), Path('rank.err'))])\n"
         "print(group._children[0].pid, flush=True)\ntime.sleep(60)\n"

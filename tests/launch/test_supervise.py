@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.launch import supervise as module
-from trainkit.launch.processes import Rank
-from trainkit.launch.supervise import Ending, Limits, Requests, supervise
+from trainkit.launch import supervisor as module
+from trainkit.launch.supervisor import Ending, Limits, Rank, Requests, supervise
 from trainkit.ranks import signals
 from trainkit.run.events import Attempt, life_of
 from trainkit.run.folder import RunDir
@@ -136,8 +135,8 @@ STOPPED = """
 import os, sys, tempfile
 from pathlib import Path
 from tests.launch.test_supervise import PRELUDE
-from trainkit.launch import supervise as module
-from trainkit.launch.processes import Rank
+from trainkit.launch import supervisor as module
+from trainkit.launch.supervisor import Rank
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.estimate import read_start
 from trainkit.config.loading import Loaded, load
 from trainkit.errors import RefusedError, UserError
+from trainkit.schedulers.slurm_programs import read_start
 from trainkit.site.limits import Request, doubtful, require_access, require_room, require_shared
 from trainkit.site.profile import Account, Node, Partition, Qos, Site, SiteFacts
 
@@ -31,7 +31,7 @@ FACTS = SiteFacts(
     accounts_enforced=True,
 )
 HOUR = Request(nodes=2, gpus_per_node=4, minutes=60)
-TWO_NODES = Site(True, 0, 2, partitions=(Partition("main", (Node("n1", 8, 4), Node("n2", 8, 4))),))
+TWO_NODES = Site("slurm", 0, 2, partitions=(Partition("main", (Node("n1", 8, 4), Node("n2", 8, 4))),))
 
 
 def loaded(**flags: Any) -> Loaded:
@@ -136,7 +136,7 @@ def test_a_folder_that_few_sites_share_is_only_doubtful() -> None:
 
 def test_on_a_cluster_of_one_machine_every_folder_is_seen() -> None:
     name = socket.gethostname().partition(".")[0]
-    alone = Site(True, 0, 2, partitions=(Partition("main", (Node(name, 8, 4),)),))
+    alone = Site("slurm", 0, 2, partitions=(Partition("main", (Node(name, 8, 4),)),))
     require_shared(Path("/dev/shm/x"), "The run folder", alone, ["/home"])
     assert doubtful(Path("/tmp/x"), alone, ()) == ""
 

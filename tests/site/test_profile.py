@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.loading import load
-from trainkit.launch.batch_script import batch_script
 from trainkit.launch.plan import make_plan
+from trainkit.schedulers.slurm_script import batch_script
 from trainkit.site.profile import Site, count_gpus, discover, read_nodes, read_partitions, visible_gpus
 
 # As a SLURM 22.05.8 printed them, but for what one cluster does not have at once: a drained node, a reason, limits.
@@ -50,7 +50,7 @@ def test_partitions_are_read_with_their_limits_and_nodes() -> None:
 
 
 def test_the_default_partition_is_the_one_that_no_name_means() -> None:
-    site = Site(True, 0, 1, read_partitions(PARTITIONS, {}))
+    site = Site("slurm", 0, 1, read_partitions(PARTITIONS, {}))
     assert site.partition(None) == site.partition("main")
     assert site.partition("nosuch") is None
 
@@ -91,14 +91,14 @@ def test_the_visible_device_mask_is_counted_as_cuda_reads_it(mask: str | None, p
 
 
 def test_a_machine_without_sbatch_has_no_slurm(tmp_path: Path) -> None:
-    assert not discover({"PATH": str(tmp_path)}).slurm
+    assert not discover({"PATH": str(tmp_path)}).scheduler
 
 
 def test_a_login_node_tells_its_partitions(fake_command: Callable[[str, str], Path]) -> None:
     fake_command("sbatch", "exit 1")
     fake_command("scontrol", f"if [ $2 = node ]; then cat <<'E'\n{NODES}\nE\nelse cat <<'E'\n{PARTITIONS}\nE\nfi")
     site = discover(dict(os.environ))
-    assert site.slurm
+    assert site.scheduler
     assert [partition.name for partition in site.partitions] == ["main", "short", "closed"]
 
 
@@ -106,7 +106,7 @@ def test_a_slurm_that_does_not_answer_is_a_slurm_that_is_not_known(fake_command:
     fake_command("sbatch", "exit 1")
     fake_command("scontrol", "echo 'slurm_load_node: Unable to contact slurm controller' >&2; exit 1")
     site = discover(dict(os.environ))
-    assert site.slurm
+    assert site.scheduler
     assert "Unable to contact" in site.unknown
 
 
@@ -114,12 +114,12 @@ def test_slurms_packages_without_a_cluster_are_no_slurm(fake_command: Callable[[
     fake_command("sbatch", "exit 1")
     fake_command("scontrol", "echo 'fatal: Could not establish a configuration source' >&2; exit 1")
     site = discover(dict(os.environ))
-    assert not site.slurm
+    assert not site.scheduler
     assert "configured for no cluster" in site.unknown
 
 
 PROFILES = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.yaml"))
-ELSEWHERE = Site(True, 0, 2, unknown="this test is on no login node")
+ELSEWHERE = Site("slurm", 0, 2, unknown="this test is on no login node")
 
 COMMON = ["open-mode=append", "output=/runs/x/logs/batch.out"]
 GOLDEN = {

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from trainkit.cluster.adoption import read_scripts
-from trainkit.cluster.estimate import read_start
-from trainkit.cluster.slurm_jobs import read_sacct, read_squeue
 from trainkit.config.loading import load, to_yaml
 from trainkit.diagnosis.causes import cause_of
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.slurm_programs import read_sacct, read_squeue, read_start
+from trainkit.schedulers.slurm_submission import read_scripts
 from trainkit.site import discover as read
 from trainkit.site.profile import Account, Partition, Qos, read_nodes, read_partitions
 

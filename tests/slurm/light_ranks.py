@@ -38,7 +38,8 @@ def main(wanted: list[str]) -> None:
     """Submit them, each with its own flags (``nodes:2;srun:KEY=VALUE``), and print their job ids."""
     from trainkit.config.loading import load
     from trainkit.launch.plan import make_plan
-    from trainkit.launch.submission import hand_over, script_text, stored_config, write_run
+    from trainkit.launch.submission import stored_config, write_run
+    from trainkit.schedulers.base import named
     from trainkit.site.profile import discover
 
     env, cwd = dict(os.environ), Path.cwd()
@@ -54,8 +55,10 @@ def main(wanted: list[str]) -> None:
             given[f"launch.{key}"] = (value, key)
         config, path = load("ddp", flags=given), cwd / "runs" / name
         plan = make_plan(config, site, path)
-        run = write_run(path, stored_config(config, cwd), plan, script_text(plan, path, cwd), ["light_ranks.py"])
-        print(name, *hand_over(path, [run], plan, function, cwd=cwd, env=env))
+        run = write_run(
+            path, stored_config(config, cwd), plan, named(plan.executor).script(plan, path, cwd), ["light_ranks.py"]
+        )
+        print(name, *named(plan.executor).submit(path, [run], plan, function, cwd=cwd, env=env))
 
 
 if __name__ == "__main__":

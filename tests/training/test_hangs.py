@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.rank_functions import QUICK, run_command
-from trainkit.cluster.queue import job_state
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.states import job_state
 
 pytestmark = pytest.mark.long
 

@@ -62,6 +62,8 @@ def json_schema(models: Sequence[str]) -> dict[str, Any]:
     plugged = (("ModelConfig", "models"), ("DataConfig", "data.datasets"), ("StrategyConfig", "strategies"))
     for section, package in plugged:
         _name_plugins(schema["$defs"][section], f"trainkit.{package}", models if package == "models" else ())
+    del launch["executor"]["type"]
+    launch["executor"]["anyOf"] = [{"enum": ["auto", *plugins.available("trainkit.schedulers"), "debug"]}, OWN]
     loggers = schema["$defs"]["MonitorConfig"]["properties"]["loggers"]
     loggers["items"] = {"anyOf": [{"enum": plugins.available("trainkit.monitor")}, OWN]}
     extends = {

@@ -176,7 +176,7 @@ def _wrong_value(key: str, given: Any, cause: Any, layer: Layer) -> UserError:
     if sentence.startswith("text") and isinstance(value, int | float):
         example = f"Put it in quotes: {key.rpartition('.')[2]}: '{shown(value)}'."
     # The value itself, or an item of a list, may be a misspelt choice.
-    choices = _choices(field.annotation)
+    choices = _choices(field.annotation) or list(getattr(cause, "known", ()))
     if sentence.startswith(("a number", "a whole number")) and (
         number := re.fullmatch(r"([\d.e+-]+)[,;]([\d.e+-]*)", str(value))
     ):

@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from trainkit import fileio
+from trainkit import fileio, plugins
 from trainkit.config.slurm_options import long_name, time_minutes
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -63,6 +63,14 @@ class ImpossibleError(ValueError):
     def __init__(self, what: str, *, keys: tuple[str, ...], why: str, fix: str, secret: bool = False) -> None:
         super().__init__(what)
         self.keys, self.why, self.fix, self.secret = keys, why, fix, secret
+
+
+class UnknownNameError(ValueError):
+    """A name of something that is not there. ``known``: those that are."""
+
+    def __init__(self, what: str, known: list[str]) -> None:
+        super().__init__(what)
+        self.known = known
 
 
 class Section(BaseModel):
@@ -227,8 +235,9 @@ later an older run does not have."""
 class LaunchConfig(Section):
     """Resources. The names are those of sbatch's flags, with underscores."""
 
-    executor: Literal["auto", "slurm", "local", "debug"] = "auto"
-    """auto: slurm where sbatch is found, else local. debug: in the calling process."""
+    executor: Annotated[str, IMPORTS] = "auto"
+    """Who starts the job. auto: slurm where sbatch is found, else local. debug: in the calling process. A scheduler of
+    your own: package.module:build."""
     cluster: Annotated[str | None, STARTS] = None
     """A site profile: a name in configs/clusters or the path of a YAML file."""
     nodes: PositiveInt = 1
@@ -317,6 +326,15 @@ class LaunchConfig(Section):
         # All of it goes into the batch script: a line break would begin a line of its own there.
         if not all(is_one_line(text) for text in _texts(value)):
             raise ValueError("text on one line, without control characters")
+        return value
+
+    @field_validator("executor")
+    @classmethod
+    def _is_a_scheduler(cls, value: str) -> str:
+        if value not in ("auto", "debug") and ":" not in value:
+            known = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
+            if value not in known:
+                raise UnknownNameError(f"{', '.join(known)}, or package.module:build of your own", known)
         return value
 
     @field_validator("time", mode="before")

@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 
 from trainkit import fileio, terminal
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.config.checks import smaller
 from trainkit.config.schema import SECTIONS
 from trainkit.diagnosis.evidence import (
@@ -45,6 +44,7 @@ from trainkit.errors import UserError
 from trainkit.ranks.env import expand
 from trainkit.run.events import life_of
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import JobState, built_in
 
 RESUME = "python -m jobs.resume {run}"
 AGAIN = "python -m jobs.submit {run}"
@@ -193,7 +193,7 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     Facts of the machine come first, then what ended or holds the job, then the rank that failed first.
 
     Args:
-        state: of the run's newest job, as `trainkit.cluster.queue` has it.
+        state: of the run's newest job, as `trainkit.schedulers.states` has it.
     """
     if attempt is None and state.state == "COMPLETED":
         return None
@@ -259,7 +259,8 @@ def _cause(
     command = re.sub(r" --exclude(?= *$)", "", command.format_map(Fields(for_shell))).rstrip()  # no node is known
     fix = fix.format_map(found).strip()
     fix = fix[:1].upper() + fix[1:]
-    if state.executor != "slurm" and _ASKS_SLURM.match(command):  # SLURM knows nothing of a job of this machine
+    asks = _ASKS_SLURM.match(command)
+    if asks and asks[1] not in built_in(state.executor).tools:  # SLURM knows nothing of a job of this machine
         command, fix = terminal.command("status", run.path), ""
     asked_for = set(_hosts_of(_directive(fileio.read_object(run.plan), "nodelist") or "").split(",")) - {""}
     excluded = set(_hosts_of(found["failed_hosts"] or found["host"]).split(","))
@@ -387,7 +388,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     ranks = max(int(life.started.get("world_size") or plan.get("world_size") or 1), 1)
     share = max(int(config.get("global_batch_size") or 64) // ranks, 1)
     micro = int(config.get("micro_batch_size") or life.started.get("micro_batch_size") or share)
-    memory = _more_memory(plan) if state.executor == "slurm" else ""
+    memory = _more_memory(plan) if built_in(state.executor).batch else ""
     behind = lagging_ranks(run, attempt)
     places, own = places_of(failure.traceback if failure is not None else ())
     at, own_at = [f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else "" for found in (own or places, own)]
@@ -419,7 +420,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
             "moves": f" ({moved_by}=FOLDER puts it elsewhere)" if moved_by else "",
             "full": _full(place or str(run.path)),
             "crashed_at": f", at {at}" if at else "",
-            "there": f"srun -N1 -n1 -w {shlex.quote(host)} " if state.executor == "slurm" and host else "",
+            "there": built_in(state.executor).at_node(host),
             "which": "gloo" if failure is not None and "loo " in failure.error else "NCCL",
             "behind": _ranks(behind) if behind else "another rank",
             "lagging": str(behind[0]) if behind else "0",
@@ -450,11 +451,9 @@ def _more_memory(plan: Mapping[str, Any]) -> str:
 
 def _unless_memory(state: JobState) -> str:
     """Where to see whether memory ran out, and what to do then."""
-    if state.executor == "slurm":
-        return (
-            f"If `sacct -j {state.job_id} -o NodeList,MaxRSS,ReqMem` shows that memory ran out, with more --mem; else:"
-        )
-    return "If `dmesg` shows that memory ran out, with a smaller batch or fewer data.workers in a new run; else:"
+    scheduler = built_in(state.executor)
+    more = "more --mem" if scheduler.batch else "a smaller batch or fewer data.workers in a new run"
+    return f"If `{scheduler.shows_memory(state.job_id)}` shows that memory ran out, with {more}; else:"
 
 
 def _settings(run: RunDir) -> dict[str, float]:

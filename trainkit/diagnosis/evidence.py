@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit import fileio, terminal
-from trainkit.cluster.slurm_jobs import JobState
 from trainkit.run.events import life_of
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import JobState, built_in
 
 _LONGEST = 1 << 20
 """Bytes at the end of a log that are read. No more than that follows a traceback."""
@@ -452,7 +452,7 @@ def of_the_job(run: RunDir, state: JobState, attempt: int) -> list[Source]:
         for item in life.failures
         if item.attempt == attempt and item.rank is None and attempt in life.handed_back
     ]
-    return [*said, Source("job", "squeue, sacct" if state.executor == "slurm" else "status", words_of_state(state))]
+    return [*said, Source("job", built_in(state.executor).witness, words_of_state(state))]
 
 
 def facts_of(run: RunDir, attempt: int) -> str:
@@ -507,7 +507,7 @@ def of_logs_elsewhere(run: RunDir, state: JobState, failure: Failure | None) -> 
         if not any(logs.glob(f"rank-{failure.rank}.*")):
             words = f"no log of task {failure.rank} on {failure.host} is here"
             return [Source("batch", f"logs/{failure.attempt}", words, aside=True)]
-    has_run = state.executor == "slurm" and state.state == "FAILED" and state.nodes
+    has_run = built_in(state.executor).batch and state.state == "FAILED" and state.nodes
     if has_run and not run.attempts() and not last_words(run):
         return [Source("batch", "logs", "no log of the job is here", aside=True)]
     return []

@@ -1,4 +1,5 @@
-"""What a batch script does on its first node before and after its ranks, for submitted runs and plain templates alike.
+"""What a batch script does on its first node before and after its ranks, for submitted runs and plain templates alike,
+whatever the scheduler.
 
     begun=$(python -m trainkit.launch.batch_job begin)      shell lines: the attempt, where its ranks meet, their secret
     python -m trainkit.launch.batch_job preflight           what the check of the nodes found; 3 if one is bad
@@ -10,7 +11,6 @@ job instead of this one.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
@@ -20,11 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit import fileio, terminal
-from trainkit.cluster.adoption import write_down
 from trainkit.diagnosis.evidence import words_of
-from trainkit.errors import RunFailedError, TrainkitError
-from trainkit.launch import scheduler
-from trainkit.launch.preflight import pronounce
+from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.launch.restarts import (
     budget_spent,
     culprits,
@@ -32,15 +29,19 @@ from trainkit.launch.restarts import (
     first_attempt,
     is_broken,
     passing_failure,
+    pronounce,
     spared,
 )
-from trainkit.programs import NoAnswer
+from trainkit.programs import NoAnswer, NoProgram
 from trainkit.ranks.env import Secret, expand, free_port, start_for
-from trainkit.run.events import RUN_DIR, Attempt, job_of, life_of, read_events
+from trainkit.run.events import RUN_DIR, Attempt, life_of, read_events
 from trainkit.run.folder import RunDir, umask_of
+from trainkit.schedulers.base import OwnJob, Place, Scheduler, around
 
 END_SECONDS = 300
-"""How long SLURM may take to end a script whose job it has requeued."""
+"""How long a scheduler may take to end a script whose job it has requeued."""
+CONTINUE = "TRAINKIT_CONTINUE"
+"""Environment variable of the templates: the run folder that a job goes on with, instead of making its own."""
 NODES = "nodes"
 """A file among the attempt's logs, as old as the attempt: where it runs."""
 MARKER = "requeue"
@@ -53,22 +54,22 @@ def begin(env: Mapping[str, str]) -> str:
     """Begin the next attempt; the shell lines that tell the ranks of it.
 
     Raises:
-        RunFailedError: SLURM has started the job again and again, and nothing came of it.
+        RunFailedError: the job was started again and again, and nothing came of it.
     """
     run = RunDir(Path(env[RUN_DIR]))
-    if (cut := life_of(run).cut_short) is not None and cut.cancelled:
-        with contextlib.suppress(NoAnswer):
-            write_down(run, cut, [job_of(env)])
+    scheduler, place = around(env, run)
+    cut = life_of(run).cut_short
+    scheduler.claim(run, env)
+    if cut is not None and cut.cancelled:
         raise RunFailedError(f"{run.name} was cancelled.", why="That was before it had a job.", fix=_resume(run))
-    if env.get("SLURM_RESTART_COUNT", "0") != "0" and (why := budget_spent(run)):
+    if place.restarts and (why := budget_spent(run)):
         attempt = Attempt(run, run.attempts()[-1])
-        attempt.ended("FAILED", job_id=job_of(env), why=why)
+        attempt.ended("FAILED", job_id=place.job_id, why=why)
         raise RunFailedError(f"{run.name} is not started again: {why}.", why=_LOOK, fix=_resume(run))
-    if (before := run.attempts()) and (lost := _lost_nodes(Attempt(run, before[-1]), env)):
-        _without_lost_nodes(Attempt(run, before[-1]), lost, env)
+    if (before := run.attempts()) and (lost := _lost_nodes(Attempt(run, before[-1]), scheduler, place)):
+        _without_lost_nodes(Attempt(run, before[-1]), lost, scheduler, place)
     attempt = Attempt.begin(run)
-    scheduler.claim_pickle(run, env)
-    nodes = env["SLURM_JOB_NODELIST"]
+    nodes = place.nodelist
     fileio.write(attempt.logs / NODES, f"{nodes}\n", run.path)
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
@@ -80,7 +81,7 @@ def begin(env: Mapping[str, str]) -> str:
     return "\n".join([umask, *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())])
 
 
-def _lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> dict[str, str]:
+def _lost_nodes(attempt: Attempt, scheduler: Scheduler, place: Place) -> dict[str, str]:
     """Nodes that have ended this earlier attempt, without a word: a power cut leaves nobody to speak. And why so."""
     kinds = {event["event"] for event in read_events(attempt.run) if event.get("attempt") == attempt.number}
     if attempt.number < first_attempt(attempt.run):  # of an earlier submission
@@ -89,10 +90,10 @@ def _lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> dict[str, str]:
         return {}
     file = attempt.logs / NODES
     try:
-        nodes, began = scheduler.names(fileio.read_text(file).strip()), file.stat().st_mtime
-    except OSError:
+        nodes, began = expand(fileio.read_text(file).strip()), file.stat().st_mtime
+    except (OSError, UserError):
         return {}
-    states = {name: node.state for name, node in scheduler.nodes_in(env.get("SLURM_JOB_PARTITION", "")).items()}
+    states = {name: node.state for name, node in scheduler.nodes(place.partition).items()}
     found = culprits(attempt, nodes, states)
     return found or {
         node: f"{when}, while attempt {attempt.number} ran there"
@@ -100,21 +101,21 @@ def _lost_nodes(attempt: Attempt, env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _without_lost_nodes(attempt: Attempt, lost: Mapping[str, str], env: Mapping[str, str]) -> None:
+def _without_lost_nodes(attempt: Attempt, lost: Mapping[str, str], scheduler: Scheduler, place: Place) -> None:
     """Write them down. Has this job been given one of them again, it is queued once more, for others; no more often
     than that, because nobody writes down a node twice."""
-    job_id = job_of(env)
+    job_id = place.job_id
     job = scheduler.own_job(job_id)
-    out = _to_exclude(attempt, job, lost, env)
-    again = sorted(set(lost) & out & set(scheduler.nodes_of(env)))
+    out = _to_exclude(attempt, job, lost, scheduler, place)
+    again = sorted(set(lost) & out & set(place.nodes))
     if not again:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         scheduler.requeue(job_id)
         scheduler.exclude(job_id, sorted(out))
-    except scheduler.NotDone as refusal:
-        print(f"{', '.join(again)} cannot be excluded: {refusal}", file=sys.stderr, flush=True)
+    except NoAnswer as refusal:
+        print(f"{', '.join(again)} cannot be excluded: {refusal.words}", file=sys.stderr, flush=True)
         if scheduler.own_job(job_id).is_to_be_queued:
             return
     attempt.requeued(job_id)
@@ -129,7 +130,7 @@ _LOOK = "SLURM, a node or the program ends it each time; `python -m jobs.why` lo
 
 def _resume(run: RunDir) -> str:
     if not run.plan.is_file():  # of a template
-        words = f"{scheduler.CONTINUE}={shlex.quote(str(run.path))} sbatch"
+        words = f"{CONTINUE}={shlex.quote(str(run.path))} sbatch"
         return f"`{words}`, with the same arguments as before, goes on from the newest checkpoint."
     return f"`{terminal.command('resume', run.path)}` goes on from the newest checkpoint."
 
@@ -142,9 +143,11 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     """
     # Of a preemption that signals the batch shell too, and of the requeue. Blocked, so that it can be waited for.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    attempt, job_id = Attempt.named_in(env), job_of(env)
+    attempt = Attempt.named_in(env)
     if attempt is None:
         return code
+    scheduler, place = around(env, attempt.run)
+    job_id = place.job_id
     if not attempt.run.config.is_file():  # refused before there was a run that another command would know
         print("\n".join(words_of(attempt.logs / "rank-0.err")), file=sys.stderr, flush=True)
         return code
@@ -170,11 +173,12 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     job = scheduler.own_job(job_id)
     if not job.is_to_be_queued:  # cancelled, or on its way back already
         print(f"{what}. The job is {job.state}, so it is not queued again.", flush=True)
-        _do_without(attempt, job_id, job, env, failed=bool(code))
+        _do_without(attempt, job, scheduler, place, failed=bool(code))
         return code or 1
     if failure and failure not in [item.error for item in life.failures if item.attempt == attempt.number]:
         attempt.failed(failure, rank=None)
-    words = budget_spent(attempt.run) or _queue_again(attempt, how, job, env, failed=bool(failure))
+    words = budget_spent(attempt.run)
+    words = words or _queue_again(attempt, how, job, scheduler, place, env, failed=bool(failure))
     if not words:
         return code or 1
     print(f"{what}, and not queued again: {words}. {_resume(attempt.run)}", flush=True)
@@ -183,62 +187,65 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     return code or 1
 
 
-def _queue_again(attempt: Attempt, how: How, job: scheduler.OwnJob, env: Mapping[str, str], *, failed: bool) -> str:
+def _queue_again(
+    attempt: Attempt, how: How, job: OwnJob, scheduler: Scheduler, place: Place, env: Mapping[str, str], *, failed: bool
+) -> str:  # fmt: skip
     """Empty once it is done; else why not."""
-    job_id, words = job_of(env), ""
+    job_id, words = place.job_id, ""
     if how == "requeue":
-        if not scheduler.has_scontrol():
+        try:
+            scheduler.requeue(job_id)
+        except NoProgram:  # in a container
             fileio.write(attempt.logs / MARKER, f"{job_id}\n", attempt.run.path)
             attempt.requeued(job_id)
             return ""
-        try:
-            scheduler.requeue(job_id)
-        except scheduler.NotDone as refusal:
-            words = f"requeue refused: {refusal}"
+        except NoAnswer as refusal:
+            words = f"requeue refused: {refusal.words}"
             if not scheduler.own_job(job_id).is_to_be_queued:  # it was taken, and only the answer was lost
                 words = ""
         if not words:
             attempt.requeued(job_id)
-            _do_without(attempt, job_id, job, env, failed=failed)
+            _do_without(attempt, job, scheduler, place, failed=failed)
             return _wait_for_the_end()
     try:
-        link = scheduler.queue_next_link(attempt.run, sorted(_bad_nodes(attempt, job, env, failed=failed)), env)
-    except (scheduler.NotDone, OSError) as refusal:
-        return words if how == "requeue" else f"no further job: {refusal}"
+        excluded = sorted(_bad_nodes(attempt, job, scheduler, place, failed=failed))
+        link = scheduler.next_link(attempt.run, excluded, env)
+    except (NoAnswer, OSError) as refusal:
+        return words or f"no further job: {refusal.words if isinstance(refusal, NoAnswer) else refusal}"
     print(f"Job {link} goes on when this one has ended.", flush=True)
     attempt.requeued(link)
     return ""
 
 
-def _do_without(attempt: Attempt, job_id: str, job: scheduler.OwnJob, env: Mapping[str, str], *, failed: bool) -> None:
+def _do_without(attempt: Attempt, job: OwnJob, scheduler: Scheduler, place: Place, *, failed: bool) -> None:
     """Exclude bad nodes from a job that is on its way back into the queue."""
-    out = _bad_nodes(attempt, job, env, failed=failed)
+    out = _bad_nodes(attempt, job, scheduler, place, failed=failed)
     if out == set(job.excluded):
         return
     try:
-        scheduler.exclude(job_id, sorted(out))
+        scheduler.exclude(place.job_id, sorted(out))
         print(f"Without {', '.join(sorted(out)) or 'no node'} from now on.", flush=True)
-    except scheduler.NotDone as refusal:
-        print(f"{', '.join(sorted(out))} cannot be excluded: {refusal}", flush=True)
+    except NoAnswer as refusal:
+        print(f"{', '.join(sorted(out))} cannot be excluded: {refusal.words}", flush=True)
 
 
-def _bad_nodes(attempt: Attempt, job: scheduler.OwnJob, env: Mapping[str, str], *, failed: bool) -> set[str]:
+def _bad_nodes(attempt: Attempt, job: OwnJob, scheduler: Scheduler, place: Place, *, failed: bool) -> set[str]:
     """Nodes that the next start should do without: as the job does now, and those that have ended this attempt."""
     if not failed and not excluded_nodes(attempt.run):
         return set(job.excluded)
-    return _to_exclude(attempt, job, {} if not failed else None, env)
+    return _to_exclude(attempt, job, {} if not failed else None, scheduler, place)
 
 
 def _to_exclude(
-    attempt: Attempt, job: scheduler.OwnJob, found: Mapping[str, str] | None, env: Mapping[str, str]
+    attempt: Attempt, job: OwnJob, found: Mapping[str, str] | None, scheduler: Scheduler, place: Place
 ) -> set[str]:
     """The user's own exclusions, and bad nodes as long as enough are left for the job: it would wait for ever.
 
     Args:
         found: nodes that have ended the attempt, and why; None: those that can be told. They are written down.
     """
-    nodes = scheduler.nodes_in(env.get("SLURM_JOB_PARTITION", ""))
-    mine = scheduler.nodes_of(env)
+    nodes = scheduler.nodes(place.partition)
+    mine = place.nodes
     if found is None:
         found = culprits(attempt, mine, {name: node.state for name, node in nodes.items()})
     known = excluded_nodes(attempt.run)
@@ -246,7 +253,7 @@ def _to_exclude(
     kinds = {nodes[name].kind for name in mine if name in nodes}
     usable = {name for name, node in nodes.items() if not is_broken(node.state) and node.kind in kinds} - asked
     bad = [node for node in {**known, **found} if node not in job.required]
-    out = spared(bad, usable, int(env.get("SLURM_JOB_NUM_NODES", "1")))
+    out = spared(bad, usable, place.needed)
     if kept := [node for node in {**known, **found} if node not in out]:
         why = "they are in --nodelist" if set(kept) <= set(job.required) else "too few nodes would be left"
         words = f"{', '.join(kept)} should be left out, but {why}: the run goes on with them."
@@ -258,7 +265,7 @@ def _to_exclude(
 
 
 def _wait_for_the_end() -> str:
-    """SLURM ends this script, and says so by a SIGTERM."""
+    """The scheduler ends this script, and says so by a SIGTERM."""
     if signal.sigtimedwait([signal.SIGTERM], END_SECONDS) is None:
         return "SLURM took the requeue and did not act on it"
     return ""

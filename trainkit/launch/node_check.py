@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import subprocess
 import sys
 import threading
@@ -16,9 +15,10 @@ from trainkit import fileio, programs, terminal
 from trainkit.config.loading import load
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import RefusedError, SchedulerError
-from trainkit.launch.environment import scrubbed
 from trainkit.launch.plan import Plan, make_plan
+from trainkit.programs import scrubbed
 from trainkit.ranks.env import Secret, free_port
+from trainkit.schedulers.base import named
 from trainkit.site.node_health import FOLDER
 from trainkit.site.profile import Site
 
@@ -28,11 +28,6 @@ _END_SECONDS = 5.0
 _MOST_SAID = 1_000_000
 """Characters of what srun or a rank says beside the report; nobody reads more."""
 _MODULE = ("-u", "-m", "trainkit.distributed.health")
-# What decides which nodes these are and what a rank gets of them. The rest of a plan is about trainings.
-_RESOURCES = (
-    "nodes", "ntasks-per-node", "gpus-per-node", "gres", "cpus-per-task", "mem", "partition", "account", "qos",
-    "constraint", "nodelist", "exclude", "reservation", "job-name",
-)  # fmt: skip
 
 
 def check_plan(
@@ -83,7 +78,7 @@ def check_nodes(
                 return report, time.time() - report["time"]
             print(terminal.log_text(line, sys.stderr), end="", file=sys.stderr)
         code = processes[0].wait()
-        if plan.executor == "slurm" and code == 1:  # srun's own, before anything was started
+        if named(plan.executor).batch and code == 1:  # srun's own, before anything was started
             raise SchedulerError(
                 "The check has no nodes to run on, or its first node ended it.",
                 why="srun has said above what is wrong.",
@@ -105,14 +100,6 @@ def _pass_on(words: IO[str]) -> None:
             left -= len(part[:left])
 
 
-def srun_command(plan: Plan) -> list[str]:
-    """The srun that starts a rank of the check for each rank of the plan."""
-    options = [f"--{item.name}={item.value}" for item in plan.directives if item.name in _RESOURCES]
-    options += [f"--{key}" + (f"={value}" if value else "") for key, value in plan.srun]
-    # A rank or a node that fails is a finding, and must not end the others.
-    return ["srun", *options, f"--time={LIMIT_MINUTES}", "--kill-on-bad-exit=0", "--no-kill", sys.executable, *_MODULE]
-
-
 def _environment(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | None) -> dict[str, str]:
     project = str(Path(__file__).parents[2])
     # In an allocation of one's own (salloc) its nodes are meant, and srun finds them in the environment.
@@ -129,17 +116,16 @@ def _environment(plan: Plan, folder: Path, env: Mapping[str, str], interface: st
 
 def _start(plan: Plan, env: Mapping[str, str]) -> list[subprocess.Popen[str]]:
     """The processes to be read and ended; rank 0's output comes from the first."""
-    if plan.executor == "slurm":
-        command = srun_command(plan)
-        if plan.setup:
-            command = ["bash", "-c", "\n".join([*plan.setup, f"exec {shlex.join(command)}"])]
-        return [_popen(command, env)]
+    command = [sys.executable, *_MODULE]
+    together = named(plan.executor).on_its_nodes(plan, command, LIMIT_MINUTES)
+    if together is not None:
+        return [_popen(together, env)]
     port = str(free_port())
     ranks = []
     for rank in range(plan.ntasks_per_node):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_PORT": port}
         place |= {name: str(plan.ntasks_per_node) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        ranks.append(_popen([sys.executable, *_MODULE], {**env, **place, "MASTER_ADDR": "127.0.0.1"}))
+        ranks.append(_popen(command, {**env, **place, "MASTER_ADDR": "127.0.0.1"}))
     return ranks
 
 

@@ -1,26 +1,25 @@
-"""The launch plan: what will run where, and for every value who said so and why.
-
-Pure; printed before anything is queued.
-"""
+"""The launch plan: what will run where, and for every value who said so and why. Printed before anything is queued."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
 from trainkit.config.checks import check_strategy, holds, strategy_traits
 from trainkit.config.loading import Loaded, Source
 from trainkit.config.slurm_options import objection, time_minutes
-from trainkit.errors import UserError
-from trainkit.launch.containers import Container, container_of
-from trainkit.launch.gpus import decide_gpus, gpu_directives
+from trainkit.errors import RefusedError, UserError
+from trainkit.launch.containers import Container, container_of, is_file
 from trainkit.launch.resources import (
     DERIVED,
     FIXED,
@@ -28,13 +27,20 @@ from trainkit.launch.resources import (
     chosen_partition,
     decide_cpus,
     decide_executor,
+    decide_gpus,
     decide_memory,
     decide_nodes,
     decide_tasks,
     decide_time,
+    gpu_directives,
     require_ranks,
 )
-from trainkit.site.profile import Site
+from trainkit.schedulers.base import Scheduler, named
+from trainkit.site.limits import Request, doubtful, require_access, require_room, require_shared
+from trainkit.site.profile import Site, SiteFacts, read_facts
+
+Row = tuple[str, str, str, str]
+"""Setting, value, source, reason."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class Plan:
     """What will run: ``decisions`` explains the numbers, ``directives`` are sbatch's options in their order."""
 
     name: str
-    executor: Literal["slurm", "local", "debug"]
+    executor: Annotated[str, Field(pattern=r"^(\w+|[\w.]+:\w+)$")]
+    """Name of a scheduler, or debug: in the calling process."""
     nodes: PositiveInt
     ntasks_per_node: PositiveInt
     gpus_per_node: NonNegativeInt
@@ -121,9 +128,9 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     launch = loaded.config.launch
     require_ranks(loaded)
     executor = decide_executor(loaded, site)
-    on_slurm = executor.value == "slurm"
-    partition = chosen_partition(loaded, site) if on_slurm else None
-    if launch.preflight and executor.value != "slurm":
+    batch = named(executor.value).batch
+    partition = chosen_partition(loaded, site) if site.scheduler == executor.value else None
+    if launch.preflight and not batch:
         raise UserError(
             "--preflight is for jobs of SLURM.",
             why=f"This one is run by the executor {executor.value}, on this machine.",
@@ -139,22 +146,22 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     time = decide_time(loaded, executor.value, partition)
     time_limit = round(time_minutes(time.value) * 60)
     lead = launch.model_copy(update={"time": time.value}).lead_seconds()
-    container = container_of(launch, loaded.config.data.root, on_slurm=on_slurm)
+    container = container_of(launch, loaded.config.data.root, on_slurm=batch)
     by_default = "" if launch.signal_seconds else "90 s, or a third of a short limit"
     decided = [executor, nodes, gpus, tasks, cpus, time]
     decided += [Decision("signal_seconds", lead, loaded.source("launch.signal_seconds"), by_default)]
     decided += [Decision("world_size", nodes.value * tasks.value, DERIVED, f"{nodes.value} x {tasks.value} ranks")]
     decided += _batch(loaded, nodes.value * tasks.value)
-    if launch.environment is not None and on_slurm:
+    if launch.environment is not None and batch:
         decided += [Decision("environment", launch.environment, loaded.source("launch.environment"))]
     if container is not None:
         source, by = loaded.source("launch.container_image"), f"run by {container.runtime}"
         decided += [Decision("container_image", container.image, source, by)]
-    if executor.value == "slurm" and not launch.internet:
+    if batch and not launch.internet:
         decided += [Decision("internet", False, loaded.source("launch.internet"), "W&B and model hubs stay offline")]
     if partition is not None and launch.partition is None:
         decided += [Decision("partition", partition.name, Source("discovered", "scontrol"), "the site's default")]
-    elif executor.value == "slurm" and site.unknown:
+    elif batch and site.unknown:
         decided += [
             Decision("partition", launch.partition, loaded.source("launch.partition"), f"not checked: {site.unknown}")
         ]
@@ -171,11 +178,9 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         requeue=launch.requeue,
         preflight=launch.preflight,
         decisions=tuple(decided),
-        directives=_directives(loaded, run_path, points, nodes, gpus, tasks, cpus, memory, time, lead)
-        if executor.value == "slurm"
-        else (),
+        directives=_directives(loaded, run_path, points, nodes, gpus, tasks, cpus, memory, time, lead) if batch else (),
         srun=tuple(sorted(launch.srun.items())),
-        setup=_offline(loaded, executor.value) + launch.setup,
+        setup=(_offline(loaded) if batch else ()) + launch.setup,
         modules=launch.modules,
         environment=launch.environment,
         container=container,
@@ -273,12 +278,154 @@ def _require_passable(program: str, name: str, value: str, loaded: Loaded) -> No
         )
 
 
-def _offline(loaded: Loaded, executor: str) -> tuple[str, ...]:
+def _offline(loaded: Loaded) -> tuple[str, ...]:
     """Shell lines of a job whose nodes have no way out: they would wait for W&B and model hubs until they gave up."""
-    if executor != "slurm" or loaded.config.launch.internet:
+    if loaded.config.launch.internet:
         return ()
     return ('export WANDB_MODE="${WANDB_MODE:-offline}" HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"',)
 
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
+
+
+def waiting_for(plan: Plan, job_id: str, reason: str) -> Plan:
+    """The plan, to start after another job has ended as well, however that ends."""
+    before = [str(item.value) for item in plan.directives if item.name == "dependency"]
+    wait = Decision("dependency", ",".join([*before, f"afterany:{job_id}"]), FIXED, reason)
+    return dataclasses.replace(
+        plan, directives=(*(item for item in plan.directives if item.name != "dependency"), wait)
+    )
+
+
+# What can be known before a job is queued, beyond the plan. `sbatch --test-only` is no help: it takes 99 hours on a
+# partition of one.
+
+
+def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) -> list[str]:
+    """Refuse what would fail, or wait for ever; what is only doubtful comes back as lines for the user.
+
+    Args:
+        folder: of the run, or of the sweep.
+        cwd: the folder of the submission, where the job runs.
+
+    Raises RefusedError: account or QOS, folders that nodes do not see, no room for a run, an environment or a
+    container's image that is not there.
+    """
+    require_room(folder)
+    if plan.executor != site.scheduler:
+        return []
+    launch, facts = loaded.config.launch, _facts(loaded)
+    request = Request(plan.nodes, plan.gpus_per_node, plan.time_limit_seconds / 60)
+    require_access(loaded, request, site.partition(launch.partition), facts)
+    require_environment(loaded, cwd)
+    if plan.container is not None:
+        require_container(loaded, plan.container, facts, named(plan.executor))
+    places = {"The run folder": folder, "The folder of the submission": cwd}
+    data = (cwd / Path(loaded.config.data.root).expanduser()).absolute()
+    if data.is_dir():
+        places["The data's folder"] = data
+    own_environment = sys.prefix != sys.base_prefix and not (launch.environment or launch.container_image)
+    if own_environment:  # Python's own folders are every machine's
+        places["The virtual environment"] = Path(sys.prefix)
+    for what, place in places.items():
+        require_shared(place, what, site, facts.shared_folders)
+    notes = [note for place in dict.fromkeys(places.values()) if (note := doubtful(place, site, facts.shared_folders))]
+    if not launch.sbatch.get("export", "ALL").startswith("ALL") or "export-file" in launch.sbatch:
+        notes.append("Note: with such an --export the job does not get the variables of this shell, keys among them.")
+    return [*notes, *_idle_gpus(loaded, plan, site), *loaded.notes]
+
+
+def _idle_gpus(loaded: Loaded, plan: Plan, site: Site) -> list[str]:
+    """A word to who has not asked for the CPU, and would train on it while other partitions have GPUs."""
+    here = site.partition(loaded.config.launch.partition)
+    if plan.gpus_per_node or loaded.config.launch.gpus_per_node != "auto" or here is None:
+        return []
+    others = [item.name for item in site.partitions if item.up and any(node.gpus for node in item.nodes)]
+    if not others:
+        return []
+    where = f"--partition {others[0]}" + (f" (or {', '.join(others[1:])})" if others[1:] else "")
+    return [f"Note: partition '{here.name}' has no GPUs, so this trains on the CPU; {where} has some."]
+
+
+def _facts(loaded: Loaded) -> SiteFacts:
+    cluster = loaded.config.launch.cluster
+    if cluster is None:
+        return SiteFacts()
+    try:
+        return read_facts(cluster) or SiteFacts()
+    except UserError:
+        if loaded.source("launch.cluster").kind == "file":  # a run's own configuration outlives its site's profile
+            return SiteFacts()
+        raise
+
+
+def require_environment(loaded: Loaded, cwd: Path) -> None:
+    """Raise RefusedError where the folder of ``launch.environment`` is not what it is said to be.
+
+    conda's environments have names, and which of them are there a job sees only once its modules are loaded.
+    """
+    kind, _, name = (loaded.config.launch.environment or "").partition(":")
+    folder = cwd / Path(name).expanduser()
+    if kind == "venv" and not os.path.lexists(folder / "bin" / "python"):  # its Python may be the nodes' only
+        missing, fix = "bin/python", f"python3 -m venv {folder}` makes one; it needs trainkit's packages too."
+    elif kind == "uv" and not (folder / "pyproject.toml").is_file():
+        missing, fix = "pyproject.toml", f"uv init {folder}` makes one; it needs trainkit's packages too."
+    else:
+        return
+    raise RefusedError(
+        f"{folder} is no environment of {kind} ({loaded.source('launch.environment')}).",
+        why=f"There is no {missing} in it, and the job would end before its ranks start.",
+        fix=f"Give the right folder, or: `{fix}",
+        key="launch.environment",
+    )
+
+
+def require_container(loaded: Loaded, container: Container, facts: SiteFacts, scheduler: Scheduler) -> None:
+    """Raise RefusedError where the image is a file that is not there, or srun does not know pyxis."""
+    source = loaded.source("launch.container_image")
+    if is_file(container.image) and not Path(container.image).exists():
+        raise RefusedError(
+            f"There is no image {container.image} ({source}).",
+            why="The job would end before its ranks start.",
+            fix="Give the image's path, the name that it has in a registry, or --container-image none.",
+            key="launch.container_image",
+        )
+    if container.runtime == "pyxis" and "pyxis" not in facts.containers and scheduler.has_pyxis() is False:
+        raise RefusedError(
+            f"srun has no option --container-image here, so it does not run {container.image} ({source}).",
+            why="The option is pyxis's, and this machine's SLURM does not load it.",
+            fix="Use an image for apptainer (.sif, docker://...), or write `containers: [pyxis]` below site: in the "
+            "cluster's profile if its nodes have it.",
+            key="launch.container_image",
+        )
+
+
+# In words
+
+
+def plan_rows(plan: Plan) -> list[Row]:
+    """Value, source and reason of everything that the plan decided."""
+    rows = [("launch." + item.name, _text(item.value), str(item.source), item.reason) for item in plan.decisions]
+    return rows + [
+        ("#SBATCH --" + item.name, _text(item.value), str(item.source), item.reason) for item in plan.directives
+    ]
+
+
+def config_rows(loaded: Loaded) -> list[Row]:
+    """Value and source of every setting, but for the resources, which the plan explains."""
+    rows: list[Row] = []
+    for section, values in loaded.config.model_dump(mode="json").items():
+        if section == "launch":
+            continue
+        pairs: Mapping[str, Any] = values if isinstance(values, dict) else {"": values}
+        for key, value in pairs.items():
+            name = f"{section}.{key}" if key else section
+            # Of our own presets the name says it.
+            source = str(loaded.source(name)).replace(f"{fileio.folder('configs')}/", "")
+            rows.append((name, _text(value), source, ""))
+    return rows
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from trainkit import fileio
 from trainkit.diagnosis.evidence import batch_text, is_lost_connection, last_error
-from trainkit.launch import preflight
-from trainkit.launch.processes import is_killed
+from trainkit.launch.supervisor import is_killed
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import Attempt, life_of, read_events
 from trainkit.run.folder import RunDir
+from trainkit.site.node_health import findings, table
 
 MOST_FAILURES = 3
 """Attempts of one submission that may fail; the last of them ends the run."""
@@ -33,6 +35,10 @@ _UNANSWERED = re.compile(
     re.MULTILINE,
 )
 _MOST_SIGNALS = 64
+PREFLIGHT = "preflight.json"
+"""Among the attempt's logs: whatever the ranks of the check of its nodes print."""
+REFUSED = 3
+_WORD = "failed preflight: "
 
 
 def budget_spent(run: RunDir) -> str:
@@ -97,7 +103,7 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     hangs = [error for error in said if is_hang(error)]
     if hangs:
         return hangs[0]
-    if before_it_began := [error for error in said if preflight.is_preflight(error)]:
+    if before_it_began := [error for error in said if is_preflight(error)]:
         return before_it_began[0]
     said += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := last_error(log))]
     if any(not is_lost_connection(error) and not is_killed(error) for error in said):
@@ -128,7 +134,7 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, str]) 
     for node in nodes:
         if is_broken(states.get(node, "")):
             found[node] = f"SLURM says that it is {states[node]}"
-    found |= {node: why for node, why in preflight.bad_nodes(attempt).items() if node in nodes}
+    found |= {node: why for node, why in bad_nodes(attempt).items() if node in nodes}
     hangs = Counter(
         host
         for number, host in {
@@ -141,3 +147,46 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, str]) 
         if hangs[node.partition(".")[0]] >= HANGS_OF_A_BAD_NODE:
             found.setdefault(node, f"its ranks were behind in {hangs[node.partition('.')[0]]} hangs")
     return found
+
+
+# The check of a job's own nodes, before its ranks start
+
+
+def pronounce(attempt: Attempt) -> int:
+    """Show what was found; 3, and the attempt has failed, if a node is bad.
+
+    Nodes that gave no answer are not held back: whether the ranks can start there, these say best.
+    """
+    report = _report(attempt)
+    if report is None:
+        print("The preflight gave no answer; the ranks are started nevertheless.", flush=True)
+        return 0
+    found = findings(report)
+    print("\n".join(table(report, found)), flush=True)
+    bad = [item for item in found if item.bad]
+    for item in bad:
+        attempt.failed(f"{_WORD}{item.node}: {item.check}: {item.what}", rank=None, host=item.node)
+    return REFUSED if bad else 0
+
+
+def is_preflight(error: str) -> bool:
+    """Whether a failure is what `pronounce` has written."""
+    return error.startswith(_WORD)
+
+
+def bad_nodes(attempt: Attempt) -> dict[str, str]:
+    """Nodes that the attempt's preflight found bad, and why; none without one."""
+    report = _report(attempt)
+    found = [item for item in findings(report) if item.bad] if report is not None else []
+    return {node: f"{_WORD}{item.check}: {item.what}" for item in reversed(found) for node in item.node.split(",")}
+
+
+def _report(attempt: Attempt) -> Mapping[str, Any] | None:
+    try:
+        lines = fileio.read_text(attempt.logs / PREFLIGHT).splitlines()
+        report: Mapping[str, Any] | None = next(
+            (fileio.parse(line) for line in lines if line.startswith('{"ranks"')), None
+        )
+    except (OSError, ValueError):
+        return None
+    return report

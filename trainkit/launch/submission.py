@@ -5,39 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trainkit import fileio, terminal
-from trainkit.cluster.adoption import adopt, write_down
+from trainkit import fileio
 from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
-from trainkit.errors import RefusedError, SchedulerError, UserError
-from trainkit.launch.batch_script import batch_script
-from trainkit.launch.explain import way_out
+from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan
-from trainkit.launch.scheduler import unclaimed
+from trainkit.programs import leaked
 from trainkit.run import folder as run_folder
-from trainkit.run.events import Attempt, life_of, refused, submitted, submitting, unanswered
+from trainkit.run.events import Attempt, life_of, submitted
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import ProcessId
 from trainkit.run.ownership import vouch
+from trainkit.schedulers.base import Function, named
 from trainkit.site.profile import Site
-
-if TYPE_CHECKING:
-    from trainkit.launch.executors import SbatchError
-
-Function = Callable[[str], str]
 
 STORE = ".code"
 """In a folder of runs: the code that they share."""
-PAUSES = (0.0, 2.0, 4.0)
-"""Before each look for a job that sbatch has not spoken of, in seconds."""
+PART = "array-"
 
 
 def stored_config(loaded: Loaded, cwd: Path) -> Config:
@@ -51,11 +39,6 @@ def stored_config(loaded: Loaded, cwd: Path) -> Config:
 
 def _absolute(path: str, cwd: Path) -> str:
     return str((cwd / Path(path).expanduser()).absolute())
-
-
-def script_text(plan: Plan, folder: Path, cwd: Path, points: int = 1) -> str:
-    """The batch script of a run, or of a sweep of ``points`` runs."""
-    return batch_script(plan, folder, cwd=cwd, python=sys.executable, points=points)
 
 
 def write_run(
@@ -77,7 +60,7 @@ def write_run(
     with undone_on_error(path):
         from trainkit.run.snapshot import write_code, write_manifest
 
-        own = (config.model.name, config.data.name, config.strategy.name)
+        own = (config.model.name, config.data.name, config.strategy.name, config.launch.executor)
         # A container has the folder of the submission, and not what a link in it leads to.
         in_sight = plan.container is None or Path(os.path.realpath(path)).is_relative_to(Path.cwd())
         withheld = write_code(run_dir, own, store=(store or path.parent / STORE) if in_sight else None)
@@ -155,99 +138,21 @@ def _may_be_queued(folder: Path) -> bool:
 
 
 def require_executor(plan: Plan, site: Site) -> None:
-    """Refuse to submit to a SLURM that is not here, and what only SLURM or `jobs.launch` can run."""
-    if plan.executor != "slurm" and plan.container is not None:
+    """Refuse to submit to a scheduler that is not here, and what only SLURM or `jobs.launch` can run."""
+    scheduler = named(plan.executor)
+    if not scheduler.batch and plan.container is not None:
         raise RefusedError(
             "A container is for SLURM jobs and for jobs.launch.",
             why=f"The run would be {plan.executor}, and launch.container_image is {plan.container.image}.",
             fix="Add --container-image none, or start it with `python -m jobs.launch`.",
             key="launch.container_image",
         )
-    if plan.executor == "slurm" and not site.slurm:
-        raise RefusedError(
-            "There is no SLURM on this machine.",
-            why="launch.executor is slurm, but sbatch is not found.",
-            fix="Use --executor local to run it here, or submit from a login node.",
-        )
-
-
-def hand_over(
-    folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]
-) -> list[str]:
-    """Queue the runs in ``folder`` with SLURM, or start them here, and write a ``submitted`` event into each.
-
-    Returns the job id of each run.
-    """
-    # submitit is imported here: a dry run and `--help` do without.
-    from trainkit.launch import executors
-
-    if plan.executor == "slurm":
-        return _queue(folder, runs, plan, function, env)
-    before = [len(run.attempts()) for run in runs]  # the job may begin one before it is written down
-    job_ids, controller = executors.submit_locally(folder, runs, function, tasks=plan.world_size, cwd=cwd, env=env)
-    for run, job_id, attempts in zip(runs, job_ids, before, strict=True):
-        submitted(run, plan.executor, job_id, controller, attempts_before=attempts)
-    return job_ids
-
-
-def _queue(folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, env: Mapping[str, str]) -> list[str]:
-    from trainkit.launch import executors
-
-    token = secrets.token_hex(4)
-    script = folder / ".submitit" / f"{token}.sbatch"
-    fileio.make_folder(script.parent, folder)
-    fileio.link(script, "../submit.sbatch", folder)
-    for run in runs:
-        submitting(run, token)
-    try:
-        job_ids = executors.submit_to_slurm(
-            folder, runs, function, script, nodes=plan.nodes, ntasks_per_node=plan.ntasks_per_node, env=env
-        )
-    except executors.SbatchError as error:
-        return _despite(error, folder, runs, plan)
-    for run, job_id in zip(runs, job_ids, strict=True):
-        cut = life_of(run).cut_short
-        if cut is not None:  # else it was found in the queue before this
-            write_down(run, cut, [job_id])
-    return job_ids
-
-
-def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Plan) -> list[str]:
-    """The ids of the jobs that are there although sbatch has failed: a busy scheduler may take one and not answer.
-
-    Raises:
-        SchedulerError: there are none; where nobody can tell, the runs' records say so.
-    """
-    for pause in PAUSES[: 1 if error.is_answer else None]:
-        time.sleep(pause)
-        search = adopt([(run, life_of(run)) for run in runs if life_of(run).cut_short])
-        lives = [life_of(run) for run in runs]
-        if not any(life.cut_short for life in lives):
-            job_ids = [life.submission.job_id for life in lives if life.submission is not None]
-            print(f"sbatch has failed ({error.why}), and has queued the job: {job_ids[0]}.", file=sys.stderr)
-            return job_ids
-        if search.complaint:
-            break
-    if error.is_answer and (not search.complaint or "Batch job submission failed" in error.why):
-        for index, run in enumerate(runs):
-            refused(run, error.why)
-            (folder / ".submitit" / unclaimed(index)).unlink(missing_ok=True)
-        raise SchedulerError(error.what, why=error.why, fix=way_out(error.why, plan))
-    for run in runs:
-        unanswered(run, error.why)
-    raise SchedulerError(
-        f"Nobody can tell whether SLURM has taken the job of {folder}.",
-        why=f"sbatch said: {error.why}. "
-        + (f"SLURM cannot be asked: {search.complaint}." if search.complaint else "SLURM has no job of it yet."),
-        fix=f"Do not submit it anew: `{terminal.command('status', folder)}` looks for the job, "
-        f"`{terminal.command('cancel', folder)}` ends it if it comes.",
-    )
+    if refusal := scheduler.refusal(site):
+        raise refusal
 
 
 def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]) -> None:
     """Run rank 0 of 1 in this very process, with its terminal, so that ``breakpoint()`` works."""
-    from trainkit.launch.environment import leaked
-
     me = ProcessId.of(os.getpid())
     submitted(run, "debug", str(me.pid), me)
     attempt = Attempt.begin(run)
@@ -266,3 +171,43 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
         raise
     finally:
         attempt.ended(state, job_id=str(me.pid))
+
+
+# The job arrays of a sweep: one, or as many as the scheduler's largest array asks for; and another for what has failed.
+# The runs of a sweep are its folders 0, 1, 2, ... The first array's indices are these numbers. Every further one has a
+# folder of its own in the sweep's `.submitit`, with links to its runs that count from 0 again.
+
+
+def part_folder(sweep: Path) -> Path:
+    """The folder of the next further array of a sweep; it is not made yet."""
+    number = 1
+    while (folder := sweep / ".submitit" / f"{PART}{number}").exists():
+        number += 1
+    return folder
+
+
+def link_runs(part: Path, runs: Sequence[RunDir]) -> None:
+    """Make a part's folder, in which the runs are called 0, 1, 2, ..."""
+    try:
+        fileio.make_folder(part, whole(part))
+        for index, run in enumerate(runs):
+            fileio.link(part / str(index), str(run.path), whole(part))
+    except OSError as error:
+        raise UserError(
+            f"Cannot make the folder {part}.", why=f"{error.strerror}.", fix="Check who may write there."
+        ) from None
+
+
+def whole(folder: Path) -> Path:
+    """The sweep that a part's folder belongs to; any other folder itself."""
+    return folder.parents[1] if is_part(folder) else folder
+
+
+def is_part(folder: Path) -> bool:
+    """Whether it is that of a further array."""
+    return folder.name.startswith(PART) and folder.parent.name == ".submitit"
+
+
+def split(runs: Sequence[RunDir], largest: int) -> list[list[RunDir]]:
+    """The runs of each array."""
+    return [list(runs[first : first + largest]) for first in range(0, len(runs), largest)]

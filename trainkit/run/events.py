@@ -113,14 +113,14 @@ RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
 """Environment variables by which whoever starts ranks tells them which attempt they are."""
 
 
-def submitting(run: RunDir, token: str) -> None:
+def submitting(run: RunDir, executor: str, token: str) -> None:
     """This process is about to queue a job for the run: should nobody say which, it can be looked for.
 
     ``token``: of this submission and no other; in the path of the script that sbatch is given.
     """
     me = ProcessId.of(os.getpid())
     before = len(run.attempts())
-    append_event(run, "submitting", executor="slurm", attempts_before=before, token=token, **me.fields())
+    append_event(run, "submitting", executor=executor, attempts_before=before, token=token, **me.fields())
 
 
 def unanswered(run: RunDir, why: str) -> None:
@@ -325,6 +325,7 @@ class CutShort:
     """What sbatch said instead of an answer."""
     cancelled: bool = False
     """Should there be a job, it is to be ended."""
+    executor: str = ""
 
 
 @dataclass(frozen=True)
@@ -393,7 +394,7 @@ def _life(events: list[dict[str, Any]]) -> Life:
         if kind == "submitted":
             submitting = None
             same = opened is not None and all(event.get(key) == opened.get(key) for key in ("executor", "job_id"))
-            if same and event.get("executor") == "slurm":
+            if same and event.get("job_id") and ProcessId.from_fields(event) is None:
                 continue  # the job itself, or who has adopted it, was faster than the command that queued it
             if opened is not None:
                 submissions.append(_submission(opened, since))
@@ -438,6 +439,7 @@ def _cut_short(event: Mapping[str, Any]) -> CutShort:
         token=_text(event.get("token")),
         unanswered=_text(event.get("unanswered")),
         cancelled=event.get("cancelled") is True,
+        executor=_text(event.get("executor")),
     )
 
 

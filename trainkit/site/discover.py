@@ -1,6 +1,6 @@
-"""Asking a site what it is: ``scontrol``, ``sinfo``, ``sacctmgr`` and this machine. What nobody answers is a gap.
+"""Asking a site what it is: its scheduler and this machine. What nobody answers is a gap.
 
-At most six calls to the scheduler. Text formats only: SLURM's JSON differs between its versions.
+At most six calls to the scheduler.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trainkit import fileio, programs, terminal
 from trainkit.config.slurm_options import time_minutes
 from trainkit.errors import UserError
 from trainkit.ranks.env import expand
+from trainkit.schedulers.base import Scheduler, batch_here, batch_schedulers
 from trainkit.site.profile import (
     Account,
     Dialect,
@@ -140,14 +141,14 @@ _MOST_MODULES = 40
 
 
 def ask_site(env: Mapping[str, str]) -> SiteFacts:
-    """Everything that this machine and SLURM's commands tell about the site."""
-    ask = _Ask(env)
-    config = read_config(ask("scontrol", "show", "config"))
-    partitions = _partitions(ask)
+    """Everything that this machine and its scheduler tell about the site."""
     user = pwd.getpwuid(os.getuid()).pw_name
-    fields = "format=" + ",".join(ACCOUNT_FIELDS)
-    associations = ask("sacctmgr", "-nP", "show", "user", user, "withassoc", fields)
-    qos = ask("sacctmgr", "-nP", "show", "qos", "format=Name,MaxWall,MaxTRESPU") if associations else ""
+    scheduler = batch_here(env) or batch_schedulers()[0]  # its programs are missed by name
+    ask = _Ask(scheduler, scheduler.questions(user, ",".join(ACCOUNT_FIELDS), SINFO_FORMAT), env)
+    config = read_config(ask("config"))
+    partitions = _partitions(ask)
+    associations = ask("accounts")
+    qos = ask("qos") if associations else ""
     enforced = config.get("AccountingStorageEnforce")
     return SiteFacts(
         cluster=config.get("ClusterName", ""),
@@ -169,14 +170,17 @@ def ask_site(env: Mapping[str, str]) -> SiteFacts:
 
 @dataclass(frozen=True)
 class _Ask:
-    """Runs a command; an empty answer, and a line in ``gaps``, if it is not there, refuses or is silent."""
+    """Asks a question; an empty answer, and a line in ``gaps``, if its program is not there, refuses or is silent."""
 
+    scheduler: Scheduler
+    questions: Mapping[str, tuple[str, ...]]
     env: Mapping[str, str]
     gaps: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
     """Programs that have not answered in time, and are not asked again: each would keep the user waiting."""
 
-    def __call__(self, *command: str) -> str:
+    def __call__(self, question: str) -> str:
+        command = self.questions[question]
         words = " ".join(command[:3] if command[0] == "scontrol" else command[:4])
         if self.where(command[0]) is None:
             self.gaps.append(f"{words}: there is no {command[0]} on this machine")
@@ -199,7 +203,7 @@ class _Ask:
         if command[0] in self.silent:
             return "not asked, since it was silent before"
         try:
-            return programs.ask(command, env=self.env).shown()
+            return self.scheduler.ask(command, self.env)
         except programs.NoAnswer as error:
             self.silent.add(command[0])
             return error.words.removeprefix(f"{command[0]} gave ")
@@ -208,14 +212,14 @@ class _Ask:
 def _partitions(ask: _Ask) -> tuple[Partition, ...]:
     """From scontrol; from sinfo, which knows less, where a site does not let its users ask that."""
     try:
-        told = ask("scontrol", "show", "partition", "-o")
-        nodes = read_nodes(ask("scontrol", "show", "node", "-o")) if told else {}
+        told = ask("partitions")
+        nodes = read_nodes(ask("nodes")) if told else {}
         if nodes:
             return read_partitions(told, nodes)
     except (ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
         ask.gaps.append(f"scontrol show: cannot be read: {terminal.one_line(error)}")
     try:
-        return read_sinfo(ask("sinfo", "-h", "-e", "-o", SINFO_FORMAT))
+        return read_sinfo(ask("summary"))
     except (ValueError, KeyError, UserError) as error:
         ask.gaps.append(f"sinfo: cannot be read: {terminal.one_line(error)}")
         return ()
@@ -223,7 +227,8 @@ def _partitions(ask: _Ask) -> tuple[Partition, ...]:
 
 def _version(ask: _Ask) -> str:
     """As sinfo says it of itself, which asks nobody: ``slurm 23.02.7``; Debian's is ``slurm-wlm 22.05.8``."""
-    done = ask.run(("sinfo", "--version")) if ask.where("sinfo") else ""
+    command = ask.questions["version"]
+    done = ask.run(command) if ask.where(command[0]) else ""
     return "" if isinstance(done, str) or done.code else (done.out.split() or [""])[-1]
 
 
@@ -235,19 +240,10 @@ def _dialect(config: Mapping[str, str], partitions: Sequence[Partition]) -> Dial
     return "constraint" if any("gpu" in node.features for node in nodes) else "gpus-per-node"
 
 
-def has_pyxis(env: Mapping[str, str] | None = None) -> bool | None:
-    """Whether srun has the options that pyxis adds, by its own help, which asks nobody; None if it does not say."""
-    try:
-        said = programs.ask(("srun", "--help"), env=env)
-    except programs.NoAnswer:
-        return None
-    return None if said.code else "--container-image" in said.out + said.err
-
-
 def _containers(ask: _Ask) -> tuple[str, ...]:
     """Programs that are here."""
     found = [name for name in _CONTAINERS if ask.where(name)]
-    return ("pyxis", *found) if has_pyxis(ask.env) else tuple(found)
+    return ("pyxis", *found) if ask.scheduler.has_pyxis(ask.env) else tuple(found)
 
 
 def _modules(ask: _Ask) -> tuple[str, ...]:

@@ -10,19 +10,19 @@ import dataclasses
 import grp
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainkit import programs, terminal
 from trainkit.config import yaml
 from trainkit.config.loading import SITE, find_profile
 from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import UserError
+from trainkit.programs import NoAnswer
 from trainkit.ranks.env import expand
+from trainkit.schedulers.base import NoCluster, batch_here
 
 # A node that is powered down is none of these: SLURM boots it for the job, as clouds do.
 _DOWN = frozenset(
@@ -31,7 +31,6 @@ _DOWN = frozenset(
         *("MAINT", "NOT_RESPONDING", "UNKNOWN"),
     )
 )
-_NO_CLUSTER = "Could not establish a configuration source"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ class Partition:
 class Site:
     """Where a command is given. ``gpus`` and ``cpus`` are those of this machine that this process may use."""
 
-    slurm: bool
+    scheduler: str
+    """Name of the scheduler that is here; empty if there is none."""
     gpus: int
     cpus: int
     partitions: tuple[Partition, ...] = ()
@@ -94,34 +94,19 @@ class Site:
 
 
 def discover(env: Mapping[str, str]) -> Site:
-    """Ask this machine, and SLURM if it is here."""
+    """Ask this machine, and its scheduler if it has one."""
     gpus, cpus = local_gpus(env.get("CUDA_VISIBLE_DEVICES")), local_cpus()
-    if shutil.which("sbatch", path=env.get("PATH")) is None:
-        return Site(slurm=False, gpus=gpus, cpus=cpus)
+    scheduler = batch_here(env)
+    if scheduler is None:
+        return Site("", gpus=gpus, cpus=cpus)
     try:
-        nodes = read_nodes(_ask("scontrol", "show", "node", "-o"))
-        partitions = read_partitions(_ask("scontrol", "show", "partition", "-o"), nodes)
-    except (programs.NoAnswer, ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
-        words = error.words if isinstance(error, programs.NoAnswer) else f"scontrol: {terminal.one_line(error)}"
-        # SLURM's packages alone make no cluster: such a machine runs jobs itself.
-        here = _NO_CLUSTER not in words
-        return Site(
-            slurm=here, gpus=gpus, cpus=cpus, unknown=words if here else "sbatch is here, but configured for no cluster"
-        )
+        partitions = scheduler.partitions(env)
+    except NoCluster as error:
+        return Site("", gpus=gpus, cpus=cpus, unknown=error.words)
+    except NoAnswer as error:
+        return Site(scheduler.name, gpus=gpus, cpus=cpus, unknown=error.words)
     groups = () if os.geteuid() == 0 or not any(partition.groups for partition in partitions) else _own_groups()
-    return Site(slurm=True, gpus=gpus, cpus=cpus, partitions=partitions, user_groups=groups)
-
-
-def largest_array() -> int:
-    """Tasks that one job array may have here, its indices from 0 on; SLURM's own default where it does not say.
-
-    MaxArraySize is one more than the highest index.
-    """
-    try:
-        told = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})", _ask("scontrol", "show", "config"), flags=re.MULTILINE)
-    except programs.NoAnswer:
-        told = None
-    return max(int(told[1]), 1) if told else 1001
+    return Site(scheduler.name, gpus=gpus, cpus=cpus, partitions=partitions, user_groups=groups)
 
 
 def read_partitions(text: str, nodes: Mapping[str, Node]) -> tuple[Partition, ...]:
@@ -198,10 +183,6 @@ def _own_groups() -> tuple[str, ...]:
         with contextlib.suppress(KeyError):  # a number without a name
             found.append(grp.getgrgid(number).gr_name)
     return tuple(found)
-
-
-def _ask(*command: str) -> str:
-    return programs.ask(command).shown().require()
 
 
 def _fields(line: str) -> dict[str, str]:

@@ -7,10 +7,10 @@ import pytest
 
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError, UserError
-from trainkit.launch.dependency import translated, waiting_for, with_job_ids
-from trainkit.launch.plan import make_plan
+from trainkit.launch.plan import make_plan, waiting_for
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.slurm_script import translated, with_job_ids
 from trainkit.site.profile import Site
 
 

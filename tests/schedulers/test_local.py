@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from tests.runs import last_event
-from trainkit.cluster.queue import job_state
-from trainkit.launch import executors
+from trainkit.launch.controller import gpu_mask
 from trainkit.launch.plan import Plan
-from trainkit.launch.submission import hand_over
 from trainkit.run.events import life_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
+from trainkit.schedulers.base import named, pickled
+from trainkit.schedulers.slurm_submission import SbatchError, sbatch
+from trainkit.schedulers.states import job_state
 
 MakeRun = Callable[..., tuple[RunDir, Plan]]
 MakeFunction = Callable[[str], Callable[[str], str]]
@@ -38,7 +39,7 @@ def finish(run: RunDir, seconds: float = 60) -> str:
 
 def start(run: RunDir, plan: Plan, function: Callable[[str], str], **env: str) -> ProcessId:
     """Hand a run over locally; its controller."""
-    hand_over(run.path, [run], plan, function, cwd=Path.cwd(), env={**os.environ, **env})
+    named(plan.executor).submit(run.path, [run], plan, function, cwd=Path.cwd(), env={**os.environ, **env})
     submission = life_of(run).submission
     controller = submission.process if submission is not None else None
     assert controller is not None
@@ -252,7 +253,7 @@ def queue(run: RunDir, function: Callable[[str], str], count: int = 1, **env: st
     runs = [run] * count
     run.script.write_text("#!/bin/bash\n# exactly this\n")
     environment = {**os.environ, **env}
-    return executors.submit_to_slurm(run.path, runs, function, run.script, nodes=2, ntasks_per_node=2, env=environment)
+    return pickled(run.path, runs, function, lambda: sbatch(run.script, environment))
 
 
 def test_sbatch_is_given_the_script_of_the_run_folder(
@@ -308,7 +309,7 @@ def test_what_sbatch_says_when_it_refuses_is_what_the_user_reads(
 ) -> None:
     run, _ = local_run()
     slurm("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
-    with pytest.raises(executors.SbatchError) as error:
+    with pytest.raises(SbatchError) as error:
         queue(run, rank_function("pass"))
     assert "Invalid account" in error.value.why
     assert error.value.is_answer
@@ -333,6 +334,24 @@ def test_only_what_says_no_is_an_answer(
 ) -> None:
     run, _ = local_run()
     slurm(script)
-    with pytest.raises(executors.SbatchError) as error:
+    with pytest.raises(SbatchError) as error:
         queue(run, rank_function("pass"))
     assert error.value.is_answer is is_answer
+
+
+@pytest.mark.parametrize(
+    ("inherited", "node", "gpus", "mask"),
+    [
+        (None, 0, 2, "0,1"),
+        (None, 1, 2, "2,3"),
+        ("5,6", 0, 2, "5,6"),
+        ("5,6", 1, 1, "6"),
+        ("GPU-a,GPU-b", 1, 1, "GPU-b"),
+        (None, 0, 0, ""),
+        ("0,1", 1, 0, ""),
+    ],
+)
+def test_simulated_nodes_divide_the_devices_that_were_visible(
+    inherited: str | None, node: int, gpus: int, mask: str
+) -> None:
+    assert gpu_mask(inherited, node, gpus) == mask

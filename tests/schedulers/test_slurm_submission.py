@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster import adoption
-from trainkit.cluster.queue import job_state, job_states, require_no_job
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import UserError
 from trainkit.run.events import append_event, cancelled, life_of, read_events, refused, submitted, submitting
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
+from trainkit.schedulers import slurm_submission as adoption
+from trainkit.schedulers.states import job_state, job_states, require_no_job
 
 FakeCommand = Callable[[str, str], Path]
 
@@ -92,7 +92,7 @@ def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(
 
 def test_a_run_that_is_just_being_submitted_has_no_second_job(tmp_path: Path, fake_command: FakeCommand) -> None:
     run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
-    submitting(run, "1f")
+    submitting(run, "slurm", "1f")
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 0")
     assert f"process {os.getpid()} is just submitting it" in job_state(run).reason
@@ -118,7 +118,7 @@ def test_of_jobs_with_the_same_script_that_of_the_submission_is_found(
 ) -> None:
     """One of a run that lay in this folder before, and was removed, is another's."""
     run = RunDir.create(tmp_path / "my runs" / "ddp-0001", "seed: 0\n")
-    submitting(run, "1f2e")
+    submitting(run, "slurm", "1f2e")
     scripts = f"42|{run.script}\\n42|{run.path}/.submitit/0000.sbatch\\n43|{run.path}/.submitit/1f2e.sbatch\\n"
     fake_command("squeue", squeue(scripts))
     assert job_state(run).job_id == "43"

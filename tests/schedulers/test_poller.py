@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster.asking import CALLS_A_MINUTE, Asker
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.states import CALLS_A_MINUTE, Poller
 
 
 class Clock:
@@ -33,7 +33,7 @@ def test_whatever_happens_a_follower_gives_at_most_six_commands_in_a_minute(
     clock, when = Clock(), []
     calls = [fake_command("squeue", "echo '7|RUNNING|None|0:39|n1'" if answers else "exit 1")]
     calls.append(fake_command("sacct", "exit 1"))
-    asker, seen = Asker(run, clock), 0
+    asker, seen = Poller(run, clock), 0
     while clock.now < 1240:
         assert asker.state(soon=soon).alive == ("yes" if answers else "unknown")
         given = sum(len(file.read_text().splitlines()) for file in calls if file.exists())
@@ -51,7 +51,7 @@ def test_once_something_has_happened_it_is_asked_again_within_seconds(
     append_event(run, "submitted", executor="slurm", job_id="7")
     clock = Clock()
     fake_command("squeue", "echo '7|RUNNING|None|0:39|n1'")
-    asker = Asker(run, clock)
+    asker = Poller(run, clock)
     clock.now += 5
     fake_command("squeue", "echo '7|COMPLETED|None|0:44|n1'")
     assert asker.state().state == "RUNNING"

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.launch.scheduler import claim_pickle, unclaimed
 from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import named, unclaimed
+from trainkit.schedulers.slurm_programs import run as slurm
 
 
 def place(folder: Path, index: int) -> Path:
@@ -19,16 +20,16 @@ def place(folder: Path, index: int) -> Path:
 def test_a_job_finds_what_it_has_to_run_though_nobody_could_name_it(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", "seed: 0\n")
     folder = place(run.path, 0)
-    claim_pickle(run, {"SLURM_JOB_ID": "42"})
+    named("slurm").claim(run, {"SLURM_JOB_ID": "42"})
     assert (folder / "42_submitted.pkl").read_bytes() == b"what to run"
 
 
 def test_one_that_has_its_name_is_left_alone(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", "seed: 0\n")
-    named = place(run.path, 0) / "42_submitted.pkl"
-    named.write_bytes(b"its own")
-    claim_pickle(run, {"SLURM_JOB_ID": "42"})
-    assert named.read_bytes() == b"its own"
+    pickle = place(run.path, 0) / "42_submitted.pkl"
+    pickle.write_bytes(b"its own")
+    named("slurm").claim(run, {"SLURM_JOB_ID": "42"})
+    assert pickle.read_bytes() == b"its own"
 
 
 @pytest.mark.parametrize(("index", "part"), [(3, ""), (0, ".submitit/array-1")])
@@ -38,5 +39,15 @@ def test_a_task_of_an_array_claims_the_pickle_of_its_number(tmp_path: Path, inde
     folder = place(array, index)
     if part:
         (array / str(index)).symlink_to(run.path)
-    claim_pickle(run, {"SLURM_JOB_ID": "99", "SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": str(index)})
+    named("slurm").claim(run, {"SLURM_JOB_ID": "99", "SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": str(index)})
     assert (folder / f"42_{index}_submitted.pkl").is_file()
+
+
+def test_what_changes_slurm_s_answers_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCANCEL_STATE", "RUNNING")
+    monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
+    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
+    told = slurm("env").out
+    assert "SCANCEL_STATE" not in told
+    assert "SLURM_CLUSTERS" not in told
+    assert "SLURM_CONF=/etc/here.conf" in told

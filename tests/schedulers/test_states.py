@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.queue import job_state, job_states
-from trainkit.cluster.slurm_jobs import read_sacct, read_squeue
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import append_event, life_of
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
+from trainkit.schedulers.slurm_programs import read_sacct, read_squeue
+from trainkit.schedulers.states import job_state, job_states
 
 SQUEUE = """\
 11699947|COMPLETED|None|0:05|n[1-4]

@@ -1,1 +1,0 @@
-"""What is there: this machine and its site, and what their jobs are doing."""

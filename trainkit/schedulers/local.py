@@ -1,0 +1,146 @@
+"""This machine: a controller process for each submission, which starts the ranks and looks after them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from trainkit import fileio
+from trainkit.errors import RefusedError
+from trainkit.launch.plan import Plan
+from trainkit.programs import scrubbed
+from trainkit.run.events import Submission, cancelled, life_of, submitted
+from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
+from trainkit.schedulers import base
+from trainkit.schedulers.base import TASK, Answer, Function, Job, JobState, pickled
+from trainkit.schedulers.states import job_state, process_of
+
+CONTROLLER = "trainkit.launch.controller"
+PATIENCE_SECONDS = 20.0
+"""A local run has less than this to save and end; then it is killed."""
+CONTROLLERS: list[subprocess.Popen[bytes]] = []
+"""Of the local runs that this process has started. Kept, or Python would warn that they still run when it forgets them;
+they are meant to."""
+
+
+class Local(base.Scheduler):
+    """Processes of this machine; also those that `jobs.launch` and `jobs.join` have started."""
+
+    name, title = "local", "This machine"
+
+    def preview(self, plan: Plan, folder: Path) -> str:
+        """What would be started, one line a rank."""
+        lines = [super().preview(plan, folder)]
+        command = shlex.join([sys.executable, "-u", "-c", TASK, str(folder / ".submitit")])
+        for rank in range(plan.world_size):
+            node, local_rank = divmod(rank, plan.ntasks_per_node)
+            env = (
+                f"TRAINKIT_SIMULATED_NODES={plan.nodes} SUBMITIT_LOCAL_NTASKS={plan.world_size} "
+                f"SUBMITIT_LOCAL_NODEID={node} SUBMITIT_LOCAL_LOCALID={local_rank} SUBMITIT_LOCAL_GLOBALID={rank}"
+            )
+            lines.append(f"{env} {command}\n")
+        return "".join(lines)
+
+    def submit(
+        self, folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]
+    ) -> list[str]:
+        """Start a controller that runs the runs one after another and outlives this terminal."""
+
+        def start() -> str:
+            log = folder / "logs" / "batch.out"
+            fileio.make_folder(log.parent, folder)
+            with fileio.append(log, folder) as out:
+                controller = subprocess.Popen(
+                    [sys.executable, "-u", "-m", CONTROLLER, str(folder), str(cwd)],
+                    cwd=runs[0].code,  # the snapshot, so that edits cannot reach the attempts to come
+                    env=scrubbed(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                )  # fmt: skip
+            CONTROLLERS.append(controller)
+            return str(controller.pid)
+
+        before = [len(run.attempts()) for run in runs]  # the job may begin one before it is written down
+        job_ids = pickled(folder, runs, function, start)
+        controller = ProcessId.of(CONTROLLERS[-1].pid)
+        for run, job_id, attempts in zip(runs, job_ids, before, strict=True):
+            submitted(run, plan.executor, job_id, controller, attempts_before=attempts)
+        return job_ids
+
+    def states(self, jobs: Sequence[Job], *, heard: Callable[[str], None] = lambda command: None) -> Answer:
+        return Answer([_state(job.run, job.submission) for job in jobs])
+
+    def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
+        """Those of controllers that were started with the run's folder as an argument."""
+        return [(run, job) for run, job in jobs if _has_folder_as_argument(process_of(run, job), run)]
+
+    def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
+        # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
+        for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
+            process = process_of(run, state)
+            if process is None or not process.is_here():
+                where = process.host if process else "another machine"
+                raise RefusedError(
+                    f"{run.name} runs on {where}.",
+                    why="A local run can only be ended there.",
+                    fix=f"Log in to {where}.",
+                )
+            cancelled(run, state.job_id)
+            in_sweep = (run.path.parent / "sweep.json").is_file()
+            if not in_sweep or job_state(run).state == "RUNNING":
+                # INT ends one run of a sweep, TERM all that its process has to do.
+                process.signal(signal.SIGINT if in_sweep else signal.SIGTERM)
+                deadline = time.monotonic() + PATIENCE_SECONDS
+                while time.monotonic() < deadline:
+                    if not (job_state(run).alive != "no" if in_sweep else process.is_alive()):
+                        break
+                    time.sleep(0.05)
+            if not in_sweep:
+                # Its ranks die with it: each has asked the kernel for that.
+                process.signal(signal.SIGKILL)
+            ended(run, state)
+
+    def by_hand(self, run: RunDir, job: JobState) -> str:
+        process = process_of(run, job)
+        return f"kill {process.pid if process else 'NUMBER'}"
+
+
+def _has_folder_as_argument(process: ProcessId | None, run: RunDir) -> bool:
+    import psutil
+
+    if process is None or not process.is_here() or not process.is_alive():
+        return False
+    try:
+        words = psutil.Process(process.pid).cmdline()
+    except psutil.Error:
+        return False
+    folder = os.path.realpath(run.path)
+    folders = {folder, os.path.dirname(folder)} if os.path.isfile(run.path.parent / "sweep.json") else {folder}
+    return CONTROLLER in words and any(os.path.realpath(word) in folders for word in words)
+
+
+def _state(run: RunDir, submission: Submission) -> JobState:
+    job_id, executor, process = submission.job_id, submission.executor or "local", submission.process
+    if submission.ended is not None:
+        return JobState(submission.ended, job_id, executor)
+    if process is None or not process.is_here():
+        where = f"it runs on {process.host}; ask there" if process else "its process is not recorded"
+        return JobState("UNKNOWN", job_id, executor, where)
+    if not process.is_alive():
+        again = life_of(run).submission  # it may have ended between the two looks
+        if again is not None and again.job_id == job_id and again.ended is not None:
+            return JobState(again.ended, job_id, executor)
+        return JobState("FAILED", job_id, executor, "the process that ran it is gone without a word")
+    if len(run.attempts()) > submission.attempts_before:
+        return JobState("RUNNING", job_id, executor, nodes=process.host)
+    return JobState("PENDING", job_id, executor, "waits for its turn")
+
+
+def build() -> base.Scheduler:
+    """Processes of this machine."""
+    return Local()

@@ -1,0 +1,385 @@
+"""SLURM: jobs of a cluster, for the commands of users and for the script of a job itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from trainkit import fileio, programs, terminal
+from trainkit.errors import RefusedError, SchedulerError, UserError
+from trainkit.launch.batch_job import CONTINUE
+from trainkit.launch.plan import Plan
+from trainkit.launch.submission import PART
+from trainkit.programs import NoAnswer, NoProgram, scrubbed
+from trainkit.run.events import Life, cancelled, job_of, life_of, submitted
+from trainkit.run.folder import RunDir
+from trainkit.schedulers import base, slurm_script
+from trainkit.schedulers.base import Answer, Function, Job, JobState, NoCluster, NodeState, OwnJob, Place, Search, Start
+from trainkit.schedulers.slurm_programs import (
+    NAME,
+    job_id_in,
+    names,
+    persist,
+    read_sacct,
+    read_squeue,
+    read_start,
+    run,
+    told,
+)
+from trainkit.site.profile import Partition, Site, read_nodes, read_partitions
+
+ARGUMENTS = "TRAINKIT_ARGUMENTS"
+"""Environment variable of the templates: the preset and the settings that sbatch was given, one a line."""
+_DEFAULT_ARRAY = 1001
+_NO_CLUSTER = "Could not establish a configuration source"
+_SQUEUE_FORMAT = "%i|%T|%r|%M|%N|%S"
+# What scancel, and the controller, say of a job.
+_OVER = re.compile(r"invalid job id|already (completing|completed)", re.IGNORECASE)
+_DENIED = re.compile(r"denied|not permitted|permission", re.IGNORECASE)
+
+
+class Slurm(base.Scheduler):
+    """Jobs of a cluster."""
+
+    name, title, batch, witness = NAME, "SLURM", True, "squeue, sacct"
+    tools = ("squeue", "sacct", "sinfo", "scontrol", "sshare", "sstat")
+
+    def is_here(self, env: Mapping[str, str]) -> bool:
+        return shutil.which("sbatch", path=env.get("PATH")) is not None
+
+    def refusal(self, site: Site) -> RefusedError | None:
+        if site.scheduler == self.name:
+            return None
+        return RefusedError(
+            "There is no SLURM on this machine.",
+            why="launch.executor is slurm, but sbatch is not found.",
+            fix="Use --executor local to run it here, or submit from a login node.",
+        )
+
+    def partitions(self, env: Mapping[str, str]) -> tuple[Partition, ...]:
+        try:
+            nodes = read_nodes(run("scontrol", "show", "node", "-o").shown().require())
+            return read_partitions(run("scontrol", "show", "partition", "-o").shown().require(), nodes)
+        except (ValueError, KeyError, UserError) as error:  # cut off, or of a version to come
+            words = f"scontrol: {terminal.one_line(error)}"
+            raise NoAnswer("No answer from scontrol.", why=f"{words}.", fix="Ask it by hand.") from None
+        except NoAnswer as error:
+            if _NO_CLUSTER not in error.words:
+                raise
+            # SLURM's packages alone make no cluster: such a machine runs jobs itself.
+            why = "sbatch is here, but configured for no cluster."
+            raise NoCluster("SLURM is not configured.", why=why, fix="Set SLURM_CONF.") from None
+
+    def largest_array(self) -> int:
+        """Its indices count from 0, and MaxArraySize is one more than the highest; SLURM's default if it says none."""
+        try:
+            config = run("scontrol", "show", "config").shown().require()
+        except NoAnswer:
+            return _DEFAULT_ARRAY
+        size = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})", config, flags=re.MULTILINE)
+        return max(int(size[1]), 1) if size else _DEFAULT_ARRAY
+
+    def questions(self, user: str, account_fields: str, summary_format: str) -> dict[str, tuple[str, ...]]:
+        """Commands that tell what the site is, by what they tell."""
+        return {
+            "config": ("scontrol", "show", "config"),
+            "partitions": ("scontrol", "show", "partition", "-o"),
+            "nodes": ("scontrol", "show", "node", "-o"),
+            "accounts": ("sacctmgr", "-nP", "show", "user", user, "withassoc", f"format={account_fields}"),
+            "qos": ("sacctmgr", "-nP", "show", "qos", "format=Name,MaxWall,MaxTRESPU"),
+            "summary": ("sinfo", "-h", "-e", "-o", summary_format),
+            "version": ("sinfo", "--version"),  # which asks nobody
+        }
+
+    def ask(self, command: Sequence[str], env: Mapping[str, str]) -> programs.Answer:
+        """What a command of `questions` says. Raises NoAnswer."""
+        return run(*command, env=env).shown()
+
+    def has_pyxis(self, env: Mapping[str, str] | None = None) -> bool | None:
+        """Whether srun has the options that pyxis adds, by its own help, which asks nobody; None if it does not say."""
+        try:
+            said = run("srun", "--help", env=env)
+        except NoAnswer:
+            return None
+        return None if said.code else "--container-image" in said.out + said.err
+
+    def script(self, plan: Plan, folder: Path, cwd: Path, points: int = 1) -> str:
+        return slurm_script.batch_script(plan, folder, cwd=cwd, points=points)
+
+    def earliest_start(self, script: str, partition: str, env: Mapping[str, str]) -> Start:
+        try:
+            answer = run("sbatch", "--test-only", f"--partition={partition}", text=script, env=scrubbed(env))
+        except NoAnswer as error:
+            return Start(refusal=error.words)
+        return read_start(answer.err + answer.out)
+
+    def with_job_ids(self, plan: Plan, find: Callable[[str], Sequence[RunDir]]) -> Plan:
+        return slurm_script.with_job_ids(plan, find)
+
+    def on_its_nodes(self, plan: Plan, command: Sequence[str], minutes: int) -> list[str]:
+        options = [f"--{item.name}={item.value}" for item in plan.directives if item.name in slurm_script.RESOURCES]
+        options += [f"--{key}" + (f"={value}" if value else "") for key, value in plan.srun]
+        # A rank or a node that fails is a finding, and must not end the others.
+        step = ["srun", *options, f"--time={minutes}", "--kill-on-bad-exit=0", "--no-kill", *command]
+        return ["bash", "-c", "\n".join([*plan.setup, f"exec {shlex.join(step)}"])] if plan.setup else step
+
+    def submit(
+        self, folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, *, cwd: Path, env: Mapping[str, str]
+    ) -> list[str]:
+        from trainkit.schedulers.slurm_submission import queue
+
+        return queue(folder, runs, plan, function, env)
+
+    def adopt(
+        self, cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], None] = lambda command: None
+    ) -> Search:
+        from trainkit.schedulers.slurm_submission import adopt
+
+        return adopt(cut_short, heard=heard)
+
+    def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
+        """Those whose script, as SLURM has it, is the run's."""
+        from trainkit.schedulers.slurm_submission import is_job_of, queued_scripts
+
+        try:
+            scripts = queued_scripts()
+        except NoAnswer:
+            scripts = {}
+        return [(run, job) for run, job in jobs if is_job_of(run, job.job_id, scripts.get(job.job_id, ""))]
+
+    def states(self, jobs: Sequence[Job], *, heard: Callable[[str], None] = lambda command: None) -> Answer:
+        """By squeue, and sacct for what it has forgotten: two commands at most."""
+        if not jobs:
+            return Answer()
+        ids = {job.submission.job_id for job in jobs}
+        wanted = {job.submission.job_id for job in jobs if job.newest}
+        complaint, has_answered = "", True
+        found: dict[str, JobState] = {}
+        # `-t all` also shows jobs that have just ended, with or without accounting.
+        heard("squeue")
+        try:
+            found = read_squeue(told("squeue", "-h", "-r", "-t", "all", "-j", _listed(ids), "-o", _SQUEUE_FORMAT))
+        except NoAnswer as error:
+            if "invalid job id" not in error.words.lower():  # which only means that the queue has forgotten it
+                complaint, has_answered = error.words, False
+        # An ended job's own word is in the accounts: squeue shows COMPLETING and forgets.
+        if missing := (wanted if has_answered else ids) - found.keys():
+            heard("sacct")
+            fields = "JobID,State,ExitCode,NodeList"
+            try:
+                accounts = read_sacct(told("sacct", "-X", "-n", "-P", "-D", "-j", _listed(missing), "-o", fields))
+                known = {job: state for job, state in accounts.items() if job in missing}
+                found |= known if has_answered else {job: _doubted(state) for job, state in known.items()}
+            except NoAnswer as error:
+                forgotten = f"the queue has forgotten it, and there is no accounting here ({error.words})"
+                complaint = complaint or forgotten
+        return Answer([found.get(job.submission.job_id) for job in jobs], has_answered, complaint)
+
+    def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
+        """Every job in one call; which it was is written down before anything is said against others of them."""
+        ids = list(dict.fromkeys(state.job_id for _, state in jobs))
+        try:
+            answer = run("scancel", *ids)
+        except NoProgram:
+            raise SchedulerError(
+                "Nothing was cancelled: there is no scancel on this machine.",
+                why=f"The jobs are SLURM's: {', '.join(ids)}.",
+                fix="Give the same command on a login node.",
+            ) from None
+        except NoAnswer as error:
+            raise _not_cancelled(ids, error.words) from None
+        # One line for each job that it could not end; one that has ended already needs none.
+        lines = [line for line in answer.err.splitlines() if line.strip() and not _OVER.search(line)]
+        refused = {found[0] for line in lines for found in re.finditer(r"\w+(\+\d+)?", line) if found[0] in ids}
+        if answer.code and lines and not refused:
+            refused = set(ids)
+        for folder, state in jobs:
+            if state.job_id not in refused:
+                cancelled(folder, state.job_id)
+                ended(folder, state)
+        if refused:
+            text = terminal.one_line(" ".join(lines), 2000)
+            if _DENIED.search(text):
+                raise SchedulerError("scancel refused.", why=text, fix="Only a job's owner may cancel it.")
+            raise _not_cancelled(sorted(refused), text)
+
+    def by_hand(self, run: RunDir, job: JobState) -> str:
+        return f"scancel {job.job_id}"
+
+    def at_node(self, host: str) -> str:
+        return f"srun -N1 -n1 -w {shlex.quote(host)} " if host else ""
+
+    def shows_memory(self, job_id: str) -> str:
+        return f"sacct -j {job_id} -o NodeList,MaxRSS,ReqMem"
+
+    def place(self, env: Mapping[str, str]) -> Place:
+        nodelist, restarts = env.get("SLURM_JOB_NODELIST", ""), env.get("SLURM_RESTART_COUNT", "0")
+        partition = env.get("SLURM_JOB_PARTITION", "")
+        needed = int(env.get("SLURM_JOB_NUM_NODES", "1"))
+        return Place(job_of(env), names(nodelist), nodelist, partition, needed, int(restarts or 0))
+
+    def claim(self, run: RunDir, env: Mapping[str, str]) -> None:
+        """Give this job's pickle its name, if the command that queued it was killed before it could; or end the job, if
+        it was cancelled before anybody knew it."""
+        cut = life_of(run).cut_short
+        if cut is not None and cut.cancelled:
+            from trainkit.schedulers.slurm_submission import write_down
+
+            with contextlib.suppress(NoAnswer):
+                write_down(run, cut, [job_of(env)])
+            return
+        index = env.get("SLURM_ARRAY_TASK_ID")
+        for folder in _folders(run, index):
+            mine = folder / ".submitit" / f"{job_of(env)}_submitted.pkl"
+            found = mine.with_name(base.unclaimed(int(index or 0)))
+            if not mine.exists() and found.is_file():
+                with contextlib.suppress(FileNotFoundError):  # it is just being renamed
+                    fileio.copy(found, mine, folder)
+
+    def own_job(self, job_id: str) -> OwnJob:
+        try:
+            answer = persist("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n|%r")
+        except NoAnswer:
+            return OwnJob()
+        state, excluded, required, reason, *_ = (answer + "|||").split("|")
+        return OwnJob(state, names(excluded), names(required), reason)
+
+    def nodes(self, partition: str) -> dict[str, NodeState]:
+        where = ["-p", partition] if partition else []
+        try:
+            lines = persist("sinfo", "-h", "-N", *where, "-o", "%N %t %G %f").splitlines()
+        except NoAnswer:
+            return {}
+        rows = [words for line in lines if len(words := line.split(None, 2)) > 1]
+        return {words[0]: NodeState(words[1], "".join(words[2:])) for words in rows}
+
+    def restarted(self, nodes: Sequence[str], since: float) -> dict[str, str]:
+        try:
+            lines = persist("scontrol", "show", "node", "-o", ",".join(nodes)).splitlines() if nodes else []
+        except NoAnswer:
+            return {}
+        found = {}
+        for line in lines:
+            fields = dict(word.partition("=")[::2] for word in line.split())
+            for key, what in (("SlurmdStartTime", "its slurmd was started"), ("BootTime", "it was booted")):
+                with contextlib.suppress(ValueError):  # "None", of a node that has not answered yet
+                    if datetime.fromisoformat(fields.get(key, "")).timestamp() > since:
+                        found[fields.get("NodeName", "")] = f"{what} at {fields[key]}"
+        return found
+
+    def requeue(self, job_id: str) -> None:
+        """SLURM ends the job's script then."""
+        persist("scontrol", "requeue", job_id, patiently=True)
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        """SLURM takes this from jobs that wait only."""
+        persist("scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join(nodes)}")
+
+    def next_link(self, run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
+        index = env.get("SLURM_ARRAY_TASK_ID")
+        old = job_of(env)
+        known = [folder for folder in _folders(run, index) if (folder / ".submitit" / f"{old}_submitted.pkl").is_file()]
+        folder = known[0] if known else run.path
+        script = folder / "submit.sbatch"
+        if not script.is_file():
+            return _queue_template(run, excluded, env)
+        name = run.path.name if index is None else f"{run.path.parent.name}-{run.path.name}"
+        more = [f"--exclude={','.join(excluded)}"] if excluded else []
+        more += [] if index is None else [f"--array={index}"]
+        # The run's own name, so that singleton makes it wait for other links of this chain and for nobody else.
+        new = _queue_behind(old, name, [*more, str(script)], env=scrubbed(env), cwd=folder)
+        new += "" if index is None else f"_{index}"
+        pickle = folder / ".submitit" / f"{old}_submitted.pkl"
+        # Before this job ends, so before that one starts.
+        fileio.copy(pickle, pickle.with_name(f"{new}_submitted.pkl"), folder)
+        submitted(run, NAME, new, continues=old)
+        return new
+
+
+def _doubted(state: JobState) -> JobState:
+    """By the accounts alone: SLURM may have put it back into the queue since."""
+    if state.state not in ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "REQUEUED"):
+        return state
+    reason = f"the accounts say {state.state}, and the queue, to which it may have returned, does not answer"
+    return replace(state, state="UNKNOWN", reason=reason)
+
+
+def _listed(job_ids: Iterable[str]) -> str:
+    return ",".join(sorted(job_ids))
+
+
+def _not_cancelled(job_ids: Sequence[str], words: str) -> SchedulerError:
+    return SchedulerError(
+        f"Not cancelled: {', '.join(job_ids)}.",
+        why=f"{words}.",
+        fix="The jobs go on. Give the same command again when the scheduler answers: `squeue` shows whether it does.",
+    )
+
+
+def _folders(run: RunDir, index: str | None) -> list[Path]:
+    """Folders with the script of a job that is this run: the run's, or those of arrays whose task ``index`` it is."""
+    if index is None:
+        return [run.path]
+    here = os.path.realpath(run.path)
+    sweep = run.path.parent
+    parts = sweep.glob(f".submitit/{PART}*")
+    return [folder for folder in (sweep, *parts) if os.path.realpath(folder / index) == here]
+
+
+def _queue_template(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
+    """A further job of a template: the script that sbatch was given, with its arguments and what SLURM has granted."""
+    old = job_of(env)
+    *granted, command = persist("squeue", "-h", "-j", old, "-o", "%a|%P|%q|%l|%D|%f|%o").split("|", 6)
+    if len(granted) < 6:
+        raise _no_job(f"squeue does not say what job {old} is: {terminal.one_line(command, 200)}")
+    if ARGUMENTS in env:
+        arguments = env[ARGUMENTS].splitlines()
+        script = command.removesuffix(" " + " ".join(arguments))  # before 23.11 SLURM adds them, without quotes
+    else:  # a copy of the template from before
+        script, *arguments = command.split() or [""]
+    if not os.path.isfile(script):
+        raise _no_job(f"there is no {terminal.one_line(script) or 'script'} to be queued again")
+    flags = dict(zip(("account", "partition", "qos", "time", "nodes", "constraint"), granted, strict=True))
+    for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem-per-node"):
+        flags[name.replace("mem-per-node", "mem")] = env.get("SLURM_" + name.upper().replace("-", "_"), "")
+    flags["exclude"] = ",".join(excluded)
+    given = [f"--{name}={text}" for name, text in flags.items() if text not in ("", "(null)", "N/A")]
+    new = _queue_behind(
+        old, run.path.name, ["--export=ALL", *given, script, *arguments],
+        env={**scrubbed(env), CONTINUE: str(run.path)}, cwd=Path(env.get("SLURM_SUBMIT_DIR", ".")),
+    )  # fmt: skip
+    submitted(run, NAME, new, continues=old)
+    return new
+
+
+def _queue_behind(old: str, name: str, words: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> str:
+    """Queue a job of that name that waits for the end of an old one; its id."""
+
+    def link() -> str:  # sbatch may have queued it and had no answer
+        with contextlib.suppress(NoAnswer):
+            waiting = told("squeue", "-h", "-u", str(os.geteuid()), "-n", name, "-t", "PENDING", "-o", "%i|%E")
+            jobs = [job for job in waiting.splitlines() if re.search(rf"afterany:{old}\b", job)]
+            return jobs[0].split("|")[0].split("_")[0] if jobs else ""
+        return ""
+
+    command = ["sbatch", "--parsable", "--no-requeue", f"--job-name={name}", f"--dependency=afterany:{old},singleton"]
+    answer = persist(*command, *words, env=env, cwd=cwd, done_already=link)
+    if job_id := job_id_in(answer) or link():
+        return job_id
+    raise _no_job(f"sbatch gave no job id: {terminal.one_line(answer, 200)!r}")
+
+
+def _no_job(words: str) -> NoAnswer:
+    return NoAnswer("No further job was queued.", why=f"{words}.", fix="`jobs.resume` queues one.")
+
+
+def build() -> base.Scheduler:
+    """SLURM."""
+    return Slurm()

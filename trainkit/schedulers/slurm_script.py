@@ -1,0 +1,307 @@
+"""What SLURM is given as text: the batch script of a run or of a sweep, and ``--dependency``.
+
+Pure: a script is the same for a dry run and for the submission after it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainkit import terminal
+from trainkit.errors import RefusedError, UserError
+from trainkit.launch import containers
+from trainkit.launch.batch_job import MARKER
+from trainkit.launch.node_check import LIMIT_MINUTES
+from trainkit.launch.plan import Plan
+from trainkit.launch.restarts import PREFLIGHT
+from trainkit.launch.submission import is_part, whole
+from trainkit.run.events import life_of
+from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import BEGIN, TASK, built_in
+
+RESOURCES = (
+    "nodes", "ntasks-per-node", "gpus-per-node", "gres", "cpus-per-task", "mem", "partition", "account", "qos",
+    "constraint", "nodelist", "exclude", "reservation", "job-name",
+)  # fmt: skip
+"""Directives that decide which nodes a job has and what a rank gets of them. The rest of a plan is about trainings."""
+Find = Callable[[str], Sequence[RunDir]]
+CHECK = BEGIN + "import runpy; runpy.run_module('trainkit.distributed.health', run_name='__main__')"
+
+_END = {True: 'job end "$rc"', False: 'job end "$rc" --no-requeue', "chain": 'job end "$rc" --chain'}
+
+
+def batch_script(plan: Plan, run_path: Path, *, cwd: Path, python: str = sys.executable, points: int = 1) -> str:
+    """The whole script.
+
+    Args:
+        run_path: folder of the run; of the sweep, whose runs are its folders 0, 1, 2, ..., if ``points`` is above one.
+        cwd: where the job runs: the folder of the submission.
+        python: the interpreter.
+    """
+    _check_path(run_path)
+    _check_path(cwd)
+    run = shlex.quote(str(run_path)) + ('/"$SLURM_ARRAY_TASK_ID"' if points > 1 else "")
+    if is_part(run_path):  # which has links to the runs
+        run = f'"$(readlink -f {run})"'
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{item.name}" + _value(item.value) for item in plan.directives]
+    lines += ["", "set -euo pipefail", f"cd {shlex.quote(str(cwd))}"]
+    lines += ["# Where jobs are submitted with --export=NONE, srun would start the ranks without a PATH."]
+    lines += ["export SLURM_EXPORT_ENV=ALL"]
+    activate, interpreter = activation(plan.environment, cwd, python)
+    if setup := [*module_lines(plan.modules), *plan.setup, *activate]:
+        # Site set-up scripts (module, conda) are not written for `set -u`.
+        lines += ["", "set +u", *setup, "set -u"]
+    lines += [
+        "",
+        f"export TRAINKIT_RUN_DIR={run}",
+        "# The snapshot of the code, and not what lies in the folder of the submission by now.",
+        'export PYTHONPATH="$TRAINKIT_RUN_DIR/code${PYTHONPATH:+:$PYTHONPATH}"',
+        'if [ ! -d "$TRAINKIT_RUN_DIR/code" ]; then  # the copy that runs share is gone',
+        '    rm -f "$TRAINKIT_RUN_DIR/code"',
+        '    unpacked=$(mktemp -d "$TRAINKIT_RUN_DIR/.partial-code.XXXXXXXX")  # whole, or not there at all',
+        f'    (cd / && {interpreter} -m zipfile -e "$TRAINKIT_RUN_DIR/code.zip" "$unpacked/code")',
+        '    mv -T "$unpacked/code" "$TRAINKIT_RUN_DIR/code"',
+        '    rmdir "$unpacked"',
+        "fi",
+        f'job() {{ (cd "$TRAINKIT_RUN_DIR/code" && {interpreter} -m trainkit.launch.batch_job "$@"); }}',
+        "begun=$(job begin)",
+        'eval "$begun"  # the attempt, where its ranks meet, and their secret',
+        'logs="$TRAINKIT_RUN_DIR/logs/$TRAINKIT_ATTEMPT"',
+    ]
+    if plan.cpus_per_task:
+        lines += [
+            "# Since 22.05 srun does not take this over from the job.",
+            'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+        ]
+    else:
+        lines += ['export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"']
+    if not plan.gpus_per_node:
+        lines += ["# On the CPU, also where SLURM does not hide the GPUs of a node.", "export CUDA_VISIBLE_DEVICES="]
+    lines += ["export SUBMITIT_EXECUTOR=slurm"]
+    lines += _srun(plan, run_path, cwd, interpreter)
+    lines += [
+        "",
+        "# What was handed back, or may do better, is queued again; the exit code is the job's.",
+        "code=0",
+        f"{_END[plan.requeue]} || code=$?",
+    ]
+    if plan.requeue is True:
+        lines += [
+            "# In a container without scontrol that has left a word for this shell instead.",
+            "for pause in 0 2 5; do  # a busy scheduler may not answer at once",
+            f'    [ -e "$logs/{MARKER}" ] || break',
+            f'    sleep "$pause"; if scontrol requeue "$(<"$logs/{MARKER}")"; then break; fi',
+            "done",
+        ]
+    lines += ['exit "$code"']
+    return "\n".join(lines) + "\n"
+
+
+def _srun(plan: Plan, run_path: Path, cwd: Path, interpreter: str) -> list[str]:
+    options, before, shell = list(plan.srun), [], "bash"
+    if plan.container is not None:
+        folders, shell = (whole(run_path), cwd), "sh"  # an image may have no other
+        options += containers.srun_options(plan.container, folders, cwd)
+        outside = containers.command(plan.container, folders, cwd, gpus=plan.gpus_per_node > 0)
+        before = [shlex.join(outside)] if outside else []
+        before += [shlex.join(containers.inside()) + ' PYTHONPATH="$TRAINKIT_RUN_DIR/code"']
+        interpreter = shlex.quote(plan.container.python)
+    extra = [f"    --{key}" + (f"={shlex.quote(value)}" if value else "") + " \\" for key, value in options]
+    protected = [
+        f'    {shell} -c \'trap "" USR2 TERM; exec "$@"\' rank \\',
+        *[f"    {words} \\" for words in before],
+    ]
+    ranks = [
+        "# The ranks ignore both signals until Python has its own handlers.",
+        'srun --kill-on-bad-exit=1 --cpus-per-task="$SRUN_CPUS_PER_TASK" --unbuffered \\',
+        *extra,
+        '    --output="${logs//%/%%}/rank-%t.out" --error="${logs//%/%%}/rank-%t.err" \\',
+        *protected,
+        f"    {interpreter} -u -c {shlex.quote(TASK)} {shlex.quote(str(run_path / '.submitit'))} || rc=$?",
+    ]
+    if plan.preflight:
+        ranks = [
+            "# The nodes first: what a bad one would cost is more than the minute that this takes at most.",
+            'TORCH_CPP_LOG_LEVEL=FATAL srun --kill-on-bad-exit=0 --no-kill --cpus-per-task="$SRUN_CPUS_PER_TASK" '
+            f"--time={LIMIT_MINUTES} \\",
+            *extra,
+            *protected,
+            f'    {interpreter} -u -c {shlex.quote(CHECK)} >"$logs/{PREFLIGHT}" || :',
+            "job preflight || rc=$?",
+            'if [ "$rc" = 0 ]; then',
+            *ranks,
+            "fi",
+        ]
+    return [
+        "",
+        "# A preemption signals this shell too: it must outlive that, to requeue the job. SLURM signals the ranks.",
+        "trap : TERM USR2",
+        "rc=0",
+        *ranks,
+    ]
+
+
+def _value(value: object) -> str:
+    return "" if value is None else f"={shlex.quote(str(value))}"
+
+
+def _check_path(path: Path) -> None:
+    # sbatch's header has no escape that all versions read alike.
+    if any(char in str(path) for char in "'\"\\\n"):
+        raise UserError(
+            f"The folder {str(path)!r} cannot be written into a batch script.",
+            why="Its name holds a quote, a backslash or a line break.",
+            fix="Use a folder with a plainer name.",
+        )
+
+
+# A batch shell is no login shell, so `module` may be missing although the site has it.
+_FIND_MODULES = """\
+if ! command -v module > /dev/null; then
+    for file in /etc/profile.d/{z00_lmod,lmod,modules}.sh /usr/share/{lmod/lmod,modules}/init/bash; do
+        # shellcheck source=/dev/null
+        if [ -r "$file" ]; then source "$file" || true; break; fi
+    done
+fi"""
+
+
+def activation(environment: str | None, cwd: Path, python: str) -> tuple[list[str], str]:
+    """Shell lines that make an environment the shell's own, and its interpreter as a word of the shell.
+
+    Args:
+        environment: ``venv:FOLDER``, ``conda:NAME``, ``uv:PROJECT``; None: what this program runs in.
+        cwd: folders are relative to it.
+        python: this interpreter.
+    """
+    if environment is None:
+        return [], shlex.quote(python)
+    kind, _, name = environment.partition(":")
+    folder = str(cwd / Path(name).expanduser())
+    if kind == "venv":
+        quoted = shlex.quote(folder)
+        return [f"export VIRTUAL_ENV={quoted}", 'export PATH="$VIRTUAL_ENV/bin:$PATH"'], shlex.quote(
+            f"{folder}/bin/python"
+        )
+    if kind == "conda":
+        where = shlex.quote(folder if "/" in name else name)
+        lines = ['eval "$("${CONDA_EXE:-conda}" shell.bash hook)"', f"conda activate {where}"]
+        return [*lines, 'python="$CONDA_PREFIX/bin/python"'], '"$python"'
+    # As `uv sync` has left it: jobs of one project start at the same time, and must not change it under each other.
+    # Asked for once, so that no process of uv's stands between srun's signals and the ranks.
+    find = f"uv run --project {shlex.quote(folder)} --no-sync python -c 'import sys; print(sys.executable)'"
+    return [f"python=$({find})"], '"$python"'
+
+
+def module_lines(modules: Sequence[str]) -> list[str]:
+    """Shell lines that load environment modules, of Lmod or of Environment Modules."""
+    return [*_FIND_MODULES.splitlines(), f"module load {shlex.join(modules)}"] if modules else []
+
+
+# Dependencies
+
+
+_JOB_ID = re.compile(r"\d+(_(\d+|\*))?(\+\d+)?")  # 4711, 4711_3, and sbatch's +MINUTES
+
+
+def with_job_ids(plan: Plan, find: Find) -> Plan:
+    """The plan with the names of runs in its dependency replaced by their job ids.
+
+    What a run by its own record has already met falls away: SLURM forgets the ids of ended jobs.
+
+    Args:
+        find: the run of a name, or all runs of a sweep; raises UserError for a name that there is none of.
+
+    Raises:
+        UserError: a name of no run, or of one that SLURM does not know.
+        RefusedError: it will never come true.
+    """
+    directives = []
+    for item in plan.directives:
+        if item.name == "dependency" and item.value is not None:
+            text = translated(str(item.value), find)
+            if text == item.value:
+                directives.append(item)
+            elif text:
+                directives.append(replace(item, value=text, reason=f"the jobs of {item.value}"))
+            continue
+        directives.append(item)
+    return replace(plan, directives=tuple(directives))
+
+
+def translated(text: str, find: Find) -> str:
+    """A dependency with job ids for the names in it; empty if nothing is left to wait for."""
+    any_of = "?" in text  # sbatch takes commas (all of them) or question marks (any of them), and not both
+    kept = []
+    for term in re.split(r"[,?]", text):
+        kind, colon, rest = term.partition(":")
+        ids = [_ids(kind, word, find) for word in rest.split(":")] if colon else []
+        if any_of and [] in ids:
+            return ""
+        left = [job_id for found in ids for job_id in found]
+        if left or not colon:
+            kept.append(":".join([kind, *left]))
+    return ("?" if any_of else ",").join(kept)
+
+
+def _ids(kind: str, word: str, find: Find) -> list[str]:
+    """Job ids of one word; none if what is awaited has come true."""
+    if _JOB_ID.fullmatch(word):
+        _require_no_run(word, find)
+        return [word]
+    runs = find(word)
+    waited = [run for run in runs if not _is_met(kind, run)]
+    ids = [_job_id(run) for run in waited]
+    arrays = {job_id.partition("_")[0] for job_id in ids}
+    return list(arrays) if len(arrays) == 1 and len(ids) == len(runs) else ids
+
+
+def _require_no_run(job_id: str, find: Find) -> None:
+    """Raise UserError where a run is called like the job."""
+    try:
+        (run, *_) = find(job_id)
+    except UserError:
+        return
+    raise UserError(
+        f"--dependency {job_id} is a job and a run.",
+        why=f"sbatch takes the number for a job's, and there is {run.path}.",
+        fix=f"Give the job of the run by its path, ./{os.path.relpath(run.path)}, or rename the run.",
+        key="launch.dependency",
+    )
+
+
+def _is_met(kind: str, run: RunDir) -> bool:
+    life = life_of(run)
+    ended = "COMPLETED" if life.finished else life.submission.ended if life.submission is not None else None
+    if ended is None:
+        return False
+    wanted = {"afterok": ended == "COMPLETED", "afternotok": ended != "COMPLETED"}.get(kind, True)
+    if not wanted:
+        raise RefusedError(
+            f"{kind}:{run.name} will never come true.",
+            why=f"{run.name} is {ended}.",
+            fix=f"`{terminal.command('resume', run.path)}` first, or use afterany:{run.name}."
+            if kind == "afterok"
+            else "Leave the dependency out.",
+            key="launch.dependency",
+        )
+    return True
+
+
+def _job_id(run: RunDir) -> str:
+    submission = life_of(run).submission
+    if submission is None or not built_in(submission.executor).batch or not submission.job_id:
+        where = "It was never submitted." if submission is None else f"It runs by the executor {submission.executor}."
+        raise UserError(
+            f"No job can wait for {run.name}: it has no job in SLURM.",
+            why=where,
+            fix="Name a run that was submitted to SLURM, or leave the dependency out.",
+            key="launch.dependency",
+        )
+    return submission.job_id

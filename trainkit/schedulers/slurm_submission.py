@@ -1,0 +1,302 @@
+"""Queueing a job with sbatch, and finding one whose id nobody could write down: the command that had called sbatch was
+killed, or sbatch has had no answer.
+
+SLURM knows which script each job was submitted with. Each submission gives it a path of its own, a link in
+``.submitit`` to the script in the run's folder, so that its job is told from all others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from trainkit import fileio, terminal
+from trainkit.errors import SchedulerError
+from trainkit.launch.plan import Plan
+from trainkit.programs import NoAnswer, scrubbed
+from trainkit.run.events import CutShort, Life, cancelled, life_of, refused, submitted, submitting, unanswered
+from trainkit.run.folder import RunDir
+from trainkit.schedulers.base import Function, JobState, Search, pickled, unclaimed
+from trainkit.schedulers.slurm_programs import NAME, job_id_in, run, told
+
+SBATCH_SECONDS = 300.0
+"""So long sbatch may take; who called it on another machine may live until then."""
+LATE_SECONDS = 120.0
+"""So long after sbatch was killed, or gave up waiting, its job may still appear: a busy controller takes it later."""
+PAUSES = (0.0, 2.0, 4.0)
+"""Before each look for a job that sbatch has not spoken of, in seconds."""
+_PATH = re.compile(r"(?<![^ ])/")
+_SCRIPT = re.compile(r"/(submit|\.submitit/[^/]+)\.sbatch$")
+# What a client of SLURM's says that has sent its request and got no answer, or half of one.
+_NO_ANSWER = re.compile(
+    r"socket timed out|unable to contact|zero bytes|communication|connection (refused|reset|timed out)|broken pipe"
+    r"|transport endpoint|i/o error|failure\)|resource temporarily unavailable|temporarily unable",
+    re.IGNORECASE,
+)
+
+
+class SbatchError(SchedulerError):
+    """sbatch has failed, or has not said which job it has queued."""
+
+    is_answer = False
+    """The scheduler, or sbatch before it has asked, has said no."""
+
+
+def queue(
+    folder: Path, runs: Sequence[RunDir], plan: Plan, function: Function, env: Mapping[str, str]
+) -> list[str]:  # fmt: skip
+    """Queue the runs in ``folder`` as one job, or one array; the job id of each.
+
+    Raises:
+        SchedulerError: there is no job, or nobody can tell.
+    """
+    token = secrets.token_hex(4)
+    script = folder / ".submitit" / f"{token}.sbatch"
+    fileio.make_folder(script.parent, folder)
+    fileio.link(script, "../submit.sbatch", folder)
+    for item in runs:
+        submitting(item, NAME, token)
+    try:
+        job_ids = pickled(folder, runs, function, lambda: sbatch(script, env))
+    except SbatchError as error:
+        return _despite(error, folder, runs, plan)
+    for item, job_id in zip(runs, job_ids, strict=True):
+        cut = life_of(item).cut_short
+        if cut is not None:  # else it was found in the queue before this
+            write_down(item, cut, [job_id])
+    return job_ids
+
+
+def sbatch(script: Path, env: Mapping[str, str]) -> str:
+    """Queue a script, without the variables of a job around this process; the job's id.
+
+    Raises:
+        SbatchError: it failed; with its own words.
+    """
+    try:
+        answer = run("sbatch", "--parsable", str(script), env=scrubbed(env), seconds=SBATCH_SECONDS)
+    except NoAnswer as error:
+        raise _failed(error.words) from None
+    if answer.code:
+        killed = answer.code < 0 or 128 < answer.code <= 192  # 255 is its own, for an option that it does not know
+        refusal = _failed(answer.words.replace("sbatch: ", ""))
+        refusal.is_answer = not killed and bool(answer.err.strip()) and not _NO_ANSWER.search(answer.words)
+        raise refusal
+    if not (job_id := job_id_in(answer.out)):
+        words = repr(terminal.one_line(answer.out, 200))
+        raise SbatchError("sbatch gave no job id.", why=words, fix="`python -m jobs.status` looks for it.")
+    return job_id
+
+
+def _failed(words: str) -> SbatchError:
+    return SbatchError("sbatch refused the job.", why=words, fix="`--dry-run` shows what is submitted.")
+
+
+def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Plan) -> list[str]:
+    """The ids of the jobs that are there although sbatch has failed: a busy scheduler may take one and not answer.
+
+    Raises:
+        SchedulerError: there are none; where nobody can tell, the runs' records say so.
+    """
+    for pause in PAUSES[: 1 if error.is_answer else None]:
+        time.sleep(pause)
+        search = adopt([(item, life_of(item)) for item in runs if life_of(item).cut_short])
+        lives = [life_of(item) for item in runs]
+        if not any(life.cut_short for life in lives):
+            job_ids = [life.submission.job_id for life in lives if life.submission is not None]
+            print(f"sbatch has failed ({error.why}), and has queued the job: {job_ids[0]}.", file=sys.stderr)
+            return job_ids
+        if search.complaint:
+            break
+    if error.is_answer and (not search.complaint or "Batch job submission failed" in error.why):
+        for index, item in enumerate(runs):
+            refused(item, error.why)
+            (folder / ".submitit" / unclaimed(index)).unlink(missing_ok=True)
+        raise SchedulerError(error.what, why=error.why, fix=way_out(error.why, plan))
+    for item in runs:
+        unanswered(item, error.why)
+    raise SchedulerError(
+        f"Nobody can tell whether SLURM has taken the job of {folder}.",
+        why=f"sbatch said: {error.why}. "
+        + (f"SLURM cannot be asked: {search.complaint}." if search.complaint else "SLURM has no job of it yet."),
+        fix=f"Do not submit it anew: `{terminal.command('status', folder)}` looks for the job, "
+        f"`{terminal.command('cancel', folder)}` ends it if it comes.",
+    )
+
+
+# What sbatch says of a job that it does not take -> the options that it may mean.
+_SIZE = (
+    "gpus-per-node",
+    "gres",
+    "constraint",
+    "nodes",
+    "ntasks-per-node",
+    "cpus-per-task",
+    "mem",
+    "nodelist",
+    "exclude",
+)
+_REFUSALS = {
+    r"account/partition|invalid account": ("account", "partition"),
+    r"accounting/qos policy|association|\w*(qos|assoc)(grp|max|min)\w*": ("qos", "account", "time", "nodes"),
+    r"qos": ("qos",),
+    r"time limit": ("time",),
+    r"feature": ("constraint",),
+    r"memory": ("mem",),
+    r"more processors|cpu count": ("cpus-per-task", "ntasks-per-node", "nodes"),
+    r"gres|generic resource": ("gres", "gpus-per-node"),
+    r"reservation": ("reservation",),
+    r"dependency": ("dependency",),
+    r"license": ("licenses",),
+    r"wckey": ("wckey",),
+    r"array": ("array",),
+    r"mail": ("mail-type", "mail-user"),
+    r"node count": ("nodes",),
+    r"node name|nodelist": ("nodelist", "exclude"),
+    r"node configuration|nodes": _SIZE,
+    r"partition": ("partition",),
+}
+_TOO_MANY = re.compile(r"submit ?job|job submit limit|jobs? limit|too many|max(jobs|submit)", re.IGNORECASE)
+
+
+def way_out(words: str, plan: Plan) -> str:
+    """What to change of a job that sbatch has refused with these words: each option, and who has said it."""
+    named = tuple(re.findall(r"--([a-z][a-z-]+)", words))
+    fits = (options for pattern, options in _REFUSALS.items() if re.search(pattern, words, re.IGNORECASE))
+    options = named or next(fits, ())
+    given = [item for item in plan.directives if item.name in options]
+    # What nobody has asked for is rarely it.
+    asked = [item for item in given if item.source.kind not in ("default", "derived", "trainkit")] or given
+    what = ", ".join(f"--{item.name}{'' if item.value is None else f' {item.value}'} ({item.source})" for item in asked)
+    ways = [f"Change {what}."] if what else []
+    if "account" in options or "qos" in options:
+        missing = [
+            f"--{name}" for name in ("account", "qos") if name in options and name not in {i.name for i in given}
+        ]
+        ways += [f"No {' or '.join(missing)} is given: SLURM takes your default."] if missing else []
+        ways += ["`python -m jobs.cluster show` lists your accounts and QOS."]
+    if _TOO_MANY.search(words):
+        ways += ["If you have too many jobs there, wait for some to end."]
+    return " ".join([*ways, "`--dry-run` shows all that is submitted, and who has said it."])
+
+
+def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], None] = lambda command: None) -> Search:
+    """Look for the jobs of these runs, and write down those that are there, with one call or two."""
+    if not cut_short:
+        return Search()
+    complaint, scripts = "", {}
+    heard("squeue")
+    try:
+        scripts = queued_scripts()
+    except NoAnswer as error:
+        complaint = error.words
+    found = {folder.path: _jobs_of(folder, life, scripts) for folder, life in cut_short}
+    if not all(found.values()):  # it may have ended, and be forgotten
+        heard("sacct")
+        since = min(life.cut_short.time for _, life in cut_short if life.cut_short is not None) - 60
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(max(since, 0)))
+        try:
+            me = str(os.geteuid())
+            accounts = read_scripts(told("sacct", "-X", "-n", "-P", "-u", me, "-S", start, "-o", "JobID,SubmitLine"))
+        except NoAnswer:  # no accounting, or older than 21.08
+            accounts = {}
+        found = {folder.path: found[folder.path] or _jobs_of(folder, life, accounts) for folder, life in cut_short}
+    adopted, lost = set(), {}
+    for folder, life in cut_short:
+        assert life.cut_short is not None
+        if found[folder.path] and _is_mine(folder):
+            try:
+                write_down(folder, life.cut_short, found[folder.path], adopted=True)
+            except NoAnswer as error:
+                reason = f"it is to be cancelled, and scancel does not do it: {error.words}"
+                lost[folder.path] = JobState("UNKNOWN", found[folder.path][-1], NAME, reason)
+                continue
+            adopted.add(folder.path)
+        elif found[folder.path]:
+            lost[folder.path] = JobState("UNKNOWN", found[folder.path][-1], NAME, "its record is not yours to mend")
+        else:
+            lost[folder.path] = _without(life.cut_short, complaint)
+    return Search(frozenset(adopted), lost, complaint)
+
+
+def write_down(folder: RunDir, cut: CutShort, job_ids: Sequence[str], *, adopted: bool = False) -> None:
+    """Write down the jobs that a submission has come to; those that were cancelled before anybody knew them, end now.
+
+    Raises:
+        NoAnswer: SLURM does not end them, and nothing is written down.
+    """
+    if cut.cancelled:
+        told("scancel", *job_ids)
+    for job_id in job_ids:
+        submitted(folder, NAME, job_id, attempts_before=cut.attempts_before, adopted=adopted)
+        if cut.cancelled:
+            cancelled(folder, job_id)
+
+
+def queued_scripts() -> dict[str, str]:
+    """The script of each job that this user has in the queue, see `read_scripts`. Raises NoAnswer."""
+    return read_scripts(told("squeue", "-h", "-r", "-t", "all", "-u", str(os.geteuid()), "-o", "%i|%o"))
+
+
+def read_scripts(text: str) -> dict[str, str]:
+    """Job id -> the script, with whatever stands before and after it, from ``squeue -h -r -o "%i|%o"`` or
+    ``sacct -X -n -P -o JobID,SubmitLine``."""
+    pairs = [line.strip().partition("|") for line in text.splitlines()]
+    return {job_id: script for job_id, bar, script in pairs if bar and job_id and "[" not in job_id}
+
+
+def _jobs_of(folder: RunDir, life: Life, scripts: Mapping[str, str]) -> list[str]:
+    """The run's jobs that its record does not know, oldest first."""
+    known = {item.job_id for item in life.submissions}
+    token = life.cut_short.token if life.cut_short is not None else ""
+    script = f"/.submitit/{token}.sbatch" if token else "/submit.sbatch"
+    found = [
+        job_id
+        for job_id, line in scripts.items()
+        if job_id not in known and line.endswith(script) and is_job_of(folder, job_id, line)
+    ]
+    return sorted(found, key=lambda job_id: int(job_id.partition("_")[0]))
+
+
+def is_job_of(folder: RunDir, job_id: str, line: str) -> bool:
+    """Whether the script that SLURM was given, in a line of `read_scripts`, is the run's.
+
+    A task of an array is the run that lies, or is linked, beside the array's script under the task's number.
+    """
+    number, _, task = job_id.partition("_")
+    script = _SCRIPT.search(line)
+    if script is None or not number.isdecimal():
+        return False
+    # Whatever stands before the script, and whether its own path has spaces in it.
+    places = [line[match.start() : script.start()] for match in _PATH.finditer(line) if match.start() < script.start()]
+    here = os.path.realpath(folder.path)
+    return any(os.path.realpath(os.path.join(place, task) if task else place) == here for place in places)
+
+
+def _is_mine(folder: RunDir) -> bool:
+    try:
+        return folder.events.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _without(cut: CutShort, complaint: str) -> JobState:
+    """No job was found."""
+    process = cut.process
+    if not cut.unanswered and process is not None and process.is_here() and process.is_alive():
+        return JobState("UNKNOWN", "", NAME, f"process {process.pid} is just submitting it")
+    what = f"sbatch had no answer ({cut.unanswered})" if cut.unanswered else "its submission was cut short"
+    if complaint:
+        return JobState("UNKNOWN", "", NAME, f"{what}, and SLURM cannot be asked: {complaint}")
+    if not cut.unanswered and (process is None or (not process.is_here() and time.time() - cut.time < SBATCH_SECONDS)):
+        where = process.host if process is not None else "an unknown machine"
+        return JobState("UNKNOWN", "", NAME, f"it is being submitted on {where}, or that was cut short")
+    if (left := cut.time + LATE_SECONDS - time.time()) > 0:
+        late = f"{what}; SLURM has no job of it, but may still have one within {left:.0f} s"
+        return JobState("UNKNOWN", "", NAME, late + ", which would be cancelled" * cut.cancelled)
+    return JobState("NOT SUBMITTED", reason=f"{what}, and SLURM has no job of it")
