@@ -29,7 +29,8 @@ def test_every_setting_has_a_sentence() -> None:
         ("train.micro_batch_size", "int > 0 | auto | null", "null"),
         ("train.channels_last", "bool", "false"),
         ("monitor.loggers", "[text, ...]", "[console,jsonl,tensorboard,wandb]"),
-        ("launch.executor", "auto | slurm | local | debug", "auto"),
+        ("launch.executor", "text", "auto"),
+        ("launch.gpu_dialect", "gpus-per-node | gres | constraint", "gpus-per-node"),
         ("launch.sbatch", "{name: text}", "{}"),
     ],
 )
