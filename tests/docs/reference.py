@@ -310,7 +310,7 @@ FILES = {
 """File or folder of a run -> what is in it. Those that reports write are below."""
 REPORTS = {
     "logbook.md": "the log book, by `report`",
-    "<name>-<chart>.png": "the log book's pictures",
+    "<name>-<chart>.svg": "the log book's pictures",
     "report.html": "the same as one page for a browser, by `report`",
     "comparison.md": "by `report --compare`",
 }

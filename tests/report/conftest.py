@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,15 @@ import pytest
 
 from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
+from trainkit.report.document import Part, Row, Table
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
+
+
+def rows_of(parts: Iterable[Part]) -> list[Row]:
+    """The rows of all tables among the parts of a section."""
+    return [row for part in parts if isinstance(part, Table) for row in part.rows]
 
 
 @pytest.fixture

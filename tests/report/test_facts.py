@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainkit import fileio
+from trainkit.report.document import Items
 from trainkit.report.facts import Facts, collect
-from trainkit.report.sections import missing_lines
+from trainkit.report.sections import missing
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
@@ -89,13 +90,15 @@ def test_torn_lines_are_passed_over(make_run: MakeRun) -> None:
             file.write('{"time": 1.7e9, "step": 9999, "spl')
     facts = facts_of(run_dir)
     assert max(record["step"] for record in facts.train) == 400
-    assert missing_lines(facts) == []
+    assert not any(missing(facts))
 
 
 def test_an_empty_run_lists_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("not: [valid")
     facts = facts_of(RunDir(tmp_path))
-    assert [line[0].split(":")[0] for line in missing_lines(facts)] == [
+    (listed,) = missing(facts)
+    assert isinstance(listed, Items)
+    assert [line[0].split(":")[0] for line in listed.lines] == [
         "training metrics",
         "validation metrics",
         "test metrics",

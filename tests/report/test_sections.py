@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.report.conftest import rows_of
 from trainkit import fileio
 from trainkit.report import document, figures, sections
 from trainkit.report.facts import Facts, collect
@@ -15,7 +16,7 @@ MakeRun = Callable[..., RunDir]
 
 
 def settings(run_dir: RunDir) -> dict[str, str]:
-    return {row[0]: row[1] for row in sections.settings_rows(Facts(run_dir, run_dir.name))}
+    return {row[0]: row[1] for row in rows_of(sections.settings(Facts(run_dir, run_dir.name)))}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_the_settings_that_a_reader_asks_for(make_run: MakeRun) -> None:
 def test_a_warm_up_that_the_run_is_too_short_for_is_that_of_the_run(make_run: MakeRun) -> None:
     def schedule(**told: Any) -> str:
         run = make_run(f"r{told}", "schedule.warmup_epochs=5", told=told)
-        return next(value for name, value in sections.settings_rows(collect([run])[0]) if name == "schedule")
+        return next(value for name, value in rows_of(sections.settings(collect([run])[0])) if name == "schedule")
 
     assert schedule() == "onecycle, warm-up 5 epochs"
     assert schedule(total_steps=40) == "onecycle, warm-up 5 epochs, here 20 steps"
@@ -89,7 +90,7 @@ def test_results_are_those_of_best_last_and_test(make_run: MakeRun) -> None:
         run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", "loss": 0.04, "acc1": 99.9, "acc5": 100}
     )
     run_dir.summary.write_text(json.dumps({"best_step": 380}))
-    rows = sections.results_rows(Facts(run_dir, "r"))
+    rows = rows_of(sections.results(Facts(run_dir, "r")))
     assert rows[0] == ("val, best checkpoint", "380", "19.0", "0.0400", "99.90 %", "100.00 %")
     assert rows[1][:2] == ("val, last", "400")
     assert rows[2] == ("test, best checkpoint", "380", "19.0", "0.0600", "98.90 %", "100.00 %")
@@ -100,13 +101,13 @@ def test_averaged_weights_have_rows_of_their_own(make_run: MakeRun) -> None:
     both = {"loss": 0.04, "acc1": 99.0, "acc5": 100, "ema_loss": 0.03, "ema_acc1": 99.5, "ema_acc5": 100}
     fileio.append_jsonl(run_dir.metrics, {"step": 380, "epoch": 19.0, "split": "val", **both})
     run_dir.summary.write_text(json.dumps({"best_step": 380}))
-    rows = sections.results_rows(Facts(run_dir, "r"))
+    rows = rows_of(sections.results(Facts(run_dir, "r")))
     assert rows[1] == ("val, best checkpoint, averaged weights", "380", "19.0", "0.0300", "99.50 %", "100.00 %")
     assert [name for name, *_ in rows if "averaged" in name] == ["val, best checkpoint, averaged weights"]
 
 
 def test_each_gpu_has_a_row_of_its_own(make_run: MakeRun) -> None:
-    rows = figures.hardware_rows(collect([make_run(gpus=2)])[0])
+    rows = rows_of(figures.hardware(collect([make_run(gpus=2)])[0]))
     assert rows[1] == ("GPU 1 of node1", "91 %", "91 %", "9.3 GB of 16.0 GB", "65 W", "–")  # noqa: RUF001
     assert rows[2][:2] == ("CPUs of node1", "85 %")
 
@@ -116,29 +117,25 @@ def summarized(run_dir: RunDir, **more: object) -> Facts:
     return Facts(run_dir, run_dir.name)
 
 
-def spent_rows(facts: Facts) -> list[document.Row]:
-    return [row for part in figures.spent([facts]).parts if isinstance(part, document.Table) for row in part.rows]
-
-
 def test_where_the_time_went_adds_up_to_all_of_it(make_run: MakeRun) -> None:
     facts = summarized(make_run("ddp-0001"), seconds={"start": 5.0, "data": 15.0, "exposed": 0.0, "forward": 80.0})
-    assert [(row[0].split(":")[0], *row[1:]) for row in spent_rows(facts)] == [
+    assert [(row[0].split(":")[0], *row[1:]) for row in rows_of(figures.spent([facts]).parts)] == [
         ("start", "5.0", "5.0 %"), ("data", "15.0", "15.0 %"), ("forward", "80.0", "80.0 %"), ("all", "100.0", "100 %"),
     ]  # fmt: skip
 
 
 def test_of_a_run_that_goes_on_it_is_as_far_as_its_records_tell(make_run: MakeRun) -> None:
     run_dir = make_run("ddp-0001", finished=False)
-    assert spent_rows(Facts(run_dir, "x")) == []
+    assert rows_of(figures.spent([Facts(run_dir, "x")]).parts) == []
     for step in (401, 402):
         spent = {"seconds_data": 1.5, "seconds_forward": 0.5, "seconds_exposed": None}
         fileio.append_jsonl(run_dir.metrics, {"step": step, "split": "train", **spent})
-    assert spent_rows(Facts(run_dir, "x"))[0] == ("data: waiting for data", "3.0", "75.0 %")
+    assert rows_of(figures.spent([Facts(run_dir, "x")]).parts)[0] == ("data: waiting for data", "3.0", "75.0 %")
 
 
 def test_memory_of_all_ranks_energy_utilisation_and_advice_are_costs(make_run: MakeRun) -> None:
     told = {"max_memory_mb_of_ranks": [900.0, 2048.0], "mfu": 41.234, "advice": "62% data wait: data.workers=4"}
-    rows = sections.cost_rows(summarized(make_run("ddp-0001"), energy={"gpu_kwh": 1.23456}, **told))
+    rows = rows_of(sections.cost(summarized(make_run("ddp-0001"), energy={"gpu_kwh": 1.23456}, **told)))
     costs = {row[0]: row[1] for row in rows}
     assert costs["peak memory of every rank"] == "900 MB, 2.0 GB"
     assert costs["energy"] == "GPUs 1.23 kWh"
@@ -149,5 +146,5 @@ def test_memory_of_all_ranks_energy_utilisation_and_advice_are_costs(make_run: M
 def test_a_run_that_tells_nothing_of_them_has_no_such_rows(make_run: MakeRun) -> None:
     silent = summarized(make_run("ddp-0001"), energy=None, mfu=None, advice=None, max_memory_mb_of_ranks=[812.4])
     assert not {"energy", "model FLOPs utilisation", "would be faster", "peak memory of all ranks"} & {
-        row[0] for row in sections.cost_rows(silent)
+        row[0] for row in rows_of(sections.cost(silent))
     }

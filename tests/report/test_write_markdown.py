@@ -12,13 +12,18 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.report.conftest import rows_of
 from trainkit import fileio
+from trainkit.config.task import LOSS
 from trainkit.errors import UserError
 from trainkit.report import figures, sections
+from trainkit.report.document import Items
 from trainkit.report.facts import Facts, collect
+from trainkit.report.write_html import write_page
 from trainkit.report.write_markdown import write_comparison, write_logbook, write_sweep
 from trainkit.run.contributions import Contributions, Counted
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Described, Metric, describe
 
 MakeRun = Callable[..., RunDir]
 
@@ -239,13 +244,13 @@ def test_every_attempt_has_a_row_that_says_how_it_ended(make_run: MakeRun, tmp_p
     ):
         fileio.append_jsonl(run_dir.events, {"time": time, "event": kind, **fields})
     fileio.append_jsonl(run_dir.metrics, {"time": 349.0, "step": 50, "epoch": 2.5, "split": "train", "loss": 1.0})
-    rows = figures.attempts_rows(Facts(run_dir, "r"))
+    rows = rows_of(figures.attempts(Facts(run_dir, "r")))
     assert [(row[0], *row[2:]) for row in rows] == [
         ("0", "n1, n2", "4", "0 to 30", "1 min 01 s", "told to stop (SIGUSR2), saved, requeued"),
         ("1", "n2", "2", "30 to 30", "11.0 s", "failed on rank 1: NCCL error"),
         ("2", "n1, n2", "4", "30 to 50", "49.0 s", "killed without a word, or goes on"),
     ]
-    costs = {row[0]: row[1] for row in sections.cost_rows(Facts(run_dir, "r"))}
+    costs = {row[0]: row[1] for row in rows_of(sections.cost(Facts(run_dir, "r")))}
     assert costs["GPU-hours"] == "0.128", "(61 s x 4 + 11 s x 2 + 49 s x 4) / 3600"
 
 
@@ -346,8 +351,40 @@ def test_a_run_of_somebody_else_is_reported_without_what_is_closed_in_it(make_ru
             path.chmod(0o755)
         os.seteuid(65534)
         try:
-            listed = [word for line in sections.file_lines(facts) for word in line]
+            (items,) = sections.places(facts)
         finally:
             os.seteuid(0)
+    assert isinstance(items, Items)
+    listed = [word for line in items.lines for word in line]
     assert str(run.path) in listed
     assert not {str(run.code), str(run.checkpoints)} & set(listed)
+
+
+def test_page_and_log_book_have_the_same_sections(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = collect([make_run(gpus=1), make_run("ddp-0002", ranks=4, speed=3900.0)])
+    (runs[0].run_dir.path / "nvidia-smi-node1.txt").write_text("driver 550.54")
+    for number in (1, 2):
+        book = write_logbook(runs[:number], tmp_path)[0].read_text()
+        page = write_page(runs[:number], tmp_path).read_text()
+        in_book = re.findall(f"(?m)^##{'#?' * (number - 1)} (.*)", book)
+        assert {title for title in in_book if not title.startswith("ddp")} - {"Settings that differ"} == set(
+            re.findall('<h2 id="[a-z]+-title">([^<]*)', page)
+        )
+
+
+def test_a_task_is_told_by_its_own_metrics(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [make_run(f"s/{number}", f"optim.lr={number + 1}e-3", steps=0, finished=False) for number in range(2)]
+    points = [{"run": str(number), "overrides": [f"optim.lr={number + 1}e-3"]} for number in range(2)]
+    (runs[0].path.parent / "sweep.json").write_text(json.dumps(points))
+    for run, best in zip(runs, (2.0, 1.5), strict=True):
+        describe(run, Described("mae", {"loss": LOSS, "mae": Metric("px", higher_is_better=False, label="Mean error")}))
+        for step, error in ((20, 3.0), (40, best), (60, 2.5)):
+            record = {"step": step, "epoch": step / 10, "loss": error, "mae": error}
+            fileio.append_jsonl(run.metrics, {**record, "split": "val"})
+    book = write_sweep(runs[0].path.parent, collect(runs), tmp_path)[0].read_text()
+    page = write_page(collect(runs), tmp_path).read_text()
+    assert "Best by validation: lr=2e-3, val mae 1.5000 px." in book
+    assert book.index("lr=2e-3\n") < book.index("lr=1e-3\n"), "the smaller error first"
+    assert "| val, best checkpoint | 40 | 4.0 | 1.5000 | 1.5000 px |" in book
+    assert "Mean error <" in page
+    assert not [text for text in (book, page) if "acc1" in text or "accuracy" in text.lower()]

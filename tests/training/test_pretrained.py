@@ -16,8 +16,9 @@ from trainkit.data import build_data
 from trainkit.data.base import ModelInput
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
+from trainkit.report import sections
+from trainkit.report.document import Table
 from trainkit.report.facts import Facts
-from trainkit.report.sections import settings_rows
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.building import build
@@ -86,5 +87,7 @@ def test_what_the_weights_expected_is_in_the_events_and_in_the_log_book(
     assert started["input"] == {
         "source": NAME, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop": 0.95
     }  # fmt: skip
-    (row,) = [row for row in settings_rows(Facts(RunDir(folder), "run")) if row[0] == "images as expected by"]
+    (table,) = sections.settings(Facts(RunDir(folder), "run"))
+    assert isinstance(table, Table)
+    (row,) = [row for row in table.rows if row[0] == "images as expected by"]
     assert row[1] == f"{NAME}: mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], interpolation bicubic, crop 0.95"

@@ -249,7 +249,7 @@ def line_chart(
         "data_range": f"{x.low:.10g} {x.high:.10g} {y.low:.10g} {y.high:.10g}",
         "data_log": "x" * x.log + "y" * y.log or None,
     }  # fmt: skip
-    unit = axes.unit + (", log scale" if y.log else "")
+    unit = ", ".join(filter(None, [axes.unit, "log scale" * y.log]))
     return Picture(axes.title, unit, join(body), _in_words(axes, series), HEIGHT, WIDTH, data)
 
 

@@ -128,13 +128,17 @@ class Section:
     note: str = ""
 
 
-def of_each(runs: Sequence[Facts], parts_of: Callable[[Facts], Iterable[Part]]) -> list[Part]:
-    """The parts of each run, under its name where there are several."""
-    found: list[Part] = []
-    for facts in runs:
-        parts = [part for part in parts_of(facts) if part]
-        found += [Heading(facts.label)] * (len(runs) > 1 and bool(parts)) + parts
-    return found
+def of_each(name: str, title: str, parts_of: Callable[[Facts], Iterable[Part]]) -> Callable[[Sequence[Facts]], Section]:
+    """A section with the parts of each run, under its label where there are several."""
+
+    def section(runs: Sequence[Facts]) -> Section:
+        found: list[Part] = []
+        for facts in runs:
+            parts = [part for part in parts_of(facts) if part]
+            found += [Heading(facts.label)] * (len(runs) > 1 and bool(parts)) + parts
+        return Section(name, title, found)
+
+    return section
 
 
 def text(value: Any) -> str:

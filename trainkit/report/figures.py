@@ -38,7 +38,6 @@ from trainkit.report.document import (
     duration,
     memory,
     number,
-    of_each,
     plural,
     rate,
     text,
@@ -282,14 +281,9 @@ def _details(event: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def attempts(runs: Sequence[Facts]) -> Section:
+def attempts(facts: Facts) -> list[Part]:
     """When each attempt ran, on what, and how it ended."""
-    header = ("attempt", "began", "on", "ranks", "steps", "time", "ended")
-    return Section("attempts", "Attempts", of_each(runs, lambda facts: [Table(header, attempts_rows(facts))]))
-
-
-def attempts_rows(facts: Facts) -> list[Row]:
-    return [
+    rows = [
         (
             str(span.number),
             f"{datetime.fromtimestamp(span.began).astimezone():%Y-%m-%d %H:%M:%S}",
@@ -301,6 +295,7 @@ def attempts_rows(facts: Facts) -> list[Row]:
         )
         for span in spans(facts)[-2 * _MOST_ROWS :]
     ]
+    return [Table(("attempt", "began", "on", "ranks", "steps", "time", "ended"), rows)]
 
 
 # Parts of an update: computing is blue, waiting is not.
@@ -359,12 +354,8 @@ def _stacked(title: str, parts: Mapping[str, float], run: str) -> Picture:
 HARDWARE = ("device", "utilisation, mean", "highest", "memory, highest", "power, mean", "temperature, highest")
 
 
-def hardware(runs: Sequence[Facts]) -> Section:
+def hardware(facts: Facts) -> list[Part]:
     """All devices, and curves of each node."""
-    return Section("hardware", "Hardware", of_each(runs, _hardware))
-
-
-def _hardware(facts: Facts) -> list[Part]:
     charts = [chart for host in facts.hosts[:_MOST_HOSTS] for chart in _host(host, facts.label)]
     parts: list[Part] = [
         Table(HARDWARE, hardware_rows(facts), 1),

@@ -90,12 +90,8 @@ def again(facts: Facts) -> str:
     return terminal.command("submit", facts.run_dir.config, "--again")
 
 
-def asked(runs: Sequence[Facts]) -> Section:
-    """The command that made each run, and what it changed of the preset."""
-    return Section("asked", "What was asked", of_each(runs, _asked))
-
-
-def _asked(facts: Facts) -> list[Part]:
+def asked(facts: Facts) -> list[Part]:
+    """The command that made the run, and what it changed of the preset."""
     command, preset = command_of(facts)
     changed = changed_rows(facts)
     parts: list[Part] = [Block(command)] if command else []
@@ -147,12 +143,8 @@ def _preset(name: str) -> dict[str, Any] | None:
         return None
 
 
-def where(runs: Sequence[Facts]) -> Section:
+def where(facts: Facts) -> list[Part]:
     """Nodes, GPUs, jobs, software."""
-    return Section("where", "Where it ran", of_each(runs, lambda facts: [Table(("", "what"), where_rows(facts))]))
-
-
-def where_rows(facts: Facts) -> list[Row]:
     hosts = [host for host in facts.started("hosts") or () if isinstance(host, str)]
     device, host = facts.started("device"), facts.manifest.get("host")
     simulated = f"{facts.count('launch.nodes')} simulated on one machine: " if is_simulated(facts) else ""
@@ -170,17 +162,11 @@ def where_rows(facts: Facts) -> list[Row]:
         ("system", _line(facts.manifest.get("platform"))),
         ("software", ", ".join(f"{name} {it}" for name, it in versions.items() if isinstance(it, str)) or NONE),
     ]
-    return [row for row in rows if row[1] != NONE]
+    return [Table(("", "what"), _known(rows))]
 
 
-def settings(runs: Sequence[Facts]) -> Section:
-    """What each run was told to do, in a few lines."""
-    return Section(
-        "settings", "Settings", of_each(runs, lambda facts: [Table(("setting", "value"), settings_rows(facts))])
-    )
-
-
-def settings_rows(facts: Facts) -> list[Row]:
+def settings(facts: Facts) -> list[Part]:
+    """What the run was told to do, in a few lines."""
     get, params = facts.setting, facts.started("params")
     rows = [
         ("model", _named(get("model")) + (f", {params:,} parameters" if isinstance(params, int) else "")),
@@ -197,19 +183,11 @@ def settings_rows(facts: Facts) -> list[Row]:
         ("seed", text(get("seed"))),
         ("code", _commit(facts)),
     ]
-    return [row for row in rows if row[1] != NONE]
+    return [Table(("setting", "value"), _known(rows))]
 
 
-def results(runs: Sequence[Facts]) -> Section:
+def results(facts: Facts) -> list[Part]:
     """The best and the last validation and the test."""
-
-    def table(facts: Facts) -> list[Part]:
-        return [Table(("split", "step", "epoch", *facts.described.metrics), results_rows(facts), 1)]
-
-    return Section("splits", "Results by split", of_each(runs, table))
-
-
-def results_rows(facts: Facts) -> list[Row]:
     found = []
     best, last = facts.best_val, facts.val[-1] if facts.val else None
     for name, record in (("val, best checkpoint", best), ("val, last", last), ("test, best checkpoint", facts.test)):
@@ -226,15 +204,11 @@ def results_rows(facts: Facts) -> list[Row]:
                     for key, metric in facts.described.metrics.items()
                 )
                 found.append((name + whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
-    return found
+    return [Table(("split", "step", "epoch", *facts.described.metrics), found, 1)]
 
 
-def cost(runs: Sequence[Facts]) -> Section:
+def cost(facts: Facts) -> list[Part]:
     """Time, speed, memory, energy, restarts."""
-    return Section("cost", "Cost", of_each(runs, lambda facts: [Table(MEASURE, cost_rows(facts))]))
-
-
-def cost_rows(facts: Facts) -> list[Row]:
     estimated = "" if fileio.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
     seconds, ranks, speed = facts.train_seconds, facts.memory_of_ranks, facts.images_per_sec
     kept = [value for value in _list(facts.summary.get("max_memory_reserved_mb_of_ranks")) if fileio.is_number(value)]
@@ -255,20 +229,16 @@ def cost_rows(facts: Facts) -> list[Row]:
         ("would be faster", text(facts.summary.get("advice"))),
         ("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE),
     ]
-    return [row for row in rows if row[1] != NONE]
+    return [Table(MEASURE, _known(rows))]
 
 
-def rounds(runs: Sequence[Facts]) -> Section:
+def rounds(facts: Facts) -> list[Part]:
     """Of a collaborative run: its rounds, and who has contributed how much."""
     header = ("name", "samples", "of all", "rounds", "hours", "received from it")
-
-    def tables(facts: Facts) -> list[Part]:
-        return [Table(MEASURE, rounds_rows(facts)), Table(header, contributed_rows(facts), 1, "Contributions")]
-
-    return Section("rounds", "Rounds and who contributed", of_each(runs, tables))
+    return [Table(MEASURE, _rounds(facts)), Table(header, _contributed(facts), 1, "Contributions")]
 
 
-def contributed_rows(facts: Facts) -> list[Row]:
+def _contributed(facts: Facts) -> list[Row]:
     """Most samples first."""
     total = sum(item.samples for item in facts.contributions)
 
@@ -284,7 +254,7 @@ def contributed_rows(facts: Facts) -> list[Row]:
     return found
 
 
-def rounds_rows(facts: Facts) -> list[Row]:
+def _rounds(facts: Facts) -> list[Row]:
     """Rounds of this peer, and what it has sent and received in them."""
     told = [record for record in facts.train if fileio.is_number(record.get("round"))]
     if not told:
@@ -305,13 +275,8 @@ def rounds_rows(facts: Facts) -> list[Row]:
     ]
 
 
-def missing(runs: Sequence[Facts]) -> Section:
-    """What a reader may look for and a run does not have."""
-    return Section("missing", "Not recorded", of_each(runs, lambda facts: [Items(missing_lines(facts))]))
-
-
-def missing_lines(facts: Facts) -> list[Sequence[str]]:
-    """Each with the reason."""
+def missing(facts: Facts) -> list[Part]:
+    """What a reader may look for and the run does not have, each with the reason."""
     found: list[Sequence[str]] = []
     if not facts.train:
         found.append(["training metrics: metrics.jsonl has none"])
@@ -328,15 +293,11 @@ def missing_lines(facts: Facts) -> list[Sequence[str]]:
         found.append(["energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)"])
     if not facts.hosts:
         found.append(["hardware samples: no system-<host>.jsonl with a whole line in it"])
-    return found
+    return [Items(found)]
 
 
-def places(runs: Sequence[Facts]) -> Section:
-    """Where the files of each run are."""
-    return Section("files", "Files", of_each(runs, lambda facts: [Items(file_lines(facts))]))
-
-
-def file_lines(facts: Facts) -> list[Sequence[str]]:
+def places(facts: Facts) -> list[Part]:
+    """Where the files of the run are."""
     run_dir = facts.run_dir
     lines: list[Sequence[str]] = [["run folder: ", Code(terminal.path(run_dir.path))]]
     best = run_dir.checkpoints / "best"
@@ -351,14 +312,31 @@ def file_lines(facts: Facts) -> list[Sequence[str]]:
         lines.append(["curves: ", Code(f"tensorboard --logdir {terminal.path(run_dir.tensorboard)}")])
     if any(run_dir.wandb.glob("offline-run-*")):
         lines.append(["upload to Weights & Biases: ", Code(f"wandb sync {terminal.path(run_dir.wandb)}/offline-run-*")])
-    return [*lines, ["repeat it: ", Code(again(facts))]]
+    return [Items([*lines, ["repeat it: ", Code(again(facts))]])]
 
 
 SEVERAL: Sequence[Callable[[Sequence[Facts]], Section]] = (comparison, scaling)
 RUNS: Sequence[Callable[[Sequence[Facts]], Section]] = (
-    curves, results, asked, where, settings, cost, timeline, attempts, spent, hardware, classes, mistakes, rounds,
-    missing, places,
-)  # fmt: skip
+    curves,
+    of_each("splits", "Results by split", results),
+    of_each("asked", "What was asked", asked),
+    of_each("where", "Where it ran", where),
+    of_each("settings", "Settings", settings),
+    of_each("cost", "Cost", cost),
+    timeline,
+    of_each("attempts", "Attempts", attempts),
+    spent,
+    of_each("hardware", "Hardware", hardware),
+    classes,
+    mistakes,
+    of_each("rounds", "Rounds and who contributed", rounds),
+    of_each("missing", "Not recorded", missing),
+    of_each("files", "Files", places),
+)
+
+
+def _known(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row[1] != NONE]
 
 
 def _named(section: Any, hide: tuple[str, ...] = ()) -> str:
