@@ -42,7 +42,7 @@ def test_the_tour_trains_by_dp_and_ddp_plots_and_shows_the_report(tmp_path: Path
     assert [run.setting("strategy.name") for run in runs] == ["single", "dp", "ddp"]
     assert [run.started("world_size") for run in runs] == [1, 1, 2]
     assert all(run.finished for run in runs)
-    assert any("image/png" in item.get("data", {}) for item in shown["train"])
+    assert any("image/svg+xml" in item.get("data", {}) for item in shown["train"])
     said = "".join("".join(item.get("text", "")) for item in shown["results"])
     assert [f"{run.best_val['acc1']:.2f} %" in said for run in runs if run.best_val] == [True] * 3
     (table,) = ("".join(item["data"]["text/markdown"]) for item in shown["report"] if "data" in item)

@@ -100,5 +100,5 @@ def test_the_notebook_joins_plots_and_comes_back_as_who_it_was_when_its_runtime_
     said = "".join("".join(item["text"]) for item in cells["join"]["outputs"] if item["output_type"] == "stream")
     assert "peers averaged" in said
     assert said.rstrip().endswith("Done.")
-    assert any("image/png" in item.get("data", {}) for item in cells["join"]["outputs"])
+    assert any("image/svg+xml" in item.get("data", {}) for item in cells["join"]["outputs"])
     assert creator.ends() == 0
