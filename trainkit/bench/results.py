@@ -288,8 +288,7 @@ def picture(results: Results) -> str:
     rates = {row.name: (row.median, (min(row.rates), max(row.rates))) for row in results.ran}
     memory = {row.name: (row.memory_mb, None) for row in results.ran if row.memory_mb is not None}
     chart = _lines if results.bench.axis else _bars
-    charts = [chart(results, unit[0].upper() + unit[1:], unit, rates)]
-    charts.append(chart(results, "Peak memory of a rank", "MiB", memory))
+    charts = [chart(results, "Speed", unit, rates), chart(results, "Peak memory of a rank", "MiB", memory)]
     names = list(dict.fromkeys(row.arm.series for row in results.ran)) if results.bench.axis else []
     legend = [(_label(name), _colour(name, names)) for name in names] if len(names) > 1 else []
     return drawing(charts, title=f"{results.bench.question} {results.where}", legend=legend, foot=results.meaning)

@@ -27,7 +27,6 @@ from trainkit.bench.results import write_results
 from trainkit.bench.work import Order, Worker
 from trainkit.config.checks import micro_batch_sizes
 from trainkit.config.schema import Config
-from trainkit.data.order import largest_power_of_two
 from trainkit.distributed.device import device_name, visible_cpus
 from trainkit.distributed.meeting import meet
 from trainkit.distributed.process_group import Distributed, distributed
@@ -74,8 +73,7 @@ def run(
     store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
     store.set(f"place/{env.rank}", json.dumps(asdict(_place(env, use_gpu))))
     places = tuple(_read_place(store, rank) for rank in range(env.world_size))
-    worker = Worker(run_dir.path, env, beat)
-    team = Team(env, store, places, worker.perform, use_gpu, config.launch.interface, beat)
+    team = Team(Worker(run_dir.path, env, beat), store, places, use_gpu, config.launch.interface)
     if not env.is_main:
         team.serve()
         store.set(f"left/{env.rank}", "1")
@@ -159,7 +157,8 @@ class _Driver:
                     raise ArmFailedError(why)
                 if any(word.startswith("data.") and not word.startswith("data.workers") for word in arm.overrides):
                     self._ask(Arm(arm.name, arm.overrides, work="data"))
-                if self._looks_for_largest(arm):
+                auto = self.config.train.micro_batch_size == "auto"
+                if arm.work == "train" and (auto or (self.bench.largest and self.where.gpu)):
                     self._find_largest(arm)
                 self.trials[arm.name] = self._measured(arm, _TRIAL)
                 self._write("trial", arm=arm.name, **self.trials[arm.name])
@@ -167,16 +166,12 @@ class _Driver:
                 self._fail(arm, str(error))
         return [arm for arm in arms if arm.name in self.trials]
 
-    def _looks_for_largest(self, arm: Arm) -> bool:
-        auto = self.config.train.micro_batch_size == "auto"
-        return arm.work == "train" and (auto or (self.bench.largest and self.where.gpu))
-
     def _find_largest(self, arm: Arm) -> None:
         """What fits; it also is what the arm trains with, where that was to be found."""
         train = self.config.train
         ranks = self.where.world_size if arm.ranks is None else len(arm.ranks)
         shares = micro_batch_sizes(train.global_batch_size // ranks, even=self.config.augment.mixes)
-        sizes = {1 << power for power in range(1, largest_power_of_two(_LARGEST).bit_length())}
+        sizes = {1 << power for power in range(1, _LARGEST.bit_length())}
         told = self._ask(Arm(arm.name, arm.overrides, arm.ranks, "largest"), sizes=sorted(sizes | set(shares)))
         size = min(int(one["size"]) for one in told)
         self._write("largest", arm=arm.name, size=size)
@@ -215,7 +210,7 @@ class _Driver:
         return {name: self.request.updates or min(max(round(one), _FEWEST), _MOST) for name, one in wanted.items()}
 
     def _measured(self, arm: Arm, updates: int) -> dict[str, Any]:
-        """One turn: what all ranks together have come to. The slowest one's time counts."""
+        """One turn: the figures of all ranks together. The slowest one's time counts."""
         told = self._ask(arm, updates=updates)
         sample: dict[str, Any] = {
             key: told[0][key] for key in ("images", "bytes", "updates", "loss", "skipped", "params") if key in told[0]
@@ -228,8 +223,8 @@ class _Driver:
             sample["parts"] = told[0]["parts"]
             training = sum(told[0]["parts"].values())
             exposed = max(one["parts"].get("exposed", 0.0) for one in told)
-            sample["extra"] |= {"exposed_share": exposed / training}
-            sample["extra"] |= {"data_share": told[0]["parts"].get("data", 0.0) / training}
+            data = told[0]["parts"].get("data", 0.0)
+            sample["extra"] |= {"exposed_share": exposed / training, "data_share": data / training}
         return sample
 
     def _ask(self, arm: Arm, **more: Any) -> list[dict[str, Any]]:
@@ -253,7 +248,7 @@ class _Driver:
 
 
 class ArmFailedError(Exception):
-    """What an order has come to, on the rank that failed first."""
+    """An order failed; the words of the rank that failed first."""
 
 
 class _LeftError(Exception):
@@ -262,22 +257,13 @@ class _LeftError(Exception):
 
 @dataclass
 class Team:
-    """This rank's part in it.
+    """This rank among all of the job: rank 0 asks, the others serve. ``store``: where they have met."""
 
-    Args:
-        store: where all ranks have met.
-        places: of all ranks, in order.
-        perform: carries out an order.
-        beat: says that this rank is alive.
-    """
-
-    env: RankEnv
+    worker: Worker
     store: Store
     places: Sequence[Place]
-    perform: Callable[[Distributed, Order], dict[str, Any]]
     use_gpu: bool
     interface: str | None
-    beat: Callable[[], None]
 
     def __post_init__(self) -> None:
         self._number = self._group = 0
@@ -293,8 +279,9 @@ class Team:
         """
         self._number += 1
         ranks = order["ranks"] or [place.rank for place in self.places]
-        self.store.set(f"order/{self._number}", json.dumps({**order, "ranks": ranks, "group": self._group}))
-        self._carry_out(self._number, {**order, "ranks": ranks, "group": self._group})
+        order = {**order, "ranks": ranks, "group": self._group}
+        self.store.set(f"order/{self._number}", json.dumps(order))
+        self._carry_out(order)
         answers = [json.loads(self._told(f"answer/{self._number}/{rank}")) for rank in ranks]
         failed = [answer for answer in answers if "error" in answer]
         if failed:
@@ -316,36 +303,37 @@ class Team:
             if order["work"] is None:
                 self._leave(order["group"])
                 return
-            self._carry_out(self._number, order)
+            self._carry_out(order)
 
     def _told(self, key: str) -> bytes:
         while True:
-            self.beat()
+            self.worker.beat()
             try:
                 self.store.wait([key], _PULSE)
                 return bytes(self.store.get(key))
             except DistStoreError:  # not yet
                 continue
 
-    def _carry_out(self, number: int, order: Order) -> None:
-        if self.env.rank not in order["ranks"]:
+    def _carry_out(self, order: Order) -> None:
+        rank = self.worker.env.rank
+        if rank not in order["ranks"]:
             self._leave(order["group"])  # no group may wait for this rank while the others are busy elsewhere
             return
         answer: dict[str, Any]
         try:
-            answer = self.perform(self._joined(order), order)
+            answer = self.worker.perform(self._joined(order), order)
         except Exception as error:
-            answer = {"error": _told_of(error), "time": time.time(), "rank": self.env.rank}
+            answer = {"error": _told_of(error), "time": time.time(), "rank": rank}
             answer["weight"] = 2 if is_out_of_memory(error) else 1 if isinstance(error, TrainkitError) else 0
             self._leave(None)
-        self.store.set(f"answer/{number}/{self.env.rank}", json.dumps(answer))
+        self.store.set(f"answer/{self._number}/{rank}", json.dumps(answer))
 
     def _joined(self, order: Order) -> Distributed:
         key = (tuple(order["ranks"]), int(order["group"]))
         if self._open != key or self._dist is None:
             self._leave(key[1])
             name = f"group/{key[1]}/{self._number}"
-            env = env_among(self.env, self.places, order["ranks"])
+            env = env_among(self.worker.env, self.places, order["ranks"])
             self._dist = self._held.enter_context(
                 distributed(
                     env, use_gpu=self.use_gpu, interface=self.interface, collective_timeout=_COLLECTIVE,
@@ -356,14 +344,12 @@ class Team:
         return self._dist
 
     def _leave(self, group: int | None) -> None:
-        """Leave the group, together with its other ranks if it is still ``group``; else without a word to them."""
+        """Leave the group: together with its other ranks if it is still ``group``, else at once."""
         held, together = self._held, self._open is not None and self._open[1] == group
         self._held, self._dist, self._open = ExitStack(), None, None
-        if together:
-            held.close()
-            return
-        with suppress(_LeftError):  # an error on the way out: no barrier, at which some may never arrive
-            held.__exit__(_LeftError, _LeftError(), None)
+        with suppress(_LeftError), held:
+            if not together:
+                raise _LeftError  # an error on the way out: no barrier, at which some may never arrive
 
 
 def env_among(env: RankEnv, places: Sequence[Place], ranks: Sequence[int]) -> RankEnv:
@@ -393,5 +379,5 @@ def _told_of(error: Exception) -> str:
 
 
 def _reason(failed: Sequence[dict[str, Any]]) -> str:
-    """Of several ranks' errors the one that tells most: others only say that they have lost that rank."""
+    """The error that tells most: the other ranks only say that they have lost that rank."""
     return str(min(failed, key=lambda one: (-one["weight"], one["time"]))["error"])
