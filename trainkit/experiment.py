@@ -27,15 +27,14 @@ from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import StaleAttemptError
-from trainkit.training.batch_size import check_batch_sizes, settled
 from trainkit.training.building import build, wants_gpu
 from trainkit.training.class_weights import class_weights
-from trainkit.training.clock import clock_of
 from trainkit.training.loop import train
-from trainkit.training.oom import memory_explained
+from trainkit.training.memory import check_batch_sizes, explain_out_of_memory, resolve_micro_batch_size
 from trainkit.training.outcome import Keeper, go_on
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
+from trainkit.training.timing import clock_of
 from trainkit.training.watching import watched
 
 Outcome = Literal["finished", "preempted"]
@@ -87,7 +86,7 @@ def run(
             writer = _meet(config, dist, open_run)
             with _failures_recorded(writer.attempt, dist):
                 uploads = kept_elsewhere(config.checkpoint.remote, writer, dist)
-                config = settled(config, dist, writer, lambda one: build(one, dist, splits))
+                config = resolve_micro_batch_size(config, dist, writer, lambda one: build(one, dist, splits))
                 outcome = _run(build(config, dist, splits), stop, writer, node, beat, uploads, prepared or {})
         waits = _WAIT_AT_END if outcome == "finished" else 0.0
     finally:
@@ -113,7 +112,7 @@ def _run(
         may_write=writer.check,
         asynchronous=config.checkpoint.asynchronous,
     )
-    with closing(checkpoints), memory_explained(config, dist):
+    with closing(checkpoints), explain_out_of_memory(config, dist):
         progress, hosts = _started(parts, writer, checkpoints)
         loggers = open_loggers(
             config,

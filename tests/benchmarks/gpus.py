@@ -11,7 +11,7 @@ import torch
 from tests.benchmarks.arms.turns import Job
 from tests.benchmarks.measuring import Figure, against
 from tests.benchmarks.resident import Told, assert_same_losses, assert_same_pixels, raced
-from trainkit.training.flops import flops_per_image, peak_flops
+from trainkit.training.timing import flops_per_image, peak_flops
 
 MODELS = {"resnet50": "ResNet-50", "vit_base_patch32_224": "ViT-B/32"}
 AS_TIMM = ("train.label_smoothing=0.1", "optim.weight_decay=2e-5")

@@ -18,7 +18,7 @@ from trainkit.data import order
 from trainkit.data.augment import Augment, Mixing, RandAugment, RandomErasing, Target, beta, boxes
 from trainkit.data.base import Batch
 from trainkit.errors import UserError
-from trainkit.training.batch_size import check_batch_sizes
+from trainkit.training.memory import check_batch_sizes
 
 KEYS_AUGMENT = order.keys(0, 0, torch.arange(64))
 IMAGES_AUGMENT = torch.randint(0, 256, (64, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

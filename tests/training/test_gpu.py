@@ -25,11 +25,10 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.clock import DATA, FORWARD, OTHER, clock_of
 from trainkit.training.ema import Ema
-from trainkit.training.flops import peak_flops
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
+from trainkit.training.timing import DATA, FORWARD, OTHER, clock_of, peak_flops
 from trainkit.training.update import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

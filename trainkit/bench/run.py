@@ -36,7 +36,7 @@ from trainkit.ranks.env import RankEnv, Secret, device_index
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Writer
 from trainkit.training.building import wants_gpu
-from trainkit.training.oom import is_out_of_memory
+from trainkit.training.memory import is_out_of_memory
 
 _MEET = timedelta(minutes=10)
 _PULSE = timedelta(seconds=20)

@@ -24,12 +24,12 @@ from trainkit.distributed.memory import MemoryGauge
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
-from trainkit.training.batch_size import check_batch_sizes, probed
 from trainkit.training.building import build
-from trainkit.training.clock import PARTS, Clock, StreamClock
 from trainkit.training.hollow import build_hollow
+from trainkit.training.memory import check_batch_sizes, probed
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
+from trainkit.training.timing import PARTS, Clock, StreamClock
 from trainkit.training.update import Updater
 
 WARM_UP = 4

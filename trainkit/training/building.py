@@ -15,12 +15,12 @@ from trainkit.models import build_model, expected_input
 from trainkit.models.freezing import freeze
 from trainkit.strategies import build_strategy
 from trainkit.strategies.base import TakesHollow
-from trainkit.training.flops import flops_per_image, peak_flops
 from trainkit.training.hollow import build_hollow, spread
 from trainkit.training.layout import make_deterministic, placed, use_own_compiler_cache
 from trainkit.training.o2 import O2, halve
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Precision, choose_precision
+from trainkit.training.timing import flops_per_image, peak_flops
 from trainkit.workarounds import put_off_torch_compiler
 
 

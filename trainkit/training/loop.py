@@ -12,13 +12,11 @@ from torch import Tensor
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import StopVote
-from trainkit.monitor.stragglers import Stragglers
-from trainkit.training.clock import END, OPTIMIZER, OTHER, Lap
-from trainkit.training.costs import mfu
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.outcome import Keeper
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
+from trainkit.training.timing import END, OPTIMIZER, OTHER, Lap, Stragglers, mfu
 from trainkit.training.update import Updater
 
 

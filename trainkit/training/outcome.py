@@ -22,13 +22,12 @@ from trainkit.run.folder import RunDir
 from trainkit.training import mistakes
 from trainkit.training.broken import share_broken
 from trainkit.training.classes import require_same_classes, told_classes
-from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
 from trainkit.training.confusion import told
-from trainkit.training.costs import costs
 from trainkit.training.mistakes import Mistakes
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
 from trainkit.training.testing import STEMS, measure, measure_saved
+from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 
 # A run that diverges after each of so many checkpoints does so whatever the data.
 MOST_ROLLBACKS = 3

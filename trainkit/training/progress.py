@@ -32,7 +32,7 @@ class Progress:
     train_seconds: float = 0.0
     """Seconds spent in training steps over all attempts, validation and saving excluded."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """And on what all time went, by the names of `trainkit.training.clock.PARTS`."""
+    """And on what all time went, by the names of `trainkit.training.timing.PARTS`."""
     images: int = 0
     """Images trained on over all attempts."""
     val: dict[str, float] = field(default_factory=dict)

@@ -12,11 +12,11 @@ from trainkit.data.base import Batch
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
 from trainkit.training.class_weights import divide_by_mean
-from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.meter import Meter
 from trainkit.training.optim import set_lr
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Stepped
+from trainkit.training.timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 
 
 class Update(NamedTuple):

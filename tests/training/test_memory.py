@@ -21,8 +21,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.oom import memory_explained
-from trainkit.training.probing import largest
+from trainkit.training.memory import explain_out_of_memory, largest
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
@@ -169,7 +168,7 @@ def test_the_smaller_micro_batch_that_is_advised_is_one_that_can_be(settings: tu
     config = load("single", ("train.global_batch_size=12", "train.micro_batch_size=6", *settings)).config
     with (
         pytest.raises(RunFailedError) as failed,
-        memory_explained(config, Distributed(RankEnv.single(), torch.device("cpu"))),
+        explain_out_of_memory(config, Distributed(RankEnv.single(), torch.device("cpu"))),
     ):
         raise MemoryError
     assert failed.value.fix.startswith(f"Use {fix}strategy.name=fsdp")

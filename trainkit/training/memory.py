@@ -1,0 +1,359 @@
+"""Batches that fit: the ranks, the data and memory; the largest micro batch, and advice when memory runs out.
+
+``train.micro_batch_size=auto`` trains whole updates of a model that is thrown away afterwards: parameters, gradients,
+the optimizer's state and whatever the strategy holds are in what is measured. Each further sample takes as much, so the
+next size is predicted from those before, and only one that should fit is tried: with FSDP a rank that runs out of
+memory in the middle of an exchange would leave the others waiting. All ranks try the same sizes; what counts is the one
+that needs most, and the one that has least. DDP's ranks first try alone, without an exchange, and then together.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.config.checks import check_strategy, micro_batch_sizes, smaller, strategy_traits
+from trainkit.config.schema import Config
+from trainkit.data.base import Batch, Splits
+from trainkit.data.loader import train_batches
+from trainkit.data.order import steps_per_epoch
+from trainkit.distributed.device import device_name, random_state_kept
+from trainkit.distributed.memory import MemoryGauge
+from trainkit.distributed.process_group import Distributed, local_part
+from trainkit.errors import RunFailedError, TrainkitError, UserError
+from trainkit.monitor.profiler import out_of_gpu_memory
+from trainkit.ranks.env import RankEnv
+from trainkit.run.events import Writer, micro_batch_found
+from trainkit.strategies.base import AsItIs, SharesOptimizer
+from trainkit.training.parts import Parts
+from trainkit.training.update import Updater
+
+_HEADROOM = 0.1
+"""Share of the memory that stays free, for an update that needs more than the one before."""
+_STRIDE = 4
+"""A size is predicted from one that is at most so many times smaller."""
+_PASSES = 2
+"""Micro batches of a measured update: in the second the gradients of the first are there as well."""
+_MB = 2**20
+_MOST_SKIPPED = 24
+"""Updates that fp16 may skip at first: it halves its scale from 65536, and the optimizer has no state before its first
+update."""
+_OUT_OF_MEMORY = (
+    *("CUDA out of memory", "HIP out of memory", "CUDA error: out of memory", "CUDNN_STATUS_ALLOC_FAILED"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "std::bad_alloc"),
+)
+
+
+def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
+    """Refuse a global batch that cannot be split evenly over the ranks, or not as the strategy and the mixing of images
+    require, or that the data cannot fill."""
+    size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
+    steps_per_epoch(len(splits.train), size)  # refuses data of less than one batch
+    one = world_size * (micro or 1)
+    if size % one:
+        low = size // one * one
+        raise UserError(
+            f"train.global_batch_size={size} cannot be split evenly over {world_size} ranks"
+            + (f" of train.micro_batch_size={micro}." if micro else "."),
+            why=f"One pass over all ranks takes a multiple of {one} samples.",
+            fix=f"Use train.global_batch_size={f'{low} or ' if low else ''}{low + one}.",
+        )
+    check_strategy(config, {"grad_accum_steps": size // one if micro else 1})
+    share = size // world_size
+    if config.augment.mixes and not micro and share % 2:
+        raise UserError(
+            f"train.global_batch_size={size} gives each of {world_size} ranks {share} images, an odd number.",
+            why="augment.mixup_alpha or augment.cutmix_alpha mixes pairs, and both of a pair are on one rank.",
+            fix=f"Use train.global_batch_size={world_size * (share + 1)}.",
+        )
+
+
+def resolve_micro_batch_size(
+    config: Config, dist: Distributed, writer: Writer, build: Callable[[Config], Parts]
+) -> Config:
+    """``config`` with `train.micro_batch_size` as a number, where it is ``auto``; found, recorded and printed.
+
+    A run that goes on with as many such ranks takes the size that it found before: dropout and BatchNorm depend on it.
+    Models and random numbers of the caller stay as they were.
+
+    Args:
+        build: makes a model, and what trains it, of a configuration.
+
+    Raises:
+        RunFailedError: nothing fits.
+    """
+    train, device = config.train, device_name(dist.device)
+    if train.micro_batch_size != "auto":
+        return config
+    sizes = micro_batch_sizes(train.global_batch_size // dist.world_size, even=config.augment.mixes)
+    found = dist.broadcast_json(micro_batch_found(writer.run, dist.world_size, device) if dist.is_main else None)
+    if found not in sizes:
+        measured = probed(config, dist, build, sizes)
+        found = measured.micro_batch_size
+        if dist.is_main:
+            writer.attempt.remark("probed", world_size=dist.world_size, device=device, **asdict(measured))
+            print(measured.in_words(dist.world_size), flush=True)
+    return config.model_copy(update={"train": train.model_copy(update={"micro_batch_size": found})})
+
+
+def probed(config: Config, dist: Distributed, build: Callable[[Config], Parts], sizes: list[int]) -> Probed:
+    """The largest micro batch of ``sizes``, ascending, that fits on every rank.
+
+    Raises:
+        RunFailedError: not even the smallest does.
+    """
+    # Compiling for each size would take minutes, and a compiled model hardly needs less memory.
+    own = {"micro_batch_size": sizes[0], "global_batch_size": _PASSES * sizes[0] * dist.world_size, "compile": "off"}
+    small = config.model_copy(update={"train": config.train.model_copy(update=own)})
+    with random_state_kept(dist.device):
+        found = probe(build(small), sizes)
+        gc.collect()
+        if dist.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is too small; torch has a type for it for the GPU's allocator only."""
+    return (
+        isinstance(error, MemoryError)
+        or out_of_gpu_memory(error)
+        or any(words in str(error) for words in _OUT_OF_MEMORY)
+    )
+
+
+@contextmanager
+def explain_out_of_memory(config: Config, dist: Distributed) -> Iterator[None]:
+    """Re-raise an out-of-memory error of the body with advice.
+
+    Raises:
+        RunFailedError: instead of torch's error.
+    """
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        share = config.train.global_batch_size // dist.world_size
+        given = config.train.micro_batch_size
+        micro = given if isinstance(given, int) else share
+        words = str(error).strip().splitlines()
+        gpu = dist.device.type == "cuda"
+        half = smaller(micro, share, even=config.augment.mixes)
+        advice = [f"train.micro_batch_size={half} (the result stays the same) or auto"] if half else []
+        advice += ["strategy.name=fsdp"] * (not strategy_traits(config.strategy.name).sharded)
+        if config.train.activation_checkpointing != "full":
+            advice += ["train.activation_checkpointing=full (for models of blocks)"]
+        advice += [] if gpu else ["more memory for the job (--mem)"]
+        who = f"Rank {dist.rank} on {socket.gethostname()}"
+        raise RunFailedError(
+            f"{who} ran out of {'GPU ' if gpu else ''}memory with micro batches of {micro}.",
+            why=words[0] if words else type(error).__name__,
+            fix=f"Use {', or '.join(advice)}.",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The largest micro batch, and the memory of an update with it."""
+
+    micro_batch_size: int
+    peak_mb: float
+    """Memory of the rank that needs most."""
+    room_mb: float
+    """All memory of the rank that has least."""
+
+    def in_words(self, world_size: int) -> str:
+        """A line for the log."""
+        ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
+        return (
+            f"train.micro_batch_size=auto: {self.micro_batch_size} on {ranks}; "
+            f"an update takes {self.peak_mb:,.0f} of {self.room_mb:,.0f} MiB."
+        )
+
+
+def probe(parts: Parts, sizes: Sequence[int]) -> Probed:
+    """The largest of ``sizes`` (ascending) that fits on every rank.
+
+    Args:
+        parts: of no further use afterwards; an update of it has `_PASSES` micro batches of any size.
+
+    Raises:
+        RunFailedError: not even the smallest fits.
+    """
+    dist, gauge = parts.dist, MemoryGauge(parts.dist, parts.config.train.memory_limit_mb)
+    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules())
+    sizes = [size for size in sizes if size >= 2] or sizes if norms else sizes  # one sample has no variance
+    sample, own = _sample(parts), _without_exchange(parts)
+    average = parts.ema  # it is there while the model trains
+    trials = _Trials(own, dist, gauge, sample, alone=own is not parts or dist.world_size == 1)
+    trials.first(sizes[0])
+    gauge.start()
+    held, room = trials.held(), min(dist.gather_json(float(gauge.room())))
+    budget = room * (1 - _HEADROOM)
+    size = largest(sizes, trials.peak, budget, held)
+    peaks = trials.peaks
+    if own is not parts:
+        del trials, own  # and with them a second optimizer
+        together = _Trials(parts, dist, gauge, sample, alone=False)
+        if size:
+            together.first(sizes[0])
+        while size and together.peak(size) > budget:
+            size = max((other for other in sizes if other < size), default=0)
+        peaks = {**peaks, **together.peaks}
+    if not size:
+        raise _too_small(
+            sizes[0], f"An update takes {peaks[min(peaks)] / _MB:,.0f} MiB, and a rank has {room / _MB:,.0f}."
+        )
+    del average
+    return Probed(size, round(peaks[size] / _MB, 1), round(room / _MB, 1))
+
+
+def _too_small(size: int, why: str) -> RunFailedError:
+    return RunFailedError(
+        f"Not even a micro batch of {size} fits into memory.",
+        why=f"{why} A tenth stays free.",
+        fix="Use strategy.name=fsdp, smaller images, a smaller model, or ask for more memory.",
+        key="train.micro_batch_size",
+    )
+
+
+class _Trials:
+    """Updates of one model, and their peaks: those of the rank that needs most."""
+
+    def __init__(self, parts: Parts, dist: Distributed, gauge: MemoryGauge, sample: Batch, *, alone: bool) -> None:
+        self._parts, self._dist, self._gauge, self._sample, self._alone = parts, dist, gauge, sample, alone
+        self._updater = Updater(parts)
+        self.peaks: dict[int, float] = {}
+
+    def first(self, size: int) -> None:
+        """Make the optimizer's state, and have libraries allocate what they allocate once.
+
+        Raises:
+            RunFailedError: there is no memory even for that.
+        """
+        error = None
+        try:
+            for _ in range(_MOST_SKIPPED):
+                if self._update(size):
+                    break
+        except Exception as problem:
+            if not is_out_of_memory(problem):
+                raise
+            error = _too_small(size, f"{str(problem).splitlines()[0]}.")
+        if self._alone:
+            self._dist.raise_together(error)
+        elif error is not None:
+            raise error
+
+    def held(self) -> float:
+        """Bytes held before there is any sample, gradients included."""
+        own = (local_part(item) for item in self._parts.model.parameters() if item.requires_grad)
+        return self._agreed(self._gauge.held() + sum(item.numel() * item.element_size() for item in own))
+
+    def peak(self, size: int) -> float:
+        """Bytes that an update with micro batches of ``size`` takes; infinite where memory ran out."""
+        self._gauge.start()
+        try:
+            if self._dist.device.type == "cuda":  # on a new size cuDNN tries its ways, in memory that it gives back
+                self._update(size)
+                self._gauge.start()
+            self._update(size)
+            peak = float(self._gauge.peak())
+        except Exception as error:
+            if not self._alone or not is_out_of_memory(error):
+                raise
+            peak = math.inf
+        self.peaks[size] = self._agreed(peak)
+        return self.peaks[size]
+
+    def _agreed(self, peak: float) -> float:
+        peaks = self._dist.gather_json(None if math.isinf(peak) else peak)
+        return max(math.inf if one is None else one for one in peaks)
+
+    def _update(self, size: int) -> bool:
+        """Make an update that leaves the weights as they are; whether it was not skipped."""
+        batch = Batch(*(part.expand(size, *part.shape[1:]).contiguous() for part in self._sample))
+        return self._updater(iter([batch] * _PASSES), lr=0.0, seed=0).stepped.skip is None
+
+
+def largest(sizes: Sequence[int], measure: Callable[[int], float], budget: float, held: float) -> int:
+    """The largest of ``sizes`` (ascending) whose peak is within the budget; 0 if none is.
+
+    Never measures a size that by those before it should not fit: from the second on, by the line through the last two.
+
+    Args:
+        measure: the peak at a size; infinite where memory ran out.
+        held: bytes held before there is any sample.
+    """
+    peaks = {sizes[0]: measure(sizes[0])}
+    if peaks[sizes[0]] > budget:
+        return 0
+    best = base = sizes[0]
+    slope = (peaks[base] - held) / base
+    above = math.inf
+    while left := [size for size in sizes if best < size < above]:
+        farthest = min(_STRIDE * base, base + (budget - peaks[base]) / max(slope, 1e-9))
+        predicted = [size for size in left if size <= farthest]
+        if above < math.inf and math.isinf(peaks[int(above)]):
+            predicted = predicted[: len(predicted) // 2 + 1]  # nobody knows by how much it was too large
+        size = predicted[-1] if predicted else _STRIDE * base
+        if size > farthest or size >= above:
+            break
+        peaks[size] = measure(size)
+        if not math.isinf(peaks[size]):
+            slope = (peaks[size] - peaks[base]) / (size - base)
+        if peaks[size] <= budget:
+            base, best = size, size if size in left else best
+        else:
+            above = size
+    return best
+
+
+def _without_exchange(parts: Parts) -> Parts:
+    """The model of this rank alone, where that is whole and its forward pass asks no other rank; else ``parts``."""
+    model = parts.model
+    if isinstance(parts.strategy, SharesOptimizer) or not isinstance(model, DistributedDataParallel):
+        return parts
+    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        return parts
+    dist = Distributed(RankEnv.single(), parts.dist.device)
+    config = parts.config.train.model_copy(update={"global_batch_size": _PASSES * parts.micro_batch_size})
+    return replace(
+        parts,
+        config=parts.config.model_copy(update={"train": config}),
+        dist=dist,
+        model=model.module,
+        strategy=AsItIs(),
+        precision=type(parts.precision)(parts.precision.name, dist),
+    )
+
+
+def _sample(parts: Parts) -> Batch:
+    """One sample of the data as training gets it."""
+    config, dist = parts.config, parts.dist
+    loader = train_batches(
+        parts.splits,
+        seed=config.seed,
+        start_step=0,
+        stop_step=1,
+        global_batch_size=parts.micro_batch_size * dist.world_size,  # for which there is data enough
+        micro_batch_size=parts.micro_batch_size,
+        rank=dist.rank,
+        world_size=dist.world_size,
+        workers=0,
+        device=dist.device,
+        broken=parts.broken,
+    )
+    with loader as batches:
+        return Batch(*(part[:1] for part in next(batches)))

@@ -1,0 +1,450 @@
+"""Where the time of a run goes, and what it says: clock, stragglers, model FLOPs utilisation, advice, costs.
+
+At any moment the time of a rank is spent on exactly one part, so that the parts are the whole. In the words of records
+(``seconds_<part>``) and of the summary (``seconds``):
+
+    start       from the start of the process to the first batch: imports, meeting the others, model, first data
+    data        waiting for the next batch, and for its copy to the GPU where that is not over in time
+    copy        making of it what the model takes: augmented, float32, normalised, in the model's layout
+    forward     with the loss
+    backward    until this rank has its own gradients
+    exposed     communication that no computation hides: from there until the gradients are the sum of all ranks', which
+                includes waiting for slower ranks. What a strategy does inside the passes (the gathers of ``fsdp``,
+                BatchNorm's sums) counts as the pass in which it is waited for
+    optimizer   clipping, update, the weights' average, clearing
+    checkpoint  what training waits for
+    evaluation  validation and test
+    other       the loop itself: schedule, meters, records, votes, with waiting for other ranks in them
+    end         after the last update, but for the last checkpoint and the test
+
+On a GPU the passes are queued, not done, when Python goes on: there events in the stream take the time, and are read
+where the loop waits for the device anyway. They cut its time line as a whole, pauses included: ``data`` is how long the
+GPU had nothing to do because there was no batch.
+
+A straggler is a rank that makes all others wait. Steps take equally long on all ranks, so what counts is the time of a
+rank's own parts. A busy moment makes nobody a straggler, nor does a difference that costs little. Where ranks already
+wait for one another within the passes (``fsdp``, synchronized BatchNorm) their own parts grow alike, and no straggler
+is seen, rather than the wrong one.
+
+Model FLOPs utilisation (MFU) is that of PaLM, appendix B. FLOPs of an image are those that the model needs for it,
+counted once by torch's own counter, in matrix products, convolutions and attention, forward and backward. What is
+computed twice to save memory counts once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from trainkit.config.checks import less_traffic, strategy_traits
+from trainkit.config.schema import Config
+from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb, reserved_memory_mb, visible_cpus
+from trainkit.monitor.hardware import energy_of
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+
+if TYPE_CHECKING:
+    from trainkit.training.parts import Parts
+
+PARTS = (
+    "start", "data", "copy", "forward", "backward", "exposed", "optimizer", "checkpoint", "evaluation", "other", "end",
+)  # fmt: skip
+START, DATA, COPY, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, EVALUATION, OTHER, END = range(len(PARTS))
+
+TRAINING = (DATA, COPY, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, OTHER)
+"""The parts of training steps."""
+OWN = (DATA, COPY, FORWARD, BACKWARD, OPTIMIZER)
+"""What a rank does without waiting for others."""
+
+_MOST_PENDING = 4096
+
+
+class Spent(Protocol):
+    """What the clock adds to: see `trainkit.training.progress.Progress`."""
+
+    train_seconds: float
+    seconds: dict[str, float]
+
+
+class Clock:
+    """Time by Python's own clock: right where the computation is over when Python goes on.
+
+    Args:
+        began: when ``start`` began, by `time.perf_counter`; None: now.
+    """
+
+    def __init__(self, began: float | None = None) -> None:
+        self.steps = 0
+        """Updates since the last lap: the loop counts them."""
+        self.part = START
+        """What time is spent on now."""
+        self._waiting = START  # until the first batch is there
+        self._since = time.perf_counter() if began is None else began
+        self._seconds = [0.0] * len(PARTS)
+        self._lap = [0.0] * len(PARTS)
+
+    def to(self, part: int) -> None:
+        """From here on time is spent on ``part``."""
+        now = time.perf_counter()
+        self._seconds[self.part] += now - self._since
+        self.part, self._since = part, now
+
+    def wait(self) -> None:
+        """From here on it is spent waiting for a batch."""
+        self.to(self._waiting)
+
+    def step(self) -> None:
+        """Count an update."""
+        self.steps += 1
+        self._waiting = DATA
+
+    def watch_backward(self, loss: Tensor) -> None:
+        """Have the backward pass of ``loss`` say when all of this rank's own gradients are there.
+
+        torch calls back at the end of a pass, in the order of asking. DDP and FSDP, which then wait for the other
+        ranks, ask when gradients come; this asks before there are any.
+        """
+        loss.register_hook(self._ask_for_the_end)
+
+    def _ask_for_the_end(self, gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(lambda: self.to(EXPOSED))
+
+    def settle(self, spent: Spent) -> None:
+        """Add to ``spent`` the time since the last call."""
+        self.to(self.part)
+        self._read()
+        for part, seconds in enumerate(self._seconds):
+            self._lap[part] += seconds
+            spent.seconds[PARTS[part]] = spent.seconds.get(PARTS[part], 0.0) + seconds
+        spent.train_seconds += sum(self._seconds[part] for part in TRAINING)
+        self._seconds = [0.0] * len(PARTS)
+
+    def lap(self, spent: Spent) -> Lap:
+        """`settle`, and the time since the last lap."""
+        self.settle(spent)
+        lap = Lap(self._lap, self.steps)
+        self._lap, self.steps = [0.0] * len(PARTS), 0
+        return lap
+
+    def _read(self) -> None: ...
+
+
+class StreamClock(Clock):
+    """Time by events in the GPU's current stream. All of this needs the device to be current."""
+
+    def __init__(self, began: float | None = None) -> None:
+        super().__init__(began)
+        super().to(START)  # until here it is the host's time
+        self._free: list[torch.cuda.Event] = []
+        self._marks: list[tuple[int, torch.cuda.Event]] = []  # part, and where it begins
+        self.to(START)
+
+    def to(self, part: int) -> None:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((part, event))
+        self.part = part
+        if len(self._marks) >= _MOST_PENDING:
+            self._take(sum(mark.query() for _, mark in self._marks))
+
+    def _read(self) -> None:
+        self._marks[-1][1].synchronize()
+        self._take(len(self._marks))
+
+    def _take(self, done: int) -> None:
+        """Add up the first ``done`` marks, which the device has passed; the last of them begins the next part."""
+        for (part, begin), (_, end) in zip(self._marks[:done], self._marks[1:done], strict=False):
+            self._seconds[part] += begin.elapsed_time(end) / 1000
+            self._free.append(begin)
+        self._marks = self._marks[max(done - 1, 0) :]
+
+
+class Lap:
+    """The time between two records."""
+
+    def __init__(self, seconds: list[float], steps: int) -> None:
+        self.seconds, self.steps = seconds, steps
+
+    @property
+    def training(self) -> float:
+        """Seconds in training steps, validation and saving excluded."""
+        return sum(self.seconds[part] for part in TRAINING)
+
+    @property
+    def own(self) -> float:
+        """Seconds in training steps without waiting for other ranks."""
+        return sum(self.seconds[part] for part in OWN)
+
+    def fields(self, *, ranks: int) -> Mapping[str, float | None]:
+        """Seconds of each part, for a record; ``exposed`` is null where one rank trains alone."""
+        return {
+            f"seconds_{name}": None if part == EXPOSED and ranks == 1 else round(self.seconds[part], 4)
+            for part, name in enumerate(PARTS)
+            if part not in (START, END) or self.seconds[part]
+        }
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a rank on ``device``; its ``start`` began with this process."""
+    began = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
+    return StreamClock(began) if device.type == "cuda" else Clock(began)
+
+
+# Stragglers
+
+SLOWER = 1.5
+"""A straggler's own part takes so many times as long as the others' median,"""
+COST = 0.1
+"""the others could be faster by this share of the time,"""
+WINDOW_SECONDS = 15.0
+"""in each of several windows of this length"""
+WINDOWS = 4
+"""in a row."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that has been slow for some time, and since when."""
+
+    rank: int
+    host: str
+    times: float
+    """Its own part, to the median of the other ranks."""
+
+    def __str__(self) -> str:
+        return (
+            f"Rank {self.rank} on {self.host} is a straggler: its own part of a step takes {self.times:.1f} times as "
+            "long as that of the others, who wait for it."
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """For the event."""
+        return {"rank": self.rank, "host": self.host, "times": round(self.times, 2)}
+
+
+class Stragglers:
+    """Watches windows of a training; names each straggler once, and again if it was quick in between.
+
+    Args:
+        hosts: of each rank; empty: watch nothing.
+    """
+
+    def __init__(self, hosts: Sequence[str], *, seconds: float = WINDOW_SECONDS, windows: int = WINDOWS) -> None:
+        self._hosts, self._seconds, self._windows = hosts, seconds, windows
+        self._own, self._wall = [0.0] * len(hosts), 0.0
+        self._slow = [0] * len(hosts)  # windows in a row
+
+    def look(self, own: Sequence[float], wall: float) -> list[Straggler]:
+        """New stragglers.
+
+        Args:
+            own: seconds that each rank has spent on its own part since the last look; empty where there is one rank.
+            wall: seconds that all have taken for it, waiting included.
+        """
+        if len(own) < 2 or not self._hosts:
+            return []
+        self._own = [before + now for before, now in zip(self._own, own, strict=True)]
+        self._wall += wall
+        if self._wall < self._seconds:
+            return []
+        found = []
+        for rank, seconds in enumerate(self._own):
+            others = statistics.median(self._own[:rank] + self._own[rank + 1 :])
+            is_slow = seconds > SLOWER * others and seconds - others > COST * self._wall
+            self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
+            if self._slow[rank] == self._windows:
+                found.append(Straggler(rank, self._hosts[rank], seconds / max(others, 1e-9)))
+        self._own, self._wall = [0.0] * len(own), 0.0
+        return found
+
+
+# Model FLOPs utilisation
+
+_IMAGES = 2
+
+_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    # Dense (without sparsity), accumulated in fp32, in units of 1e12 a second; fp32 is without tensor cores. From
+    # NVIDIA's data sheets and, for GeForce, its architecture white papers ("Ampere GA102", "Ada").
+    (r"B200", {"fp32": 75, "tf32": 1100, "bf16": 2250, "fp16": 2250}),
+    (r"H100 PCIe", {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756}),
+    (r"(H100|H200) NVL", {"fp32": 60, "tf32": 418, "bf16": 835, "fp16": 835}),
+    (r"(H100|H200|GH200)", {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989}),  # SXM
+    (r"A100", {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}),
+    (r"A40", {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7}),
+    (r"A30", {"fp32": 10.3, "tf32": 82, "bf16": 165, "fp16": 165}),
+    (r"A10", {"fp32": 31.2, "tf32": 62.5, "bf16": 125, "fp16": 125}),
+    (r"RTX A6000", {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8}),
+    (r"L40S", {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362}),
+    (r"L40", {"fp32": 90.5, "tf32": 90.5, "bf16": 181, "fp16": 181}),
+    (r"L4", {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121}),
+    (r"RTX 4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2}),
+    (r"RTX 3090", {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71}),
+    (r"V100-PCIE", {"fp32": 14, "fp16": 112}),
+    (r"V100", {"fp32": 15.7, "fp16": 125}),
+    (r"T4", {"fp32": 8.1, "fp16": 65}),
+    (r"P100-PCIE", {"fp32": 9.3, "fp16": 18.7}),
+    (r"P100", {"fp32": 10.6, "fp16": 21.2}),
+)
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """Peak FLOP/s of a device by the name that CUDA gives it; None where it is not known, as of CPUs.
+
+    Args:
+        precision: of the matrix products: fp32, tf32, bf16, fp16 or o2, which is fp16.
+    """
+    precision = "fp16" if precision == "o2" else precision
+    if " MIG " in device:
+        return None  # a slice of one
+    for pattern, tflops in _TFLOPS:
+        if re.search(rf"(?<![\w]){pattern}(?![\w])", device):
+            return tflops[precision] * 1e12 if precision in tflops else None
+    return None
+
+
+def flops_per_image(model: nn.Module, chans: int, image_size: int) -> float | None:
+    """FLOPs of one image in an update, forward and backward; None for a model that cannot be traced without data.
+
+    Nothing is computed, no memory is taken, and the model stays as it is: tensors that have only a shape stand for its
+    parameters.
+    """
+    from torch.func import functional_call
+    from torch.utils.flop_counter import FlopCounterMode
+
+    state = {
+        name: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    images = torch.empty(_IMAGES, chans, image_size, image_size, device="meta")
+    was_training = model.training
+    model.train()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            trained = [tensor for tensor in state.values() if tensor.requires_grad]
+            torch.autograd.grad(functional_call(model, state, (images,)).sum(), trained, allow_unused=True)
+        return counter.get_total_flops() / _IMAGES or None
+    except Exception:  # code of the user's own may look at values; then there is no MFU, and no harm done
+        return None
+    finally:
+        model.train(was_training)
+
+
+# Advice
+
+ENOUGH_SECONDS = 30.0
+"""In a shorter run all that is slow at first would weigh too much."""
+_NOT_RUNNING = ("start", "end")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The resources of a run."""
+
+    world_size: int
+    workers: int
+    """Loader processes of each rank."""
+    cpus: int
+    """CPUs of each rank."""
+    waits_for_one: bool = False
+    """A straggler was found: waiting for communication is its fault."""
+
+
+def advice(seconds: Mapping[str, float], config: Config, place: Place) -> str | None:
+    """The change of a setting that would save most, and the share of time it is about; None where nothing stands out.
+
+    Args:
+        seconds: of rank 0, by `PARTS`.
+    """
+    total = sum(spent for name, spent in seconds.items() if name not in _NOT_RUNNING)
+    if total < ENOUGH_SECONDS:
+        return None
+    shares = {name: spent / total for name, spent in seconds.items()}
+    found = [
+        (share / _LEAST_SHARE[part], f"{share:.0%} {words}: {change}")
+        for part, words in _WORDS.items()
+        if (share := shares.get(part, 0.0)) >= _LEAST_SHARE[part] and (change := _change(part, share, config, place))
+    ]
+    return max(found)[1] if found else None
+
+
+_LEAST_SHARE = {"data": 0.2, "exposed": 0.2, "checkpoint": 0.1, "evaluation": 0.3, "other": 0.2}
+"""Least share of the time that is worth a word."""
+_WORDS = {
+    "data": "data wait",
+    "exposed": "waiting for gradients of other ranks",
+    "checkpoint": "saving",
+    "evaluation": "validation",
+    "other": "records and the loop itself",
+}
+
+
+def _change(part: str, share: float, config: Config, place: Place) -> str | None:
+    """The setting and its new value; None where none would surely help."""
+    if part == "data":
+        free = place.cpus - 1
+        if place.workers < free:
+            return f"data.workers={min(free, max(4, 2 * place.workers))}"
+        return f"more CPUs for each rank, --cpus-per-task {2 * place.cpus}"
+    if part == "exposed":
+        if place.world_size == 1 or place.waits_for_one:
+            return None
+        return less_traffic(config) or f"train.global_batch_size={2 * config.train.global_batch_size}"
+    if part == "checkpoint":
+        rarer = math.ceil(share / 0.03)
+        if config.checkpoint.every_steps is not None:
+            return f"checkpoint.every_steps={rarer * config.checkpoint.every_steps}"
+        if config.checkpoint.every_epochs is not None:
+            return f"checkpoint.every_epochs={rarer * config.checkpoint.every_epochs}"
+        return None
+    if part == "evaluation":
+        return f"train.eval_every_epochs={math.ceil(share / 0.1) * config.train.eval_every_epochs}"
+    return "monitor.log_every=50" if config.monitor.log_every < 10 else None
+
+
+def mfu(parts: Parts, images_per_sec: float | None) -> float | None:
+    """Model FLOPs utilisation in percent, over all GPUs; None where the model's FLOPs or the GPU's are not known."""
+    device = parts.dist.device
+    peak = peak_flops(device_name(device), parts.precision.name)
+    if peak is None or parts.flops_per_image is None or images_per_sec is None:
+        return None
+    takes_all = strategy_traits(parts.config.strategy.name).gpus_per_rank == "all"
+    gpus = torch.cuda.device_count() if takes_all else parts.dist.world_size
+    return round(100 * parts.flops_per_image * images_per_sec / (gpus * peak), 2)
+
+
+def costs(parts: Parts, run: RunDir, seconds: dict[str, float], images_per_sec: float | None) -> dict[str, Any]:
+    """The cost of a training for its summary: time, memory of every rank, energy, use of the GPUs. Every rank calls it.
+
+    Args:
+        seconds: of this rank, by `PARTS`.
+    """
+    dist, config = parts.dist, parts.config
+    memory = dist.gather_json([peak_memory_mb(dist.device), reserved_memory_mb(dist.device)])
+    if not dist.is_main:
+        return {}
+    place = Place(
+        world_size=dist.world_size,
+        workers=parts.workers,
+        cpus=cpus_of_rank(dist.env) or visible_cpus(),
+        waits_for_one=bool(read_events(run, "straggler")),
+    )
+    return {
+        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
+        "mfu": mfu(parts, images_per_sec),
+        "flops_per_image": parts.flops_per_image,
+        "max_memory_mb": memory[0][0],
+        "max_memory_mb_of_ranks": [most for most, _ in memory],
+        "max_memory_reserved_mb_of_ranks": [most for _, most in memory],
+        "energy": energy_of(run),
+        "advice": advice(seconds, config, place),
+    }
