@@ -68,6 +68,21 @@ def code(text: str) -> str:
 
 # Settings
 
+VARIABLES = {
+    "TRAINKIT_RUNS": "the folder of new runs; else `./runs`",
+    "TRAINKIT_RUN_MODE": "who may enter new runs, as for chmod: 700 (default), 750, 2770",
+    "TRAINKIT_CLUSTER": "the site profile, as `--cluster`",
+    "TRAINKIT_SECRET": "what ranks of several machines must know, for `launch`",
+    "TRAINKIT_TOKEN": "the invitation to a swarm, for `join`, `submit --join` and `swarm status`",
+    "TRAINKIT_CONTINUE": "the run that an sbatch template goes on with",
+    "TRAINKIT_DEVICE": "the device of the ranks, such as `cpu`, in place of what is found",
+    "TRAINKIT_SSH": "the ssh program of `--host`, with its flags",
+}
+"""Environment variables of the user's; others begin like these and are between trainkit's own processes."""
+OUR_OWN = {
+    "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT", "TRAINKIT_ARGUMENTS", "TRAINKIT_CLIENT", "TRAINKIT_HEARTBEAT",
+    "TRAINKIT_CHECK_FOLDER", "TRAINKIT_SIMULATED_NODES",
+}  # fmt: skip
 BOUNDS = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "to", "exclusiveMaximum": "below"}
 
 
@@ -84,7 +99,16 @@ def settings() -> str:
         "data set or a strategy are keys of its section. `python -m jobs.submit PRESET --dry-run` prints the value of "
         "each and where it comes from."
     )
-    return page("Settings", about, parts)
+    read = {name for file in _sources() for name in re.findall(r"\bTRAINKIT_[A-Z_]*[A-Z]\b", file.read_text("utf-8"))}
+    assert read <= VARIABLES.keys() | OUR_OWN, f"VARIABLES here does not fit: {read - VARIABLES.keys() - OUR_OWN}"
+    assert VARIABLES.keys() <= read, f"VARIABLES here does not fit: {VARIABLES.keys() - read}"
+    variables = table(("variable", "what it does"), [(code(name), said) for name, said in VARIABLES.items()])
+    return page("Settings", about, [*parts, "## Environment variables", variables])
+
+
+def _sources() -> list[Path]:
+    folders = (PROJECT / "jobs", PROJECT / "trainkit", PROJECT / "slurm")
+    return [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".sbatch")]
 
 
 def _settings_table(prefix: str, fields: Mapping[str, Any]) -> str:
@@ -92,7 +116,8 @@ def _settings_table(prefix: str, fields: Mapping[str, Any]) -> str:
         (code(prefix + name), _type(field), _default(field), field.get("description", ""))
         for name, field in fields.items()
     ]
-    return table(("setting", "type", "default", "what it does"), rows)
+    columns = 4 if any(row[3] for row in rows) else 3
+    return table(("setting", "type", "default", "what it does")[:columns], [row[:columns] for row in rows])
 
 
 def _plugin_options(section: str, schema: Mapping[str, Any]) -> Iterator[str]:
@@ -100,13 +125,10 @@ def _plugin_options(section: str, schema: Mapping[str, Any]) -> Iterator[str]:
         plugin = rule["if"]["properties"]["name"].get("const")
         if plugin and (options := rule["then"]["properties"]):
             yield f"With `{section}.name={plugin}`:"
-            rows = [(code(f"{section}.{name}"), _type(field), _default(field)) for name, field in options.items()]
-            yield table(("option", "type", "default"), rows)
+            yield _settings_table(f"{section}.", options)
     if section == "model":
         yield "With a model of timm or torchvision, which has further options of its own:"
-        library: dict[str, Any] = dict(FROM_A_LIBRARY)
-        rows = [(code(f"model.{name}"), _type(field), field["description"]) for name, field in library.items()]
-        yield table(("option", "type", "what it does"), rows)
+        yield _settings_table("model.", dict(FROM_A_LIBRARY))
 
 
 def _default(field: Mapping[str, Any]) -> str:
