@@ -76,6 +76,7 @@ VARIABLES = {
     "TRAINKIT_TOKEN": "the invitation to a swarm, for `join`, `submit --join` and `swarm status`",
     "TRAINKIT_CONTINUE": "the run that an sbatch template goes on with",
     "TRAINKIT_DEVICE": "the device of the ranks, such as `cpu`, in place of what is found",
+    "TRAINKIT_WORKAROUNDS": "`off` leaves out what trainkit changes in other libraries to start faster",
     "TRAINKIT_SSH": "the ssh program of `--host`, with its flags",
 }
 """Environment variables of the user's; others begin like these and are between trainkit's own processes."""
@@ -341,6 +342,7 @@ REPORTS = {
 def files() -> str:
     names = {name.rstrip("/") for name in FILES}
     known = {_pattern(path) for path in _paths_of_run_dir()}
+    assert len(known) > 20
     assert known <= names | {"logs"}, f"FILES here does not fit: {known - names - {'logs'}}"
     about = (
         "A run is a folder, `runs/PRESET-NUMBER`, and it is complete. `python -m jobs.status RUN` reads it wherever it "
@@ -356,9 +358,7 @@ def files() -> str:
 
 def _paths_of_run_dir() -> Iterator[Path]:
     run = RunDir(Path("/run"))
-    for name, member in inspect.getmembers(RunDir):
-        if isinstance(member, property) and name != "name":
-            yield getattr(run, name)
+    yield from (value for name in vars(RunDir) if isinstance(value := getattr(run, name), Path))
     yield from (run.mistakes("<split>"), run.hardware("<host>"), run.logs / "<attempt>" / "rank-<n>.out")
 
 
