@@ -12,15 +12,31 @@ SLURM = DOCS / "slurm.md"
 PAGES = sorted(DOCS.rglob("*.md"))
 
 
-def blocks(where: str, page: Path = README) -> list[list[str]]:
+def blocks(where: str, page: Path = README, *, typed: bool = False) -> list[list[str]]:
     """Lines of every block that is marked ``<!-- run: where -->``, in order."""
-    return [lines for mark, lines in marked(page) if mark == where]
+    return [lines for mark, lines in marked(page, typed=typed) if mark == where]
 
 
-def marked(page: Path = README) -> list[tuple[str | None, list[str]]]:
-    """Every block of commands, in order: where it is run, None for an unmarked one, and its lines."""
-    found = re.findall(r"(?:<!-- run: ([\w ]+) -->\n)?```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-    return [(mark or None, block.splitlines()) for mark, block in found]
+def marked(page: Path = README, *, typed: bool = False) -> list[tuple[str | None, list[str]]]:
+    """Every block of commands, in order: where it is run, None for an unmarked one, and its lines.
+
+    Args:
+        typed: word for word; else the guides' ``trainkit VERB`` is the ``python -m jobs.VERB`` that it is, which needs
+            no script of an installation.
+    """
+    text = page.read_text("utf-8")
+    found = re.findall(r"(?:<!-- run: ([\w ]+) -->\n)?```bash\n(.*?)```", text, re.DOTALL)
+    as_they_are = typed or page == README
+    return [(mark or None, (block if as_they_are else by_module(block)).splitlines()) for mark, block in found]
+
+
+def by_module(text: str) -> str:
+    """Commands as any Python that finds the package starts them."""
+    return re.sub(r"^((?:[A-Z_]+=\S* )*)trainkit(?: (?=[a-z]))?", _module, text, flags=re.MULTILINE)
+
+
+def _module(found: re.Match[str]) -> str:
+    return f"{found[1]}python -m jobs{'.' * found[0].endswith(' ')}"
 
 
 def marks(page: Path = README) -> list[str | None]:

@@ -31,7 +31,7 @@ def inline(page: Path) -> Iterator[str]:
     """Commands in the text of a page, without those that leave something out."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
     for found in re.findall(r"`([^`]+)`", text):
-        if re.search(r"-m (jobs|tests)\.[a-z]|^slurm/devcluster |^trainkit [a-z]", found) and "..." not in found:
+        if re.search(r"-m (jobs|tests)\.[a-z]|^slurm/devcluster |^trainkit [a-z]+ ", found) and "..." not in found:
             yield " ".join(found.split())
 
 
@@ -41,7 +41,7 @@ def understood(line: str) -> argparse.Namespace | None:
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     if words[0] == "trainkit":
-        words = ["python", "-m", f"jobs.{words[1]}", *words[2:]]
+        words = ["python", "-m", ".".join(["jobs", *words[1:2]]), *words[2:]]
     if words[0] == "torchrun":
         words = ["python", *words[words.index("-m") :]]
     if words[0] == "sbatch":

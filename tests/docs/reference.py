@@ -48,7 +48,8 @@ def pages() -> dict[Path, str]:
 
 
 def page(title: str, about: str, parts: Iterable[str]) -> str:
-    return "\n\n".join([f"# {title}", GENERATED, about, *parts]).rstrip() + "\n"
+    text = "\n\n".join([f"# {title}", GENERATED, about, *parts]).rstrip() + "\n"
+    return re.sub(r"python -m jobs\.(?=\w)", "trainkit ", text)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -206,7 +207,7 @@ def commands() -> str:
         parser = parser_of(*words)
         parts += [f"## {' '.join(words)}", *_description(parser), *_flags(parser)]
     about = (
-        "Each command is `python -m jobs.COMMAND`, and `--help` says the same. Resource flags of `submit`, `resume` "
+        "Each command is `trainkit COMMAND`, and `--help` says the same. Resource flags of `submit`, `resume` "
         "and `bench` are sbatch's. Settings are words without dashes, `section.key=value`."
     )
     return page("Commands", about, parts)

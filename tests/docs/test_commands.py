@@ -72,7 +72,7 @@ def test_every_block_is_typed_by_a_test() -> None:
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=name_of)
 def test_flags_and_settings_of_every_command_exist(page: Path) -> None:
-    lines = [line for _, lines in readme.marked(page) for line in lines]
+    lines = [line for _, lines in readme.marked(page, typed=True) for line in lines]
     for line in [*lines, *commands.inline(page)]:
         understood = commands.understood(line)
         if understood is not None:
@@ -101,7 +101,7 @@ def test_every_file_of_the_project_that_a_page_names_is_there() -> None:
 
 
 def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
-    (first,), *more = (lines for name in IN_ORDER for lines in readme.blocks("laptop", page(name)))
+    (first,), *more = (lines for name in IN_ORDER for lines in readme.blocks("laptop", page(name), typed=True))
     done = type_in(f"{first} {' '.join(QUICK_FIRST_RUN)}", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "simulating 2 nodes x 1 rank" in done.stdout
@@ -125,7 +125,7 @@ def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
 
 
 def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:
-    (lines,) = readme.blocks("two machines", page("machines"))
+    (lines,) = readme.blocks("two machines", page("machines"), typed=True)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     nodes = []
     port = free_port()

@@ -153,6 +153,7 @@ def test_azures_job_trains_with_the_variables_that_azure_gives(student: Callable
     job = yaml.safe_load(text)
     install, _, command = job["command"].partition(" && ")
     assert install == "pip install --quiet -e ."  # which CI does, with the README's first block
+    command = readme.by_module(command)
     nodes, each = job["resources"]["instance_count"], job["distribution"]["process_count_per_instance"]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "AZUREML_NODE_COUNT": str(nodes)}
     ranks = []
