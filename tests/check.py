@@ -1,7 +1,7 @@
 """``python -m tests.check ROOM [PYTEST_ARGUMENT...]``: ruff, mypy and the tests of one room, side by side, in a minute.
 
 A room is a folder in trainkit/, ``jobs``, ``docs``, or ``ground`` for the files beside the rooms. What starts a cluster
-or peers of a swarm is left to the whole suite, and so are the files in `tests.conftest.LONGEST`.
+or peers of a swarm is left to the whole suite, and so is `SLOW`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from tests.conftest import LONGEST
 
 PROJECT = Path(__file__).resolve().parents[1]
 QUICK = "not long and not slurm and not swarm"
-SECONDS = 60
+SLOW = (
+    *("tests/jobs/test_bad_answers.py", "tests/jobs/test_bad_records.py", "tests/jobs/test_bench.py"),
+    *("tests/jobs/test_modes.py", "tests/jobs/test_submit.py", "tests/training/test_compiler.py"),
+    *("tests/training/test_hollow.py", "tests/training/test_resize.py", "tests/training/test_resume.py"),
+    *(name for name in LONGEST if name.endswith(".py")),
+)
+"""Files that the whole suite runs, and a check of their room does not."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     ]:
         codes[name] = process.wait()
     seconds = time.monotonic() - start
+    if left := [name for name in SLOW if name.startswith(tuple(folders(args.room)[1]))]:
+        print("== for the whole suite:", *left)
     print(f"== {args.room}, {seconds:.0f} s: " + ", ".join(f"{name} {verdict(code)}" for name, code in codes.items()))
     return max(codes.values())
 
@@ -65,7 +73,7 @@ def checks(room: str, rest: Sequence[str] = ()) -> Mapping[str, list[str]]:
         "format": ["ruff", "format", "--check", "--quiet", *code, *tests],
         "mypy": ["mypy", *code, *tests],
     }
-    long = [f"--ignore={name}" for name in LONGEST if not name.endswith("/")]
+    long = [f"--ignore={name}" for name in SLOW]
     found["tests"] = ["pytest", "-q", "-m", QUICK, "-n", "auto", "--dist", "loadfile", *long, *tests, *rest]
     return found
 

@@ -44,6 +44,10 @@ def test_a_contributor_checks_a_room_as_the_page_says() -> None:
     assert "ruff passed, format passed, mypy passed, tests passed" in done.stdout
 
 
+def test_what_a_check_leaves_to_the_whole_suite_is_there() -> None:
+    assert [name for name in check.SLOW if not (PROJECT / name).is_file()] == []
+
+
 @pytest.mark.parametrize("room", check.rooms())
 def test_a_room_is_checked_with_its_own_tests(room: str) -> None:
     code, tests = check.folders(room)
