@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from jobs import cli
 from trainkit import plugins, terminal
 from trainkit.config.loading import load
+from trainkit.config.task import metrics_of
 from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl, finite
 from trainkit.run.folder import RunDir, is_url
@@ -48,7 +49,7 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
     found = require_own_code(run_dir.path, loaded, allow_code=args.allow_code, only_loads=True)
     plugins.search_snapshot(found.code, own=found.own)  # as it was when it was trained, from any folder
     from trainkit.inference import evaluate_checkpoint
-    from trainkit.training.confusion import names_of
+    from trainkit.tasks.meter import names_of
 
     done = evaluate_checkpoint(loaded.config, run_dir, args.checkpoint, args.split, args.weights)
     metrics, counts = done.found.metrics, done.found.counts
@@ -66,13 +67,13 @@ def _evaluate(args: argparse.Namespace, run_dir: RunDir) -> int:
         classes = {"classes": names, "confusion": confusion}
         print(json.dumps(finite({"run": str(run_dir.path), "split": args.split, **result, **classes}), allow_nan=False))
         return 0
+    known = metrics_of(loaded.config.task.name)
     for prefix, words in (("", ""), ("ema_", "averaged weights: ")):
-        if f"{prefix}acc1" in metrics:
-            acc1, acc5, loss = (metrics[f"{prefix}{name}"] for name in ("acc1", "acc5", "loss"))
-            print(
-                f"{args.split} of step {done.step} ({done.which}): {words}acc1 {acc1:.2f} %  acc5 {acc5:.2f} %  "
-                f"loss {loss:.4f}  over {metrics['samples']:,.0f} images"
-            )
+        measured = [name for name in (*list(known.metrics)[1:], "loss") if f"{prefix}{name}" in metrics]
+        if measured:
+            values = "  ".join(known.words(name, metrics[f"{prefix}{name}"]) for name in measured)
+            place = f"{args.split} of step {done.step} ({done.which})"
+            print(f"{place}: {words}{values}  over {metrics['samples']:,.0f} images")
     for kind, each in counts.items():
         print(*worst_classes(each.pairs, names, "averaged weights" if kind == "ema" else ""), sep="\n")
     return 0

@@ -75,7 +75,7 @@ def _predict(args: argparse.Namespace, run_dir: RunDir, sizes: Sequence[int]) ->
     ):
         began = time.perf_counter()
         told = predictor.predict(images, args.batch_size)
-        broken = _write(out, told, folder, args.top, predictor.class_names)
+        broken = _write(out, told, folder, args.top if predictor.tells_classes else None, predictor.class_names)
         seconds = time.perf_counter() - began
         kind = "averaged weights" if predictor.kind == "ema" else "weights"
         print(
@@ -115,20 +115,28 @@ def _written(file: str | None) -> Iterator[TextIO]:
 
 
 def _write(
-    out: TextIO, told: Iterable[Predicted], folder: Path, top: int, class_names: Sequence[str]
+    out: TextIO, told: Iterable[Predicted], folder: Path, top: int | None, class_names: Sequence[str]
 ) -> list[Predicted]:
-    """A row for each image; those whose rows have no class."""
-    top, broken = min(top, len(class_names)), []
-    further = [name for place in range(2, top + 1) for name in (f"class_{place}", f"probability_{place}")]
+    """A row for each image, with its most probable classes or, where ``top`` is None, the outputs; those without."""
+    broken = []
+    if top is None:
+        columns = [cell(name) for name in class_names]
+    else:
+        top = min(top, len(class_names))
+        further = [name for place in range(2, top + 1) for name in (f"class_{place}", f"probability_{place}")]
+        columns = ["class", "probability", *further]
     table = csv.writer(out, lineterminator="\n")
-    table.writerow(["image", "class", "probability", *further])
+    table.writerow(["image", *columns])
     for each in told:
         name = each.file.relative_to(folder) if each.file != folder else folder.name
-        if each.probabilities is None:
+        if each.values is None:
             broken.append(each)
-            table.writerow([cell(str(name)), *[""] * (2 * top)])
+            table.writerow([cell(str(name)), *[""] * len(columns)])
             continue
-        values, labels = (part.tolist() for part in each.probabilities.topk(top))
+        if top is None:
+            table.writerow([cell(str(name)), *(f"{value:.6g}" for value in each.values.tolist())])
+            continue
+        values, labels = (part.tolist() for part in each.values.topk(top))
         cells = zip((cell(class_names[label]) for label in labels), (f"{value:.6f}" for value in values), strict=True)
         table.writerow([cell(str(name)), *(value for pair in cells for value in pair)])
     return broken

@@ -20,7 +20,7 @@ from trainkit.errors import TrainkitError, UserError
 from trainkit.run import folder
 from trainkit.run.events import Life, life_of, read_events
 from trainkit.run.folder import RunDir, find_runs, list_runs, runs_root
-from trainkit.run.metrics import Forecast, Standing, divergence_of, standing_of
+from trainkit.run.metrics import Forecast, Standing, described, divergence_of, standing_of
 from trainkit.schedulers.base import JobState
 from trainkit.schedulers.states import KEPT_SECONDS, job_states
 from trainkit.terminal import age
@@ -198,9 +198,9 @@ def _table(shown: Sequence[Shown]) -> list[str]:
 def _row(item: Shown) -> tuple[str, ...]:
     total = item.life.started.get("total_steps")
     last, left = item.standing.last, item.seconds_left
-    scored = item.standing.val.get("acc1")
-    lost = item.standing.val.get("loss")
-    val = f"acc1 {scored:.2f}" if scored is not None else f"loss {lost:.4f}" if lost is not None else "-"
+    metrics = described(item.run)
+    measured = [key for key in (metrics.headline, "loss") if item.standing.val.get(key) is not None]
+    val = metrics.words(measured[0], item.standing.val[measured[0]]).removesuffix(" %") if measured else "-"
     cells = (
         item.name,
         item.state.state,

@@ -9,7 +9,7 @@ from trainkit import fileio, terminal
 from trainkit.monitor.loggers import number
 from trainkit.run.events import Life
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Standing, typed
+from trainkit.run.metrics import Standing, described, typed
 from trainkit.schedulers.base import JobState
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def losses_of_late(run: RunDir) -> list[float | None]:
         text = fileio.read_end(run.metrics, _TAIL_BYTES)
     except OSError:
         return []
-    records = [typed(raw) for line in text.splitlines() if (raw := fileio.parse_object(line)) is not None]
+    metrics = described(run)
+    records = [typed(raw, metrics) for line in text.splitlines() if (raw := fileio.parse_object(line)) is not None]
     return [r["loss"] for r in records if r is not None and r["split"] == "train" and "loss" in r][-_RECORDS:]
 
 

@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.launch",),
     ("trainkit.schedulers",),
     ("trainkit.distributed",),
-    ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models"),
+    ("trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models", "trainkit.tasks"),
     ("trainkit.checking", "trainkit.training"),
     ("trainkit.experiment",),
     ("trainkit.bench", "trainkit.swarm", "trainkit.inference"),
@@ -54,20 +54,22 @@ NOT_INSIDE_A_JOB = {"trainkit.launch"}
 INSIDE_A_JOB = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
     "trainkit.training", "trainkit.experiment", "trainkit.swarm", "trainkit.inference", "trainkit.monitor",
-    "trainkit.bench",
+    "trainkit.bench", "trainkit.tasks",
 }  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
-# A model is built for the data that it sees: it names that type, and loads nothing of it.
+# Models and tasks are built for the data that they see: they name that type, and load nothing of it.
 TYPES_ONLY = {
     ("trainkit.models", "trainkit.data"),
+    ("trainkit.tasks", "trainkit.data"),
     ("trainkit.schedulers.base", "trainkit.site"),
     ("trainkit.schedulers.base", "trainkit.launch"),
 }
 
 # Packages with plugins: one must not know another.
 PLUGINS = (
-    "trainkit.strategies", "trainkit.data.datasets", "trainkit.models", "trainkit.monitor", "trainkit.schedulers"
+    "trainkit.strategies", "trainkit.data.datasets", "trainkit.models", "trainkit.tasks", "trainkit.monitor",
+    "trainkit.schedulers",
 )  # fmt: skip
 
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
@@ -86,6 +88,7 @@ VERBS = {
 TORCH_ROOMS = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
     "trainkit.training", "trainkit.experiment", "trainkit.swarm", "trainkit.inference", "trainkit.bench",
+    "trainkit.tasks",
 }  # fmt: skip
 HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec"}
 

@@ -73,7 +73,7 @@ def options_in(room: str) -> set[str]:
 
 def test_every_setting_that_a_text_tells_somebody_to_give_exists() -> None:
     written = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_0-9]+)=")
-    rooms = {"strategy": "strategies", "data": "data", "model": "models"}
+    rooms = {"strategy": "strategies", "data": "data", "model": "models", "task": "tasks"}
     options = {
         name: options_in(rooms[name]) for name, section in SECTIONS.items() if issubclass(section, PluginSection)
     }

@@ -1,4 +1,4 @@
-"""Whether what a configuration names is there: data, model, strategy, loggers, their options. Without torch."""
+"""Whether what a configuration names is there: data, model, task, strategy, loggers, their options. Without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from trainkit import plugins
 from trainkit.config.checks import check_strategy
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
+from trainkit.config.task import check_task
 from trainkit.data import check_data, train_size
 from trainkit.data.order import steps_per_epoch
 from trainkit.errors import UserError
@@ -27,6 +28,7 @@ def check(loaded: Loaded) -> None:
         if (images := train_size(config.data)) is not None:
             steps_per_epoch(images, config.train.global_batch_size)
         check_model(config.model)
+        check_task(config)
         _check_weights(config)
         strategy = config.strategy
         plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
@@ -53,6 +55,7 @@ def _check_own_code(config: Config) -> None:
     # Where the job brings an environment of its own, what is missing here may be there.
     here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
     named = [("data", config.data.name), ("strategies", config.strategy.name)]
+    named.append(("tasks", config.task.name))
     named += [("models", config.model.name)] * (not config.model.name.startswith(TIMM_SOURCES))
     named += [("schedulers", launch.executor)] * (":" in launch.executor)
     for room, name in [*named, *(("monitor", logger) for logger in config.monitor.loggers)]:

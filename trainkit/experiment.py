@@ -27,8 +27,8 @@ from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import StaleAttemptError
+from trainkit.tasks import build_task
 from trainkit.training.building import build, wants_gpu
-from trainkit.training.class_weights import class_weights
 from trainkit.training.loop import train
 from trainkit.training.memory import check_batch_sizes, explain_out_of_memory, resolve_micro_batch_size
 from trainkit.training.outcome import Keeper, go_on
@@ -82,7 +82,7 @@ def run(
         with group as dist:
             splits = build_data(config.data, dist)
             check_batch_sizes(config, dist.world_size, splits)
-            class_weights(config.train.class_weights, splits)  # refuses what would leave a failed run behind
+            build_task(config, splits)  # refuses what would leave a failed run behind
             writer = _meet(config, dist, open_run)
             with _failures_recorded(writer.attempt, dist):
                 uploads = kept_elsewhere(config.checkpoint.remote, writer, dist)

@@ -27,12 +27,12 @@ from trainkit.errors import UserError
 from trainkit.fileio import write
 from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir
+from trainkit.tasks.base import classes_in, difference, require_same_classes
+from trainkit.tasks.meter import mistakes_json
 from trainkit.training.broken import too_many
 from trainkit.training.building import alone, build, wants_gpu
-from trainkit.training.classes import classes_in, difference, require_same_classes
-from trainkit.training.mistakes import told
+from trainkit.training.measurement import STEMS, Measured, measure_saved, no_average
 from trainkit.training.parts import Parts
-from trainkit.training.testing import STEMS, Measured, measure_saved, no_average
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def evaluate_checkpoint(
             which = "newest"
         is_shown = which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
-            images = found.mistakes["raw"].read(dist, parts.splits.info)
+            images = found.mistakes["raw"].read(dist)
             with suppress(OSError):  # it may be somebody else's run
-                write(run_dir.mistakes(split), json.dumps(told(images, split, step)) + "\n", run_dir.path)
+                write(run_dir.mistakes(split), json.dumps(mistakes_json(images, split, step)) + "\n", run_dir.path)
     left_out = sorted(parts.broken.met)
     if len(left_out) > parts.broken.most:
         raise too_many(left_out, parts.broken.most)
@@ -112,10 +112,10 @@ class Predicted:
     """What the model says about one image."""
 
     file: Path
-    probabilities: Tensor | None
-    """float32 [num_classes] on the CPU; they add up to 1. None: the image has no class."""
+    values: Tensor | None
+    """float32 [num_classes] on the CPU: `Task.probabilities`, else the model's outputs. None: the image has none."""
     why: str = ""
-    """Why not: what is wrong with the image, or with the model's scores of it."""
+    """Why not: what is wrong with the image, or with the model's outputs for it."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,11 @@ class Predictor:
     """Of the model's outputs, in order: as in training, where the checkpoint says so, else as in the data."""
     renamed: str
     """How the data's classes differ from them; empty if they do not."""
+
+    @property
+    def tells_classes(self) -> bool:
+        """Else its outputs are numbers of their own."""
+        return self.parts.task.has("probabilities")
 
     @property
     def info(self) -> DataInfo:
@@ -151,15 +156,15 @@ class Predictor:
         place = 0
         with loader as batches, torch.inference_mode():
             for pixels, whole, mask in batches:
-                told = self._probabilities(pixels).cpu()
-                for probabilities, code in zip(told[mask.cpu()], whole[mask].tolist(), strict=True):
+                told = self._values(pixels).cpu()
+                for values, code in zip(told[mask.cpu()], whole[mask].tolist(), strict=True):
                     file, place = images[place], place + 1
                     if not code:
                         yield Predicted(file, None, samples.why(file))
-                    elif not bool(probabilities.isfinite().all()):
+                    elif not bool(values.isfinite().all()):
                         yield Predicted(file, None, "The model's scores of it are not finite (NaN).")
                     else:
-                        yield Predicted(file, probabilities)
+                        yield Predicted(file, values)
 
     def images_per_sec(self, image: Path, batch_size: int) -> float:
         """The model alone, of images that lie on its device: the median of three times half a second.
@@ -171,21 +176,21 @@ class Predictor:
         speeds = []
         with torch.inference_mode():
             for _ in range(2):  # kernels are chosen, memory is taken
-                self._probabilities(batch)
+                self._values(batch)
             for _ in range(_PASSES):
                 self._wait()
                 began, done = time.perf_counter(), 0
                 while (seconds := time.perf_counter() - began) < _SECONDS:
-                    self._probabilities(batch)
+                    self._values(batch)
                     self._wait()
                     done += batch_size
                 speeds.append(done / seconds)
         return sorted(speeds)[_PASSES // 2]
 
-    def _probabilities(self, pixels: Tensor) -> Tensor:
+    def _values(self, pixels: Tensor) -> Tensor:
         with self.parts.precision.autocast():
-            logits: Tensor = self.parts.model(self.parts.normalized(pixels))
-        return logits.float().softmax(dim=1)
+            output: Tensor = self.parts.model(self.parts.normalized(pixels))
+        return self.parts.task.probabilities(output.float()) if self.tells_classes else output.float()
 
     def _wait(self) -> None:
         if self.parts.dist.device.type == "cuda":

@@ -299,6 +299,7 @@ _KINDS = {
     "strategies": _Kind("strategy", "strategy.name"),
     "datasets": _Kind("data set", "data.name"),
     "models": _Kind("model", "model.name"),
+    "tasks": _Kind("task", "task.name"),
     "monitor": _Kind("logger", "monitor.loggers"),
     "schedulers": _Kind("scheduler", "launch.executor"),
 }

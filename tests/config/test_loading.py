@@ -482,7 +482,6 @@ def test_a_setting_with_spaces_or_other_signs_is_told_with_one_equals_sign(words
         ("train.epochs=true", "train.epochs=true is not valid", "For example train.epochs=20."),
         ("train.epochs=1.5", "train.epochs=1.5 is not valid", "For example train.epochs=20."),
         ("optim.name=adam", "optim.name=adam is not valid", "Did you mean 'adamw'?"),
-        ("checkpoint.best=val/acc", "checkpoint.best=val/acc is not valid", "Did you mean 'val/acc1'?"),
         ("monitor.loggers=[jsonl, jsonl]", "monitor.loggers=[jsonl, jsonl] is not valid", "For example"),
         ("monitor.loggers=wandb", "monitor.loggers=wandb is not valid", "Did you mean monitor.loggers=[wandb]?"),
         ("launch.setup=x", "launch.setup=x is not valid", "Did you mean launch.setup=[x]?"),

@@ -18,6 +18,8 @@ from trainkit.data import order
 from trainkit.data.augment import Augment, Mixing, RandAugment, RandomErasing, Target, beta, boxes
 from trainkit.data.base import Batch
 from trainkit.errors import UserError
+from trainkit.tasks.base import training_losses
+from trainkit.tasks.classification import Classification
 from trainkit.training.memory import check_batch_sizes
 
 KEYS_AUGMENT = order.keys(0, 0, torch.arange(64))
@@ -64,8 +66,9 @@ def test_the_loss_of_mixed_images_is_timms_of_the_mixed_labels(smoothing: float)
     one, other = (one_hot(labels, 7, ones, smoothing) for labels in (target.labels, target.others))
     share = target.share[:, None]
     expected = soft(LOGITS, one * share + other * (1 - share))
-    assert target.losses(LOGITS, smoothing).plain.item() == pytest.approx(expected.item(), rel=1e-5)
-    plain = Target(LABELS_AUGMENT).losses(LOGITS, smoothing).plain
+    task = Classification(parts_of().splits.info, smoothing, None)
+    assert training_losses(task, LOGITS, target).plain.item() == pytest.approx(expected.item(), rel=1e-5)
+    plain = training_losses(task, LOGITS, Target(LABELS_AUGMENT)).plain
     assert plain.item() == pytest.approx(soft(LOGITS, one_hot(LABELS_AUGMENT, 7, ones, smoothing)).item(), rel=1e-5)
 
 
@@ -74,7 +77,7 @@ def test_mixed_images_of_weighted_classes_count_by_both_labels() -> None:
     assert target.others is not None
     assert target.share is not None
     weights = torch.arange(1, 8).float()
-    losses = target.losses(LOGITS, 0.0, weights)
+    losses = training_losses(Classification(parts_of().splits.info, 0.0, weights.tolist()), LOGITS, target)
     soft = torch.zeros(64, 7).scatter_(1, target.labels[:, None], target.share[:, None])
     soft = soft.scatter_add(1, target.others[:, None], 1 - target.share[:, None])
     expected = functional.cross_entropy(LOGITS, soft, weight=weights)  # torch divides by the number of samples

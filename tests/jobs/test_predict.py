@@ -122,9 +122,9 @@ def test_an_image_whose_scores_are_not_finite_has_no_class(tmp_path: Path) -> No
     for name, shade in (("dark.png", 0), ("light.png", 255)):
         Image.new("RGB", (4, 4), (shade,) * 3).save(tmp_path / name)
     dark, light = predictor.predict([tmp_path / "dark.png", tmp_path / "light.png"], 2)
-    assert dark.probabilities is None
+    assert dark.values is None
     assert dark.why == "The model's scores of it are not finite (NaN)."
-    assert light.probabilities is not None
+    assert light.values is not None
 
 
 @pytest.mark.parametrize(

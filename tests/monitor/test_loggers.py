@@ -10,6 +10,7 @@ import pytest
 
 from trainkit import fileio, plugins
 from trainkit.config.schema import Config
+from trainkit.config.task import metrics_of
 from trainkit.errors import RunFailedError
 from trainkit.monitor import loggers
 from trainkit.monitor.loggers import NullLogger, open_loggers
@@ -17,6 +18,8 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 
 TRAIN = {"step": 10, "epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
+
+METRICS = metrics_of("classification")
 
 
 @pytest.fixture
@@ -172,17 +175,17 @@ def test_a_training_record_is_one_line_with_units() -> None:
         "time": 1.0, "step": 260, "epoch": 3.25, "split": "train", "loss": 0.43125, "acc1": 87.5, "acc5": 99.0,
         "lr": 1.9e-3, "images_per_sec": 2104.2,
     }  # fmt: skip
-    assert loggers.record_line(record, total_steps=1600, eta_seconds=12) == (
+    assert loggers.record_line(record, METRICS, total_steps=1600, eta_seconds=12) == (
         "train  epoch   3.25  step  260/1600  loss 0.4313  acc1 87.50 %  lr 1.90e-03  2,104 images/s  ETA 0:12"
     )
 
 
 def test_an_evaluation_has_acc5_and_no_learning_rate() -> None:
     record = {"step": 320, "epoch": 4.0, "split": "val", "loss": 0.21, "acc1": 93.333, "acc5": 99.8}
-    assert loggers.record_line(record, total_steps=1600) == (
+    assert loggers.record_line(record, METRICS, total_steps=1600) == (
         "val    epoch   4.00  step  320/1600  loss 0.2100  acc1 93.33 %  acc5 99.80 %"
     )
 
 
 def test_a_loss_that_diverged_is_shown_as_nan() -> None:
-    assert "loss nan" in loggers.record_line({"step": 1, "split": "train", "loss": None}, total_steps=2)
+    assert "loss nan" in loggers.record_line({"step": 1, "split": "train", "loss": None}, METRICS, total_steps=2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from trainkit.config.task import metrics_of
 from trainkit.run.contributions import Contribution
 from trainkit.swarm.reader import Told
 from trainkit.swarm.view import PeerRow, View, as_object, leaderboard_lines, status_lines, view_of
@@ -18,7 +19,7 @@ from trainkit.swarm.view import PeerRow, View, as_object, leaderboard_lines, sta
 ANNA = PeerRow("anna", "anna", "QmAnna12345", "creator", 4, 2, 6, 6, 640, 1234.5, 0.25, 4_510_000, 800, 3.2)
 BO = PeerRow("bo", "bo", "QmBo1234567", "client", 3, 0, 0, 0, 64, 10.0, 2.5, 0, 0, 9.0)
 VIEW = View(
-    "hivemind-0001", 5, 15, True, (ANNA, BO), 0.4545, {"loss": 0.3, "acc1": 93.217},
+    "hivemind-0001", 5, 15, True, (ANNA, BO), 0.4545, {"loss": 0.3, "acc1": 93.217}, metrics_of("classification"),
     (Contribution("anna", 4, 3000.0, 7200.0, 18_000_000), Contribution("carl", 1, 1000.0, 900.0, 0)),
 )  # fmt: skip
 
@@ -104,8 +105,8 @@ def told(**own: Any) -> Told:
         "name": "x", "round": 0, "samples": 64, "samples_per_sec": 10.0, "loss": 1.0, "group": 2, "time": time.time()
     }  # fmt: skip
     said = {
-        CREATOR: {**plain, "val_loss": 0.5, "val_acc1": 90.0},
-        "QmStranger": {**plain, "client": True, "val_acc1": 1.0, **own},
+        CREATOR: {**plain, "val_loss": 0.5, "val_headline": 90.0},
+        "QmStranger": {**plain, "client": True, "val_headline": 1.0, **own},
     }
     progress = {peer: found for peer, record in said.items() if (found := progress_of(record)) is not None}
     mine = [Contribution("anna", 1, 64.0, 8.0, 0)]

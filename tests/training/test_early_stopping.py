@@ -39,7 +39,7 @@ def test_validations_that_are_no_better_are_counted(
     progress, found = Progress(), []
     for value in values:
         progress.step += 1
-        progress.judge({by.removeprefix("val/"): value}, by, min_delta)
+        progress.judge({by.removeprefix("val/"): value}, by, higher_is_better=by != "val/loss", min_delta=min_delta)
         found.append(progress.stalled)
     assert found == stalled
 
@@ -48,7 +48,7 @@ def test_what_counts_as_better_for_stopping_does_not_change_which_model_is_best(
     progress = Progress()
     for step, value in enumerate((50.0, 50.6, 50.9), start=1):
         progress.step = step
-        progress.judge({"acc1": value}, "val/acc1", 1.0)
+        progress.judge({"acc1": value}, "val/acc1", higher_is_better=True, min_delta=1.0)
     assert (progress.best, progress.best_step, progress.reference) == (50.9, 3, 50.0)
 
 

@@ -197,9 +197,9 @@ def test_the_best_model_can_be_that_whose_average_is(tmp_path: Path) -> None:
 
 def test_another_measure_begins_anew() -> None:
     progress = Progress(step=3)
-    assert progress.judge({"loss": 0.5, "acc1": 40.0}, "val/loss")
-    assert progress.judge({"loss": 0.6, "acc1": 30.0}, "val/acc1")
-    assert not progress.judge({"loss": 0.4, "acc1": 20.0}, "val/acc1")
+    assert progress.judge({"loss": 0.5, "acc1": 40.0}, "val/loss", higher_is_better=False)
+    assert progress.judge({"loss": 0.6, "acc1": 30.0}, "val/acc1", higher_is_better=True)
+    assert not progress.judge({"loss": 0.4, "acc1": 20.0}, "val/acc1", higher_is_better=True)
 
 
 def test_the_average_cannot_be_judged_where_there_is_none() -> None:

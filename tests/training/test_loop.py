@@ -24,9 +24,9 @@ from trainkit.monitor.loggers import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
+from trainkit.tasks.meter import Meter
 from trainkit.training.building import build
 from trainkit.training.loop import train
-from trainkit.training.meter import Meter
 from trainkit.training.nonfinite import DivergedError, NonFinite
 from trainkit.training.outcome import Keeper
 from trainkit.training.parts import Parts
@@ -93,7 +93,7 @@ def test_an_update_that_is_logged_validated_and_saved_is_summed_up_over_the_rank
     summed: list[Meter] = []
     sums = Meter.sums
 
-    def noted(meter: Meter, **more: Any) -> tuple[float, int, int, int]:
+    def noted(meter: Meter, **more: Any) -> list[float]:
         summed.append(meter)
         return sums(meter, **more)
 

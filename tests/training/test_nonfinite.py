@@ -138,7 +138,7 @@ def test_any_finite_loss_is_better_than_one_that_is_not(values: list[float], bes
     from trainkit.training.progress import Progress
 
     progress = Progress()
-    judged = [progress.judge({"loss": value}, "val/loss") for value in values]
+    judged = [progress.judge({"loss": value}, "val/loss", higher_is_better=False) for value in values]
     assert judged == [value == best for value in values]
     assert progress.best == best
 

@@ -25,7 +25,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.evaluate import evaluate
+from trainkit.training.measurement import evaluate
 from trainkit.training.o2 import halve
 from trainkit.training.parts import Parts
 from trainkit.training.update import Updater

@@ -20,14 +20,18 @@ from trainkit.training.update import Updater
 BAD, GOOD = {"loss": 2.0, "acc1": 10.0, "acc5": 50.0}, {"loss": 1.0, "acc1": 20.0, "acc5": 60.0}
 
 
+def judged(progress: Progress, val: dict[str, float], by: str) -> bool:
+    return progress.judge(val, by, higher_is_better=not by.endswith("loss"))
+
+
 @pytest.mark.parametrize("by", ["val/acc1", "val/acc5", "val/loss"])
 def test_accuracy_is_best_high_and_a_loss_is_best_low(by: str) -> None:
     progress = Progress(step=1)
-    assert progress.judge(BAD, by)
+    assert judged(progress, BAD, by)
     progress.step = 2
-    assert progress.judge(GOOD, by)
+    assert judged(progress, GOOD, by)
     progress.step = 3
-    assert not progress.judge(BAD, by)
+    assert not judged(progress, BAD, by)
     assert (progress.best, progress.best_step) == (GOOD[by[4:]], 2)
     assert (progress.val, progress.validated_step) == (BAD, 3)
 
@@ -36,18 +40,18 @@ def test_accuracy_is_best_high_and_a_loss_is_best_low(by: str) -> None:
 @pytest.mark.parametrize("prefix", ["", "ema_"])
 def test_a_model_whose_loss_is_not_finite_is_never_the_best(prefix: str, lost: float) -> None:
     progress, by = Progress(step=1), f"val/{prefix}acc1"
-    assert not progress.judge({f"{prefix}acc1": 90.0, f"{prefix}loss": lost}, by)
+    assert not judged(progress, {f"{prefix}acc1": 90.0, f"{prefix}loss": lost}, by)
     assert (progress.best, progress.best_step, progress.stalled) == (None, None, 1)
     other = "loss" if prefix else "ema_loss"  # that of the other weights does not matter
-    assert progress.judge({f"{prefix}acc1": 10.0, f"{prefix}loss": 2.0, other: lost}, by)
+    assert judged(progress, {f"{prefix}acc1": 10.0, f"{prefix}loss": 2.0, other: lost}, by)
 
 
 @pytest.mark.parametrize("by", ["val/acc1", "val/loss"])
 def test_of_two_equal_models_the_first_is_the_best(by: str) -> None:
     progress = Progress(step=1)
-    progress.judge(GOOD, by)
+    judged(progress, GOOD, by)
     progress.step = 2
-    assert not progress.judge(GOOD, by)
+    assert not judged(progress, GOOD, by)
     assert progress.best_step == 1
 
 

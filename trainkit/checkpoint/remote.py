@@ -2,7 +2,7 @@
 
     s3://bucket/prefix/RUN/remote.json                  whose it is: a number that the run's folder has, too
                            config.yaml manifest.json plan.json code.tar.gz
-                           metrics.jsonl evaluations.jsonl events.jsonl summary.json confusion.json
+                           metrics.jsonl task.json evaluations.jsonl events.jsonl summary.json confusion.json
                            mistakes-*.json
                            checkpoints/step-00001000/   as in the run folder; state.json is sent last
                            pointers.json                what `latest` and `best` name, both whole
@@ -195,7 +195,7 @@ def _words(error: Exception) -> str:
 PLACE, POINTERS, CODE = "remote.json", "pointers.json", "code.tar.gz"
 RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
 RECORDS = (
-    *("metrics.jsonl", "evaluations.jsonl", "events.jsonl", "summary.json", "confusion.json"),
+    *("metrics.jsonl", "task.json", "evaluations.jsonl", "events.jsonl", "summary.json", "confusion.json"),
     *("mistakes-val.json", "mistakes-test.json"),
 )
 _SMALL = 1 << 16

@@ -204,12 +204,12 @@ def check_combinations(config: Config) -> None:
             why="An update takes whole micro batches.",
             fix=f"Use train.global_batch_size={' or '.join(map(str, possible))}.",
         )
-    if config.checkpoint.best.startswith("val/ema_") and config.train.ema_decay is None:
+    if (config.checkpoint.best or "").startswith("val/ema_") and config.train.ema_decay is None:
         raise ImpossibleError(
             f"checkpoint.best={config.checkpoint.best} and train.ema_decay=null",
             keys=("checkpoint.best", "train.ema_decay"),
             why="There are no averaged weights to judge by.",
-            fix="Use train.ema_decay=0.9999, or checkpoint.best=val/acc1.",
+            fix="Use train.ema_decay=0.9999, or leave checkpoint.best out.",
         )
     odd = micro if micro is not None else batch
     if config.augment.mixes and odd % 2:

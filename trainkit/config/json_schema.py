@@ -59,8 +59,12 @@ def json_schema(models: Sequence[str]) -> dict[str, Any]:
     launch["mem"]["anyOf"].append({"type": "integer"})
     for options in (launch["sbatch"], launch["srun"]):
         options["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
-    plugged = (("ModelConfig", "models"), ("DataConfig", "data.datasets"), ("StrategyConfig", "strategies"))
-    for section, package in plugged:
+    for section, package in (
+        ("ModelConfig", "models"),
+        ("DataConfig", "data.datasets"),
+        ("TaskConfig", "tasks"),
+        ("StrategyConfig", "strategies"),
+    ):
         _name_plugins(schema["$defs"][section], f"trainkit.{package}", models if package == "models" else ())
     del launch["executor"]["type"]
     launch["executor"]["anyOf"] = [{"enum": ["auto", *plugins.available("trainkit.schedulers"), "debug"]}, OWN]

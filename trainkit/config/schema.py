@@ -144,7 +144,7 @@ class TrainConfig(Section):
     ones. The loss is the weighted mean over the global batch."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
-    measure both: `ema_acc1`. null: no average."""
+    measure both: `ema_loss` and so on. null: no average."""
     eval_every_epochs: PositiveInt = 1
     """Validate after every so many epochs, and always at the end."""
     early_stopping_patience: PositiveInt | None = None
@@ -199,8 +199,9 @@ class CheckpointConfig(Section):
     """How many checkpoints to keep besides the best."""
     asynchronous: bool = True
     """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
-    best: Literal["val/acc1", "val/acc5", "val/loss", "val/ema_acc1", "val/ema_acc5", "val/ema_loss"] = "val/acc1"
-    """What `best` is judged by; ema_: of the averaged weights (train.ema_decay)."""
+    best: Annotated[Annotated[str, Field(pattern=r"^val/\w+$")] | None, PLAIN] = None
+    """What `best` is judged by: val/loss, or val/ and a metric of the task; val/ema_...: that of the averaged weights
+    (train.ema_decay). null: the headline of the task."""
     remote: Annotated[str | None, SENDS] = None
     """Send `best` and `latest` there behind the training, below the run's name: s3://bucket/prefix, gs://bucket/prefix
     or file:///folder. Credentials come from the environment only."""
@@ -514,6 +515,11 @@ class ScheduleConfig(Section):
     """The part of the run in which the rate falls (wsd only); at most what the warm-up leaves."""
 
 
+class TaskConfig(PluginSection):
+    name: Annotated[str, IMPORTS] = "classification"
+    """A file in trainkit/tasks (classification, multilabel), or package.module:function of your own."""
+
+
 class StrategyConfig(PluginSection):
     name: Annotated[str, IMPORTS] = "ddp"
     """A file in trainkit/strategies (single, ddp, fsdp, ...), or package.module:function of your own."""
@@ -594,6 +600,7 @@ class Config(Section):
     """Of weights, data order and augmentation."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    task: TaskConfig = TaskConfig()
     train: TrainConfig = TrainConfig()
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from trainkit.config.schema import AugmentConfig
 from trainkit.data import order as data_order
@@ -159,8 +158,8 @@ class Mixing:
         own = share >= 0.5
         return Mixed(
             torch.lerp(images, partners, of_partner),
-            torch.where(own, labels, others),
-            torch.where(own, others, labels),
+            torch.where(own.view(-1, *[1] * (labels.dim() - 1)), labels, others),
+            torch.where(own.view(-1, *[1] * (labels.dim() - 1)), others, labels),
             torch.where(own, share, 1 - share),
         )
 
@@ -282,56 +281,15 @@ class RandomErasing:
         return data_order.normal(keys[:, None], numbers).view(shape).to(images.dtype)
 
 
-class Losses(NamedTuple):
-    """Means over a batch."""
-
-    plain: Tensor
-    """Of all samples alike."""
-    weighted: Tensor
-    """Of the losses times the weight of their class; the same where there are no weights."""
-    weight: Tensor | None
-    """Of those weights."""
-
-
 class Target(NamedTuple):
     """What the model is to say of a batch."""
 
     labels: Tensor
-    """int64 [N]: what an image shows, or shows most of. Hits are counted by it."""
+    """Of an image, or of what a mixed image shows most of. Metrics go by it."""
     others: Tensor | None = None
-    """int64 [N]: what else a mixed image shows."""
+    """What else a mixed image shows."""
     share: Tensor | None = None
     """float32 [N], 0.5 to 1: how much of it shows ``labels``."""
-
-    def losses(self, logits: Tensor, label_smoothing: float, weights: Tensor | None = None) -> Losses:
-        """Cross entropy of logits [N, classes]; a mixed image's against both labels, each by its share.
-
-        That is the cross entropy against the mixture of the two, smoothed or not, because it is linear in the target.
-
-        Args:
-            weights: of the classes, [classes].
-        """
-        if self.others is None and weights is None:  # the usual case in one kernel
-            loss = functional.cross_entropy(logits, self.labels, label_smoothing=label_smoothing)
-            return Losses(loss, loss, None)
-        first = _part(logits, self.labels, self.share, label_smoothing, weights)
-        if self.others is None or self.share is None:
-            return first
-        second = _part(logits, self.others, 1 - self.share, label_smoothing, weights)
-        weight = None if first.weight is None or second.weight is None else first.weight + second.weight
-        return Losses(first.plain + second.plain, first.weighted + second.weighted, weight)
-
-
-def _part(
-    logits: Tensor, labels: Tensor, share: Tensor | None, label_smoothing: float, weights: Tensor | None
-) -> Losses:
-    losses = functional.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
-    losses = losses if share is None else losses * share
-    plain = losses.mean()
-    if weights is None:
-        return Losses(plain, plain, None)
-    weight = weights[labels]
-    return Losses(plain, (weight * losses).mean(), (weight if share is None else weight * share).mean())
 
 
 class Augment:

@@ -26,8 +26,8 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Any, int]:
-        """Raw image (uint8 tensor [C, H, W] or PIL image) and label."""
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]:
+        """Raw image (uint8 tensor [C, H, W] or PIL image) and label: a number, or a tensor as the task takes it."""
         ...
 
 
@@ -51,6 +51,7 @@ class DataInfo:
 
     name: str
     num_classes: int
+    """Outputs of the model."""
     in_chans: int
     image_size: int
     class_names: tuple[str, ...]
@@ -154,7 +155,7 @@ class Batch(NamedTuple):
     images: Tensor
     """uint8 [N, C, H, W], on the device that trains."""
     labels: Tensor
-    """int64 [N], on the device that trains."""
+    """int64 [N], or as the data's labels are, on the device that trains."""
     keys: Tensor
     """int64 [N], on the host: what each sample's random numbers are drawn by (`draws.keys`)."""
 
@@ -165,7 +166,7 @@ class EvalBatch(NamedTuple):
     images: Tensor
     """uint8 [N, C, H, W]."""
     labels: Tensor
-    """int64 [N]."""
+    """int64 [N], or as the data's labels are."""
     mask: Tensor
     """bool [N]: False on what only fills the batch."""
 

@@ -404,7 +404,7 @@ class Mended(NamedTuple):
     broken: dict[str, str]
 
 
-def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> tuple[Any, int, bool]:
+def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> tuple[Any, Any, bool]:
     """Image and label of sample ``index``, and whether it is that one: else it is the next whole one.
 
     Args:

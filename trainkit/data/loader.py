@@ -184,7 +184,7 @@ def _stop_signals_held() -> Iterator[None]:
 
 
 class TensorSamples:
-    """Images uint8 [N, C, H, W] and labels int64 [N], both on one device."""
+    """Images uint8 [N, C, H, W] and labels on one device: int64 [N], float32 [N], or uint8 [N, classes]."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         assert len(images) == len(labels)
@@ -193,8 +193,9 @@ class TensorSamples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        return self.images[index], int(self.labels[index])
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Any]:
+        label = self.labels[index]
+        return self.images[index], label if label.dim() else label.item()
 
     @property
     def nbytes(self) -> int:
@@ -501,7 +502,7 @@ class _FetchTrain:
         batch = Batch(images, labels, drawn_by)
         return Mended(batch, met) if met else batch
 
-    def _one(self, epoch: int, index: int, key: Tensor, met: dict[str, str]) -> tuple[Tensor, int]:
+    def _one(self, epoch: int, index: int, key: Tensor, met: dict[str, str]) -> tuple[Tensor, Any]:
         seed = derive_seed(self.seed, epoch, index)
         with _random_state(seed):  # a data set of the user's own may draw while it reads
             image, label, _ = read_whole(self.samples, index, self.most_broken, met)
@@ -528,18 +529,18 @@ class _FetchEval:
         batch = EvalBatch(images, labels, mask)
         return Mended(batch, met) if met else batch
 
-    def _one(self, index: int, met: dict[str, str], whole: list[bool]) -> tuple[Tensor, int]:
+    def _one(self, index: int, met: dict[str, str], whole: list[bool]) -> tuple[Tensor, Any]:
         with _random_state(index):
             image, label, is_whole = read_whole(self.samples, index, self.most_broken, met)
             whole.append(is_whole)
             return self.transform(image), label
 
 
-def _collated(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+def _collated(items: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
     from torch.utils.data import default_collate  # stacks straight into shared memory when it runs in a worker
 
     images, labels = default_collate(items)
-    return images, labels
+    return images, labels.float() if labels.is_floating_point() else labels
 
 
 def _as_it_is(batch: Any) -> Any:

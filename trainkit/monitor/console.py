@@ -18,13 +18,13 @@ class _Plain:
     """One line a record, flushed, so that `logs -f` shows it at once."""
 
     def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total = start.total_steps
+        self._total, self._metrics = start.total_steps, start.metrics
         self._clock = clock
         self._first: tuple[int, float] | None = None  # step and time of this attempt's first record
 
     def log(self, record: Mapping[str, Any]) -> None:
         eta = self._eta(record.get("step", 0)) if record.get("split") == "train" else None
-        print(record_line(record, total_steps=self._total, eta_seconds=eta), flush=True)
+        print(record_line(record, self._metrics, total_steps=self._total, eta_seconds=eta), flush=True)
 
     def close(self) -> None: ...
 
@@ -46,7 +46,7 @@ class _Bar:
     def __init__(self, start: Start) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._total = start.total_steps
+        self._total, self._metrics = start.total_steps, start.metrics
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=24),
@@ -62,10 +62,11 @@ class _Bar:
 
     def log(self, record: Mapping[str, Any]) -> None:
         if record.get("split") == "train":
-            text = "  ".join(metric_words(record))
+            text = "  ".join(metric_words(record, self._metrics))
             self._progress.update(self._task, completed=record.get("step", 0), text=text, refresh=True)
         else:
-            self._progress.print(record_line(record, total_steps=self._total), highlight=False, markup=False)
+            line = record_line(record, self._metrics, total_steps=self._total)
+            self._progress.print(line, highlight=False, markup=False)
             self._progress.refresh()
 
     def close(self) -> None:

@@ -19,8 +19,7 @@ from trainkit.monitor.loggers import duration, number, record_line, setback_line
 from trainkit.run.events import read_events
 from trainkit.run.events import typed as typed_event
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import SETBACK_EVENTS, best_of, read_thinned, setbacks_of
-from trainkit.run.metrics import typed as typed_metrics
+from trainkit.run.metrics import SETBACK_EVENTS, Described, best_of, described, read_thinned, setbacks_of, typed
 
 _GROWING_SECONDS, _IDLE_SECONDS = 0.2, 2.0
 """Pauses between two looks at files that grow, and that do not, where the kernel does not notify of changes."""
@@ -47,7 +46,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: Notice) -> Non
             run that was killed leaves no event.
         notice: of `files_of` the run, and of the process whose end is that of the job, where it is one of this machine.
     """
-    events, metrics = _Tail(run_dir.events, typed_event), _Tail(run_dir.metrics, typed_metrics)
+    events, metrics = _Tail(run_dir.events, typed_event), _Tail(run_dir.metrics, lambda raw: raw)
     view: _View = _BarView() if sys.stdout.isatty() else _LineView()
     with view.shown():
         history = events.read()
@@ -59,8 +58,9 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: Notice) -> Non
         ended, alive, asked, pause = story.show(history[since:]), True, time.monotonic(), _GROWING_SECONDS
         while True:
             # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
-            records = metrics.read()
-            view.records(records)
+            if records := metrics.read():
+                known = described(run_dir)  # it is written before the first record
+                view.records([record for raw in records if (record := typed(raw, known)) is not None], known)
             if ended or not alive:
                 return
             pause = _GROWING_SECONDS if records else min(1.5 * pause, _IDLE_SECONDS)
@@ -101,20 +101,21 @@ def summary_lines(run_dir: RunDir) -> list[str]:
 
 def _results(run_dir: RunDir) -> list[str]:
     summary = fileio.read_object(run_dir.summary)
-    records = read_thinned(run_dir).records
+    records, metrics = read_thinned(run_dir).records, described(run_dir)
+    head = metrics.headline
     train = [record for record in records if record["split"] == "train"]
     steps = summary.get("steps")
     done = steps if fileio.is_whole(steps) else max((record["step"] for record in train), default=0)
     setbacks = setbacks_of(read_events(run_dir, SETBACK_EVENTS), train, done)
     words = [f"{'DIVERGED: ' if setbacks.diverged else ''}{told}"] if (told := setbacks.in_words()) else []
-    scored = [record for record in records if record["split"] == "val" and record.get("acc1") is not None]
-    if best := best_of(scored, summary.get("best_step")):
-        words.append(f"val acc1 {best['acc1']:.2f} % (best, step {best['step']})")
+    scored = [record for record in records if record["split"] == "val" and record.get(head) is not None]
+    if best := best_of(scored, summary.get("best_step"), metrics):
+        words.append(f"val {metrics.words(head, best[head])} (best, step {best['step']})")
     elif scored:
         words.append(f"val loss is not finite (step {scored[-1]['step']}): no model is the best")
-    tested = [record for record in records if record["split"] == "test" and record.get("acc1") is not None]
+    tested = [record for record in records if record["split"] == "test" and record.get(head) is not None]
     if tested:
-        words.append(f"test acc1 {tested[-1]['acc1']:.2f} %")
+        words.append(f"test {metrics.words(head, tested[-1][head])}")
     if fileio.is_number(seconds := summary.get("train_seconds")):
         words.append(f"{seconds:.1f} s" if seconds < 60 else duration(seconds))
     if fileio.is_number(speed := summary.get("images_per_sec")):
@@ -147,7 +148,7 @@ class _Tail:
 class _View(Protocol):
     def shown(self) -> Any: ...
     def started(self, event: dict[str, Any]) -> None: ...
-    def records(self, batch: list[dict[str, Any]]) -> None: ...
+    def records(self, batch: list[dict[str, Any]], metrics: Described) -> None: ...
     def say(self, line: str) -> None: ...
 
 
@@ -215,16 +216,16 @@ class _LineView:
     def started(self, event: dict[str, Any]) -> None:
         self._total = event.get("total_steps", self._total)
 
-    def records(self, batch: list[dict[str, Any]]) -> None:
+    def records(self, batch: list[dict[str, Any]], metrics: Described) -> None:
         for record in batch:
-            self.say(record_line(record, total_steps=self._total))
+            self.say(record_line(record, metrics, total_steps=self._total))
 
     def say(self, line: str) -> None:
         print(line, flush=True)
 
 
 class _BarView:
-    """One bar: where training is, its loss and speed, and the newest validation accuracy."""
+    """One bar: where training is, its loss and speed, and the headline of the newest validation."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -240,7 +241,7 @@ class _BarView:
         )
         self._task = self._progress.add_task("", total=None, where="waiting for the first step", text="")
         self._total: int | None = None
-        self._loss = self._speed = self._accuracy = ""
+        self._loss = self._speed = self._headline = ""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -251,7 +252,7 @@ class _BarView:
         self._total = event.get("total_steps", self._total)
         self._progress.update(self._task, total=self._total)
 
-    def records(self, batch: list[dict[str, Any]]) -> None:
+    def records(self, batch: list[dict[str, Any]], metrics: Described) -> None:
         # One update for all of them: a thousand old records read at once must not look like a thousand steps a second.
         for record in batch:
             split = record.get("split")
@@ -259,14 +260,14 @@ class _BarView:
                 self._loss = f"loss {number(record.get('loss'), '.4f')}"
                 if "images_per_sec" in record:
                     self._speed = number(record["images_per_sec"], ",.0f", " images/s")
-            elif split == "val" and "acc1" in record:
-                self._accuracy = f"val acc1 {number(record['acc1'], '.2f', ' %')}"
+            elif split == "val" and metrics.headline in record:
+                self._headline = f"val {metrics.words(metrics.headline, record[metrics.headline])}"
             elif split == "test":
-                self.say(record_line(record, total_steps=record.get("step", 0)))
+                self.say(record_line(record, metrics, total_steps=record.get("step", 0)))
         if batch:
             step = batch[-1].get("step", 0)
             where = f"step {step}/{self._total}" if self._total else f"step {step}"
-            text = "  ".join(word for word in (self._loss, self._accuracy, self._speed) if word)
+            text = "  ".join(word for word in (self._loss, self._headline, self._speed) if word)
             self._progress.update(self._task, completed=step, where=where, text=text)
 
     def say(self, line: str) -> None:

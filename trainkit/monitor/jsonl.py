@@ -1,8 +1,10 @@
-"""The record: ``metrics.jsonl`` of the run folder, one line a record, on disk at once."""
+"""The record: ``metrics.jsonl`` of the run folder, one line a record, on disk at once; ``task.json`` beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from trainkit import fileio, terminal
@@ -10,20 +12,28 @@ from trainkit.config.schema import Config
 from trainkit.errors import DiskError
 from trainkit.monitor.loggers import Logger, Start
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import Described, describe
 
 FIRST = True
 
 
 class _Jsonl:
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, metrics: Described) -> None:
         self._run_dir = run_dir
+        with self._written(run_dir.task):
+            describe(run_dir, metrics)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        try:
+        with self._written(self._run_dir.metrics):
             fileio.append_jsonl(self._run_dir.metrics, record)
+
+    @contextmanager
+    def _written(self, file: Path) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise DiskError(
-                f"Cannot write {self._run_dir.metrics}.",
+                f"Cannot write {file}.",
                 why=f"{error.strerror}. A run that leaves no record is not worth going on with.",
                 fix=f"Free some space, then go on with `{terminal.command('resume', self._run_dir.path)}`.",
             ) from error
@@ -33,4 +43,4 @@ class _Jsonl:
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     """Append to ``run_dir.metrics``. The only logger whose failure ends the run."""
-    return _Jsonl(run_dir)
+    return _Jsonl(run_dir, start.metrics)

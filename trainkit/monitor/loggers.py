@@ -17,17 +17,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import fileio, plugins
+from trainkit.config.task import Described, metrics_of
 from trainkit.errors import TrainkitError
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
 
-_SECTIONS = {"seed", "model", "data", "train", "optim", "schedule", "strategy"}
+_SECTIONS = {"seed", "model", "data", "task", "train", "optim", "schedule", "strategy"}
 """Settings that loggers show. `launch` is not among them: its setup lines and mail address are private."""
 
 
@@ -56,6 +58,8 @@ class Start:
     """What ``train.precision=auto`` has resolved to."""
     micro_batch_size: int = 0
     """What ``train.micro_batch_size`` has resolved to; 0: not known."""
+    metrics: Described = field(default_factory=lambda: metrics_of("classification"))
+    """What the task measures."""
     prepared: object = None
     """The result of the logger's own ``prepare``; None if it was not called."""
 
@@ -141,7 +145,8 @@ def open_loggers(
     if not is_main:
         yield NullLogger()
         return
-    start = Start(total_steps, params, world_size, resumed_step, precision, micro_batch_size)
+    metrics = metrics_of(config.task.name)
+    start = Start(total_steps, params, world_size, resumed_step, precision, micro_batch_size, metrics)
     fan_out = _FanOut(may_write)
     # The record first: what the others show must also be on disk.
     for name in sorted(config.monitor.loggers, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):
@@ -207,23 +212,22 @@ def number(value: Any, spec: str, unit: str = "") -> str:
     return ("nan" if value is None else format(value, spec)) + unit
 
 
-def metric_words(record: Mapping[str, Any]) -> list[str]:
+def metric_words(record: Mapping[str, Any], metrics: Described) -> list[str]:
     """The measured values of a record, each with its name and unit; what is absent is left out."""
-    formats = {
-        "loss": lambda value: f"loss {number(value, '.4f')}",
-        "acc1": lambda value: f"acc1 {number(value, '.2f', ' %')}",
+    head = metrics.headline
+    others = [name for name in metrics.metrics if name not in ("loss", head)] if record.get("split") != "train" else []
+    formats: dict[str, Callable[[Any], str]] = {
+        **{name: partial(metrics.words, name) for name in ("loss", head)},
         "lr": lambda value: f"lr {number(value, '.2e')}",
         "images_per_sec": lambda value: number(value, ",.0f", " images/s"),
+        **{name: partial(metrics.words, name) for name in (*others, f"ema_{head}")},
     }
-    words = [formats[key](record[key]) for key in formats if key in record]
-    if record.get("split") != "train" and "acc5" in record:
-        words.append(f"acc5 {number(record['acc5'], '.2f', ' %')}")
-    if "ema_acc1" in record:
-        words.append(f"ema acc1 {number(record['ema_acc1'], '.2f', ' %')}")
-    return words
+    return [formats[key](record[key]) for key in formats if key in record]
 
 
-def record_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: float | None = None) -> str:
+def record_line(
+    record: Mapping[str, Any], metrics: Described, *, total_steps: int, eta_seconds: float | None = None
+) -> str:
     """One record as one line: split, epoch, step, metrics and, when known, the time to go."""
     width = len(str(total_steps))
     head = f"{record.get('split', '?'):5}"
@@ -231,7 +235,7 @@ def record_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: flo
         head += f"  epoch {number(record['epoch'], '6.2f')}"
     # A swarm's peers make as many updates as time allows: there is no total.
     of_total = f"/{total_steps}" if total_steps else ""
-    words = [f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record)]
+    words = [f"{head}  step {record.get('step', 0):>{width}}{of_total}", *metric_words(record, metrics)]
     if eta_seconds is not None:
         words.append(f"ETA {duration(eta_seconds)}")
     return "  ".join(words)

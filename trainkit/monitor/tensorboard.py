@@ -24,8 +24,6 @@ _LEGIBLE_CLASSES = 30
 """and most whose matrix is also a table."""
 _NOT_CURVES = ("time", "step", "split", "epoch", "samples")
 _FLUSH_SECONDS = 10
-_CHARTS = ("loss", "acc1", "acc5", "lr")
-_HPARAMS_COLUMNS = ("acc1/val", "loss/val", "acc1/test", "loss/test")
 
 
 class _TensorBoard:
@@ -46,12 +44,12 @@ class _TensorBoard:
         average = ["ema_{}/val"] * (config.train.ema_decay is not None)
         charts = {
             metric: ["Multiline", [tag.format(metric) for tag in ("{}/train", "{}/val", *average)]]
-            for metric in _CHARTS
+            for metric in (*start.metrics.metrics, "lr")
         }
         self._file.add_summary(summary.custom_scalars({"train and val": charts}))
-        experiment, started, self._succeeded = summary.hparams(
-            _hyperparameters(config, start), dict.fromkeys(_HPARAMS_COLUMNS)
-        )
+        judged = dict.fromkeys((start.metrics.headline, "loss"))
+        columns = {f"{metric}/{split}": None for split in ("val", "test") for metric in judged}
+        experiment, started, self._succeeded = summary.hparams(_hyperparameters(config, start), columns)
         self._file.add_summary(experiment)
         self._file.add_summary(started)
         self._file.flush()

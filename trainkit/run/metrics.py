@@ -16,16 +16,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from trainkit import fileio, terminal
-from trainkit.config.task import LOSS
+from trainkit.config.task import LOSS, metrics_of
 from trainkit.config.task import Described as Described
 from trainkit.config.task import Metric as Metric
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 
 SPLITS = ("train", "val", "test")
-_CLASSIFICATION = Described(
-    "acc1", {"loss": LOSS, "acc1": Metric("%", True, "Top-1 accuracy"), "acc5": Metric("%", True, "Top-5 accuracy")}
-)
 _NAME = re.compile(r"[A-Za-z]\w{0,40}")
 _MOST_METRICS = 50
 
@@ -39,7 +36,9 @@ def described(run_dir: RunDir) -> Described:
         if _NAME.fullmatch(name) and isinstance(about, dict):
             unit, label = (terminal.one_line(about.get(key) or "", 40) for key in ("unit", "label"))
             found[name] = Metric(unit, about.get("higher_is_better") is not False, label or name)
-    return Described(headline, found) if isinstance(headline, str) and headline in found else _CLASSIFICATION
+    if not isinstance(headline, str) or headline not in found:
+        return metrics_of("classification")
+    return Described(headline, found)
 
 
 def describe(run_dir: RunDir, metrics: Described) -> None:
@@ -114,12 +113,13 @@ def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def best_of(
-    val: Iterable[dict[str, Any]], best_step: object, metrics: Described = _CLASSIFICATION
+    val: Iterable[dict[str, Any]], best_step: object, metrics: Described | None = None
 ) -> dict[str, Any] | None:
     """The validation of the best model: that of ``best_step`` (summary.json), without one the best by the headline.
 
     One whose loss is null (it was NaN or infinite) is never the best, as in training.
     """
+    metrics = metrics or metrics_of("classification")
     finite = [record for record in val if fileio.is_number(record.get("loss", 0.0))]
     chosen = [record for record in finite if record["step"] == best_step]
     headline, sign = metrics.headline, 1 if metrics.metrics[metrics.headline].higher_is_better else -1
@@ -127,7 +127,7 @@ def best_of(
     return chosen[0] if chosen else max(scored, key=lambda record: sign * float(record[headline]), default=None)
 
 
-def typed(raw: Mapping[str, Any], metrics: Described = _CLASSIFICATION) -> dict[str, Any] | None:
+def typed(raw: Mapping[str, Any], metrics: Described) -> dict[str, Any] | None:
     """A record as others may rely on it; None without a split and a step.
 
     ``step`` is a count, everything measured a finite number or null (a loss that has diverged), percentages are 0 to
@@ -142,7 +142,7 @@ def typed(raw: Mapping[str, Any], metrics: Described = _CLASSIFICATION) -> dict[
         elif key == "epoch":
             fits = fileio.is_number(value) and 0 <= value < 1e9
         elif (metric := metrics.find(key)) is not None and metric.unit == "%":
-            fits = value is None or (fileio.is_number(value) and 0 <= value <= 100)
+            fits = value is None or (fileio.is_number(value) and metric.fits(value))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             fits, value = True, value if fileio.is_number(value) else None
         else:
@@ -163,6 +163,8 @@ _LOOKED_AT = 1 << 16
 """Bytes of the end that are read at first; more where no validation is among them."""
 LONGEST = 1 << 26
 _MOST_TRIES = 10_000
+_NO_METRICS = Described("", {})
+"""For those who want to know when a step was recorded alone."""
 
 
 @dataclass(frozen=True)
@@ -202,14 +204,15 @@ def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
     Raises:
         UserError: there is a file that cannot be read.
     """
+    metrics = described(run)
     try:
         with fileio.open_regular(run.metrics) as file:
             fileio.require_size(file, fileio.MOST_THINNED_BYTES)
             size, looked_at = os.fstat(file.fileno()).st_size, _LOOKED_AT
-            found = _standing(fileio.end_of(file, looked_at), pace_since)
+            found = _standing(fileio.end_of(file, looked_at), pace_since, metrics)
             while found.is_partial and looked_at < min(size, LONGEST):
                 looked_at = min(16 * looked_at, LONGEST)
-                found = _standing(fileio.end_of(file, looked_at), pace_since)
+                found = _standing(fileio.end_of(file, looked_at), pace_since, metrics)
             if not found.last and size > LONGEST:
                 raise OSError(None, f"There is no record in its last {LONGEST:,} bytes")
     except FileNotFoundError:
@@ -219,31 +222,31 @@ def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
     return found
 
 
-def _standing(content: bytes, pace_since: float | None) -> Standing:
-    last = _newest(content, b"\n", ("train", "val"))
-    val = last if last.get("split") == "val" else _newest(content, b'"split": "val"', ("val",))
-    train = last if last.get("split") == "train" else _newest(content, b'"split": "train"', ("train",))
+def _standing(content: bytes, pace_since: float | None, metrics: Described) -> Standing:
+    last = _newest(content, b"\n", ("train", "val"), metrics)
+    val = last if last.get("split") == "val" else _newest(content, b'"split": "val"', ("val",), metrics)
+    train = last if last.get("split") == "train" else _newest(content, b'"split": "train"', ("train",), metrics)
     pace = _pace(content, pace_since) if pace_since is not None else None
     return Standing(last, val, train, pace)
 
 
-def _newest(content: bytes, holding: bytes, splits: Sequence[str]) -> dict[str, Any]:
+def _newest(content: bytes, holding: bytes, splits: Sequence[str], metrics: Described) -> dict[str, Any]:
     """The last whole record of one of the splits, on a line that holds this; empty if there is none."""
     end = content.rfind(b"\n") + 1  # a line without its end is still being written
     for _ in range(_MOST_TRIES):
         if (found := content.rfind(holding, 0, end)) < 0:
             break
         begin = content.rfind(b"\n", 0, found) + 1
-        record = _record(content[begin : content.find(b"\n", found)])
+        record = _record(content[begin : content.find(b"\n", found)], metrics)
         if record is not None and record["split"] in splits:
             return record
         end = begin
     return {}
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _record(line: bytes, metrics: Described) -> dict[str, Any] | None:
     raw = fileio.parse_object(line) if len(line) < fileio.LONGEST_LINE else None
-    return typed(raw) if raw is not None else None
+    return typed(raw, metrics) if raw is not None else None
 
 
 def longest_pause(run: RunDir, since: float) -> float | None:
@@ -273,7 +276,7 @@ def _pace(content: bytes, since: float) -> float | None:
 
 def _timed(line: bytes) -> tuple[float, int] | None:
     """When a step was recorded, and which; None of what is no record."""
-    record = _record(line)
+    record = _record(line, _NO_METRICS)
     return (record["time"], record["step"]) if record is not None and "time" in record else None
 
 

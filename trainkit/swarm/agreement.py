@@ -30,7 +30,7 @@ _MODEL_LIBRARIES = ("timm", "torchvision")
 _DATA = "data"
 _CODE = "code of "
 # What decides about an update, and about what becomes of it at the end of a round.
-_ROOMS = ("data", "models", "training")
+_ROOMS = ("data", "models", "tasks", "training")
 _ROUNDS = ("exchange", "link", "messages", "sync_diloco", "sync_gradients")
 # Of a module's syntax tree.
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -47,7 +47,7 @@ def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]
         "model": _model(model),
         _DATA: _data(splits),
         "seed": str(config.seed),
-        **code_facts(_PACKAGE, [getattr(config, section).name for section in ("model", "data")]),
+        **code_facts(_PACKAGE, [getattr(config, section).name for section in ("model", "data", "task")]),
     }
     libraries = {type(part).__module__.partition(".")[0] for part in model.modules()}
     found |= installed()

@@ -78,7 +78,8 @@ class PeerProgress:
     received: Count = 0
     val_loss: Annotated[Number, Field(ge=-1e6, le=1e6)] | None = None
     """The last validation, of those who validate the common model."""
-    val_acc1: Annotated[Number, Field(ge=0.0, le=100.0)] | None = None
+    val_headline: Annotated[Number, Field(ge=-1e6, le=1e6)] | None = None
+    """And the metric that the task is judged by."""
     addresses: Annotated[Sequence[Annotated[str, Field(strict=True, max_length=200)]], Field(max_length=8)] = ()
     """Where others reach the peer; empty if they cannot."""
 

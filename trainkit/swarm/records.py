@@ -136,7 +136,7 @@ class RoundKeeper:
         where = self._where(box.index)
         rate = box.samples / box.seconds if box.seconds else None
         if box.samples:
-            numbers = {key: box.metrics[key] for key in ("loss", "acc1", "acc5")}
+            numbers = {key: value for key, value in box.metrics.items() if key != "samples"}
             swarm = {"peers": max(1, box.result.group), "swarm_images_per_sec": round(box.result.samples_per_sec, 2)}
             result = box.result
             link = {
@@ -240,8 +240,9 @@ class RoundKeeper:
         self._judges_from = 0.0 if self._unsaved else began + took / _SHARE_FOR_RECORDS
         if self._role == "anchor":
             return []
-        val = self._keeper.progress.val
-        return [f"val loss {val['loss']:.4f}  val acc1 {val['acc1']:.2f} %"]
+        metrics, val = self._keeper.parts.metrics, self._keeper.progress.val
+        shown = [key for key in dict.fromkeys(("loss", metrics.headline)) if key in val]
+        return ["  ".join(f"val {metrics.words(key, val[key])}" for key in shown)]
 
     def _save(self, rounds: int) -> bool:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""

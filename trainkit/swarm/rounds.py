@@ -189,7 +189,7 @@ def publish(p: Peer, index: int, box: Box | None = None) -> None:
         sent=box.result.bytes_up if box else 0,
         received=box.result.bytes_down if box else 0,
         val_loss=finite(p.progress.val.get("loss")),
-        val_acc1=finite(p.progress.val.get("acc1")),
+        val_headline=finite(p.progress.val.get(p.parts.metrics.headline)),
         addresses=list(p.addresses),  # the records know no tuples
     )
     p.dht.publish_progress(progress, LOST_AFTER * p.clock.seconds + 5.0)

@@ -29,8 +29,8 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, UserError
 from trainkit.strategies.base import AsItIs
 from trainkit.swarm.sync_diloco import CommonState
+from trainkit.tasks.meter import Meter
 from trainkit.training.building import alone, build
-from trainkit.training.meter import Meter
 from trainkit.training.parts import Parts
 from trainkit.training.update import Updater
 

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit import fileio, terminal
+from trainkit.config.task import LOSS, metrics_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import read_metrics
+from trainkit.run.metrics import Described, described, read_metrics
 from trainkit.swarm import address, invitations, reader
 from trainkit.swarm.address import ADDRESS_FILE
 from trainkit.swarm.admission import (
@@ -76,7 +77,8 @@ class View:
     loss: float | None
     """Mean over the peers' samples of their last round."""
     val: Mapping[str, float | None]
-    """``loss`` and ``acc1`` of the last validation of the common model, by its creator."""
+    """``loss`` and the headline of the last validation of the common model, by its creator."""
+    metrics: Described
     contributions: tuple[Contribution, ...] = ()
     """By the account of the run's creator, most samples first."""
     history: tuple[Mapping[str, Any], ...] = ()
@@ -159,7 +161,9 @@ def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None)
     rows = [_row(peer, own, creator, told.names.get(peer, ""), clock, now) for peer, own in told_of]
     rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
     samples = sum(row.samples for row in rows)
-    validated = told.progress.get(creator)
+    validated, metrics = told.progress.get(creator), _metrics_in(manifest)
+    headline = validated.val_headline if validated is not None else None
+    fits = headline is not None and metrics.metrics[metrics.headline].fits(headline)
     return View(
         name=terminal.one_line(manifest.name, 128),
         round=min(clock.index(now) + 1, clock.count),
@@ -167,7 +171,8 @@ def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None)
         running=not manifest.stopped and not clock.is_over(now),
         peers=tuple(rows),
         loss=sum(row.loss * row.samples for row in rows) / samples if samples else None,
-        val={"loss": validated and validated.val_loss, "acc1": validated and validated.val_acc1},
+        val={"loss": validated and validated.val_loss, metrics.headline: headline if fits else None},
+        metrics=metrics,
         # Anybody may publish such an account: only the creator's own counts.
         contributions=tuple(told.contributions.get(creator, ())),
         history=_history(run_dir) if run_dir else (),
@@ -184,6 +189,14 @@ def _clock_of(manifest: Manifest, told: Mapping[str, PeerProgress], creator: str
     heard = sorted(own.round for own in told.values())
     done = told[creator].round if creator in told else heard[len(heard) // 2] if heard else agreed.rounds
     return UpdateClock(agreed.round_seconds, manifest.first_round, agreed.rounds, lambda: done)
+
+
+def _metrics_in(manifest: Manifest) -> Described:
+    """Of the run's task, where that is one of ours: a stranger's file is not read for them."""
+    from trainkit.swarm.settings import adapted
+
+    task = adapted(manifest.config, (), allow_code=True).task.name
+    return Described("loss", {"loss": LOSS}) if ":" in task else metrics_of(task)
 
 
 def _row(peer: str, own: PeerProgress, creator: str, invited: str, clock: RoundClock, now: float) -> PeerRow:
@@ -212,7 +225,8 @@ def _from_records(run_dir: RunDir) -> View:
     records = read_metrics(run_dir, "train")
     last = records[-1] if records else {}
     history = _history(run_dir)
-    validated = history[-1] if history else {}
+    validated, metrics = history[-1] if history else {}, described(run_dir)
+    keys = ("loss", metrics.headline)
     return View(
         name=run_dir.name,
         round=int(last.get("round") or 0),
@@ -220,7 +234,8 @@ def _from_records(run_dir: RunDir) -> View:
         running=False,
         peers=(),
         loss=last.get("loss"),
-        val={key: value if fileio.is_number(value := validated.get(key)) else None for key in ("loss", "acc1")},
+        val={key: value if fileio.is_number(value := validated.get(key)) else None for key in keys},
+        metrics=metrics,
         contributions=tuple(Contributions.of(run_dir).best_first()),
         history=history,
     )
@@ -257,8 +272,9 @@ def status_lines(view: View) -> list[str]:
     ]
     words += [f"{view.samples_per_sec:,.0f} samples/s"] if view.peers else []
     words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
-    acc1, loss = view.val.get("acc1"), view.val.get("loss")
-    words += [f"val acc1 {acc1:.2f} %"] if acc1 is not None else [f"val loss {loss:.4f}"] if loss is not None else []
+    head = view.metrics.headline
+    measured = [key for key in (head, "loss") if view.val.get(key) is not None]
+    words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
     lines = terminal.wrapped(", ".join(words))
     if view.peers:
         rows = [_peer(row) for row in view.peers[:_MOST_SHOWN]]
@@ -266,8 +282,9 @@ def status_lines(view: View) -> list[str]:
         if len(view.peers) > _MOST_SHOWN:
             lines.append(f"  {len(view.peers) - _MOST_SHOWN} more peers are not shown; --json has them.")
     if view.history:
-        header = ("round", "peers", "train loss", "val loss", "val acc1")
-        keys = (("round", "d"), ("peers", "d"), ("train_loss", ".4f"), ("loss", ".4f"), ("acc1", ".2f"))
+        header = ("round", "peers", "train loss", "val loss", f"val {head}")
+        spec = view.metrics.metrics[head].spec
+        keys = (("round", "d"), ("peers", "d"), ("train_loss", ".4f"), ("loss", ".4f"), (head, spec))
         rows = [tuple(_cell(record.get(key), spec) for key, spec in keys) for record in view.history]
         lines += _indented(header, rows, ("peers", "train loss"))
     return lines
@@ -298,6 +315,7 @@ def leaderboard_lines(view: View) -> list[str]:
 def as_object(view: View) -> dict[str, Any]:
     """What a program may rely on; what is not known is null."""
     plain: dict[str, Any] = fileio.finite({**asdict(view), "samples_per_sec": view.samples_per_sec})
+    del plain["metrics"]
     return plain
 
 

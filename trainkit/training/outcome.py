@@ -19,14 +19,12 @@ from trainkit.monitor.loggers import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Remark, Writer
 from trainkit.run.folder import RunDir
-from trainkit.training import mistakes
+from trainkit.tasks.base import require_same_classes, told_classes
+from trainkit.tasks.meter import Mistakes, confusion_json, mistakes_json
 from trainkit.training.broken import share_broken
-from trainkit.training.classes import require_same_classes, told_classes
-from trainkit.training.confusion import told
-from trainkit.training.mistakes import Mistakes
+from trainkit.training.measurement import STEMS, measure, measure_saved
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress
-from trainkit.training.testing import STEMS, measure, measure_saved
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 
 # A run that diverges after each of so many checkpoints does so whatever the data.
@@ -102,20 +100,27 @@ class Keeper:
             return None
         result = found.metrics
         self.tell_broken()
-        config = self.parts.config
-        better = self.progress.judge(result, config.checkpoint.best, config.train.early_stopping_min_delta)
+        by, train = self.parts.judged_by, self.parts.config.train
+        metric = self.parts.metrics.find(by.removeprefix("val/"))
+        better = self.progress.judge(
+            result,
+            by,
+            higher_is_better=metric is None or metric.higher_is_better,
+            min_delta=train.early_stopping_min_delta,
+        )
         self.metrics.log({**where, "split": "val", **result})
         if better:
-            judged = "ema" if self.parts.config.checkpoint.best.startswith("val/ema_") else "raw"
-            self._show(found.mistakes[judged], "val", self.progress.step)
+            self._show(found.mistakes.get("ema" if by.startswith("val/ema_") else "raw"), "val", self.progress.step)
         return better
 
-    def _show(self, found: Mistakes, split: str, step: int) -> None:
+    def _show(self, found: Mistakes | None, split: str, step: int) -> None:
         """Keep the images that were told wrong most surely, for the report. Every rank must call it."""
-        images = found.read(self.parts.dist, self.parts.splits.info)
+        if found is None:
+            return
+        images = found.read(self.parts.dist)
         if self.parts.dist.is_main:
             with suppress(OSError):  # a full disk: pictures are nothing to end a run for
-                self._write(self.writer.run.mistakes(split), mistakes.told(images, split, step), None)
+                self._write(self.writer.run.mistakes(split), mistakes_json(images, split, step), None)
 
     def stops_early(self) -> bool:
         """So many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
@@ -132,7 +137,7 @@ class Keeper:
         parts, progress = self.parts, self.progress
         if progress.step >= parts.total_steps or not self.stops_early():
             return ""
-        by, name = parts.config.checkpoint.best, parts.config.schedule.name
+        by, name = parts.judged_by, parts.config.schedule.name
         why = f"{by} has not improved in {progress.stalled} validations in a row"
         if name in ("onecycle", "cosine", "wsd"):  # which come down towards the end
             why += f"; the schedule '{name}' was not finished: lr ended at {parts.lr_at(progress.step - 1):.2e}"
@@ -238,9 +243,10 @@ class Keeper:
         self.clock.to(END)
         self.tell_broken()
         if parts.dist.is_main and found.counts:  # before the record: loggers show it with that
-            self._write(self.writer.run.confusion, told(parts.splits.info, found.counts, split="test", step=best), None)
+            content = confusion_json(parts.splits.info, found.counts, split="test", step=best)
+            self._write(self.writer.run.confusion, content, None)
         self.metrics.log({**where, "split": "test", **found.metrics})
-        self._show(found.mistakes["raw"], "test", best)
+        self._show(found.mistakes.get("raw"), "test", best)
         return found.metrics
 
     def summarize(self, outcome: str, *, epochs: float, test: Mapping[str, float] | None, **more: Any) -> None:
@@ -257,7 +263,7 @@ class Keeper:
             "outcome": outcome,
             "steps": progress.step,
             "epochs": round(epochs, 4),
-            "best": {parts.config.checkpoint.best: progress.best},
+            "best": {parts.judged_by: progress.best},
             "best_step": progress.best_step,
             "val": progress.val,
             "test": test,

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from trainkit.config.checks import lost_when_resized
 from trainkit.config.schema import Config
+from trainkit.config.task import Described, judged_by, metrics_of
 from trainkit.data.base import Splits, normalize
 from trainkit.data.folders import Broken
 from trainkit.data.order import steps_per_epoch
 from trainkit.distributed.process_group import Distributed
 from trainkit.strategies.base import HasTensors, SharesOptimizer, Strategy
-from trainkit.training.class_weights import class_weights
+from trainkit.tasks import build_task
+from trainkit.tasks.base import Task
 from trainkit.training.ema import Ema
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import Precision
@@ -59,10 +61,19 @@ class Parts:
         return Ema(self.model, self.config.train.ema_decay) if self.config.train.ema_decay is not None else None
 
     @cached_property
-    def class_weights(self) -> Tensor | None:
-        """How much a sample of each class counts: float32 [num_classes] on the device; None: all alike."""
-        weights = class_weights(self.config.train.class_weights, self.splits)
-        return None if weights is None else torch.tensor(weights, dtype=torch.float32, device=self.dist.device)
+    def task(self) -> Task:
+        """Made when it is first asked for: a peer that does not train has no data to ask for the weights of classes."""
+        return build_task(self.config, self.splits)
+
+    @cached_property
+    def metrics(self) -> Described:
+        """What the task measures."""
+        return metrics_of(self.config.task.name)
+
+    @cached_property
+    def judged_by(self) -> str:
+        """What the best model is judged by, such as val/loss."""
+        return judged_by(self.config)
 
     def further_tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """What belongs into a checkpoint beside model and optimizer: file stem -> name -> tensor."""

@@ -60,21 +60,21 @@ class Progress:
         for item in fields(self):
             setattr(self, item.name, getattr(other, item.name))
 
-    def judge(self, val: dict[str, float], by: str, min_delta: float = 0.0) -> bool:
+    def judge(self, val: dict[str, float], by: str, *, higher_is_better: bool, min_delta: float = 0.0) -> bool:
         """Take note of a validation after the present step. Is this model the best so far?
 
         What is not a finite number is never better, and neither is a model whose loss is none: a score of some images
         is NaN then, whatever the accuracy on the others.
 
         Args:
-            by: ``checkpoint.best``: what it is judged by. A loss should be small, everything else large.
+            by: what it is judged by, such as val/loss.
             min_delta: by how much it must be better to be no stand-still, for early stopping.
         """
         name = by.removeprefix("val/")
         value = val[name]
         self.val, self.validated_step = val, self.step
         is_finite = all(math.isfinite(val.get(key, 0.0)) for key in (name, f"{'ema_' * name.startswith('ema_')}loss"))
-        sign = -1.0 if name in ("loss", "ema_loss") else 1.0
+        sign = 1.0 if higher_is_better else -1.0
         if self.best_by not in (None, by):  # two measures do not compare
             self.best = self.reference = None
 

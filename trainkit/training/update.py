@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from trainkit.data.augment import Augment
 from trainkit.data.base import Batch
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_random
-from trainkit.training.class_weights import divide_by_mean
-from trainkit.training.meter import Meter
+from trainkit.distributed.process_group import Distributed, local_part
+from trainkit.tasks.base import training_losses
+from trainkit.tasks.meter import Meter
 from trainkit.training.optim import set_lr
 from trainkit.training.parts import Parts
 from trainkit.training.precision import Stepped
@@ -30,16 +32,15 @@ class Update(NamedTuple):
 class Updater:
     """Makes updates of one model.
 
-    ``meter`` has the loss and the hits of all since it was last read. The loss is that of all samples alike, also where
-    some classes count for more: so it compares with that of validation. ``clock`` is told what time is spent on.
+    ``meter`` has the loss and the task's sums of all since it was last read. The loss is that of all samples alike,
+    also where some count for more: so it compares with that of validation. ``clock`` is told what time is spent on.
     """
 
     def __init__(self, parts: Parts, *, beat: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
-        self.meter = Meter(parts.dist)
+        self.meter = Meter(parts.task, parts.dist)
         self._parts, self._beat, self._clock = parts, beat, clock or Clock()
         self._augment = Augment(parts.config.augment, parts.splits.info, parts.normalized)
         self._parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
-        self._weights = parts.class_weights
 
     def __call__(self, batches: Iterator[Batch], *, lr: float, seed: int) -> Update:
         """Train on one global batch.
@@ -66,8 +67,8 @@ class Updater:
             clock.to(FORWARD)
             with p.strategy.grad_sync(p.model, enabled=is_last):
                 with p.precision.autocast():
-                    logits = p.model(images)
-                    losses = target.losses(logits.float(), train.label_smoothing, self._weights)
+                    output = p.model(images)
+                    losses = training_losses(p.task, output.float(), target)
                 if losses.weight is not None:
                     mean = losses.weight / passes
                     mean_weight = mean if mean_weight is None else mean_weight + mean
@@ -77,7 +78,7 @@ class Updater:
                     clock.watch_backward(share)
                 p.precision.backward(share)
             clock.to(OTHER)
-            self.meter.add(losses.plain, logits, target.labels)
+            self.meter.add(losses.plain, output, target.labels)
             total = share.detach() if total is None else total + share.detach()
         assert total is not None
         clock.to(OPTIMIZER)
@@ -89,3 +90,19 @@ class Updater:
         clock.step()
         self._beat()
         return Update(total, stepped)
+
+
+def divide_by_mean(mean: Tensor, parameters: Iterable[nn.Parameter], dist: Distributed) -> None:
+    """Make the gradients of a mean of weighted losses those of their weighted mean.
+
+    The mean weight is known only when all of a global batch has been seen, by all ranks together. Dividing the
+    gradients by it then, instead of each part by its own, gives the same on any number of ranks and micro batches.
+
+    Args:
+        mean: of the weights of this rank's samples, on the device; changed.
+    """
+    if dist.world_size > 1:
+        torch.distributed.all_reduce(mean)  # equally many samples a rank
+        mean /= dist.world_size
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    torch._foreach_div_([local_part(gradient) for gradient in gradients], mean)

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tests.rank_functions import run_ranks
+from tests.training.parts import parts_of
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.ranks.env import RankEnv
-from trainkit.training.meter import _MOST_PENDING, _MOST_PENDING_SCORES, Meter
+from trainkit.tasks.classification import Classification
+from trainkit.tasks.meter import _MOST_PENDING, _MOST_PENDING_SCORES, Meter
 
 # Of 7 classes; the right one is 0. It is first, second, fifth and sixth of the scores.
 LOGITS = torch.tensor(
@@ -20,10 +22,11 @@ LOGITS = torch.tensor(
 LABELS = torch.zeros(4, dtype=torch.int64)
 LOSSES = torch.tensor([0.5, 1.0, 2.0, 4.5])
 ALL = slice(None)
+TASK = Classification(parts_of().splits.info, 0.0, None)
 
 
 def meter() -> Meter:
-    return Meter(Distributed(RankEnv.single(), torch.device("cpu")))
+    return Meter(TASK, Distributed(RankEnv.single(), torch.device("cpu")))
 
 
 def add(one: Meter, part: slice = ALL) -> None:
@@ -74,14 +77,14 @@ def test_small_losses_are_not_lost_beside_a_large_one() -> None:
 
 def test_counts_stay_exact_where_float32_has_no_odd_numbers() -> None:
     one = meter()
-    one._hits.fill_(2**24)
+    one.go_on([0.0, 0, 2**24, 5 * 2**24])
     add(one, slice(0, 1))
-    assert one.sums() == (0.5, 1, 2**24 + 1, 5 * 2**24 + 1)
+    assert one.sums() == [0.5, 1, 2**24 + 1, 5 * 2**24 + 1]
 
 
 def test_the_sums_are_on_the_ranks_device() -> None:
-    one = Meter(Distributed(RankEnv.single(), torch.device("meta")))
-    assert {one._loss.device.type, one._hits.device.type} == {"meta"}
+    one = Meter(TASK, Distributed(RankEnv.single(), torch.device("meta")))
+    assert one._loss.device.type == "meta"
 
 
 def test_it_keeps_no_graph_of_what_it_adds() -> None:
@@ -94,7 +97,7 @@ def test_it_keeps_no_graph_of_what_it_adds() -> None:
 
 def _measured(env: RankEnv) -> dict[str, float]:
     with distributed(env, use_gpu=False) as dist:
-        one = Meter(dist)
+        one = Meter(TASK, dist)
         part = slice(0, 1) if dist.rank == 0 else slice(1, 4)
         add(one, part)
         return one.read()
@@ -130,7 +133,7 @@ def test_large_batches_are_put_off_less_often() -> None:
 
 def _told(env: RankEnv) -> tuple[list[float], dict[str, float], list[float]]:
     with distributed(env, use_gpu=False) as dist:
-        one = Meter(dist)
+        one = Meter(TASK, dist)
         add(one)
         read = one.read(tell=env.rank + 0.5)
         told = one.told
@@ -167,4 +170,4 @@ def test_a_class_whose_score_is_minus_infinity_is_never_a_hit() -> None:
     logits[0, 3] = 1.0
     for label in range(7):
         one.add(torch.tensor(1.0), logits, torch.tensor([label]))
-    assert one.sums() == (7.0, 7, 1, 1)
+    assert one.sums() == [7.0, 7, 1, 1]

@@ -12,7 +12,7 @@ from tests.training.parts import Formats, Linear, parts_of
 from trainkit.data.base import normalize
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
-from trainkit.training.evaluate import evaluate, sync_buffers
+from trainkit.training.measurement import evaluate, sync_buffers
 from trainkit.training.parts import Parts
 
 

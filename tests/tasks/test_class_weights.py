@@ -18,7 +18,7 @@ from trainkit.errors import UserError
 from trainkit.experiment import run
 from trainkit.ranks.env import RankEnv
 from trainkit.ranks.signals import StopFlag
-from trainkit.training.class_weights import class_weights
+from trainkit.tasks.classification import weights_of
 from trainkit.training.update import Updater
 
 WEIGHTS = (5.0, 1.0, 0.25, 2.0, 1.0, 3.0, 0.5)
@@ -52,13 +52,13 @@ def splits_of(labels: list[int]) -> Any:
 
 def test_balanced_is_samples_by_classes_and_samples_of_the_class() -> None:
     labels = [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 6]
-    weights = class_weights("balanced", splits_of(labels))
+    weights = weights_of("balanced", splits_of(labels))
     assert weights == [11 / (7 * labels.count(label)) for label in range(7)]
 
 
 def test_balanced_names_a_class_without_samples() -> None:
     with pytest.raises(UserError, match="has none of class 3, class 5"):
-        class_weights("balanced", splits_of([0, 1, 2, 4, 6]))
+        weights_of("balanced", splits_of([0, 1, 2, 4, 6]))
 
 
 class Unlabelled:
@@ -74,12 +74,12 @@ class Unlabelled:
 def test_data_that_does_not_tell_its_labels_is_not_read_for_them() -> None:
     splits = replace(parts_of().splits, train=Unlabelled(), in_memory=False)
     with pytest.raises(UserError, match="does not tell them"):
-        class_weights("balanced", splits)
+        weights_of("balanced", splits)
 
 
 def test_as_many_weights_as_classes() -> None:
     with pytest.raises(UserError, match="has 2 weights, and synthetic has 7 classes"):
-        class_weights((1.0, 2.0), parts_of().splits)
+        weights_of((1.0, 2.0), parts_of().splits)
 
 
 def test_a_wrong_number_of_weights_is_refused_before_there_is_a_run() -> None:

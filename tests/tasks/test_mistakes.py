@@ -19,9 +19,10 @@ from trainkit.distributed.process_group import distributed
 from trainkit.inference import evaluate_checkpoint
 from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir
-from trainkit.training.evaluate import evaluate
-from trainkit.training.mistakes import LONGEST_SIDE, MOST, Mistakes
+from trainkit.tasks.meter import LONGEST_SIDE, MOST, Mistakes
+from trainkit.training.measurement import evaluate
 
+TASK = parts_of().task
 Told = tuple[str, str, float]
 
 
@@ -41,9 +42,9 @@ def by_hand() -> list[Told]:
 def _measured(env: RankEnv) -> list[Told]:
     with distributed(env, use_gpu=False) as dist:
         parts = parts_of("train.global_batch_size=12", "train.micro_batch_size=2", dist=dist)
-        mistakes = Mistakes()
+        mistakes = Mistakes(TASK)
         evaluate(parts, parts.splits.val, mistakes=mistakes)
-        return [(item["label"], item["told"], item["confidence"]) for item in mistakes.read(dist, parts.splits.info)]
+        return [(item["label"], item["told"], item["confidence"]) for item in mistakes.read(dist)]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -55,32 +56,31 @@ def test_they_are_the_surest_of_the_whole_split_on_any_number_of_ranks(world_siz
 
 
 def test_the_surest_of_many_batches_are_kept_and_no_more() -> None:
-    mistakes, parts = Mistakes(), parts_of()
+    mistakes, parts = Mistakes(TASK), parts_of()
     sureness = torch.rand(5, 20, generator=torch.Generator().manual_seed(0))
     for batch in sureness:
         logits = torch.zeros(20, 6)
         logits[:, 1] = 3 + batch
         mistakes.add(torch.zeros(20, 1, 8, 8, dtype=torch.uint8), logits, torch.zeros(20).long(), torch.ones(20) > 0)
-    found = [item["confidence"] for item in mistakes.read(parts.dist, parts.splits.info)]
+    found = [item["confidence"] for item in mistakes.read(parts.dist)]
     largest = (3 + sureness.flatten().sort(descending=True).values[:MOST]).exp()
     assert found == pytest.approx((largest / (largest + 5)).tolist(), abs=1e-4)
 
 
 def test_padding_right_answers_and_what_is_not_finite_are_no_mistakes() -> None:
-    info = parts_of().splits.info
-    mistakes, images = Mistakes(), torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
+    mistakes, images = Mistakes(TASK), torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
     logits = torch.eye(4, 10) * 9
     logits[2] = float("nan")
     mistakes.add(images, logits, torch.tensor([0, 5, 5, 5]), torch.tensor([True, True, True, False]))
-    found = mistakes.read(parts_of().dist, info)
+    found = mistakes.read(parts_of().dist)
     assert [(item["label"], item["told"]) for item in found] == [("class 5", "class 1")]
 
 
 def test_large_images_are_made_small() -> None:
-    mistakes = Mistakes()
+    mistakes = Mistakes(TASK)
     images = torch.full((1, 3, 224, 200), 7, dtype=torch.uint8)
     mistakes.add(images, torch.eye(1, 10), torch.tensor([3]), torch.tensor([True]))
-    (item,) = mistakes.read(parts_of().dist, parts_of().splits.info)
+    (item,) = mistakes.read(parts_of().dist)
     with Image.open(io.BytesIO(base64.b64decode(item["png"]))) as picture:
         assert (picture.format, picture.mode, max(picture.size)) == ("PNG", "RGB", LONGEST_SIDE)
         assert picture.getpixel((5, 5)) == (7, 7, 7)
@@ -103,10 +103,8 @@ def test_a_run_leaves_those_of_its_best_weights_and_evaluating_it_makes_them_ane
 
 
 def test_images_whose_scores_are_not_finite_have_no_surest_class() -> None:
-    mistakes, parts = Mistakes(), parts_of()
+    mistakes, parts = Mistakes(TASK), parts_of()
     logits = torch.zeros(3, 7)
     logits[0], logits[1, 4], logits[2, 1] = float("nan"), float("inf"), 5.0
     mistakes.add(torch.zeros(3, 3, 4, 4, dtype=torch.uint8), logits, torch.tensor([1, 2, 3]), torch.ones(3).bool())
-    assert [(item["label"], item["told"]) for item in mistakes.read(parts.dist, parts.splits.info)] == [
-        ("class 3", "class 1")
-    ]
+    assert [(item["label"], item["told"]) for item in mistakes.read(parts.dist)] == [("class 3", "class 1")]

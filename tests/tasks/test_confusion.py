@@ -13,9 +13,9 @@ from tests.training.parts import Linear, parts_of
 from trainkit.data.base import normalize
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
-from trainkit.training import confusion
-from trainkit.training.confusion import NO_CLASS, ClassCounts, Confusion
-from trainkit.training.evaluate import evaluate
+from trainkit.tasks.meter import NO_CLASS, ClassCounts, Confusion, confusion_json
+from trainkit.training import measurement
+from trainkit.training.measurement import evaluate, measure
 
 
 def by_hand() -> dict[tuple[int, int], int]:
@@ -31,8 +31,7 @@ def by_hand() -> dict[tuple[int, int], int]:
 def _counted(env: RankEnv) -> tuple[dict[tuple[int, int], int], float]:
     with distributed(env, use_gpu=False) as dist:
         parts = parts_of("train.global_batch_size=12", "train.micro_batch_size=2", dist=dist)
-        counts = Confusion.of(parts.splits.info, dist)
-        assert counts is not None
+        counts = Confusion(parts.splits.info.num_classes, dist)
         result = evaluate(parts, parts.splits.val, confusion=counts)
         assert result is not None
         return dict(counts.read().pairs), result["acc1"]
@@ -56,22 +55,26 @@ def test_images_whose_scores_are_not_finite_are_told_as_no_class() -> None:
     parts = parts_of()
     counts, logits = Confusion(7, parts.dist), torch.zeros(4, 7)
     logits[0, 0], logits[1, 6], logits[2, 2], logits[3, 5] = float("nan"), float("inf"), 1.0, -float("inf")
-    counts.add(logits, torch.tensor([0, 6, 2, 1]), torch.tensor([True, True, True, False]))
+    counts.add(parts.task.taken_for(logits), torch.tensor([0, 6, 2, 1]), torch.tensor([True, True, True, False]))
     found = counts.read()
     assert found.pairs == {(0, 7): 1, (6, 7): 1, (2, 2): 1}
     assert sum(right for _, right in found.per_class(7)) == 1
-    content = confusion.told(parts.splits.info, {"raw": found})
+    content = confusion_json(parts.splits.info, {"raw": found})
     assert content["classes"] == [*parts.splits.info.class_names, NO_CLASS]
-    assert confusion.told(parts.splits.info, {"raw": ClassCounts({(0, 6): 1})})["classes"] == list(
+    assert confusion_json(parts.splits.info, {"raw": ClassCounts({(0, 6): 1})})["classes"] == list(
         parts.splits.info.class_names
     )
 
 
 def test_a_matrix_that_nobody_could_look_at_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of()
-    assert Confusion.of(parts.splits.info, parts.dist) is not None
-    monkeypatch.setattr(confusion, "MOST_CLASSES", 6)
-    assert Confusion.of(parts.splits.info, parts.dist) is None
+    found = measure(parts, parts.splits.val, confusion=True)
+    assert found is not None
+    assert list(found.counts) == ["raw"]
+    monkeypatch.setattr(measurement, "MOST_CLASSES", 6)
+    found = measure(parts, parts.splits.val, confusion=True)
+    assert found is not None
+    assert not found.counts
 
 
 def test_a_run_leaves_the_counts_of_both_weights_on_the_test_images(tmp_path: Path) -> None:

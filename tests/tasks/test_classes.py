@@ -16,7 +16,7 @@ from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.data.base import Splits
 from trainkit.errors import UserError
-from trainkit.training.classes import told_classes
+from trainkit.tasks.base import told_classes
 from trainkit.training.outcome import go_on
 from trainkit.training.parts import Parts
 from trainkit.training.progress import Progress

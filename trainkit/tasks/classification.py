@@ -1,0 +1,134 @@
+"""Classification: each image shows one class. Cross entropy, the accuracies, and which class is taken for which."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.errors import UserError
+from trainkit.tasks.base import Task
+
+if TYPE_CHECKING:
+    from trainkit.data.base import DataInfo, Samples, Splits
+
+METRICS = {"acc1": ("%", "higher", "Top-1 accuracy"), "acc5": ("%", "higher", "Top-5 accuracy")}
+HEADLINE = "acc1"
+LABELS = "one"
+TAKES = ("label_smoothing", "class_weights")
+_TOP = 5
+_KEY = "train.class_weights"
+
+
+class Classification(Task):
+    """``weights``: how much a sample of each class counts; None: all alike."""
+
+    def __init__(self, info: DataInfo, label_smoothing: float, weights: Sequence[float] | None) -> None:
+        self._info, self._label_smoothing = info, label_smoothing
+        self._weights = None if weights is None else torch.tensor(weights, dtype=torch.float32)
+
+    def loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
+        """Cross entropy."""
+        return functional.cross_entropy(output, target, reduction=reduction)
+
+    def training_loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:
+        """Cross entropy against smoothed labels."""
+        return functional.cross_entropy(output, target, label_smoothing=self._label_smoothing, reduction=reduction)
+
+    def weights(self, target: Tensor) -> Tensor | None:
+        """Those of the samples' classes."""
+        if self._weights is None:
+            return None
+        self._weights = self._weights.to(target.device)
+        return self._weights[target]
+
+    def sums(self, output: Tensor, target: Tensor) -> Tensor:
+        """Whether the label is the highest score, and among the five highest: bool [N, 2]."""
+        hits = top_classes(output) == target[:, None]
+        return torch.stack([hits[:, 0], hits.any(1)], dim=1)
+
+    def metrics(self, sums: Sequence[float], samples: int) -> dict[str, float]:
+        """``acc1`` and ``acc5`` in percent."""
+        return {name: 100.0 * hits / samples for name, hits in zip(METRICS, sums, strict=True)}
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        """They add up to 1."""
+        return output.softmax(dim=1)
+
+    def wrong(self, output: Tensor, target: Tensor) -> Tensor:
+        """The probability of the class that an image is wrongly taken for."""
+        told = self.taken_for(output)
+        sure = output.softmax(dim=1).gather(1, told.clamp(min=0)[:, None])[:, 0]
+        return sure.where((told >= 0) & (told != target), -1.0)
+
+    def words(self, output: Tensor, target: Tensor) -> tuple[str, str]:
+        """The names of the two classes."""
+        names = self._info.class_names
+        return names[int(target)], names[int(self.taken_for(output[None]))]
+
+    def taken_for(self, output: Tensor) -> Tensor:
+        """The highest score."""
+        return top_classes(output)[:, 0]
+
+
+def build(splits: Splits, label_smoothing: float = 0.0, class_weights: str | Sequence[float] | None = None) -> Task:
+    """One class an image."""
+    return Classification(splits.info, label_smoothing, weights_of(class_weights, splits))
+
+
+def top_classes(logits: Tensor) -> Tensor:
+    """The classes with the highest scores, the best first: int64 [N, 5], or as many as there are classes.
+
+    -1 where the scores do not tell a class: everywhere in a row with a NaN or +inf, for its probabilities are NaN, and
+    in the place of a score of -inf. (`topk` takes NaN for the highest score, which would be class 0 of a row of NaN.)
+    """
+    scores, classes = logits.topk(min(_TOP, logits.shape[1]), dim=1)
+    return classes.where(scores.isfinite() & scores[:, :1].isfinite(), -1)
+
+
+def weights_of(asked: str | Sequence[float] | None, splits: Splits) -> list[float] | None:
+    """A weight for each class. ``balanced``: samples / (classes * samples of the class), as scikit-learn has it.
+
+    Raises UserError for another number of weights than of classes, and where the classes cannot be balanced.
+    """
+    classes = splits.info.num_classes
+    if asked is None:
+        return None
+    if asked != "balanced":
+        if len(asked) != classes:
+            raise UserError(
+                f"{_KEY} has {len(asked)} weights, and {splits.info.name} has {classes} classes.",
+                why="Each class has one, in the order of the labels.",
+                fix=f"Give {classes} numbers, or {_KEY}=balanced.",
+                key=_KEY,
+            )
+        return [float(weight) for weight in asked]
+    counts = Counter(_labels(splits.train, splits))
+    absent = [splits.info.class_names[label] for label in range(classes) if not counts[label]]
+    if absent:
+        raise UserError(
+            f"{_KEY}=balanced needs samples of each class; {splits.info.name} has none of {', '.join(absent[:3])}.",
+            why="The weight of a class is one divided by its share of the training data.",
+            fix=f"Give {classes} numbers as {_KEY}, or add images.",
+            key=_KEY,
+        )
+    return [len(splits.train) / (classes * counts[label]) for label in range(classes)]
+
+
+def _labels(samples: Samples, splits: Splits) -> Iterable[int]:
+    known = getattr(samples, "labels", None)
+    if known is not None:
+        labels: Iterable[int] = known.tolist() if isinstance(known, Tensor) else known
+        return labels
+    if splits.in_memory:
+        return (samples[index][1] for index in range(len(samples)))
+    raise UserError(
+        f"{_KEY}=balanced needs the labels of {splits.info.name}, which does not tell them.",
+        why="Each image would have to be read for its label.",
+        fix=f"Give {splits.info.num_classes} numbers as {_KEY}, or add `labels` to the data set's samples.",
+        key=_KEY,
+    )
