@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import fileio, terminal
 from trainkit.errors import RefusedError, UserError
@@ -24,7 +24,9 @@ from trainkit.swarm.access import BANNED, REVOKED
 from trainkit.swarm.admission import KEY_FILE, Admission, Member, owner_of
 from trainkit.swarm.invitations import GUESTS, RANKS, Pass, UntrustedError, credited, date
 from trainkit.swarm.messages import PeerProgress
-from trainkit.swarm.robust import Action, Round, Verdict
+
+if TYPE_CHECKING:  # `swarm status` reads bans without torch
+    from trainkit.swarm.robust import Action, Round, Verdict
 
 # Rounds in a row in which a peer's contribution was dropped; one may be a fault on the way, or of a broken GPU.
 STRIKES = 3
