@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,6 +22,7 @@ from trainkit.errors import UserError
 from trainkit.report.document import Table
 from trainkit.report.facts import collect
 from trainkit.report.write_html import table, write_page
+from trainkit.report.write_markdown import write_logbook
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
@@ -382,10 +385,14 @@ def write_odd_run(path: Path, rng: random.Random) -> RunDir:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_a_stranger_has_recorded_there_is_a_page_with_places_that_exist(seed: int, tmp_path: Path) -> None:
+def test_of_any_record_of_a_stranger_there_is_a_report_with_places_that_exist(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     for case in range(20):
         runs = [write_odd_run(tmp_path / str(case) / f"run-{at}", rng) for at in range(rng.randint(1, 3))]
-        text = write_page(collect(runs), tmp_path / str(case)).read_text()
-        assert Document(text).sections() != []
-        assert re.findall(r' (?:d|x|y|x1|x2|cx|cy|width|data-[a-z]+)="[^"]*\b(?:nan|inf)\b[^"]*"', text) == []
+        texts = [write_page(collect(runs), tmp_path / str(case)).read_text()]
+        assert Document(texts[0]).sections() != []
+        with suppress(UserError):  # nothing of it has begun
+            drawn = [path for path in write_logbook(collect(runs), tmp_path / str(case)) if path.suffix == ".svg"]
+            texts += [path.read_text() for path in drawn if ElementTree.parse(path)]
+        for text in texts:
+            assert re.findall(r' (?:d|x|y|x1|x2|cx|cy|width|data-[a-z]+)="[^"]*\b(?:nan|inf)\b[^"]*"', text) == []

@@ -387,4 +387,5 @@ def test_a_task_is_told_by_its_own_metrics(make_run: MakeRun, tmp_path: Path) ->
     assert book.index("lr=2e-3\n") < book.index("lr=1e-3\n"), "the smaller error first"
     assert "| val, best checkpoint | 40 | 4.0 | 1.5000 | 1.5000 px |" in book
     assert "Mean error <" in page
+    assert "images that were told wrong" not in book
     assert not [text for text in (book, page) if "acc1" in text or "accuracy" in text.lower()]

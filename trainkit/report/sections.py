@@ -1,5 +1,4 @@
-"""The sections of a report, in order, and those that are tables: settings, results, costs. A new section is one
-function in `SEVERAL` or `RUNS`."""
+"""The sections of a report, in order, and those that are tables. A new section is a function in `SEVERAL` or `RUNS`."""
 
 from __future__ import annotations
 
@@ -85,11 +84,6 @@ def headline(facts: Facts) -> tuple[str, str]:
     return f"Not finished: {facts.steps:,}{of} steps.", alarm
 
 
-def again(facts: Facts) -> str:
-    """The command that repeats a run."""
-    return terminal.command("submit", facts.run_dir.config, "--again")
-
-
 def asked(facts: Facts) -> list[Part]:
     """The command that made the run, and what it changed of the preset."""
     command, preset = command_of(facts)
@@ -102,14 +96,14 @@ def asked(facts: Facts) -> list[Part]:
 
 
 def command_of(facts: Facts) -> tuple[str, str]:
-    """The command that made the run, and the preset that it names; empty where that is not known."""
+    """The command that made the run, and its preset; empty where they are not known."""
     words = _command(facts)
     names = [word for word in words[3:] if not word.startswith("-") and "=" not in word]
     return shlex.join(words), next((name for name in names if _preset(name) is not None), "")
 
 
 def given(facts: Facts) -> dict[str, str]:
-    """Settings that the command, or the sweep for this very run, gave: key and value as they were written."""
+    """Settings given by the command, or by the sweep for this run, as they were written."""
     found = _command(facts)
     of_flags = {word for before, word in pairwise(found) if before.startswith("-")}  # --sweep optim.lr=1e-3,3e-3
     pairs = (word.partition("=") for word in found if re.match(r"[a-z_.]+=", word) and word not in of_flags)
@@ -136,10 +130,10 @@ def changed_rows(facts: Facts) -> list[Row]:
 
 @cache
 def _preset(name: str) -> dict[str, Any] | None:
-    """The settings of a preset as it is now; None where it cannot be read here."""
+    """The settings of a preset as it is now; None where it cannot be read."""
     try:
         return dict(flatten(load(name).config.model_dump(mode="json")))
-    except (TrainkitError, OSError):  # the user's own, in another folder
+    except (TrainkitError, OSError):  # a preset of the user in another folder
         return None
 
 
@@ -284,7 +278,8 @@ def missing(facts: Facts) -> list[Part]:
         found.append(["validation metrics: no evaluation was reached"])
     if facts.test is None:
         found.append(["test metrics: ", Code(terminal.command("evaluate", facts.run_dir.path)), " measures them"])
-    if facts.val and not facts.run_dir.mistakes("val").exists():
+    has_classes = facts.run_dir.confusion.exists() or not facts.run_dir.task.exists()
+    if facts.val and has_classes and not facts.run_dir.mistakes("val").exists():
         measure = Code(terminal.command("evaluate", facts.run_dir.path, "--split", "val"))
         found.append(["images that were told wrong: ", measure, " keeps them"])
     if not facts.summary:
@@ -312,7 +307,7 @@ def places(facts: Facts) -> list[Part]:
         lines.append(["curves: ", Code(f"tensorboard --logdir {terminal.path(run_dir.tensorboard)}")])
     if any(run_dir.wandb.glob("offline-run-*")):
         lines.append(["upload to Weights & Biases: ", Code(f"wandb sync {terminal.path(run_dir.wandb)}/offline-run-*")])
-    return [Items([*lines, ["repeat it: ", Code(again(facts))]])]
+    return [Items([*lines, ["repeat it: ", Code(terminal.command("submit", run_dir.config, "--again"))]])]
 
 
 SEVERAL: Sequence[Callable[[Sequence[Facts]], Section]] = (comparison, scaling)

@@ -35,7 +35,7 @@ from trainkit.report.document import (
     text,
 )
 from trainkit.report.facts import Facts
-from trainkit.report.sections import again, headline, is_sweep, of_runs, of_several
+from trainkit.report.sections import headline, is_sweep, of_runs, of_several
 from trainkit.report.write_markdown import written_to
 from trainkit.run.folder import run_at
 
@@ -83,15 +83,12 @@ def page(runs: Sequence[Facts]) -> str:
     )
     links = [tag("li", tag("a", each.title, href=f"#{each.name}")) for each in sections]
     figures = _figures(runs[0]) if len(runs) == 1 else None
-    repeat = [
-        tag("p", f.label if len(runs) > 1 else "Repeat it", ": ", tag("code", again(f))) for f in runs[:_MOST_LINES]
-    ]
     body = tag(
         "body",
         tag("header", tag("h1", title), *_lead(runs, sweep), figures),
         tag("nav", tag("ul", *links), aria_label="parts of this report"),
         tag("main", *map(_section, sections)),
-        tag("footer", *repeat, tag("p", f"Made by trainkit, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}.")),
+        tag("footer", tag("p", f"Made by trainkit, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}.")),
         Html(f"<script>{script}</script>"),
     )
     return f"<!doctype html>\n{MARK}\n{tag('html', head, body, lang='en')}\n"
