@@ -103,6 +103,11 @@ def test_slow_runs_have_the_decimals_that_the_comparison_has(make_run: MakeRun) 
     assert page.text.count("median 10.5") == 4, "in the chart and in the table"
 
 
+def test_a_run_of_one_epoch_is_drawn_over_its_steps(make_run: MakeRun) -> None:
+    assert list(page_of(make_run(steps=20)).series()["Loss, train"]) == [10, 20]
+    assert max(page_of(make_run("ddp-0002")).series()["Loss, train"]) == 20, "epochs"
+
+
 def test_an_axis_of_percent_ends_at_100(make_run: MakeRun) -> None:
     page = page_of(make_run())  # whose top-5 accuracy is 100 throughout
     (top5,) = (svg for svg in page.named("svg") if str(svg.get("aria-label")).startswith("Top-5"))
