@@ -87,7 +87,7 @@ def test_the_loader_is_measured_alone_and_while_it_feeds_the_model(tmp_path: Pat
     assert all("loads_per_sec" in row.extra and 0 <= row.extra["data_share"] <= 1 for row in results.rows[1:])
 
 
-def test_inference_is_measured_by_batch_on_one_device_where_there_is_no_other(tmp_path: Path) -> None:
+def test_inference_is_measured_by_batch_on_one_device(tmp_path: Path) -> None:
     results, samples = measured(folder(tmp_path, "dp-inference", "1", "32", updates=5))
     assert {one["arm"]: one["images"] for one in samples} == {"one device, 1": 5, "one device, 32": 160, CONTROL: 5}
     assert [name for name, _ in results.left_out] == ["DataParallel"]

@@ -306,7 +306,7 @@ def test_the_words_of_another_attempt_are_not_those_of_this(run: RunDir) -> None
     assert (newest.name, first.name) == ("segfault", "killed")
 
 
-def test_where_all_ranks_waited_the_one_with_the_fewest_collectives_is_behind(run: RunDir) -> None:
+def test_where_all_waited_the_rank_with_the_fewest_collectives_is_behind(run: RunDir) -> None:
     words = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)\nlast enqueued work: {}, last completed"
     (run.attempt_logs(0) / "rank-0.err").write_text(words.format(11))
     cause = diagnose(run, rank=words.format(12))

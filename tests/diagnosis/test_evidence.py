@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.diagnosis.evidence import crash_of, failure_of, last_error, tail_of, traceback_of
+from trainkit.diagnosis.evidence import Failure, Traceback, crash_of, failure_of, last_error, tail_of, traceback_of
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
@@ -33,6 +33,12 @@ def run(tmp_path: Path) -> RunDir:
     return run_dir
 
 
+def first_failure(run: RunDir, attempt: int | None = None) -> Failure:
+    failure = failure_of(run, attempt)
+    assert failure is not None
+    return failure
+
+
 def err(run: RunDir, attempt: int, rank: int, text: str, when: float) -> None:
     path = run.attempt_logs(attempt) / f"rank-{rank}.err"
     path.write_text(text)
@@ -44,8 +50,7 @@ def test_the_first_rank_that_said_it_failed_is_the_one(run: RunDir) -> None:
     append_event(run, "failed", attempt=1, rank=2, error="ValueError: bad")
     append_event(run, "failed", attempt=1, rank=0, error="connection closed by peer")
     err(run, 1, 2, TRACEBACK.format("bad"), 20)
-    failure = failure_of(run)
-    assert failure is not None
+    failure = first_failure(run)
     assert (failure.rank, failure.error) == (2, "ValueError: bad")
     assert failure.traceback[0].startswith("Traceback")
     assert failure.traceback[-1] == "ValueError: bad"
@@ -54,8 +59,7 @@ def test_the_first_rank_that_said_it_failed_is_the_one(run: RunDir) -> None:
 def test_an_earlier_attempt_can_be_asked_for(run: RunDir) -> None:
     append_event(run, "failed", attempt=0, rank=3, error="first")
     append_event(run, "failed", attempt=1, rank=1, error="second")
-    failure = failure_of(run, 0)
-    assert failure is not None
+    failure = first_failure(run, 0)
     assert failure.rank == 3
 
 
@@ -63,23 +67,20 @@ def test_without_events_the_oldest_traceback_is_the_one(run: RunDir) -> None:
     err(run, 1, 0, TRACEBACK.format("peer is gone"), 30)
     err(run, 1, 1, TRACEBACK.format("the cause"), 20)
     err(run, 1, 2, "no traceback here\n", 10)
-    failure = failure_of(run)
-    assert failure is not None
+    failure = first_failure(run)
     assert (failure.rank, failure.error) == (1, "ValueError: the cause")
 
 
 def test_tracebacks_are_read_without_the_prefix_that_torch_puts_before_them(run: RunDir) -> None:
     lines = TRACEBACK.format("prefixed").splitlines()
     err(run, 1, 1, "\n".join(f"[rank1]: {line}" for line in lines), 20)
-    failure = failure_of(run)
-    assert failure is not None
+    failure = first_failure(run)
     assert failure.traceback[-1] == "ValueError: prefixed"
 
 
 def test_a_rank_that_was_killed_is_known_from_sruns_words(run: RunDir) -> None:
     (run.logs / "batch.out").write_text("srun: error: n2: task 3: Killed\nsrun: error: n1: tasks 0-1: Terminated\n")
-    failure = failure_of(run)
-    assert failure is not None
+    failure = first_failure(run)
     assert (failure.rank, failure.error, failure.traceback) == (3, "Killed (on n2)", ())
 
 
@@ -106,6 +107,12 @@ BAR = "  0%|          | 0/10 [00:00<?, ?it/s]\r 10%|#         | 1/10 [00:01<00:0
 NOISE = (
     "[W1106 12:00:00.000000000 socket.cpp:464] [c10d] The server socket has failed to bind: Address already in use\n"
 )
+
+
+def last_traceback(stderr: Path) -> Traceback:
+    found = traceback_of(stderr)
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -144,8 +151,7 @@ def test_the_error_is_found(stderr: Path, text: str, error: str) -> None:
 
 def test_what_others_say_while_the_process_ends_is_no_part_of_its_error(stderr: Path) -> None:
     stderr.write_text(RAISED.format("KeyError: 'x'") + NOISE)
-    found = traceback_of(stderr)
-    assert found is not None
+    found = last_traceback(stderr)
     assert found.message == "KeyError: 'x'"
 
 
@@ -159,16 +165,13 @@ def test_a_traceback_cut_off_is_none_and_an_older_one_ended_no_rank(stderr: Path
     assert traceback_of(stderr) is None
 
 
-def test_an_error_is_caused_by_what_it_was_raised_from_not_what_it_handled(stderr: Path) -> None:
-    first, last = RAISED.format("OSError: disk"), RAISED.format("RuntimeError: not saved")
-    stderr.write_text(first + CAUSE + last)
-    found = traceback_of(stderr)
-    assert found is not None
-    assert (found.error, found.first, "OSError" in found.causes) == ("RuntimeError: not saved", "OSError: disk", True)
-    stderr.write_text(first + HANDLED + last)
-    found = traceback_of(stderr)
-    assert found is not None
-    assert (found.error, found.first, "OSError" in found.causes) == ("RuntimeError: not saved", "OSError: disk", False)
+@pytest.mark.parametrize(("words", "caused"), [(CAUSE, True), (HANDLED, False)], ids=["raised from", "being handled"])
+def test_an_error_is_caused_by_what_it_was_raised_from_not_what_it_handled(
+    stderr: Path, words: str, caused: bool
+) -> None:
+    stderr.write_text(RAISED.format("OSError: disk") + words + RAISED.format("RuntimeError: not saved"))
+    found = last_traceback(stderr)
+    assert (found.error, found.first, "OSError" in found.causes) == ("RuntimeError: not saved", "OSError: disk", caused)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="ExceptionGroup came with Python 3.11")

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.long]
 SMALL = ("--gpus-per-node", "1", "--rounds", "3", "monitor.loggers=[]", "train.precision=fp32")
 
 
-def test_all_arms_are_one_job_of_two_nodes_and_its_figures_those_of_its_samples(devcluster: Cluster) -> None:
+def test_all_arms_are_one_job_whose_figures_are_those_of_its_samples(devcluster: Cluster) -> None:
     words = ("--nodes", "2", "--updates", "3", "--run-dir", "runs/scaled")
     said = devcluster.job("bench", "scaling", "ddp", *SMALL, *words).stdout
     match = re.search(r"Submitted job (\d+): 2 nodes x 1 rank", said)

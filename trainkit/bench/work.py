@@ -61,84 +61,62 @@ class Worker:
         config = self._config(order)
         splits = build_data(config.data, dist)
         self._splits[_data_key(config)] = splits
-        gauge = _gauge(dist)
-        room = None if gauge is None else (gauge.room() - gauge.held()) / _MB
+        gauge, held = _gauge(dist)
+        room = None if gauge is None else (gauge.room() - held) / _MB
         model = build_hollow(config, splits.info) if order.get("count") else None
         params = sum(item.numel() for item in model.parameters()) if model is not None else 0
         return {"train_images": len(splits.train), "room_mb": room, "params": params}
 
     def do_train(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make ``updates`` updates, as training makes them."""
-        config, splits = self._prepared(dist, order)
-        gauge = _gauge(dist)
-        before = gauge.held() if gauge is not None else 0
-        parts = build(config, dist, splits)
+        gauge, before = _gauge(dist)
+        parts = self._built(dist, order)
         made = _updates(parts, int(order["updates"]), gauge, self.beat)
         return made | {"memory_mb": _peak_mb(gauge, before), "params": parts.num_parameters}
 
     def do_ceiling(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make the same updates with a few images that are in memory."""
-        config, splits = self._prepared(dist, order)
-        parts = build(config, dist, splits)
+        parts = self._built(dist, order)
         with _batches(parts, 1, workers=0) as batches:
             kept = list(itertools.islice(batches, parts.grad_accum_steps))
         return _updates(parts, int(order["updates"]), None, self.beat, batches=nullcontext(itertools.cycle(kept)))
 
     def do_feed(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Load without training, then train."""
-        config, splits = self._prepared(dist, order)
-        parts = build(config, dist, splits)
-        updates, passes = int(order["updates"]), parts.grad_accum_steps
+        parts = self._built(dist, order)
+        updates = int(order["updates"])
         with _batches(parts, WARM_UP + updates) as batches:
-            _take(batches, WARM_UP * passes, self.beat)
-            dist.barrier()
-            began = time.perf_counter()
-            _take(batches, updates * passes, self.beat)
-            _wait(dist)
-            seconds = max(dist.gather_json(time.perf_counter() - began))
+
+            def load() -> None:
+                for _ in range(parts.grad_accum_steps):
+                    next(batches)
+
+            seconds = max(dist.gather_json(self._timed(dist, updates, load)))
         made = _updates(parts, updates, None, self.beat)
         return made | {"extra": {"loads_per_sec": made["images"] / seconds}}
 
     def do_infer(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make forward passes of one batch that is in memory."""
-        config, splits = self._prepared(dist, order, micro=1)
-        gauge = _gauge(dist)
-        before = gauge.held() if gauge is not None else 0
-        parts = build(config, dist, splits)
+        gauge, before = _gauge(dist)
+        parts = self._built(dist, order, micro=1)
         with _batches(parts, 1, workers=0) as batches:
             images = next(batches).images[:1]
         images = images.expand(int(order["size"]), *images.shape[1:]).contiguous()
         passes = int(order["updates"])
         parts.model.eval()
-        began = 0.0
-        with torch.no_grad():
-            for number in range(WARM_UP + passes):
-                if number == WARM_UP:
-                    _wait(dist)
-                    began = time.perf_counter()
-                self.beat()
-                with parts.precision.autocast():
-                    parts.model(parts.normalized(images)).float()
-            _wait(dist)
-        seconds = time.perf_counter() - began
-        images_seen = passes * len(images)
-        memory_mb = _peak_mb(gauge, before)
-        return {"seconds": seconds, "images": images_seen, "updates": passes, "memory_mb": memory_mb}
+
+        def infer() -> None:
+            with torch.no_grad(), parts.precision.autocast():
+                parts.model(parts.normalized(images)).float()
+
+        seconds, memory_mb = self._timed(dist, passes, infer), _peak_mb(gauge, before)
+        return {"seconds": seconds, "images": passes * len(images), "updates": passes, "memory_mb": memory_mb}
 
     def do_reduce(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Sum messages over the ranks. ``bytes``: 2 (n - 1) / n of the messages, the bus bandwidth of nccl-tests."""
-        size, times = int(order["size"]), int(order["updates"])
-        message = torch.zeros(max(size // 4, 1), device=dist.device)
-        for _ in range(WARM_UP):
-            dist.all_reduce_sum(message)
-        _wait(dist)
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(times):
-            self.beat()
-            dist.all_reduce_sum(message)
-        _wait(dist)
-        seconds = time.perf_counter() - began
+        times = int(order["updates"])
+        message = torch.zeros(max(int(order["size"]) // 4, 1), device=dist.device)
+        seconds = self._timed(dist, times, lambda: dist.all_reduce_sum(message))
         moved = 2 * (dist.world_size - 1) / dist.world_size * 4 * len(message) * times
         return {"seconds": seconds, "bytes": moved, "updates": times, "extra": {"seconds": seconds / times}}
 
@@ -153,6 +131,23 @@ class Worker:
         if key not in self._configs:
             self._configs[key] = load(str(self.run), key).config
         return self._configs[key]
+
+    def _timed(self, dist: Distributed, times: int, step: Callable[[], object]) -> float:
+        """Seconds for so many steps, after some that warm up."""
+        began = 0.0
+        for number in range(WARM_UP + times):
+            if number == WARM_UP:
+                _wait(dist)
+                dist.barrier()
+                began = time.perf_counter()
+            self.beat()
+            step()
+        _wait(dist)
+        return time.perf_counter() - began
+
+    def _built(self, dist: Distributed, order: Order, micro: int | None = None) -> Parts:
+        config, splits = self._prepared(dist, order, micro)
+        return build(config, dist, splits)
 
     def _prepared(self, dist: Distributed, order: Order, micro: int | None = None) -> tuple[Config, Splits]:
         config = self._config(order)
@@ -169,11 +164,13 @@ class Worker:
         return config, splits
 
 
-def _gauge(dist: Distributed) -> MemoryGauge | None:
+def _gauge(dist: Distributed) -> tuple[MemoryGauge | None, int]:
+    """What measures this rank's memory, and the bytes that it holds now."""
     try:
-        return MemoryGauge(dist, None)
+        gauge = MemoryGauge(dist, None)
     except RefusedError:  # this system does not tell
-        return None
+        return None, 0
+    return gauge, gauge.held()
 
 
 def _peak_mb(gauge: MemoryGauge | None, before: int) -> float | None:
@@ -201,12 +198,6 @@ def _batches(parts: Parts, updates: int, *, workers: int | None = None) -> Abstr
         device=parts.dist.device,
         broken=parts.broken,
     )
-
-
-def _take(batches: Iterator[Batch], count: int, beat: Callable[[], None]) -> None:
-    for _ in range(count):
-        next(batches)
-        beat()
 
 
 def _updates(
