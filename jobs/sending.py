@@ -50,7 +50,7 @@ def submit(
         config = loadeds[0].config
         if not Path(config.data.root).expanduser().is_absolute():
             words.add(Word(config.data.root, before="data.root="))
-        own = (config.model.name, config.data.name, config.strategy.name)
+        own = config.plugin_names()
     elif not Path(args.preset).expanduser().is_absolute():
         words.replace("preset", Word(args.preset))
     if args.cluster is not None and Path(args.cluster).suffix in (".yaml", ".yml") and Path(args.cluster).is_file():

@@ -7,6 +7,7 @@ from pathlib import Path
 from trainkit import plugins
 from trainkit.config.checks import check_strategy
 from trainkit.config.loading import Loaded
+from trainkit.config.optimizers import check_optimizer, check_schedule
 from trainkit.config.schema import Config
 from trainkit.config.task import check_task
 from trainkit.data import check_data, train_size
@@ -33,6 +34,8 @@ def check(loaded: Loaded) -> None:
         strategy = config.strategy
         plugins.check_options("trainkit.strategies", strategy.name, strategy.options, where="strategy")
         check_strategy(config)
+        check_optimizer(config)
+        check_schedule(config.schedule)
         for logger in config.monitor.loggers:
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
     refuse_settings(loaded)  # last: its detectors take longer than all the rest
@@ -56,6 +59,7 @@ def _check_own_code(config: Config) -> None:
     here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
     named = [("data", config.data.name), ("strategies", config.strategy.name)]
     named.append(("tasks", config.task.name))
+    named += [("optim", config.optim.name), ("schedule", config.schedule.name)]
     named += [("models", config.model.name)] * (not config.model.name.startswith(TIMM_SOURCES))
     named += [("schedulers", launch.executor)] * (":" in launch.executor)
     for room, name in [*named, *(("monitor", logger) for logger in config.monitor.loggers)]:

@@ -17,7 +17,7 @@ import shlex
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -302,6 +302,8 @@ _KINDS = {
     "tasks": _Kind("task", "task.name"),
     "monitor": _Kind("logger", "monitor.loggers"),
     "schedulers": _Kind("scheduler", "launch.executor"),
+    "optim": _Kind("optimizer", "optim.name"),
+    "schedule": _Kind("schedule", "schedule.name"),
 }
 
 
@@ -357,17 +359,35 @@ def signature(package: str, name: str) -> Signature:
     if node is None:
         # It may be assigned or imported there; only importing could tell, so let the run decide.
         return Signature((), (), takes_any=True)
-    options = tuple(arg.arg for arg in node.args.kwonlyargs)
-    required = tuple(
-        arg.arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None
-    )
-    annotations = {arg.arg: ast.unparse(arg.annotation) for arg in node.args.kwonlyargs if arg.annotation is not None}
+    return _signature_of(node, zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
+
+
+def class_signature(file: Path, name: str) -> Signature:
+    """What a class of a library takes beyond its first argument, all of it by name."""
+    classes = [node for node in parse(file, None).body if isinstance(node, ast.ClassDef) and node.name == name]
+    made = [node for item in classes for node in item.body if isinstance(node, ast.FunctionDef)]
+    node = next((node for node in made if node.name == "__init__"), None)
+    if node is None:
+        return Signature((), (), takes_any=True)
+    positional = node.args.args
+    defaults = [*[None] * (len(positional) - len(node.args.defaults)), *node.args.defaults]
+    named = [*zip(positional, defaults, strict=True)][2:]  # without self and the parameters
+    return _signature_of(node, [*named, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)])
+
+
+def _signature_of(node: ast.FunctionDef, options: Iterable[tuple[ast.arg, ast.expr | None]]) -> Signature:
+    options = list(options)
+    annotations = {arg.arg: ast.unparse(arg.annotation) for arg, _ in options if arg.annotation is not None}
+    annotations = {name: re.sub(r"Optional\[(\w+)\]", r"\1 | None", text) for name, text in annotations.items()}
     defaults: dict[str, Any] = {}
-    for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-        with contextlib.suppress(ValueError, TypeError):
-            defaults[arg.arg] = ast.literal_eval(default) if default is not None else ...
-    given = {name: value for name, value in defaults.items() if value is not ...}
-    return Signature(options, required, node.args.kwarg is not None, annotations, given, ast.get_docstring(node) or "")
+    for arg, default in options:
+        if default is not None:
+            with contextlib.suppress(ValueError, TypeError):
+                defaults[arg.arg] = ast.literal_eval(default)
+    required = tuple(arg.arg for arg, default in options if default is None)
+    names = tuple(arg.arg for arg, _ in options)
+    any_more = node.args.kwarg is not None
+    return Signature(names, required, any_more, annotations, defaults, ast.get_docstring(node) or "")
 
 
 def stated(package: str, name: str) -> dict[str, Any]:
@@ -384,7 +404,11 @@ def check_options(package: str, name: str, options: Mapping[str, Any], *, where:
     ``where`` is the configuration section, for the message: ``strategy``, ``data``, ``model``. A module of the user's
     own that is not valid Python is refused at its line.
     """
-    sig = signature(package, name)
+    check_against(signature(package, name), name, options, where=where)
+
+
+def check_against(sig: Signature, name: str, options: Mapping[str, Any], *, where: str) -> None:
+    """As `check_options`, by a signature."""
     for option, value in options.items():
         if option in sig.annotations:
             convert(value, sig.annotations[option], key=f"{where}.{option}")

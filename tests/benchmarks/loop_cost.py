@@ -167,7 +167,7 @@ class _Work:
         optim, info, model = self.config.optim, self.splits.info, self.model()
         if self.dist.world_size > 1:
             model = DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(model.parameters(), betas=optim.betas, weight_decay=0.0, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), betas=optim.given()["betas"], weight_decay=0.0, fused=True)
         schedule = {"steps_per_epoch": len(self.splits.train) // (64 * self.dist.world_size), "total_steps": self.steps}
         for step, batch in enumerate(self.given(turn)):
             set_lr(optimizer, lr_at(step, optim=optim, schedule=self.config.schedule, **schedule))

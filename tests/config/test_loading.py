@@ -481,7 +481,7 @@ def test_a_setting_with_spaces_or_other_signs_is_told_with_one_equals_sign(words
         ("optim.lr=null", "optim.lr=null is not valid", "For example optim.lr=0.002."),
         ("train.epochs=true", "train.epochs=true is not valid", "For example train.epochs=20."),
         ("train.epochs=1.5", "train.epochs=1.5 is not valid", "For example train.epochs=20."),
-        ("optim.name=adam", "optim.name=adam is not valid", "Did you mean 'adamw'?"),
+        ("launch.executor=slrm", "launch.executor=slrm is not valid", "Did you mean 'slurm'?"),
         ("monitor.loggers=[jsonl, jsonl]", "monitor.loggers=[jsonl, jsonl] is not valid", "For example"),
         ("monitor.loggers=wandb", "monitor.loggers=wandb is not valid", "Did you mean monitor.loggers=[wandb]?"),
         ("launch.setup=x", "launch.setup=x is not valid", "Did you mean launch.setup=[x]?"),
@@ -497,18 +497,22 @@ def test_a_mistake_is_answered_with_what_is_right(override: str, what: str, fix:
     assert f"override {override}" in str(error)
 
 
+BETAS = "2 numbers of at least 0 and below 1, as in [0.9, 0.99], or 3 numbers of at least 0 and below 1, as in "
+BETAS += "[0.9, 0.99, 0.999], or null."
+
+
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
         ("optim.lr=0", "a number above 0."),
-        ("optim.momentum=1", "a number of at least 0 and below 1."),
+        ("optim.momentum=1", "a number of at least 0 and below 1, or null."),
         ("seed=-1", "a whole number of at least 0 and of at most 4294967295."),
         ("train.max_steps=x", "a whole number above 0, or null."),
         ("launch.gpus_per_node=few", "a whole number of at least 0, or auto."),
-        ("optim.betas=[0.9]", "2 numbers of at least 0 and below 1, as in [0.9, 0.99]."),
-        ("optim.betas=[0.9, 2]", "2 numbers of at least 0 and below 1, as in [0.9, 0.99]."),
-        ("optim.name=x", "adamw, sgd, lamb or muon."),
-        ("optim.nesterov=maybe", "true or false."),
+        ("optim.betas=[0.9]", BETAS),
+        ("optim.betas=[0.9, 2]", BETAS),
+        ("checkpoint.asynchronous=maybe", "true or false."),
+        ("optim.nesterov=maybe", "true or false, or null."),
         ("monitor.loggers=3", "a list of texts: [a, b]."),
         ("train.class_weights=[0, 1]", "balanced, or a list, each item a number above 0, or null."),
         ("monitor.profile_steps=5", "2 whole numbers of at least 0, as in [20, 25], or null."),

@@ -25,7 +25,7 @@ def test_every_setting_has_a_sentence() -> None:
     [
         ("seed", "int >= 0, <= 4294967295", "0"),
         ("optim.lr", "float > 0", "0.002"),
-        ("optim.betas", "[float, float]", "[0.9,0.999]"),
+        ("optim.betas", "[float, float] | [float, float, float] | null", "[0.9,0.999]"),
         ("train.micro_batch_size", "int > 0 | auto | null", "null"),
         ("train.channels_last", "bool", "false"),
         ("monitor.loggers", "[text, ...]", "[console,jsonl,tensorboard,wandb]"),

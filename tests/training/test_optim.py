@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import pytest
+import timm.optim
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.rank_functions import run_ranks
+from trainkit.checkpoint.save import Checkpoints
+from trainkit.config.optimizers import library_optimizers, objection
 from trainkit.config.schema import OptimConfig
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
@@ -19,8 +25,6 @@ SGD = OptimConfig(name="sgd", lr=0.25, weight_decay=0.5, momentum=0.7, nesterov=
 
 
 def small_vit() -> nn.Module:
-    import timm
-
     model: nn.Module = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3, num_classes=2
     )
@@ -182,6 +186,142 @@ def _sharded_sgd_makes_an_update(env: RankEnv) -> bool:
 
 def test_sharded_sgd_does_without_the_fused_kernel() -> None:
     assert run_ranks(1, _sharded_sgd_makes_an_update) == [False]
+
+
+ACCEPTED = sorted(
+    name for name, listed in library_optimizers().items() if not any(objection(listed, {}, sharded=False))
+)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 18), nn.LayerNorm(18), nn.Linear(18, 4))
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    set_lr(optimizer, 0.01 / seed)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", [*OptimConfig.OURS, *ACCEPTED])
+def test_every_optimizer_goes_on_from_a_checkpoint_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    config = OptimConfig(name=name, lr=0.01, weight_decay=0.0 if "rprop" in name else 0.05)
+    with distributed(RankEnv.single(), use_gpu=False) as dist:
+        checkpoints = Checkpoints(tmp_path, keep=3, dist=dist)
+        model, other = network(), network()
+        optimizer, resumed = (build_optimizer(item, config) for item in (model, other))
+        for seed in (1, 2):
+            update(model, optimizer, seed)
+        assert any(not torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+        checkpoints.save(model, optimizer, step=2, state={}, best_step=None)
+        checkpoints.restore(other, resumed)
+        for seed in (3, 4):
+            update(model, optimizer, seed)
+            update(other, resumed, seed)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_what_timm_and_torch_have_is_known_without_them() -> None:
+    known = library_optimizers()
+    timms = timm.optim.list_optimizers()  # type: ignore[attr-defined]
+    assert {f"timm/{name}" for name in timms} == {key for key in known if key.startswith("timm")}
+    classes = {name for name, item in vars(torch.optim).items() if inspect.isclass(item) and name != "Optimizer"}
+    assert {f"torch/{name.lower()}" for name in classes} == {key for key in known if key.startswith("torch")}
+    assert len(ACCEPTED) > 90
+
+
+@pytest.mark.parametrize("name", ["adan", "lion", "adopt", "rmsprop", "timm/muon", "torch/adafactor", "torch/nadam"])
+def test_the_options_of_a_library_are_those_of_its_class(name: str) -> None:
+    listed = library_optimizers()[name if "/" in name else f"timm/{name}"]
+    parameters = list(inspect.signature(type(build_optimizer(network(), OptimConfig(name=name)))).parameters.values())
+    assert listed.signature.options == tuple(item.name for item in parameters[1:])
+    defaults = {item.name: item.default for item in parameters}
+    assert listed.signature.defaults == {key: defaults[key] for key in listed.signature.defaults}
+    assert listed.signature.defaults["weight_decay"] == 0
+
+
+def test_settings_and_further_keys_reach_an_optimizer_of_a_library() -> None:
+    given = {"name": "adan", "lr": 0.25, "weight_decay": 0.5, "betas": [0.9, 0.8, 0.7], "eps": 1e-3}
+    optimizer = build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate(given))
+    for group, decay in zip(optimizer.param_groups, (0.5, 0.0), strict=True):
+        assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.9, 0.8, 0.7), 1e-3)
+        assert (group["weight_decay"], group["no_prox"]) == (decay, False)
+    assert type(build_optimizer(nn.Linear(2, 2), OptimConfig(name="torch/adafactor"))) is torch.optim.Adafactor
+    assert build_optimizer(nn.Linear(2, 2), OptimConfig(name="lambc")).defaults["max_grad_norm"] is None
+
+
+def test_a_value_that_the_library_refuses_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"cannot be made with these options(.|\n)*Invalid"):
+        build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate({"name": "adan", "eps": -1.0}))
+
+
+OWN = """
+import torch
+
+class Slow(torch.optim.Optimizer):
+    def __init__(self, params, lr, *, weight_decay=0.0, drag=1.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "drag": drag})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["drag"] *= 0.5
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    p.add_(p.grad, alpha=-group["lr"] * group["drag"] / state["count"])
+
+def slow(groups, lr, *, drag: float = 0.5):
+    return Slow(groups, lr, drag=drag)
+
+class Sharp(Slow):
+    def step(self, closure=None):
+        assert closure is not None, "a closure is needed"
+
+class Forgetful(Slow):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p].setdefault("kept", [])
+                kept.append(p.grad)
+                p.data.sub_(sum(kept), alpha=group["lr"])
+
+def nothing(groups, lr):
+    return 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_optim.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("function", ["slow", "Slow"])
+def test_an_optimizer_of_the_users_own_is_made_with_its_options(own: None, function: str) -> None:
+    given = {"name": f"my_optim:{function}", "lr": 0.5, "drag": 0.125}
+    optimizer = build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate(given))
+    assert [(g["lr"], g["drag"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.5, 0.125, 0.05),
+        (0.5, 0.125, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("Sharp", r"cannot make the updates(.|\n)*a closure is needed"),
+        ("Forgetful", "cannot go on from a checkpoint"),
+        ("nothing", r"cannot make the updates(.|\n)*returned int"),
+    ],
+)
+def test_own_optimizers_that_cannot_be_resumed_are_refused(own: None, function: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        build_optimizer(nn.Linear(2, 2), OptimConfig(name=f"my_optim:{function}"))
 
 
 def test_a_new_rate_is_that_of_every_group() -> None:

@@ -20,6 +20,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.strategies import fsdp
+from trainkit.training import precision as precision_module
 from trainkit.training.layout import make_deterministic
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, choose_precision
@@ -210,7 +211,7 @@ def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
 def _weights_after_a_bad_update(name: str, fused: bool) -> tuple[list[torch.Tensor], dict[Any, Any]]:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    optimizer = build_optimizer(model, OptimConfig(name=name))  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, OptimConfig(name=name))
     if not fused:
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     precision = Precision("fp32", Distributed(RankEnv.single(), torch.device("cpu")))
@@ -276,6 +277,32 @@ def test_a_bad_update_that_is_clipped_leaves_the_weights_alone_too() -> None:
     precision.backward(model(torch.ones(2, 4)).sum())
     assert precision.step(optimizer, model.parameters(), 1.0).nonfinite.item() == 0.0
     assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"name": "sgd", "nesterov": True}, {"name": "sgd", "momentum": 0.0}])
+def test_an_update_that_the_device_says_is_not_finite_leaves_no_trace(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision_module, "is_free_to_ask", lambda device: False)
+
+    def values(bad: tuple[int, ...]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, precision = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), Precision("fp32", alone())
+        optimizer = build_optimizer(model, OptimConfig.model_validate(settings))
+        for number in range(4 + len(bad)):
+            # The first one too: SGD has no momentum yet, and would keep what happens to be in its memory.
+            generator = torch.Generator().manual_seed(number - sum(number > one for one in bad))
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if number in bad:
+                next(model.parameters()).grad = torch.full((8, 4), math.nan)
+            precision.step(optimizer, model.parameters(), None)
+        moments = [value for parameter in model.parameters() for value in optimizer.state.get(parameter, {}).values()]
+        return [*model.parameters(), *filter(torch.is_tensor, moments)]
+
+    without, among = values(()), values((0, 3))
+    assert len(without) == len(among)
+    assert all(torch.equal(one, other) for one, other in zip(without, among, strict=True))
 
 
 def test_a_parameter_without_a_gradient_is_no_bad_one() -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from trainkit.config.schema import OptimConfig, ScheduleConfig
+from trainkit.errors import UserError
 from trainkit.training.schedule import lr_at
 
 TOTAL, PER_EPOCH = 100, 10
@@ -108,6 +111,44 @@ def test_runs_of_few_updates_learn_whatever_their_warm_up(name: str, warmup_epoc
 @pytest.mark.parametrize("name", ["onecycle", "cosine"])
 def test_the_last_rate_is_the_floor(name: str) -> None:
     assert lrs(name=name, warmup_epochs=1, final_lr_ratio=0.25)[-1] == pytest.approx(0.25, rel=2e-3)
+
+
+OWN = """
+def falling(step, total_steps, lr):
+    return lr * (1 - step / total_steps)
+
+def asking(step, total_steps, lr, *, floor: float = 0.5, gamma, warmup_epochs, steps_per_epoch):
+    return floor + gamma + warmup_epochs + steps_per_epoch
+
+def wrong(step, total_steps, lr, *, gives):
+    return {"text": "fast", "negative": -1.0, "nan": float("nan"), "none": None, "true": True}[gives]
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module of schedules of a user's own."""
+    name = f"schedule_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_function_of_the_users_own_says_the_rate_of_each_update(own: str) -> None:
+    assert lrs(name=f"{own}:falling", lr=0.5) == pytest.approx([0.5 * (1 - step / TOTAL) for step in range(TOTAL)])
+
+
+def test_it_is_given_its_options_and_the_keys_that_it_asks_for(own: str) -> None:
+    assert lrs(name=f"{own}:asking", gamma=0.25, warmup_epochs=2)[0] == 0.5 + 0.25 + 2 + PER_EPOCH
+    assert lrs(name=f"{own}:asking", gamma=0.25, warmup_epochs=2, floor=1)[0] == 1 + 0.25 + 2 + PER_EPOCH
+
+
+@pytest.mark.parametrize("gives", ["text", "negative", "nan", "none", "true"])
+def test_what_is_no_rate_is_the_users_mistake(own: str, gives: str) -> None:
+    with pytest.raises(UserError, match="for update 0 of 100") as refused:
+        lrs(name=f"{own}:wrong", gives=gives)
+    assert refused.value.key == "schedule.name"
 
 
 def test_a_floor_below_onecycles_own_end_is_not_reached() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.format import file_name
 from trainkit.checkpoint.tensors import Entry, Stored
-from trainkit.distributed.process_group import Distributed, local_part
+from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import UserError
 
 # Who writes what: each rank its own shards, and of what several ranks have, the lowest.
@@ -192,6 +192,9 @@ def _dtype(name: Any) -> torch.dtype:
     return dtype
 
 
+_NUMBER = ":number"
+"""Behind the name of what is no tensor to its optimizer."""
+
 # What wrappers put into the names of parameters, beside the `module.` of DDP and DataParallel.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -207,20 +210,33 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Name -> the optimizer's own tensor, as this rank has it.
+    """Name -> the optimizer's own tensor, as this rank has it; a number as one.
 
-    Only tensors are kept of the optimizer: learning rates and the like come from the configuration.
+    Of groups it is what the optimizer itself has changed: rates and the like come from the configuration.
     """
     moments: dict[str, Tensor] = {}
     for name, parameter in _parameters_of(model).items():
         for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, Tensor):
-                moments[f"state.{name}.{kind}"] = value
+            moments.update(_kept(f"state.{name}.{kind}", value))
+    built = getattr(optimizer, "as_built", None)
     for index, group in enumerate(optimizer.param_groups):  # where some count their updates
         for kind, value in sorted(group.items()):
-            if isinstance(value, Tensor):
-                moments[f"group.{index}.{kind}"] = value
+            if isinstance(value, Tensor) or (built and kind != "lr" and value != built[index].get(kind)):
+                moments.update(_kept(f"group.{index}.{kind}", value))
     return moments
+
+
+def _kept(name: str, value: object) -> dict[str, Tensor]:
+    if isinstance(value, Tensor):
+        return {name: value}
+    if isinstance(value, bool | int | float):
+        dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+        return {f"{name}{_NUMBER}": torch.tensor(value, dtype=dtype)}
+    return {}
+
+
+def _restored(kind: str, value: Tensor) -> tuple[str, Any]:
+    return (kind.removesuffix(_NUMBER), value.item()) if kind.endswith(_NUMBER) else (kind, value)
 
 
 def load_weights(model: nn.Module, source: Source, dist: Distributed) -> None:
@@ -260,15 +276,19 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
             shapes[name] = () if int(name.split(".")[1]) < len(optimizer.param_groups) else None
             continue
         parameter, _, kind = name.removeprefix("state.").rpartition(".")
-        # A count of updates and the like is a single number; everything else is one number per weight.
-        fits = parameter in own and shape in ((), tuple(own[parameter].shape))
+        # A count of updates and the like is a single number; everything else is one number per weight, or, where a rank
+        # has the whole weight, fewer.
+        fits = parameter in own and (
+            shape in ((), tuple(own[parameter].shape))
+            or (not is_sharded(own[parameter]) and math.prod(shape) < own[parameter].numel())
+        )
         shapes[name] = shape if fits and name == f"state.{parameter}.{kind}" else None
     dist.raise_together(_misfit(shapes, source.facts))
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # Ids of parameters whose state is another rank's to keep.
     elsewhere: frozenset[int] = getattr(optimizer, "elsewhere", frozenset())
     held = {id(parameter) for parameter in order} - elsewhere
-    loaded: dict[nn.Parameter, dict[str, Tensor]] = {}
+    loaded: dict[nn.Parameter, dict[str, Any]] = {}
     counts: dict[str, Tensor] = {}
     for name, (dtype, shape) in source.facts.items():
         number = torch.empty(shape, device="meta")
@@ -285,12 +305,18 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
                 local_part(value).copy_(source.take(name, target))
             loaded.setdefault(target, {})[kind] = value
         else:  # on the CPU, where optimizers keep their counts; what needs them on the GPU moves them
-            loaded.setdefault(target, {})[kind] = source.take(name, number)
+            kind, count = _restored(kind, source.take(name, number))
+            loaded.setdefault(target, {})[kind] = count.to(target.device) if shape else count
     state = {index: loaded[parameter] for index, parameter in enumerate(order) if parameter in loaded}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for target, kinds in loaded.items():  # torch gives all of it the format of the weights
+        for kind, value in kinds.items():
+            if isinstance(value, Tensor) and value.dtype != optimizer.state[target][kind].dtype:
+                optimizer.state[target][kind] = value
     for name, count in counts.items():
         _, index, kind = name.split(".")
-        optimizer.param_groups[int(index)][kind] = count
+        kind, value = _restored(kind, count)
+        optimizer.param_groups[int(index)][kind] = value
 
 
 def _fill(into: Mapping[str, Tensor], source: Source) -> None:

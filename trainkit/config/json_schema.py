@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from trainkit import plugins
 from trainkit.config.loading import PACKAGED
-from trainkit.config.schema import SECTIONS, Config
+from trainkit.config.schema import SECTIONS, Config, ExtensibleSection, OptimConfig, ScheduleConfig
 from trainkit.config.settings import field_docs
 
 OWN = {"type": "string", "pattern": ":", "description": "package.module:function of your own."}
@@ -25,6 +25,11 @@ ELSEWHERE = {
     "pattern": "[:./]",
     "description": "package.module:function of your own; NAME.TAG for certain weights of timm's; timm/NAME or "
     "torchvision/NAME for one that is newer than this list.",
+}
+ANY_OPTIMIZER = {
+    "type": "string",
+    "description": "An optimizer of timm's or torch's, as in adan, lion, torch/adafactor; or package.module:function of "
+    "your own.",
 }
 FROM_A_LIBRARY = {
     "pretrained": {"type": "boolean", "default": False, "description": "Start from weights that are downloaded."},
@@ -68,6 +73,8 @@ def json_schema(models: Sequence[str]) -> dict[str, Any]:
         _name_plugins(schema["$defs"][section], f"trainkit.{package}", models if package == "models" else ())
     del launch["executor"]["type"]
     launch["executor"]["anyOf"] = [{"enum": ["auto", *plugins.available("trainkit.schedulers"), "debug"]}, OWN]
+    _name_ours(schema["$defs"]["OptimConfig"], OptimConfig, ANY_OPTIMIZER)
+    _name_ours(schema["$defs"]["ScheduleConfig"], ScheduleConfig, OWN)
     loggers = schema["$defs"]["MonitorConfig"]["properties"]["loggers"]
     loggers["items"] = {"anyOf": [{"enum": plugins.available("trainkit.monitor")}, OWN]}
     extends = {
@@ -107,6 +114,15 @@ def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) 
     if others:
         rules.append({"if": _named({"not": {"anyOf": [{"enum": names}, OWN]}}), "then": {"properties": FROM_A_LIBRARY}})
     section["allOf"] = rules
+
+
+def _name_ours(section: dict[str, Any], model: type[ExtensibleSection], others: dict[str, Any]) -> None:
+    """Have the section list the names of ours, which have no keys but the section's own."""
+    name, ours = section["properties"]["name"], {"enum": list(model.OURS)}
+    del name["type"]
+    name["anyOf"] = [ours, others]
+    own_keys = {"propertyNames": {"enum": sorted(section["properties"])}}
+    section["allOf"] = [{"if": _named({"not": ours}), "else": own_keys}]
 
 
 def _named(rule: dict[str, Any]) -> dict[str, Any]:

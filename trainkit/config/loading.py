@@ -101,10 +101,10 @@ def merge(low: Layer, high: Layer) -> Layer:
         # Another plugin has other options: those of the one it replaces must not follow it.
         section, _, name = key.partition(".")
         if name == "name" and issubclass(SECTIONS.get(section, Section), PluginSection):
-            fields = SECTIONS[section].model_fields
-            if low.get(key, (fields["name"].default,))[0] != value:
+            plugins: type[PluginSection] = SECTIONS[section]  # type: ignore[assignment]
+            if low.get(key, (plugins.model_fields["name"].default,))[0] != value:
                 for other in [item for item in merged if item.startswith(f"{section}.")]:
-                    if other.split(".")[1] not in fields and other not in high:
+                    if not plugins.outlives(other.split(".")[1], str(value)) and other not in high:
                         del merged[other]
         if key in OPEN_MAPPINGS and isinstance(value, dict) and isinstance(low.get(key, (None,))[0], dict):
             value = {**low[key][0], **value}

@@ -75,7 +75,7 @@ def explain(error: ValidationError, layer: Layer) -> UserError:
     if isinstance(cause, ImpossibleError):
         return _impossible(cause, layer)
     if problem["type"] == "extra_forbidden":
-        return unknown_key(".".join(location), layer)
+        return unknown_key(".".join([*location, *problem.get("ctx", {}).values()]), layer)
     # Members of a union and items of a list put their own names behind the key; keep the setting itself.
     key = ".".join(location[: 2 if location[0] in SECTIONS else 1])
     if key in SECTIONS:
@@ -154,7 +154,7 @@ def wanted(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
         return "a list of texts: [a, b]" if item.startswith("text") else f"a list, each item {item}"
     if origin is tuple:
         whole = all("whole" in wanted(item) for item in arguments)
-        example = "[20, 25]" if whole else "[0.9, 0.99]"
+        example = "[20, 25]" if whole else f"[{', '.join(['0.9', '0.99', '0.999'][: len(arguments)])}]"
         bounds = wanted(arguments[0]).removeprefix("a whole number").removeprefix("a number")
         return f"{len(arguments)} {'whole ' if whole else ''}numbers{bounds}, as in {example}"
     if origin is dict:

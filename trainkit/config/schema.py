@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from trainkit import fileio, plugins
 from trainkit.config.slurm_options import long_name, time_minutes
@@ -100,10 +101,29 @@ class PluginSection(Section):
         """Options of the plugin, as written in the configuration."""
         return dict(self.model_extra or {})
 
+    @classmethod
+    def outlives(cls, key: str, name: str) -> bool:
+        """Whether a key goes on to count where another plugin, ``name``, is chosen."""
+        return key in cls.model_fields
+
     @property
     def is_own(self) -> bool:
         """Whether it names a function of the user's own, ``package.module:function``."""
         return ":" in self.name
+
+
+class ExtensibleSection(PluginSection):
+    """A section with plugins of ours, whose keys are its fields, beside those of libraries and of the user's own."""
+
+    OURS: ClassVar[dict[str, tuple[str, ...]]]
+    """Name -> fields that not all of them have."""
+
+    @model_validator(mode="after")
+    def _ours_have_no_further_keys(self) -> ExtensibleSection:
+        if self.name in self.OURS:
+            for key in self.options:
+                raise PydanticCustomError("extra_forbidden", "no such key", {"key": key})
+        return self
 
 
 class TrainConfig(Section):
@@ -482,9 +502,19 @@ class DataConfig(PluginSection):
         return self
 
 
-class OptimConfig(Section):
-    name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
-    """lamb: for very large batches; muon: for matrices and filters, AdamW for the rest."""
+class OptimConfig(ExtensibleSection):
+    OURS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "adamw": ("betas",),
+        "sgd": ("momentum", "nesterov"),
+        "lamb": ("betas",),
+        "muon": ("momentum", "nesterov", "betas"),
+    }
+    SHARED: ClassVar[tuple[str, ...]] = ("betas", "momentum", "nesterov")
+
+    name: Annotated[str, IMPORTS] = "adamw"
+    """adamw, sgd, lamb (for very large batches) or muon (for matrices and filters, AdamW for the rest); any other of
+    timm's or torch's, as in adan, lion, rmsprop (timm/NAME and torch/NAME where both have one); or
+    package.module:function of your own. What else it takes are further keys."""
     lr: PositiveFloat = 2.0e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.05
@@ -492,17 +522,37 @@ class OptimConfig(Section):
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Layers nearer to the image learn slower: each at so much of the next one's rate. 0.65 to 0.8 is usual for
     fine-tuning vision transformers; 1: all alike."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """All but SGD."""
-    momentum: Fraction = 0.9
-    """SGD and Muon, for which 0.95 is usual."""
-    nesterov: bool = False
-    """SGD and Muon."""
+    betas: tuple[Fraction, Fraction] | tuple[Fraction, Fraction, Fraction] | None = (0.9, 0.999)
+    """All but SGD. The default is that of ours; null: the optimizer's own, the default of all others."""
+    momentum: Fraction | None = 0.9
+    """SGD and Muon, for which 0.95 is usual. The default is that of ours; null: as in betas."""
+    nesterov: bool | None = False
+    """SGD and Muon. The default is that of ours; null: as in betas."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_are_those_of_ours(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "name" not in values or values["name"] in cls.OURS:
+            return values
+        return {**dict.fromkeys(cls.SHARED), **values}
+
+    @classmethod
+    def outlives(cls, key: str, name: str) -> bool:
+        return super().outlives(key, name) and (name in cls.OURS or key not in cls.SHARED)
+
+    def given(self) -> dict[str, Any]:
+        """What the optimizer is given by name, beyond its parameters, their decay and the rate."""
+        shared = self.OURS.get(self.name, self.SHARED)
+        return {**{key: value for key in shared if (value := getattr(self, key)) is not None}, **self.options}
 
 
-class ScheduleConfig(Section):
-    name: Literal["onecycle", "cosine", "constant", "step", "wsd"] = "onecycle"
-    """wsd: warm up, stay, decay at the end."""
+class ScheduleConfig(ExtensibleSection):
+    OURS: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(("onecycle", "cosine", "constant", "step", "wsd"), ())
+
+    name: Annotated[str, IMPORTS] = "onecycle"
+    """onecycle, cosine, constant, step, wsd (warm up, stay, decay at the end), or package.module:function of your own:
+    function(step, total_steps, lr) -> the rate of that update. Its keyword-only parameters are further keys; those
+    called as a key below, or steps_per_epoch, are given to it."""
     warmup_epochs: NonNegativeFloat = 1.0
     """Epochs from a small rate up to optim.lr, counted per update; at most half of the run."""
     final_lr_ratio: Fraction = 0.0
@@ -610,6 +660,11 @@ class Config(Section):
     monitor: MonitorConfig = MonitorConfig()
     launch: LaunchConfig = LaunchConfig()
     collaborative: CollaborativeConfig = CollaborativeConfig()
+
+    def plugin_names(self) -> tuple[str, ...]:
+        """The names in its sections, of which ``package.module:function`` is code of the user's own."""
+        sections = (getattr(self, section) for section in SECTIONS)
+        return (*(section.name for section in sections if isinstance(section, PluginSection)), self.launch.executor)
 
     @model_validator(mode="after")
     def _goes_together(self) -> Config:

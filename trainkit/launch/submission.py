@@ -60,10 +60,10 @@ def write_run(
     with undone_on_error(path):
         from trainkit.run.snapshot import write_code, write_manifest
 
-        own = (config.model.name, config.data.name, config.strategy.name, config.launch.executor)
         # A container has the folder of the submission, and not what a link in it leads to.
         in_sight = plan.container is None or Path(os.path.realpath(path)).is_relative_to(Path.cwd())
-        withheld = write_code(run_dir, own, store=(store or path.parent / STORE) if in_sight else None)
+        place = (store or path.parent / STORE) if in_sight else None
+        withheld = write_code(run_dir, config.plugin_names(), store=place)
         write_manifest(run_dir, command, withheld, fingerprint=fingerprint)
         write_launch(run_dir.path, plan, script)
     vouch(run_dir, config)

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.config.loading import flatten, load
+from trainkit.config.schema import OptimConfig
 from trainkit.errors import TrainkitError
 from trainkit.ranks.env import fold
 from trainkit.report.comparison import comparison, is_about_speed, is_simulated, scaling, swept
@@ -377,8 +378,9 @@ def _optimizer(optim: Any) -> str:
     if not isinstance(optim, dict):
         return NONE
     keys = ["lr", "weight_decay"]
-    own = {"adamw": ["betas"], "lamb": ["betas"], "sgd": ["momentum", "nesterov"], "muon": ["momentum", "nesterov"]}
-    keys += own.get(str(optim.get("name")), []) + ["layer_decay"] * (optim.get("layer_decay", 1) != 1)
+    others = [key for key, value in optim.items() if key not in ("name", *keys, "layer_decay") and value is not None]
+    own = OptimConfig.OURS.get(str(optim.get("name")), others)
+    keys += [*own, *["layer_decay"] * (optim.get("layer_decay", 1) != 1)]
     return f"{optim.get('name')}, " + ", ".join(f"{key} {optim[key]}" for key in keys if key in optim)
 
 

@@ -73,6 +73,8 @@ class Zero:
                 c10d._broadcast_coalesced(c10d.GroupMember.WORLD, whole, _AT_ONCE, rank)  # type: ignore[attr-defined, arg-type]
 
         if dist.world_size > 1:
+            for parameter in others:  # some have a state from the beginning
+                optimizer.state.pop(parameter, None)
             optimizer.register_step_pre_hook(only_own)
             optimizer.register_step_post_hook(give)
             optimizer.elsewhere = frozenset(map(id, others))  # type: ignore[attr-defined]  # who restores looks at it

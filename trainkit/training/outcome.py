@@ -139,7 +139,7 @@ class Keeper:
             return ""
         by, name = parts.judged_by, parts.config.schedule.name
         why = f"{by} has not improved in {progress.stalled} validations in a row"
-        if name in ("onecycle", "cosine", "wsd"):  # which come down towards the end
+        if parts.lr_at(parts.total_steps - 1) < parts.lr_at(parts.total_steps - 2):  # it comes down to the end
             why += f"; the schedule '{name}' was not finished: lr ended at {parts.lr_at(progress.step - 1):.2e}"
         self.remark("stopped_early", step=progress.step, total_steps=parts.total_steps, best=progress.best, why=why)
         if parts.dist.is_main:

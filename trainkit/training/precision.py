@@ -14,7 +14,6 @@ from trainkit.config.schema import auto_precision
 from trainkit.distributed.device import is_free_to_ask
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 from trainkit.errors import RefusedError
-from trainkit.training.fused import Stepper
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,7 +74,6 @@ class Precision:
         self._dtype = _DTYPES.get(name)
         self._scaler = GradScaler(dist.device.type, enabled=name in ("fp16", "o2"))
         self._one = torch.ones((), device=dist.device)
-        self._steppers: dict[torch.optim.Optimizer, Stepper] = {}
         if dist.device.type == "cuda":
             allow_tf32(name == "tf32")
 
@@ -103,7 +101,6 @@ class Precision:
         device for the answer; elsewhere it stays there, and the fused optimizers skip by themselves.
         """
         parameters = list(parameters)
-        stepper = self._steppers.get(optimizer) or self._steppers.setdefault(optimizer, Stepper(optimizer))
         scaled = self.scales_loss
         if scaled:
             self._scaler.unscale_(optimizer)
@@ -119,7 +116,7 @@ class Precision:
         if scaled:
             before = self._scaler.get_scale() if skipped else 0.0
             if not skipped:  # torch's fused SGD keeps the memory that its first update got for momentum as it was
-                stepper.step()
+                optimizer.step()
             self._scaler.update()
             if skipped:
                 self.skipped_steps += 1
@@ -127,10 +124,12 @@ class Precision:
         else:
             nonfinite = (~torch.isfinite(norm)).float() if norm is not None else self._nonfinite(parameters)
             if can_skip(optimizer) and not is_free_to_ask(nonfinite.device):
-                stepper.step(nonfinite)
+                _begin_momentum(optimizer)
+                optimizer.found_inf = nonfinite  # type: ignore[attr-defined]  # torch's GradScaler tells it so, too
+                optimizer.step()
             elif not nonfinite.item():
-                stepper.step()
-        stepper.clear()
+                optimizer.step()
+        optimizer.zero_grad()
         return Stepped(norm, nonfinite, skip)
 
     def _nonfinite(self, parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -168,6 +167,17 @@ class Precision:
         self.skipped_steps = int(state.get("skipped_steps", 0))
         if self._scaler.is_enabled() and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Begin SGD's momentum with zeros, which is the same: its first update makes room for it, and what happens to be
+    there stays if that update comes to nothing."""
+    if type(optimizer) is torch.optim.SGD and optimizer.defaults["momentum"] and not optimizer.state:
+        elsewhere = getattr(optimizer, "elsewhere", ())  # on another rank
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in elsewhere:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,116 @@
+"""Optimizers and schedules that are not ours, checked before anything is queued."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.checking import check
+from trainkit.config.loading import load
+from trainkit.config.schema import OptimConfig
+from trainkit.errors import UserError
+
+
+def said(preset: str, *settings: str) -> str:
+    with pytest.raises(UserError) as refused:
+        check(load(preset, settings))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("optim.name=lion",),
+        ("optim.name=adan", "optim.betas=[0.9, 0.9, 0.9]", "optim.eps=1e-6", "optim.no_prox=true"),
+        ("optim.name=timm/adamw", "optim.eps=1e-6"),
+        ("optim.name=torch/adafactor",),
+        ("optim.name=rmsprop", "optim.momentum=0.5", "optim.centered=true"),
+        ("optim.name=rprop", "optim.weight_decay=0"),
+        ("optim.name=adafactor", "strategy.name=zero"),
+        ("optim.name=lion", "strategy.name=fsdp"),
+    ],
+)
+def test_optimizers_of_timm_and_torch_are_taken(settings: tuple[str, ...]) -> None:
+    check(load("ddp", settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("optim.name=adaam",), r"Unknown optimizer 'adaam'(.|\n)*adamw, sgd, lamb, muon, (.|\n)*mean 'adam'"),
+        (("optim.name=adan", "optim.epz=1"), r"Unknown key 'optim.epz'(.|\n)*mean 'optim.eps'"),
+        (("optim.name=rmsprop", "optim.alpha=big"), "optim.alpha=big is not possible"),
+        (("optim.name=adadelta", "optim.momentum=0.8"), "Unknown key 'optim.momentum'"),
+        (("optim.name=adan", "optim.betas=[0.9, 0.99]"), r"does not take 2 numbers(.|\n)*It has 3"),
+        (("optim.name=rprop",), "weight_decay=0.05 does not go with optim.name=rprop"),
+        (("optim.name=kron",), r"not possible(.|\n)*checkpoint does not hold it"),
+        (("optim.name=adahessian",), r"not possible(.|\n)*gradients of gradients"),
+        (("optim.name=lbfgs",), r"not possible(.|\n)*several times an update"),
+        (("optim.name=torch/muon",), r"not possible(.|\n)*matrices only"),
+        (("optim.name=bnbadam8bit",), r"not possible(.|\n)*bitsandbytes"),
+        (("optim.name=lambc", "optim.max_grad_norm=1"), "Use train.grad_clip_norm"),
+        (("optim.name=adafactor", "strategy.name=fsdp"), r"not possible(.|\n)*whole weight"),
+        (("optim.name=adan", "optim.caution=true", "strategy.name=fsdp"), r"not possible(.|\n)*whole weight"),
+        (("optim.name=cadamw", "strategy.name=fsdp"), r"not possible(.|\n)*strategy.name=zero"),
+        (("schedule.name=cosin",), r"Unknown schedule 'cosin'(.|\n)*mean 'cosine'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(settings: tuple[str, ...], says: str) -> None:
+    assert re.search(says, said("ddp", *settings))
+
+
+@pytest.mark.parametrize("key", ["optim.wieght_decay", "optim.eps", "schedule.gama"])
+def test_ours_have_no_further_keys(key: str) -> None:
+    with pytest.raises(UserError, match=f"Unknown key '{key}'"):
+        load("ddp", [f"{key}=1"])
+
+
+def test_the_defaults_of_ours_are_theirs_alone() -> None:
+    ours, lion = (load("ddp", [f"optim.name={name}"]).config.optim for name in ("sgd", "lion"))
+    assert (ours.betas, ours.momentum, ours.nesterov) == ((0.9, 0.999), 0.9, False)
+    assert (lion.betas, lion.momentum, lion.nesterov) == (None, None, None)
+    assert OptimConfig(betas=None).given() == {}
+
+
+def test_another_optimizer_does_not_inherit_what_was_for_the_one_before(tmp_path: Path) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text("optim: {name: sgd, momentum: 0.8, lr: 0.5}\n")
+    assert load(str(preset), ["optim.name=muon"]).config.optim.momentum == 0.8
+    adam = load(str(preset), ["optim.name=adam"]).config.optim
+    assert (adam.lr, adam.momentum, adam.options) == (0.5, None, {})
+    preset.write_text("optim: {name: adan, eps: 0.5}\n")
+    assert load(str(preset), ["optim.name=sgd"]).config.optim.options == {}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mine.py").write_text(
+        "def optimizer(groups, lr, *, drag: float = 0.5): ...\n"
+        "def rate(step, total_steps, lr, *, floor: float, gamma: float, steps_per_epoch): ...\n"
+    )
+
+
+def test_functions_of_the_users_own_are_checked_by_their_keywords(own: None) -> None:
+    check(load("ddp", ["optim.name=mine:optimizer", "optim.drag=1"]))
+    check(load("ddp", ["schedule.name=mine:rate", "schedule.floor=1"]))
+    assert "Unknown key 'optim.darg'" in said("ddp", "optim.name=mine:optimizer", "optim.darg=1")
+    assert "Unknown key 'optim.betas'" in said("ddp", "optim.name=mine:optimizer", "optim.betas=[0.9, 0.9]")
+    assert "schedule.floor=low is not possible" in said("ddp", "schedule.name=mine:rate", "schedule.floor=low")
+    assert "needs 'schedule.floor'" in said("ddp", "schedule.name=mine:rate")
+    assert "has no 'speed'" in said("ddp", "schedule.name=mine:speed")
+    assert "No module 'yours'" in said("ddp", "optim.name=yours:build")
+
+
+def test_neither_torch_nor_timm_is_imported_to_check_them() -> None:
+    code = (
+        "import sys; from trainkit.config.optimizers import check_optimizer; from trainkit.config.loading import load; "
+    )
+    code += "check_optimizer(load('ddp', ['optim.name=adan', 'optim.eps=1']).config); "
+    code += "print([name for name in ('torch', 'timm') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,62 @@
+"""Optimizers of timm and torch with strategies of several ranks: their updates, and what is saved of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rank_functions import run_ranks
+from tests.strategies.held import trained
+from trainkit.checkpoint.save import Checkpoints
+from trainkit.distributed.process_group import distributed, local_part
+from trainkit.ranks.env import RankEnv
+
+ANYWHERE = ["adabelief", "adagrad", "adam", "adan", "adopt", "lambc", "laprop", "lars", "lion", "madgrad", "nadamw"]
+ANYWHERE += ["momentum", "radam", "rmsprop", "rmsproptf", "sgdw", "torch/asgd"]
+WHOLE = ["adafactor", "adafactorbv", "adamp", "adamuon", "cadamw", "mars", "novograd", "torch/adafactor"]
+
+
+def _not_resumed(env: RankEnv, folder: Path, strategy: str, names: list[str]) -> list[str]:
+    """Optimizers of which the third update is another one after the second was saved and restored."""
+    wrong = []
+    with distributed(env, use_gpu=False) as dist:
+        for name in names:
+            made = (trained(dist, strategy, optimizer_name=name, updates=count) for count in (2, 1))
+            (model, optimizer), (other, resumed) = made
+            checkpoints = Checkpoints(folder / name.replace("/", "-"), keep=3, dist=dist)
+            checkpoints.save(model, optimizer, step=2, state={}, best_step=None)
+            checkpoints.restore(other, resumed)
+            for parameter, own in zip(model.parameters(), other.parameters(), strict=True):
+                own.grad = None if parameter.grad is None else parameter.grad.clone()
+            optimizer.step()
+            resumed.step()
+            pairs = zip(model.parameters(), other.parameters(), strict=True)
+            if not all(torch.equal(local_part(one), local_part(two)) for one, two in pairs):
+                wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names"), [("ddp", WHOLE[:3]), ("zero", [*WHOLE, *ANYWHERE[:3]]), ("fsdp", ANYWHERE)]
+)
+def test_a_run_goes_on_with_the_very_next_update(tmp_path: Path, strategy: str, names: list[str]) -> None:
+    assert run_ranks(2, _not_resumed, tmp_path, strategy, names) == [[]] * 2
+
+
+def _not_as_ddp(env: RankEnv, names: list[str]) -> list[str]:
+    """Optimizers that update shards otherwise than whole weights."""
+    wrong = []
+    with distributed(env, use_gpu=False) as dist:
+        for name in names:
+            whole, parts = (trained(dist, strategy, optimizer_name=name, updates=3)[0] for strategy in ("ddp", "fsdp"))
+            sharded = {key: value.full_tensor() for key, value in parts.state_dict().items()}
+            own = {key.removeprefix("module."): value for key, value in whole.state_dict().items()}
+            if not all(torch.allclose(value, sharded[key], rtol=1e-3, atol=1e-4) for key, value in own.items()):
+                wrong.append(name)
+    return wrong
+
+
+def test_shards_are_updated_as_whole_weights_are() -> None:
+    assert run_ranks(2, _not_as_ddp, ANYWHERE) == [[]] * 2

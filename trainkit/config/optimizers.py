@@ -1,0 +1,205 @@
+"""Which optimizers and schedules there are beyond ours, and what each takes.
+
+What timm and torch have is read from their source: importing them costs seconds of CPU, `submit` has half of one.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trainkit import plugins
+from trainkit.config.checks import strategy_traits
+from trainkit.config.schema import Config, OptimConfig, ScheduleConfig
+from trainkit.errors import UserError, did_you_mean
+
+# Class -> why it is not for us, whatever its options.
+_REFUSED = {
+    "Adahessian": "It needs gradients of gradients, for which every backward pass would keep its graph.",
+    "Kron": "Its state is lists of matrices, and random: a checkpoint does not hold it, so a run could not go on.",
+    "LBFGS": "It computes the loss several times an update; here an update has one pass over its batches.",
+    "SparseAdam": "It is for sparse gradients, which image models do not have.",
+    "torch.Muon": "It takes matrices only, no filters, biases or norms. optim.name=muon takes them all.",
+}
+# Class -> why it cannot update weights of which a rank holds a part.
+_WHOLE_NAME = "It goes by norms or means of a whole weight, in ways that torch does not compute over the ranks' parts."
+_WHOLE_ONLY = dict.fromkeys(
+    ("Adafactor", "AdafactorBigVision", "AdamP", "Mars", "NvNovoGrad", "Rprop", "SGDP"), _WHOLE_NAME
+)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An optimizer of a library."""
+
+    library: str
+    name: str
+    """In timm's registry; of torch's the class."""
+    class_name: str
+    file: Path | None
+    """Where its class is; None: in a package that timm would import."""
+    num_betas: int = 2
+    defaults: Mapping[str, Any] | None = None
+    """What timm's registry gives to the class."""
+
+    @property
+    def signature(self) -> plugins.Signature:
+        """The options of its class."""
+        return plugins.class_signature(self.file, self.class_name) if self.file else plugins.Signature((), (), True)
+
+
+def find_optimizer(name: str) -> Listed:
+    """The optimizer of that name: ``adan``, ``timm/adafactor``, ``torch/adafactor``.
+
+    Raises UserError for one that neither has.
+    """
+    known = library_optimizers()
+    found = next((known[key] for key in (name, f"timm/{name}", f"torch/{name}") if key in known), None)
+    if found is None:
+        usable = {key.partition("/")[2] for key, listed in known.items() if listed.file is not None}
+        names = [*OptimConfig.OURS, *sorted(usable - OptimConfig.OURS.keys())]
+        raise UserError(
+            f"Unknown optimizer '{name}'.",
+            why=f"There are: {', '.join(names)}; or package.module:function of your own.",
+            fix=did_you_mean(name, [*names, *known], otherwise="Use one of them."),
+            key="optim.name",
+        )
+    return found
+
+
+def check_optimizer(config: Config) -> None:
+    """Refuse an optimizer that does not exist or cannot be used, and options that it does not have.
+
+    Raises UserError.
+    """
+    optim = config.optim
+    if optim.name in OptimConfig.OURS:
+        return
+    given = optim.given()
+    if optim.is_own:
+        plugins.check_options("trainkit.optim", optim.name, given, where="optim")
+        return
+    listed = find_optimizer(optim.name)
+    signature = listed.signature
+    sharded = strategy_traits(config.strategy.name).sharded
+    why, fix = objection(listed, {**(listed.defaults or {}), **given}, sharded=sharded)
+    if why:
+        raise UserError(f"optim.name={optim.name} is not possible.", why=why, fix=fix, key="optim.name")
+    if "weight_decay" not in signature.options and optim.weight_decay:
+        raise UserError(
+            f"optim.weight_decay={optim.weight_decay:g} does not go with optim.name={optim.name}.",
+            why="It has no weight decay.",
+            fix="Use optim.weight_decay=0.",
+            key="optim.weight_decay",
+        )
+    if optim.betas is not None and "betas" in signature.options and len(optim.betas) != listed.num_betas:
+        raise UserError(
+            f"optim.name={optim.name} does not take {len(optim.betas)} numbers as optim.betas.",
+            why=f"It has {listed.num_betas}.",
+            fix=f"Give {listed.num_betas}, or leave optim.betas out.",
+            key="optim.betas",
+        )
+    plugins.check_against(signature, optim.name, given, where="optim")
+
+
+def objection(listed: Listed, given: Mapping[str, Any], *, sharded: bool) -> tuple[str, str]:
+    """Why an optimizer cannot be used, and what to do instead; empty if it can."""
+    other = "Use another one: adamw, sgd, lamb, muon."
+    if listed.file is None:
+        return f"It is {listed.class_name}: its state is in formats of its own, which checkpoints do not hold.", other
+    refused = _REFUSED.get(f"{listed.library}.{listed.class_name}") or _REFUSED.get(listed.class_name)
+    if refused:
+        return refused, other
+    if given.get("max_grad_norm"):
+        return "optim.max_grad_norm would be the norm of a rank's part.", "Use train.grad_clip_norm."
+    if sharded:
+        whole = _WHOLE_ONLY.get(listed.class_name)
+        if given.get("caution") or given.get("algo") == "adamuon":
+            whole = _WHOLE_NAME
+        if whole:
+            return whole, "Use it with a strategy that holds whole weights, such as strategy.name=zero."
+    return "", ""
+
+
+def check_schedule(schedule: ScheduleConfig) -> None:
+    """Refuse a schedule that does not exist, and options that it does not have. Raises UserError."""
+    if schedule.is_own:
+        plugins.check_options("trainkit.schedule", schedule.name, given_to_own(schedule, 1), where="schedule")
+    elif schedule.name not in ScheduleConfig.OURS:
+        raise UserError(
+            f"Unknown schedule '{schedule.name}'.",
+            why=f"There are: {', '.join(ScheduleConfig.OURS)}; or package.module:function of your own.",
+            fix=did_you_mean(schedule.name, list(ScheduleConfig.OURS), otherwise="Use one of them."),
+            key="schedule.name",
+        )
+
+
+def given_to_own(schedule: ScheduleConfig, steps_per_epoch: int) -> dict[str, Any]:
+    """What a schedule of the user's own is given: its options, and what else it asks for by name."""
+    known = {name: getattr(schedule, name) for name in ScheduleConfig.model_fields if name != "name"}
+    known["steps_per_epoch"] = steps_per_epoch
+    asked = plugins.signature("trainkit.schedule", schedule.name).options
+    return {**{name: value for name, value in known.items() if name in asked}, **schedule.options}
+
+
+@lru_cache(maxsize=1)
+def library_optimizers() -> dict[str, Listed]:
+    """``timm/NAME`` and ``torch/NAME`` -> optimizer; nothing of a library that is not installed."""
+    return {f"{listed.library}/{name}": listed for name, listed in [*_torchs(), *_timms()]}
+
+
+def _timms() -> Iterator[tuple[str, Listed]]:
+    folder = _folder("timm")
+    if folder is None:
+        return
+    files = {f"torch.optim.{name}": file for name, file in _torch_classes().items()}
+    found: dict[str, Listed] = {}
+    tree = plugins.parse(folder / "_optim_factory.py", None)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            files.update({alias.name: folder / f"{node.module}.py" for alias in node.names})
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
+        if ast.unparse(call.func) == "OptimInfo":
+            said = dict(zip(("name", "opt_class"), call.args, strict=False))
+            said.update({str(word.arg): word.value for word in call.keywords})
+            name, class_name = str(ast.literal_eval(said["name"])), ast.unparse(said["opt_class"]).strip("'\"")
+            defaults = ast.literal_eval(said["defaults"]) if "defaults" in said else None
+            betas = int(ast.literal_eval(said["num_betas"])) if "num_betas" in said else 2
+            short = class_name.removeprefix("torch.optim.")
+            found[name] = Listed("timm", name, short, files.get(class_name), betas, defaults)
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".register_alias"):
+            alias, target = map(ast.literal_eval, call.args)
+            found[alias] = found[target]
+    yield from found.items()
+
+
+def _torchs() -> Iterator[tuple[str, Listed]]:
+    for name, file in _torch_classes().items():
+        yield name.lower(), Listed("torch", name, name, file)
+
+
+def _torch_classes() -> dict[str, Path]:
+    folder = _folder("torch")
+    if folder is None:
+        return {}
+    imported = [node for node in plugins.parse(folder / "__init__.py", None).body if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.name: folder / f"{str(node.module).rpartition('.')[2]}.py"
+        for node in imported
+        for alias in node.names
+        if alias.name[0].isupper() and alias.name != "Optimizer"
+    }
+
+
+def _folder(library: str) -> Path | None:
+    spec = importlib.util.find_spec(library)  # finds, does not import: the package is a top-level one
+    folders = [Path(folder, "optim") for folder in (spec.submodule_search_locations or [])] if spec else []
+    return next((folder for folder in folders if (folder / "__init__.py").is_file()), None)
