@@ -12,23 +12,26 @@ import pytest
 from trainkit import plugins
 from trainkit.config import json_schema, yaml
 from trainkit.config.loading import PACKAGED
+from trainkit.config.schema import OptimConfig
 
 SCHEMA = json.loads((PACKAGED / "schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 NAMES = SCHEMA["$defs"]["ModelConfig"]["properties"]["name"]["anyOf"][0]["enum"]
+OPTIMIZERS = SCHEMA["$defs"]["OptimConfig"]["properties"]["name"]["anyOf"][0]["enum"][len(OptimConfig.OURS) :]
 PRESETS = sorted([*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")])
 
 
 def test_the_schema_in_configs_is_current() -> None:
     """`python -m trainkit.config.json_schema > configs/schema.json` makes it; other versions have other models."""
     models = [name for name in NAMES if name not in plugins.available("trainkit.models")]
-    assert (PACKAGED / "schema.json").read_text(encoding="utf-8") == json_schema.text(models)
+    assert (PACKAGED / "schema.json").read_text(encoding="utf-8") == json_schema.text(models, OPTIMIZERS)
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
 def test_the_models_of_timm_and_torchvision_are_in_it_and_neither_is_imported() -> None:
     assert {"resnet50", "vit_base_patch32_224", "swin_v2_t", "fashion_cnn"} <= set(NAMES)
-    code = "import sys; from trainkit.config.json_schema import library_models, text; text(library_models()); "
+    code = "import sys; from trainkit.config.json_schema import library_models, text, usable_names; "
+    code += "text(library_models(), usable_names()); "
     code += "print([name for name in ('torch', 'timm', 'torchvision') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=PACKAGED.parent).strip() == "[]"
 
@@ -52,7 +55,9 @@ def test_every_preset_tells_editors_where_the_schema_is(preset: Path) -> None:
         {"optim": {"wieght_decay": 1}},
         {"train": {"epochs": 0}},
         {"train": {"epochs": "x"}},
-        {"optim": {"name": "adam"}},
+        {"optim": {"name": "adaam"}},
+        {"optim": {"name": "sgd", "eps": 1}},
+        {"schedule": {"name": "cosin"}},
         {"monitor": {"loggers": "console"}},
         {"model": "vit"},
         {"model": {"name": "resnet5"}},
@@ -87,6 +92,9 @@ def test_what_the_configuration_turns_into_text_may_be_a_number(launch: dict[str
         {"data": {"image_size": 64}},
         {"strategy": {"name": "fsdp", "shard_within": "node"}},
         {"monitor": {"loggers": ["jsonl", "my_logger:open"]}},
+        {"optim": {"name": "adan", "eps": 1e-6}},
+        {"optim": {"name": "torch/adafactor"}},
+        {"schedule": {"name": "my_rates:linear", "floor": 0.1}},
         {"extends": "my_own"},
         {"extends": "recipes/cifar10_vit"},
     ],

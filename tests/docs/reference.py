@@ -89,7 +89,7 @@ BOUNDS = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "to", "excl
 
 
 def settings() -> str:
-    schema = json_schema(())
+    schema = json_schema((), ())
     top = {name: field for name, field in schema["properties"].items() if "$ref" not in field and name != "extends"}
     parts = [_settings_table("", top)]
     for name, field in schema["properties"].items():

@@ -72,7 +72,8 @@ def test_what_fine_tuning_started_from_and_left_alone_is_told(make_run: MakeRun)
     given = ("optim.name=muon", "optim.layer_decay=0.7", "model.checkpoint=a.pth", 'model.freeze=["blocks.*"]')
     told = settings(make_run("ddp-0001", "model.name=resnet18", *given))
     assert told["model"] == "resnet18 (checkpoint: a.pth, freeze: ['blocks.*']), 65,834 parameters"
-    assert told["optimizer"] == "muon, lr 0.002, weight_decay 0.05, momentum 0.9, nesterov False, layer_decay 0.7"
+    muon = "muon, lr 0.002, weight_decay 0.05, momentum 0.9, nesterov False, betas [0.9, 0.999], layer_decay 0.7"
+    assert told["optimizer"] == muon
 
 
 def test_nodes_that_are_simulated_are_called_so(make_run: MakeRun) -> None:

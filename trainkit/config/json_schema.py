@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from trainkit import plugins
 from trainkit.config.loading import PACKAGED
+from trainkit.config.optimizers import usable_names
 from trainkit.config.schema import SECTIONS, Config, ExtensibleSection, OptimConfig, ScheduleConfig
 from trainkit.config.settings import field_docs
 
@@ -28,8 +29,8 @@ ELSEWHERE = {
 }
 ANY_OPTIMIZER = {
     "type": "string",
-    "description": "An optimizer of timm's or torch's, as in adan, lion, torch/adafactor; or package.module:function of "
-    "your own.",
+    "pattern": "[:/]",
+    "description": "package.module:function of your own; timm/NAME or torch/NAME.",
 }
 FROM_A_LIBRARY = {
     "pretrained": {"type": "boolean", "default": False, "description": "Start from weights that are downloaded."},
@@ -44,11 +45,11 @@ def library_models() -> list[str]:
     return sorted({*plugins.timm_models(), *plugins.torchvision_models()})
 
 
-def json_schema(models: Sequence[str]) -> dict[str, Any]:
+def json_schema(models: Sequence[str], optimizers: Sequence[str]) -> dict[str, Any]:
     """Schema of a preset: that of `Config`, plus `extends`, the names of plugins, and their options.
 
     Args:
-        models: see `library_models`.
+        models, optimizers: see `library_models`.
     """
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -73,8 +74,8 @@ def json_schema(models: Sequence[str]) -> dict[str, Any]:
         _name_plugins(schema["$defs"][section], f"trainkit.{package}", models if package == "models" else ())
     del launch["executor"]["type"]
     launch["executor"]["anyOf"] = [{"enum": ["auto", *plugins.available("trainkit.schedulers"), "debug"]}, OWN]
-    _name_ours(schema["$defs"]["OptimConfig"], OptimConfig, ANY_OPTIMIZER)
-    _name_ours(schema["$defs"]["ScheduleConfig"], ScheduleConfig, OWN)
+    _name_ours(schema["$defs"]["OptimConfig"], OptimConfig, optimizers, ANY_OPTIMIZER)
+    _name_ours(schema["$defs"]["ScheduleConfig"], ScheduleConfig, (), OWN)
     loggers = schema["$defs"]["MonitorConfig"]["properties"]["loggers"]
     loggers["items"] = {"anyOf": [{"enum": plugins.available("trainkit.monitor")}, OWN]}
     extends = {
@@ -116,13 +117,15 @@ def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) 
     section["allOf"] = rules
 
 
-def _name_ours(section: dict[str, Any], model: type[ExtensibleSection], others: dict[str, Any]) -> None:
-    """Have the section list the names of ours, which have no keys but the section's own."""
-    name, ours = section["properties"]["name"], {"enum": list(model.OURS)}
+def _name_ours(
+    section: dict[str, Any], model: type[ExtensibleSection], others: Sequence[str], elsewhere: dict[str, Any]
+) -> None:
+    """Have the section list its names, of which ours have no keys but the section's own."""
+    name, ours = section["properties"]["name"], list(model.OURS)
     del name["type"]
-    name["anyOf"] = [ours, others]
+    name["anyOf"] = [{"enum": [*ours, *others]}, elsewhere]
     own_keys = {"propertyNames": {"enum": sorted(section["properties"])}}
-    section["allOf"] = [{"if": _named({"not": ours}), "else": own_keys}]
+    section["allOf"] = [{"if": _named({"not": {"enum": ours}}), "else": own_keys}]
 
 
 def _named(rule: dict[str, Any]) -> dict[str, Any]:
@@ -144,10 +147,10 @@ def _type(annotation: str) -> dict[str, Any]:
     return {"type": words[parts[0]] if len(parts) == 1 else [words[part] for part in parts]}
 
 
-def text(models: Sequence[str]) -> str:
+def text(models: Sequence[str], optimizers: Sequence[str]) -> str:
     """The file's content."""
-    return json.dumps(json_schema(models), indent=1) + "\n"
+    return json.dumps(json_schema(models, optimizers), indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    print(text(library_models()), end="")
+    print(text(library_models(), usable_names()), end="")

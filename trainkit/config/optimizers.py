@@ -61,8 +61,7 @@ def find_optimizer(name: str) -> Listed:
     known = library_optimizers()
     found = next((known[key] for key in (name, f"timm/{name}", f"torch/{name}") if key in known), None)
     if found is None:
-        usable = {key.partition("/")[2] for key, listed in known.items() if listed.file is not None}
-        names = [*OptimConfig.OURS, *sorted(usable - OptimConfig.OURS.keys())]
+        names = [*OptimConfig.OURS, *usable_names()]
         raise UserError(
             f"Unknown optimizer '{name}'.",
             why=f"There are: {', '.join(names)}; or package.module:function of your own.",
@@ -70,6 +69,12 @@ def find_optimizer(name: str) -> Listed:
             key="optim.name",
         )
     return found
+
+
+def usable_names() -> list[str]:
+    """Names of timm's and torch's optimizers that are not refused whatever their options, beside ours."""
+    usable = {name for name, listed in library_optimizers().items() if not any(objection(listed, {}, sharded=False))}
+    return sorted({name.partition("/")[2] for name in usable} - OptimConfig.OURS.keys())
 
 
 def check_optimizer(config: Config) -> None:
