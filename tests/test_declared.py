@@ -26,6 +26,7 @@ WITH_ANOTHER = {
     "huggingface_hub": "timm",
     "msgpack": "hivemind",
     "multiaddr": "hivemind",
+    "pydantic_core": "pydantic",
 }
 """Modules that come with a package that is declared, and must be the one that it works with."""
 BY_NAME = {"sklearn"}  # trainkit/data/datasets/digits.py looks for its file without importing it
