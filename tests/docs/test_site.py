@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.docs.__main__ import BUILD
 from tests.docs.reference import DOCS, PROJECT, pages
 
 
@@ -20,8 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(DOCS, folder / "docs")
     shutil.copy(PROJECT / ".mkdocs.yml", folder)
-    command = [sys.executable, "-m", "zensical", "build", "--strict", "-f", ".mkdocs.yml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(BUILD, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "site"
 
