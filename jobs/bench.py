@@ -142,8 +142,8 @@ def _submit(
     bench: Bench, request: Request, loaded: Loaded, folder: Path, args: argparse.Namespace, command: Sequence[str],
     env: Mapping[str, str],
 ) -> int:  # fmt: skip
-    from jobs.benching import run_rank
     from jobs.starting import by_names, dry_run, start
+    from jobs.train import run_rank
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan, validate
     from trainkit.site.profile import discover

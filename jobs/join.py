@@ -10,13 +10,27 @@ invited with --reduce may add --public to be reached by others, which takes load
 
 from __future__ import annotations
 
+import argparse
+import getpass
+import socket
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from jobs import cli
-from jobs.peering import add_peer_flags, check_peer_flags, peer_name, say_end, take_part
+from trainkit import fileio, terminal
+from trainkit.config.loading import to_yaml
+from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.ranks.env import RankEnv
-from trainkit.swarm.admission import entry_of, is_setting
+from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
+from trainkit.run.folder import RunDir, next_path, runs_root
+from trainkit.run.metrics import read_metrics
+from trainkit.swarm.admission import Entry, entry_of, is_setting
+from trainkit.swarm.link import rate_of
+
+if TYPE_CHECKING:
+    from trainkit.config.loading import Loaded
 
 
 def parser() -> cli.Parser:
@@ -65,6 +79,195 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         ending, run_dir = take_part(args, entry, overrides, env, role="peer", host=host, ranks=ranks, secret=secret)
     say_end(ending, run_dir)
     return 0
+
+
+def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
+    """The flags that every peer has."""
+    invited = "the name of the invitation, else " if host is None else ""
+    parser.add_argument("--name", help=f"how others see this peer (default: {invited}{peer_name()})")
+    default = host or "0.0.0.0 with --public"
+    parser.add_argument("--host", default=host, help=f"address to listen on (default: {default})")
+    parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
+    kept = "keep this peer's key here, and so its id and address; what it contributes is credited to its name anyway"
+    parser.add_argument("--identity", type=Path, metavar="FILE", help=kept)
+    parser.add_argument(
+        "--max-upload", metavar="RATE", help="send no more than fits into this, as 20Mbit (default: what is measured)"
+    )
+    parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="folder to make for this run")
+
+
+def check_peer_flags(args: argparse.Namespace) -> None:
+    """Refuse a port that does not exist, and a name that would not fit into a record."""
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
+    if args.name is not None and not 0 < len(args.name) <= terminal.LONGEST_NAME:
+        why = f"It has 1 to {terminal.LONGEST_NAME} characters."
+        raise UserError("--name is too long or empty.", why=why, fix="Use a short one.")
+
+
+def take_part(
+    args: argparse.Namespace,
+    entry: Entry,
+    overrides: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    role: Literal["peer", "anchor"],
+    host: str | None,
+    ranks: RankEnv | None = None,
+    secret: Secret = NO_SECRET,
+) -> tuple[str, RunDir | None]:
+    """Join by the flags that every peer has. How it ended, and the run folder.
+
+    Args:
+        role: an anchor does not train.
+        host: address to listen on; None: call out only.
+        ranks: see `trainkit.swarm.peer.join_swarm`.
+    """
+    from trainkit.ranks.signals import stop_on_signal
+    from trainkit.swarm.address import announced
+    from trainkit.swarm.peer import by_hand, join_swarm, leave_on_interrupt
+
+    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
+        return join_swarm(
+            entry,
+            overrides=overrides,
+            open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-{role}", env)),
+            name=args.name or entry.name or peer_name(),
+            host=host,
+            port=args.port,
+            max_upload=rate_of(args.max_upload) if args.max_upload else None,
+            identity=args.identity,
+            allow_code=args.allow_code,
+            stop=stop,
+            say=peer.say,
+            announce=announced(args.announce, args.port),
+            ranks=ranks,
+            secret=secret,
+            trains=role == "peer",
+        )
+
+
+def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
+    """The run folder of a peer, with its manifest."""
+    from trainkit.run.snapshot import write_manifest
+    from trainkit.swarm.invitations import looks_like
+
+    while True:
+        chosen = path or next_path(runs_root(env), name)
+        try:
+            run_dir = RunDir.create(chosen, to_yaml(config))
+        except UserError:
+            if path is not None or not chosen.exists():
+                raise
+            continue  # another peer that starts on this machine has taken that name meanwhile
+        write_manifest(run_dir, ["TOKEN" if looks_like(word) else word for word in sys.argv])
+        return run_dir
+
+
+def peer_name() -> str:
+    """How others see a peer of this machine."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container has no entry for its user
+        user = "peer"
+    return f"{user}@{socket.gethostname()}"
+
+
+def say_end(ending: str, run_dir: RunDir | None) -> None:
+    """What a peer's run came to."""
+    from trainkit.monitor.follow import summary_lines
+
+    endings = {"finished": "All rounds are done.", "stopped": "Left the swarm.", "ended": "The creator ended the run."}
+    found = [] if run_dir is None else [*_given(run_dir), *summary_lines(run_dir)]
+    print("\n".join([endings[ending], *found]))
+    if ending == "stopped" and run_dir is not None and (run_dir.path / "swarm.json").exists():
+        print(f"Go on with it: {terminal.command('resume', run_dir.path)}")
+
+
+def _given(run_dir: RunDir) -> list[str]:
+    """What this peer has given to the others, in a line; none, if it has met nobody."""
+    told = [{key: record.get(key, 0) for key in ("peers", "bytes_up")} for record in read_metrics(run_dir, "train")]
+    together = [record for record in told if all(map(fileio.is_number, record.values())) and record["peers"] > 1]
+    if not together:
+        return []
+    sent = sum(record["bytes_up"] for record in together)
+    return [f"Averaged with others in {len(together):,} rounds, {terminal.size(int(sent))} sent."]
+
+
+MOST = 1000
+"""Peers of one array: more are a slip of the pen."""
+
+
+def loaded_to_join(
+    args: argparse.Namespace, flags: Mapping[str, tuple[Any, str]], env: Mapping[str, str]
+) -> tuple[Loaded, int, Mapping[str, str]]:
+    """What each peer of ``submit --join TOKEN --array N`` is configured as, how many there are, and their environment.
+
+    Raises UserError when the swarm does not answer, or the flags do not go together.
+    """
+    from trainkit.config.loading import load
+    from trainkit.swarm import reader
+    from trainkit.swarm.admission import VARIABLE, entry_of, warned
+    from trainkit.swarm.settings import require_collaborative
+
+    if args.join is None:
+        raise UserError(
+            "--array needs --join.", why="It adds so many peers to a swarm.", fix="Add --join TOKEN, or use --sweep."
+        )
+    for flag, given in (("--sweep", args.sweep), ("--host", args.host), ("--estimate", args.estimate)):
+        if given:
+            raise UserError(
+                f"{flag} and --join do not go together.",
+                why="What joins has the settings of the swarm's creator, which are asked for from here.",
+                fix=f"Leave {flag} out.",
+            )
+    count = 1 if args.array is None else args.array
+    if not 0 < count <= MOST:
+        raise UserError(
+            f"--array {count} is not possible.", why=f"It is a number of peers, 1 to {MOST}.", fix="Use --array 8."
+        )
+    require_collaborative(load(args.preset).config)
+    entry = warned(entry_of([args.join] if args.join else [], env, name="submit"))
+    run = reader.run_at(entry)
+    peers = entry.addresses
+    loaded = reader.as_peer(run, peers, args.overrides, flags=flags, env=env, allow_code=args.allow_code)
+    # Jobs have the token from their environment, so that it is in no command line and in no folder.
+    return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else env
+
+
+def loaded_rank(
+    preset: str,
+    where: str,
+    overrides: Sequence[str],
+    folder: Path | None,
+    *,
+    env: Mapping[str, str],
+    allow_code: bool,
+) -> tuple[Loaded, str]:
+    """What one rank of ``train PRESET --join TOKEN`` is configured as, and its way in; a run that goes on is as it was.
+
+    Raises UserError when the swarm does not answer.
+    """
+    from trainkit.config.loading import load
+    from trainkit.ranks.env import RankEnv
+    from trainkit.swarm import reader
+    from trainkit.swarm.admission import entry_of, warned
+    from trainkit.swarm.settings import require_collaborative
+
+    entry = warned(entry_of([where] if where else [], env, name="train"))
+    if folder is not None and (folder / "config.yaml").is_file():
+        return load(str(folder / "config.yaml"), env=env), entry.text
+    loaded = load(preset, [*overrides, f"collaborative.initial_peers=[{','.join(entry.addresses)}]"], env=env)
+    require_collaborative(loaded.config)
+    if not RankEnv.from_mapping(env).is_main:
+        return loaded, entry.text  # rank 0 tells the others
+    run = reader.run_at(entry)
+    return reader.as_peer(run, entry.addresses, overrides, flags={}, env=env, allow_code=allow_code), entry.text
+
+
+def without_token(argv: Sequence[str], token: str | None) -> list[str]:
+    """The command line as it may be kept in a run folder."""
+    return ["TOKEN" if token and token in word else word for word in argv]
 
 
 if __name__ == "__main__":

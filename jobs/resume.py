@@ -12,8 +12,8 @@ from typing import Any
 
 from jobs import cli, elsewhere
 from jobs.following import full_name
-from jobs.returning import is_by_hand, resume_by_hand
 from jobs.starting import by_names, dry_run, follow, start
+from jobs.swarm import is_by_hand, resume_by_hand
 from jobs.sweeps import Further
 from trainkit import fileio, terminal
 from trainkit.bench.request import refuse_bench

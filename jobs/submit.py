@@ -157,7 +157,7 @@ def _join(
     argv: Sequence[str], args: argparse.Namespace, flags: dict[str, tuple[object, str]], env: Mapping[str, str],
     then: Then,
 ) -> int:  # fmt: skip
-    from jobs.peers import loaded_to_join, without_token
+    from jobs.join import loaded_to_join, without_token
 
     loaded, count, env = loaded_to_join(args, flags, env)
     folder = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)

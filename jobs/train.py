@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,14 +14,13 @@ from trainkit.checking import check
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
-from trainkit.errors import TrainkitError, UserError
-from trainkit.process import without_garbage_collection
-from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
-from trainkit.run.events import Attempt, Writer, job_of, life_of, submitted, writing
+from trainkit.errors import UserError
+from trainkit.ranks.signals import stop_on_signal
+from trainkit.run.events import Attempt, Writer, job_of, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
 from trainkit.run.ownership import require_own_code
-from trainkit.schedulers.base import around
 from trainkit.schedulers.states import require_no_job
+from trainkit.worker import own_attempt, train
 
 
 def parser() -> cli.Parser:
@@ -69,10 +66,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *command])
             if attempt is None:  # nobody looks after this process, nor has anybody asked before it
                 require_no_job(run, force=args.force)
-            return held.enter_context(writing(_own(attempt, run, env), job_id=job_of(env)))
+            return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
 
         held.enter_context(as_open_as(path))
-        outcome, done = _train(loaded.config, env, stop, attempt, open_run)
+        outcome, done = train(loaded.config, env, stop, attempt, open_run)
     if attempt is None and done is not None:
         if outcome == "preempted":
             print(f"Stopped and saved. Go on with: {terminal.command('train', done.path)}", flush=True)
@@ -87,7 +84,7 @@ def _loaded(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Loaded, s
     """What is trained: as it was asked for; or as the creator of a swarm has it, and the token that leads there."""
     if args.join is None:
         return load(args.run, args.overrides, env=env), ""
-    from jobs.peers import loaded_rank
+    from jobs.join import loaded_rank
 
     return loaded_rank(args.run, args.join, args.overrides, args.run_dir, env=env, allow_code=args.allow_code)
 
@@ -117,69 +114,6 @@ def _rates(config: Config) -> list[str]:
         (f"{step / per_epoch:.2f}", str(step), f"{rates[step]:.3e}", "#" * round(rates[step] * width)) for step in shown
     ]
     return terminal.table(("epoch", "update", "lr", ""), rows)
-
-
-def run_rank(run: str) -> str:
-    """Train one rank of the run in folder ``run``; what submitit calls in every task. How it ended.
-
-    The signal handlers come first: until they are in place, the signal of a time limit would kill the task.
-    """
-    with stop_on_signal() as stop, ExitStack() as held:
-        try:
-            run_dir = RunDir.open(Path(run))
-            held.enter_context(as_open_as(run_dir.path))
-            config = load(str(run_dir.config)).config
-            env = dict(os.environ)
-            attempt = Attempt.named_in(env)
-
-            def open_run() -> Writer:
-                return held.enter_context(writing(_own(attempt, run_dir, env), job_id=job_of(env)))
-
-            outcome, _ = _train(config, env, stop, attempt, open_run)
-        except TrainkitError as error:
-            print(error, file=sys.stderr, flush=True)
-            raise SystemExit(error.exit_code) from None
-    return outcome
-
-
-def _train(
-    config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, open_run: Callable[[], Writer]
-) -> tuple[str, RunDir | None]:
-    """``node``: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder."""
-    from trainkit.monitor.loggers import prepare_loggers
-    from trainkit.ranks.env import RankEnv, Secret
-
-    rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
-    if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
-        from trainkit.swarm.admission import VARIABLE
-        from trainkit.swarm.peer import run_swarm_rank
-
-        writer = open_run() if rank_env.is_main else None
-        token = env.get(VARIABLE, "")
-        outcome = run_swarm_rank(
-            config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret, token=token
-        )
-        return outcome, writer.run if writer is not None else None
-    prepared = prepare_loggers(config) if rank_env.is_main else {}
-    with without_garbage_collection():
-        from trainkit import experiment  # and with it torch
-
-    outcome, run_dir = experiment.run(
-        config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret, prepared=prepared
-    )
-    return outcome, run_dir if rank_env.is_main else None
-
-
-def _own(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attempt:
-    """The attempt that rank 0 writes down; one of its own where nobody has begun one for it."""
-    if attempt is None:
-        return Attempt.begin(run)
-    job_id, life = job_of(env), life_of(run)
-    is_known = any(item.job_id == job_id for item in life.submissions)
-    if job_id and not is_known and ("SUBMITIT_EXECUTOR" not in env or life.cut_short is not None):
-        # The job of a template, or one whose submitter was killed: so that `status` and `cancel` find it.
-        submitted(run, around(env)[0].name, job_id, attempts_before=attempt.number)
-    return attempt
 
 
 def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:

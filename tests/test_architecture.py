@@ -75,7 +75,7 @@ PLUGINS = (
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
 SHARED = {
     "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.expecting", "jobs.following", "jobs.forecasting",
-    "jobs.benching", "jobs.peering", "jobs.peers", "jobs.returning", "jobs.sending",
+    "jobs.train", "jobs.join", "jobs.swarm", "jobs.sending",
     "jobs.starting", "jobs.sweeps", "jobs.watching",
 }  # fmt: skip
 VERBS = {

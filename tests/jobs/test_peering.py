@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.peering import say_end
+from jobs.join import say_end
 from trainkit import fileio
 from trainkit.run.folder import RunDir
 

@@ -1,0 +1,95 @@
+"""One rank of a run, or of a bench: what every task of a job runs, whoever has started it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from trainkit.bench.request import BenchDir
+from trainkit.config.checks import strategy_traits
+from trainkit.config.loading import load
+from trainkit.config.schema import Config
+from trainkit.errors import TrainkitError
+from trainkit.process import without_garbage_collection
+from trainkit.ranks.env import RankEnv, Secret
+from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
+from trainkit.run.events import Attempt, Writer, job_of, life_of, submitted, writing
+from trainkit.run.folder import RunDir, as_open_as
+from trainkit.schedulers.base import around
+
+
+def run_rank(folder: str) -> str:
+    """Do this rank's part of the run, or bench, in ``folder``. How it ended.
+
+    The signal handlers come first: until they are in place, the signal of a time limit would kill the task.
+    """
+    with stop_on_signal() as stop, ExitStack() as held:
+        try:
+            run = RunDir.open(Path(folder))
+            held.enter_context(as_open_as(run.path))
+            config = load(str(run.config)).config
+            env = dict(os.environ)
+            attempt = Attempt.named_in(env)
+
+            def open_run() -> Writer:
+                return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
+
+            if BenchDir(run.path).request.exists():
+                from trainkit.bench.run import run as run_bench  # and with it torch
+
+                return run_bench(
+                    BenchDir(run.path), config, RankEnv.from_mapping(env), stop,
+                    open_run=open_run, secret=Secret.from_mapping(env), beat=heartbeat(env),
+                )  # fmt: skip
+            outcome, _ = train(config, env, stop, attempt, open_run)
+        except TrainkitError as error:
+            print(error, file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from None
+    return outcome
+
+
+def train(
+    config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, open_run: Callable[[], Writer]
+) -> tuple[str, RunDir | None]:
+    """Train as the rank that ``env`` says. How it ended, and of rank 0 the run.
+
+    Args:
+        node: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder.
+        open_run: called on rank 0 alone, when there is something to write.
+    """
+    from trainkit.monitor.loggers import prepare_loggers
+
+    rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
+    if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
+        from trainkit.swarm.admission import VARIABLE
+        from trainkit.swarm.peer import run_swarm_rank
+
+        writer = open_run() if rank_env.is_main else None
+        token = env.get(VARIABLE, "")
+        outcome = run_swarm_rank(
+            config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret, token=token
+        )
+        return outcome, writer.run if writer is not None else None
+    prepared = prepare_loggers(config) if rank_env.is_main else {}
+    with without_garbage_collection():
+        from trainkit import experiment  # and with it torch
+
+    outcome, run_dir = experiment.run(
+        config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret, prepared=prepared
+    )
+    return outcome, run_dir if rank_env.is_main else None
+
+
+def own_attempt(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attempt:
+    """The attempt that rank 0 writes down; one of its own where nobody has begun one for it."""
+    if attempt is None:
+        return Attempt.begin(run)
+    job_id, life = job_of(env), life_of(run)
+    is_known = any(item.job_id == job_id for item in life.submissions)
+    if job_id and not is_known and ("SUBMITIT_EXECUTOR" not in env or life.cut_short is not None):
+        # The job of a template, or one whose submitter was killed: so that `status` and `cancel` find it.
+        submitted(run, around(env)[0].name, job_id, attempts_before=attempt.number)
+    return attempt
