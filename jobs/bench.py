@@ -68,7 +68,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         )  # fmt: skip
     bench = bench_of(args.name)
     if args.host is None:
-        args.preset = cli.preset_or_run(args.preset, env)
+        from trainkit.start import preset_or_run
+
+        args.preset = preset_or_run(args.preset, env)
     request = _request(bench, args)
     if args.host is not None:
         return _submit_there(argv, args, parser(), env)
@@ -142,11 +144,11 @@ def _submit(
     bench: Bench, request: Request, loaded: Loaded, folder: Path, args: argparse.Namespace, command: Sequence[str],
     env: Mapping[str, str],
 ) -> int:  # fmt: skip
-    from jobs.starting import by_names, dry_run, start
-    from jobs.train import run_rank
+    from jobs.dry_run import print_plan
     from trainkit.launch import submission
     from trainkit.launch.plan import make_plan, validate
     from trainkit.site.profile import discover
+    from trainkit.start import by_names, start
 
     cwd, site = Path.cwd(), discover(env)
     plan = by_names(make_plan(loaded, site, folder), env)
@@ -159,7 +161,7 @@ def _submit(
     notes = validate(loaded, plan, site, folder, cwd)
     script = named(plan.executor).script(plan, folder, cwd)
     if args.dry_run:
-        code = dry_run(plan, loaded, folder, script)
+        print_plan(plan, loaded, folder, script)
     else:
         submission.require_executor(plan, site)
         written = submission.write_run(folder, submission.stored_config(loaded, cwd), plan, script, command)
@@ -167,14 +169,14 @@ def _submit(
             run = BenchDir(written.path)
             fileio.write(run.request, request.to_json(), run.path)
             try:
-                start(folder, [written], plan, cwd, env, run_rank)
+                start(folder, [written], plan, cwd, env)
             except SystemExit:  # of a rank in this very process, which has said why
                 if run.samples.exists():
                     _show(run, as_json=args.json)
                 raise
     for note in notes:
         print(note, file=sys.stderr)
-    return code if args.dry_run else _end(run, plan, args)
+    return 0 if args.dry_run else _end(run, plan, args)
 
 
 def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
@@ -183,8 +185,8 @@ def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
     if not followed:
         print(f"  results     {terminal.command('bench', '--show', run.path)}")
         return 0
-    from jobs.following import ended, show_to_end
     from trainkit.bench.results import Progress
+    from trainkit.finish import ended, show_to_end
 
     failed: TrainkitError | None = None
     try:

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from trainkit import terminal
-from trainkit.config import yaml
 from trainkit.errors import TrainkitError, UserError, did_you_mean
 from trainkit.process import leave
 
@@ -48,31 +47,10 @@ RESOURCES: dict[str, tuple[str | None, str, str]] = {
 
 
 def new_folder(text: str) -> Path:
-    """The type of a flag that names a folder to make; its name goes into scripts and onto terminals."""
-    from trainkit.config.schema import is_one_line
+    """The type of a flag that names a folder to make."""
+    from trainkit import start  # by no `--help`
 
-    if not text.strip():
-        why = "A variable of the shell may be unset."
-        raise UserError("The name of the folder is empty.", why=why, fix="Give one, such as --run-dir runs/first.")
-    if not is_one_line(text):
-        raise UserError(
-            f"{text!r} cannot be the name of a folder.",
-            why="It holds a line break or another control character.",
-            fix="Give another name.",
-        )
-    return Path(text).expanduser()
-
-
-def preset_or_run(name: str, env: Mapping[str, str]) -> str:
-    """``name`` of a preset or a file as it is; where there is none, but a run of that name, the run's folder."""
-    from trainkit.config.loading import find_preset, presets_named
-    from trainkit.run.folder import find_run, folders_named
-
-    try:
-        is_run = find_preset(name).parent == Path(name).expanduser()
-    except UserError:  # the loader says it, where there is no run either
-        is_run = bool(name.strip()) and not presets_named(name) and bool(folders_named(name, env))
-    return str(find_run(name, env).path) if is_run else name
+    return start.new_folder(text)
 
 
 @contextmanager
@@ -276,22 +254,6 @@ def add_resource_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--srun", metavar="KEY=VALUE", action="append", default=[], help="any other srun option")
 
 
-def resource_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
-    """Configuration key -> (value, flag) of the resource flags that were given."""
-    given: dict[str, tuple[Any, str]] = {}
-    for flag in RESOURCES:
-        key = flag.replace("-", "_")
-        value = getattr(args, key)
-        if value is not None:
-            numeric = flag in ("nodes", "gpus-per-node", "ntasks-per-node", "cpus-per-task")
-            given[f"launch.{key}"] = (yaml.parse_value(value) if numeric else value, f"--{flag}")
-    for program in ("sbatch", "srun"):
-        pairs = dict(_pair(text, f"--{program}") for text in getattr(args, program))
-        if pairs:
-            given[f"launch.{program}"] = (pairs, f"--{program}")
-    return given
-
-
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the commands that start a job: executor, cluster, following, resources."""
     parser.add_argument("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this very process)")
@@ -310,24 +272,35 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
-    """Configuration key -> (value, flag) of the flags of `add_launch_flags` that were given."""
-    given = resource_flags(args)
-    if args.executor is not None:
-        given["launch.executor"] = (args.executor, "--executor")
-    if getattr(args, "preflight", False):
-        given["launch.preflight"] = (True, "--preflight")
-    if args.cluster is not None:
-        given["launch.cluster"] = (args.cluster, "--cluster")
-    return given
+    """Configuration key -> (value, flag) of the flags of a launch that were given."""
+    from trainkit.start import launch_settings
+
+    return launch_settings(vars(args))
 
 
-def _pair(text: str, flag: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key:
-        raise UserError(
-            f"{flag} {text!r} has no key.", why=f"{flag} takes KEY=VALUE.", fix=f"For example {flag} comment=thesis."
-        )
-    return key.lstrip("-"), value if equals else ""
+def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> int:
+    """Follow runs that were started, if asked; local ones unless asked not to. The exit code."""
+    from trainkit.finish import end_of, follow_to_end, wait_for
+    from trainkit.schedulers.base import named
+    from trainkit.schedulers.states import job_state
+
+    if not runs:
+        return 0
+    if executor == "debug":
+        return end_of(runs[0], job_state(runs[0]))
+    wanted = args.follow if args.follow is not None else not named(executor).batch
+    if not args.wait and not wanted:
+        return 0
+    codes = []
+    for run in runs:
+        try:
+            codes.append(wait_for(run) if args.wait else follow_to_end(run))
+        except TrainkitError as error:
+            if len(runs) == 1:
+                raise
+            print(error, file=sys.stderr)  # the others of a sweep go on
+            codes.append(error.exit_code)
+    return max(codes, default=0)
 
 
 def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:

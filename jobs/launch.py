@@ -25,6 +25,7 @@ from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.lease import ProcessId
 from trainkit.run.ownership import require_own_code
 from trainkit.run.snapshot import restore_code
+from trainkit.start import preset_or_run
 
 DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
 Give the same command on every node, each with its own --node-rank:
@@ -42,7 +43,7 @@ DEFAULT_PORT = 29500
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_intermixed_args(list(argv))
-    args.preset = cli.preset_or_run(args.preset, env)
+    args.preset = preset_or_run(args.preset, env)
     path = Path(args.preset).expanduser()
     refuse_bench(path)
     existing = RunDir.open(path) if (path / "config.yaml").is_file() else None
@@ -81,8 +82,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     print(f"Node {node.node_rank}: {ranks}; run folder {run.path}", flush=True)
     ending = run_node(run, node, env)
     if ending.state in ("FAILED", "TIMEOUT"):
-        from jobs.following import refusal
         from trainkit.diagnosis.causes import cause_of
+        from trainkit.finish import refusal
         from trainkit.schedulers.base import JobState
 
         rank = node.first_rank + (ending.culprit or 0)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs import cli, elsewhere
-from jobs.following import alive_poller, full_name, process_of
 from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
 from trainkit.fileio import Notice
+from trainkit.finish import alive_poller, full_name, process_of
 from trainkit.monitor.follow import RankLog, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.schedulers.base import JobState

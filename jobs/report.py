@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, elsewhere
 from trainkit import fileio, terminal
-from trainkit.bench.request import BenchDir
-from trainkit.bench.results import page
-from trainkit.diagnosis.causes import cause_of
-from trainkit.errors import UserError
-from trainkit.report.facts import Facts, collect
-from trainkit.report.write_html import write_page
-from trainkit.report.write_markdown import RESULTS, write_comparison, write_logbook, write_results, write_sweep
-from trainkit.run.folder import RunDir, find_runs
-from trainkit.schedulers.states import job_state
+from trainkit.log_book import report_on
+from trainkit.report.write_markdown import RESULTS
+from trainkit.run.folder import find_runs
 
 
 def parser() -> cli.Parser:
@@ -48,56 +41,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     found = [find_runs(reference, env) for reference in args.runs]
     is_sweep = len(found) == 1 and len(found[0]) > 1
     runs = list({run.path: run for group in found for run in group}.values())
-    if len(runs) == 1 and (bench := BenchDir(runs[0].path)).request.exists():
-        print("\n".join(page(bench)))
-        return 0
-    if args.compare and len(runs) < 2:
-        raise UserError(
-            "--compare needs two runs or more.",
-            why="There is nothing to set this one against.",
-            fix=f"Name the reference first: `{terminal.command('report', 'REFERENCE', runs[0].path, '--compare')}`.",
-        )
-    sweep, facts = runs[0].path.parent, collect(runs) if len(runs) == 1 else _readable(collect(runs), args.compare)
-    out = (args.out or (runs[0].path if len(runs) == 1 else sweep if is_sweep else Path("report"))).absolute()
-    try:
-        if args.compare:
-            table, written = write_comparison(facts, out)
-            print(f"{table}\n")
-        elif is_sweep:
-            print(write_results(facts, out))
-            written = [out / RESULTS, *write_sweep(sweep, facts, out)]
-        else:
-            written = write_logbook(facts, out)
-    except UserError as error:
-        raise _explained(error, runs) from None
-    for path in written:
-        print(terminal.path(path))
-    print(terminal.path(write_page(facts, out)))
+    report_on(runs, args.out, compare=args.compare, is_sweep=is_sweep)
     return 0
-
-
-def _readable(facts: list[Facts], compare: bool) -> list[Facts]:
-    """Those whose records can be read: one odd run costs the others nothing. The reference is not left out."""
-    found: list[Facts] = []
-    for item in facts:
-        try:
-            _ = item.events, item.metrics, item.hosts, item.test
-            found.append(item)
-        except UserError as error:
-            if (item is facts[-1] and not found) or (compare and item is facts[0]):
-                raise
-            print(f"Left out: {item.label}. {terminal.one_line(f'{error.what} {error.why}')}", file=sys.stderr)
-    return found
-
-
-def _explained(error: UserError, runs: Sequence[RunDir]) -> UserError:
-    """Where there is nothing to report on since the run has failed at once: why it has."""
-    nothing = error.what.startswith("Nothing to report on")
-    state = job_state(runs[0]) if len(runs) == 1 and nothing else None
-    cause = cause_of(runs[0], state) if state is not None and state.alive == "no" else None
-    if cause is None:
-        return error
-    return UserError(error.what, why=f"{cause.what} {cause.why}".rstrip(), fix=cause.advice)
 
 
 if __name__ == "__main__":

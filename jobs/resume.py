@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
-from jobs.following import full_name
-from jobs.starting import by_names, dry_run, follow, start
-from jobs.swarm import is_by_hand, resume_by_hand
-from jobs.sweeps import Further
-from trainkit import fileio, terminal
-from trainkit.bench.request import refuse_bench
-from trainkit.config import loading, yaml
-from trainkit.config.loading import Loaded
-from trainkit.config.schema import Config
-from trainkit.data import check_data
-from trainkit.errors import RefusedError, UserError
-from trainkit.launch import submission
-from trainkit.launch.plan import make_plan, validate
-from trainkit.launch.restarts import excluded_nodes
-from trainkit.run import folder as run_folder
-from trainkit.run.events import Life, life_of
-from trainkit.run.folder import RunDir, find_runs, is_url, runs_root
-from trainkit.run.lease import Holder, lease_on
-from trainkit.run.ownership import require_own_code, vouch, why_others_may_write
-from trainkit.run.snapshot import restore_code
-from trainkit.schedulers.base import JobState, named
-from trainkit.schedulers.states import job_state, job_states, require_no_job
-from trainkit.site.profile import discover
+from jobs.dry_run import print_plan
+from jobs.swarm import resume_by_hand
+from trainkit.resumption import Asked, fetched, is_by_hand, refuse_finished, resume
+from trainkit.run.folder import find_runs, is_url
 
 
 def parser() -> cli.Parser:
@@ -54,206 +29,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
     if args.host is not None:
         return elsewhere.forward("resume", argv, args.host, env)
-    runs = [_fetched(args, env)] if is_url(args.run) else find_runs(args.run, env)
-    if len(runs) > 1:
-        return _resume_sweep(runs, args, env)
-    run = runs[0]
-    if life_of(run).finished and not args.dry_run and (url := (loaded := _load(run, args)).config.checkpoint.remote):
-        require_own_code(run.path, loaded, allow_code=args.allow_code)
-        return _send(run, url)
-    _require_unfinished(run)
-    if is_by_hand(run):
-        return resume_by_hand(run, args, argv)
-    require_no_job(run, force=args.force)
-    before = life_of(run).submission
-    # One at a time: of two that come together, the second finds the job of the first.
-    with (
-        nullcontext()
-        if args.dry_run
-        else lease_on(run, Holder.me(), is_dead=_of_ended_job(life_of(run), job_state(run)))
-    ):
-        if life_of(run).submission != before:
-            require_no_job(run, force=args.force)
-        loaded = _load(run, args)
-        found = require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
-        _say_diverged([run], [job_state(run)])
-        if left_out := excluded_nodes(run):
-            nodes = ", ".join(f"{node} ({why})" for node, why in left_out.items())
-            print(f"The run did without {terminal.one_line(nodes, 1000)}; now it may start there again, unless given")
-            print(f"  --exclude {terminal.one_line(','.join(left_out), 1000)}", flush=True)
-        _check_data(loaded)
-        site, cwd = discover(env), _first_folder(run)
-        plan = by_names(make_plan(loaded, site, run.path), env)
-        validate(loaded, plan, site, run.path, cwd)
-        script = named(plan.executor).script(plan, run.path, cwd)
-        if args.dry_run:
-            return dry_run(plan, loaded, run.path, script)
-        submission.require_executor(plan, site)
-        restore_code(run, found.content)
-        submission.write_launch(run.path, plan, script)
-        _store(run, loaded.config, own=found.own)
-        if plan.executor != "debug":
-            start(run.path, [run], plan, cwd, env)
-    if plan.executor == "debug":  # this very process becomes the run's writer
-        start(run.path, [run], plan, cwd, env)
-    return follow([run], plan.executor, args)
-
-
-def _fetched(args: argparse.Namespace, env: Mapping[str, str]) -> RunDir:
-    """The run whose copy is elsewhere, with a folder here; what it would run is somebody's code."""
-    if not args.allow_code:
-        raise RefusedError(
-            f"{args.run} brings the program that it runs.",
-            why="Whoever can write there decides what that program does here, with your rights.",
-            fix="If only you, or people you trust, can write there, give the same command with --allow-code.",
-        )
-    from trainkit.checkpoint.transfer import fetch_run
-
-    run = fetch_run(args.run, runs_root(env))
-    run_folder.remember(run.path)  # from now on it is found by its name
-    print(f"Fetched {args.run} to {run.path}.", flush=True)
-    return run
-
-
-def _send(run: RunDir, url: str) -> int:
-    """Of a finished run whatever is not in its copy elsewhere yet."""
-    from trainkit.checkpoint.transfer import send_rest
-
-    where = send_rest(run, url)
-    print(f"{run.name} has finished, and all that it keeps in {where} is there.")
-    return 0
-
-
-def _resume_sweep(runs: Sequence[RunDir], args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Queue what has failed, or was never queued, of a sweep, as one array."""
-    runs = sorted(runs, key=lambda run: (len(run.path.name), run.path.name))
-    lives = {run: life_of(run) for run in runs}
-    states = dict(zip(runs, job_states(runs), strict=True))
-    alive = {"no"} | ({"unknown"} if args.force else set())
-    lost = [run for run in runs if states[run].alive in alive and not lives[run].finished]
-    if not lost:
-        for run in runs:
-            if states[run].alive == "unknown":
-                require_no_job(run, force=False)
-        told = ", ".join(sorted({state.state for state in states.values()}))
-        raise UserError(
-            f"Nothing of this sweep is to be queued again: its {len(runs)} runs are {told}.",
-            why="Only what has failed, or was stopped, needs that.",
-            fix=f"`{terminal.command('status', runs[0].path.parent)}` shows them.",
-        )
-    loadeds = [_load(run, args) for run in lost]
-    found = [
-        require_own_code(run.path, loaded, allow_code=args.allow_code, starts_snapshot=True)
-        for run, loaded in zip(lost, loadeds, strict=True)
-    ]
-    site = discover(env)
-    largest = named(site.scheduler).largest_array() if site.scheduler else len(lost)
-    further = Further(runs[0].path.parent, loadeds[0], site, _first_folder(lost[0]), env)
-    folder, plan, script = further.plan(lost[:largest])
-    for loaded in loadeds:
-        _check_data(loaded)
-    validate(loadeds[0], plan, site, folder, _first_folder(lost[0]))
-    _say_diverged(lost, [states[run] for run in lost])
-    if args.dry_run:
-        return dry_run(plan, loadeds[0], folder, script)
-    with ExitStack() as held:
-        for run, loaded, code in zip(lost, loadeds, found, strict=True):
-            # One at a time: of two that come together, the second finds the job of the first.
-            held.enter_context(lease_on(run, Holder.me(), is_dead=_of_ended_job(lives[run], states[run])))
-            if life_of(run).submission != lives[run].submission:
-                require_no_job(run, force=args.force)
-            restore_code(run, code.content)
-            _store(run, loaded.config, own=code.own)
-        for array, part in further.start_all(lost, largest):
-            names = ", ".join(run.path.name for run in part[:20]) + (", ..." if len(part) > 20 else "")
-            print(f"Submitted job {array} for {len(part)} of {len(runs)} runs: {names}", flush=True)
-    return follow(lost, plan.executor, args)
-
-
-def _load(run: RunDir, args: argparse.Namespace) -> Loaded:
-    """With what is asked for now. The environment's SBATCH_* were part of the first submission, and stay as they were.
-
-    The configuration that a run keeps is complete, so that its own site's profile is not asked again.
-    """
-    flags = cli.launch_flags(args)
-    # It waited for another job once; that is over.
-    flags.setdefault("launch.dependency", (None, "a resumed run waits for nothing"))
-    return loading.load(str(run.config), flags=flags, moved_to=args.cluster)
-
-
-def _say_diverged(runs: Sequence[RunDir], states: Sequence[JobState]) -> None:
-    """Settings stay as they were, so the same loss that was no number may come again: what helps is another run."""
-    from trainkit.diagnosis.causes import cause_of
-
-    causes = [(run, cause_of(run, state)) for run, state in zip(runs, states, strict=True)]
-    diverged = [(run, cause) for run, cause in causes if cause is not None and cause.name == "nonfinite"]
-    if diverged:
-        names = ", ".join(full_name(run) for run, _ in diverged[:20]) + (", ..." if len(diverged) > 20 else "")
-        print(f"{names} diverged, and may do so again with the same settings. {diverged[0][1].advice}", file=sys.stderr)
-
-
-def _check_data(loaded: Loaded) -> None:
-    if ":" not in loaded.config.data.name:  # the user's own modules are in the run's snapshot, wherever this is called
-        check_data(loaded.config.data)
-
-
-def _require_unfinished(run: RunDir) -> None:
-    refuse_bench(run.path)
-    early = fileio.read_object(run.summary).get("stopped_early")
-    if life_of(run).finished and isinstance(early, str):
-        again = terminal.command("submit", run.path, "train.early_stopping_patience=null")
-        raise UserError(
-            f"{run.name} has stopped early.",
-            why=f"{terminal.one_line(early)}.",
-            fix=f"`{again}` trains anew, to the end.",
-        )
-    if life_of(run).finished:
-        raise UserError(
-            f"{run.name} has finished.",
-            why="There is nothing left to train.",
-            fix=f"`{terminal.command('submit', run.path)} train.epochs=N` starts a new run with its settings.",
-        )
-
-
-def _of_ended_job(life: Life, state: JobState) -> Callable[[Holder], bool]:
-    """Whether the writer is of a job that the scheduler knows to have ended, however that left its lease."""
-    ended = {item.job_id for item in life.submissions if item.job_id} if state.alive == "no" else set()
-    return lambda other: other.job_id in ended
-
-
-def _first_folder(run: RunDir) -> Path:
-    """Where the run was submitted from, so that paths of its own keep their meaning; else here.
-
-    A job finds modules there, too: where others may write what is known of that folder, they must not write in it.
-    """
-    text = fileio.read_object(run.manifest).get("cwd")
-    folder = Path(text) if isinstance(text, str) and os.path.isdir(text) else Path.cwd()
-    mine = (os.geteuid(), 0)
-    if why_others_may_write(run.manifest, owners=mine) and why_others_may_write(folder, owners=mine):
-        return Path.cwd()
-    return folder
-
-
-def _store(run: RunDir, config: Config, *, own: bool) -> None:
-    """Write down what a run is resumed with. The code that reads it is the run's own, and may be older than this: keys
-    that it does not have are left out as long as they are as by default."""
-    if own:
-        vouch(run, config)
-    path = run.config
-    stored, _ = yaml.read(path, follow=False)
-    default = {"launch": type(config.launch)().model_dump(mode="json")}
-    dumped = config.model_dump(mode="json")
-    tree = {name: _known(value, stored[name], default.get(name)) for name, value in dumped.items() if name in stored}
-    fileio.write(path, yaml.dump(tree), path.parent)
-
-
-def _known(value: Any, stored: Any, default: Mapping[str, Any] | None) -> Any:
-    """Of a section other than `launch` nothing can have changed."""
-    if not isinstance(value, dict) or not isinstance(stored, dict):
-        return value
-    return {
-        key: item for key, item in value.items() if key in stored or (default is not None and item != default.get(key))
-    }
+    runs = [fetched(args.run, env, allow_code=args.allow_code)] if is_url(args.run) else find_runs(args.run, env)
+    if len(runs) == 1 and is_by_hand(runs[0]):
+        refuse_finished(runs[0])
+        return resume_by_hand(runs[0], args, argv)
+    preview = print_plan if args.dry_run else None
+    started = resume(runs, Asked(cli.launch_flags(args), args.force, args.allow_code, preview), env)
+    return cli.follow(started.going_on, started.executor, args) if started.going_on else 0
 
 
 if __name__ == "__main__":

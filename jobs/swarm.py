@@ -232,12 +232,6 @@ VERBS = {
 }
 
 
-def is_by_hand(run: RunDir) -> bool:
-    """Whether a person has started it in a terminal, by `swarm create` or `join`."""
-    submission = life_of(run).submission
-    return submission is not None and submission.executor == "swarm"
-
-
 def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``python -m jobs.resume RUN``, of such a run. Resources are this machine's, so that their flags mean nothing.
 

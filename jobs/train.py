@@ -20,6 +20,7 @@ from trainkit.run.events import Attempt, Writer, job_of, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
 from trainkit.run.ownership import require_own_code
 from trainkit.schedulers.states import require_no_job
+from trainkit.start import preset_or_run
 from trainkit.worker import own_attempt, train
 
 
@@ -43,7 +44,7 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, train, say how it ended."""
     args = parser().parse_intermixed_args(argv)
-    args.run = cli.preset_or_run(args.run, env)
+    args.run = preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
         loaded, token = _loaded(args, env)
         if token:

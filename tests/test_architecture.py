@@ -45,8 +45,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("trainkit.checking", "trainkit.training"),
     ("trainkit.experiment",),
     ("trainkit.bench", "trainkit.swarm", "trainkit.inference"),
-    ("jobs",),
-    ("trainkit.__main__", "trainkit.interactive"),
+    ("trainkit.worker", "trainkit.finish", "trainkit.cancellation", "trainkit.log_book"),
+    ("trainkit.start",),
+    ("trainkit.resumption",),
+    ("jobs", "trainkit.interactive"),
+    ("trainkit.__main__",),
     ("trainkit",),
 )
 # Nothing inside a job needs what puts jobs onto machines.
@@ -74,15 +77,13 @@ PLUGINS = (
 
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
 SHARED = {
-    "jobs", "jobs.cli", "jobs.elsewhere", "jobs.estimating", "jobs.expecting", "jobs.following", "jobs.forecasting",
-    "jobs.train", "jobs.join", "jobs.swarm", "jobs.sending",
-    "jobs.starting", "jobs.sweeps", "jobs.watching",
+    "jobs", "jobs.cli", "jobs.elsewhere", "jobs.dry_run", "jobs.forecasting", "jobs.sending", "jobs.watching",
 }  # fmt: skip
 VERBS = {
-    "jobs.starting": {"jobs.train"},  # whose `run_rank` is what a job runs
-    "jobs.sweeps": {"jobs.train"},
+    "jobs.resume": {"jobs.swarm"},  # a swarm that was started in a terminal goes on there
+    "jobs.train": {"jobs.join"},
     "jobs.completion": {"jobs.__main__"},  # which lists the verbs
-    "jobs.join": {"jobs.swarm"},  # the same peer, of a swarm that someone else created
+    "jobs.swarm": {"jobs.join"},  # the same peer, of a swarm that someone else created
 }
 
 TORCH_ROOMS = {
@@ -96,6 +97,7 @@ HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "ma
 ENVIRONMENT = {
     "trainkit.schedulers.slurm_programs": "hands this process's own environment on, less what changes the answers",
     "trainkit.interactive": "is what notebooks and scripts call, in their own process",
+    "trainkit.worker": "is what submitit calls in every task of a job",
     "trainkit.run.folder": "TRAINKIT_RUN_MODE, XDG_STATE_HOME: who may enter a run, and where the user's state is",
     "trainkit.process": "OMP_WAIT_POLICY, GOMP_SPINCOUNT, KMP_BLOCKTIME: OpenMP reads them alone",
     "trainkit.launch.batch_job": "is the main program that batch scripts call before and after the ranks",

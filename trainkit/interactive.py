@@ -6,17 +6,16 @@ Errors for users are raised (`trainkit.errors`) instead of printed; everything e
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import cancel, following, report, resume
-from jobs import submit as submitting
-from trainkit import fileio
-from trainkit.errors import UserError
-from trainkit.run.folder import RunDir, find_run
+from trainkit import cancellation, fileio, finish, resumption, start, terminal
+from trainkit.config.schema import LaunchConfig
+from trainkit.errors import UserError, did_you_mean
+from trainkit.log_book import report_on
+from trainkit.run.folder import RunDir, find_run, find_runs
 from trainkit.run.metrics import read_metrics, standing_of
 from trainkit.schedulers.states import job_state
 
@@ -69,25 +68,36 @@ class Run:
 
     def wait(self) -> str:
         """Wait until it has ended; its state then. Raises an error with the cause if it has failed."""
-        following.wait_for(self._folder)
+        finish.wait_for(self._folder)
         return self.status
 
     def follow(self) -> str:
         """The same, and shows its progress."""
-        following.follow_to_end(self._folder)
+        finish.follow_to_end(self._folder)
         return self.status
 
     def cancel(self) -> None:
         """End its job. What it has saved stays, and `resume` goes on from it."""
-        cancel.main([str(self.path)], os.environ)
+        cancellation.cancel([self._folder])
 
     def resume(self, **flags: Flag) -> None:
         """Queue it again, from its newest checkpoint; ``flags`` as of `submit`."""
-        resume.main([str(self.path), *_words(flags), "--no-follow"], os.environ)
+        if resumption.is_by_hand(self._folder):
+            raise UserError(
+                f"{self.name} is a swarm that was started in a terminal.",
+                why="There it goes on, until its end.",
+                fix=f"`{terminal.command('resume', self.path)}`",
+            )
+        asked = resumption.Asked(
+            start.launch_settings(_known(flags, "force", "allow_code")),
+            force=bool(flags.get("force")),
+            allow_code=bool(flags.get("allow_code")),
+        )
+        resumption.resume([self._folder], asked, dict(os.environ))
 
     def report(self) -> Path:
         """Write its log book, with plots; where it is."""
-        report.main([str(self.path)], os.environ)
+        report_on([self._folder])
         return self.path / "logbook.md"
 
     @property
@@ -124,16 +134,20 @@ def submit(
     for name in flags:
         if name in _NOT_HERE:
             raise UserError(f"submit() has no {name}=.", why="It returns at once.", fix=f"{_NOT_HERE[name]}.")
-    started: list[Run] = []
-
-    def note(runs: Sequence[RunDir], going_on: Sequence[RunDir], executor: str, args: Namespace) -> int:
-        started.extend(Run(run.path) for run in runs)
-        return 0
-
-    points = [f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()]
-    words = [str(preset), *overrides, *_words({"sweep": points, **flags})]
-    submitting.submit(words, os.environ, note)
-    return started if sweep is not None else started[0]
+    own = ("again", "run_dir", "allow_code", "join", "array")
+    run_dir, array, join = (flags.get(name) for name in ("run_dir", "array", "join"))
+    request = start.Request(
+        str(preset), overrides, start.launch_settings(_known(flags, *own)),
+        [f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()],
+        None if run_dir is None else start.new_folder(str(run_dir)),
+        bool(flags.get("again")), bool(flags.get("allow_code")),
+        join=None if join is None else "" if join is True else str(join),
+        array=None if array is None else int(str(array)),
+        command=["trainkit.submit", str(preset), *overrides],
+    )  # fmt: skip
+    started = start.submit(start.prepare(request, dict(os.environ)))
+    runs = [Run(run.path) for run in started.runs]
+    return runs if sweep is not None else runs[0]
 
 
 def open(reference: str | Path) -> Run:
@@ -146,7 +160,8 @@ def open(reference: str | Path) -> Run:
 
 def compare(*runs: Run | str | Path, out: str | Path = "report") -> Path:
     """Write one log book of several runs, with speed-ups over the first, into the folder ``out``; where it is."""
-    report.main([*(_word(run) for run in runs), "--out", str(out)], os.environ)
+    found = [run for one in runs for run in find_runs(_word(one), os.environ)]
+    report_on(list({run.path: run for run in found}.values()), Path(out))
     return Path(out) / "logbook.md"
 
 
@@ -156,14 +171,14 @@ def _word(reference: Run | str | Path) -> str:
     return path if isinstance(path, str) else str(path.expanduser().absolute())
 
 
-def _words(flags: Mapping[str, Flag]) -> list[str]:
-    words: list[str] = []
-    for name, value in flags.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            words += [word for one in value for word in (flag, str(one))]
-        elif value is not None and value is not False:
-            words += [flag, str(value)]
-    return words
+def _known(flags: Mapping[str, Flag], *own: str) -> Mapping[str, Flag]:
+    """Flags of a launch, and those that a function has besides. Raises UserError for any other."""
+    known = [*LaunchConfig.model_fields, *own]
+    for name in flags:
+        if name not in known:
+            raise UserError(
+                f"There is no {name}= (--{name.replace('_', '-')}).",
+                why="The flags are the command's, with underscores.",
+                fix=did_you_mean(name, known, otherwise="`python -m jobs.submit --help` lists them."),
+            )
+    return flags

@@ -41,7 +41,7 @@ def parser() -> cli.Parser:
 
 
 def settings(parser: cli.Parser, *words: str) -> dict[str, tuple[Any, str]]:
-    return cli.resource_flags(parser.parse_intermixed_args(["ddp", *words]))
+    return cli.launch_flags(parser.parse_intermixed_args(["ddp", *words]))
 
 
 def exit_code(main: Any, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import following
+from trainkit import finish
 from trainkit.monitor import follow
 from trainkit.run.events import Attempt, read_events, submitted
 from trainkit.run.folder import RunDir
@@ -35,7 +35,7 @@ Started = Callable[[str], RunDir]
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """A job of this machine, which ends in the given state, or without a word; and nobody who looks often."""
-    monkeypatch.setattr(following, "LOOK_SECONDS", 100.0)
+    monkeypatch.setattr(finish, "LOOK_SECONDS", 100.0)
     monkeypatch.setattr(follow, "_GROWING_SECONDS", 100.0)
     jobs = []
 
@@ -58,7 +58,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-@pytest.mark.parametrize("wait", [following.wait_for, following.follow_to_end])
+@pytest.mark.parametrize("wait", [finish.wait_for, finish.follow_to_end])
 def test_the_prompt_is_back_at_once_when_a_run_has_ended(started: Started, wait: Callable[[RunDir], int]) -> None:
     run = started("COMPLETED")
     assert wait(run) == 0
@@ -67,7 +67,7 @@ def test_the_prompt_is_back_at_once_when_a_run_has_ended(started: Started, wait:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-@pytest.mark.parametrize("wait", [following.wait_for, following.follow_to_end])
+@pytest.mark.parametrize("wait", [finish.wait_for, finish.follow_to_end])
 def test_the_prompt_is_back_at_once_when_a_job_has_died(
     started: Started, wait: Callable[[RunDir], int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from jobs.following import full_name
 from trainkit.config.loading import load, to_yaml
+from trainkit.finish import full_name
 from trainkit.launch.plan import Plan
 from trainkit.monitor import follow
 from trainkit.run.events import append_event

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from jobs.sweeps import sweep_points
 from tests.runs import last_event
 from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir, next_path
+from trainkit.start import sweep_points
 
 PROJECT = Path(__file__).parents[2]
 FAST = ("train.epochs=2", "schedule.warmup_epochs=0", "monitor.loggers=[jsonl]")

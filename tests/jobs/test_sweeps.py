@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from jobs.sweeps import sweep_points
 from tests.runs import last_event
 from trainkit import fileio
 from trainkit.errors import UserError
 from trainkit.report.document import NONE
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
+from trainkit.start import sweep_points
 
 Command = Callable[..., Any]
 SEEDS = ("submit", "ddp", "--nodes", "2", "--sweep", "seed=0..6")

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs.resume import _first_folder
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RefusedError
+from trainkit.resumption import first_folder
 from trainkit.run import folder as run_folder
 from trainkit.run import ownership
 from trainkit.run.folder import RunDir
@@ -220,11 +220,11 @@ def test_a_shared_record_does_not_say_where_a_resumed_job_finds_modules(run: Run
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     run.manifest.write_text(json.dumps({"cwd": str(theirs)}))
-    assert _first_folder(run) == theirs
+    assert first_folder(run) == theirs
     theirs.chmod(0o777)
-    assert _first_folder(run) == theirs, "the user's own word, for a folder that they share"
+    assert first_folder(run) == theirs, "the user's own word, for a folder that they share"
     run.manifest.chmod(0o666)
-    assert _first_folder(run) == Path.cwd()
+    assert first_folder(run) == Path.cwd()
 
 
 @ROOT
