@@ -146,7 +146,7 @@ def test_submissions_at_the_same_time_get_folders_of_their_own(
     (taken[0] / "config.yaml").write_text("seed: 0\n")
     found = next_path
     # As if the other folder had been made between the look and the deed.
-    monkeypatch.setattr("jobs.submit.next_path", lambda root, name: taken.pop() if taken else found(root, name))
+    monkeypatch.setattr("trainkit.start.next_path", lambda root, name: taken.pop() if taken else found(root, name))
     done = command("submit", "ddp")
     assert done.code == 0, done.err
     assert f"run folder  {tmp_path}/runs/ddp-0002" in done.out
