@@ -344,6 +344,48 @@ def test_only_collaboration_knows_hivemind() -> None:
     assert listed(item for item in known if room(item.importer) != "trainkit.swarm") == []
 
 
+# Who holds the name of SLURM as a text, besides its scheduler, and why:
+SLURM = {
+    "trainkit.ranks.env": "a launcher: srun tells a rank its place",
+    "trainkit.distributed.device": "the same launcher: srun binds its tasks",
+    "trainkit.run.snapshot": "the folder of templates, which is no code of a run",
+    "jobs.__main__": "the folder of templates",
+}
+SLURMS_PROGRAMS = {"squeue", "sacct", "sacctmgr", "scontrol", "sinfo", "sbatch", "scancel", "srun", "sshare", "sstat"}
+# `sbatch` and `srun` are settings, too: mappings of these programs' own options.
+OPTIONS_OF_PROGRAMS = {"trainkit.config.schema", "trainkit.config.slurm_options", "trainkit.launch.plan", "jobs.cli"}
+
+
+def is_slurms(module: str) -> bool:
+    return module.startswith("trainkit.schedulers.slurm")
+
+
+def test_slurm_is_named_by_its_scheduler_alone() -> None:
+    """Who must know something of a run's scheduler asks it: `named(plan.executor).batch`."""
+    named = where(lambda node: isinstance(node, ast.Constant) and node.value == "slurm")
+    require = {name for name in named if not is_slurms(name)}
+    assert require == set(SLURM)
+
+
+def commands_slurm(node: ast.AST) -> bool:
+    """Whether it is a command, or a call, whose first word is one of SLURM's programs."""
+    words = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.List | ast.Tuple) else []
+    first = words[0] if words else None
+    return isinstance(first, ast.Constant) and first.value in SLURMS_PROGRAMS
+
+
+def test_slurms_programs_are_run_by_its_scheduler_alone() -> None:
+    """Six others ran them once, with three patiences and three kinds of error."""
+    running = {name for name in where(commands_slurm) if not is_slurms(name)}
+    assert running <= OPTIONS_OF_PROGRAMS, running - OPTIONS_OF_PROGRAMS
+    assert {name for name in where(commands_slurm) if is_slurms(name)}
+
+
+@pytest.mark.parametrize("code", ["ask('squeue', '-h')", "run(['scontrol', 'ping'])", "shutil.which('sbatch')"])
+def test_a_command_of_slurms_is_seen(code: str) -> None:
+    assert any(map(commands_slurm, ast.walk(ast.parse(code))))
+
+
 def test_only_the_base_of_the_schedulers_knows_submitit() -> None:
     known = {item.importer for item in imports() if item.module.split(".")[0] == "submitit"}
     assert known == {"trainkit.schedulers.base"}

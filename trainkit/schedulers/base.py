@@ -43,8 +43,11 @@ _ALIVE: Sequence[Alive] = ("no", "unknown", "yes")
 # would run the checkout and not its snapshot: it goes to the end. (`python -P` is 3.11 and newer.)
 BEGIN = "import os, sys; sys.path = [path for path in sys.path if path] + [os.getcwd()]; "
 BEGIN += "from trainkit import importing; importing.installed_first(); "
+# A run goes on with its own code, in which `process` may still be called `lifetime`.
 TASK = BEGIN + (
-    "from trainkit.process import leave; from submitit.core.submission import submitit_main; submitit_main(); leave(0)"
+    "from importlib import import_module, util; "
+    "leave = import_module('trainkit.process' if util.find_spec('trainkit.process') else 'trainkit.lifetime').leave; "
+    "from submitit.core.submission import submitit_main; submitit_main(); leave(0)"
 )
 """What Python runs as a rank: the function in the pickle of the rank's job."""
 
@@ -257,7 +260,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def states(self, jobs: Sequence[Job], *, heard: Callable[[str], None] = lambda command: None) -> Answer:
-        """What the jobs do. ``heard`` is told of each command that is given."""
+        """What the jobs do; of one that waits, why. ``heard`` is told of each command that is given."""
 
     @abstractmethod
     def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
@@ -280,10 +283,6 @@ class Scheduler(ABC):
     ) -> Search:
         """Look for jobs whose id nobody could write down, and write down those that are there."""
         return Search()
-
-    def why_pending(self, job: JobState) -> str:
-        """Why a job waits."""
-        return job.reason
 
     # Of its own job, for the script that looks after the ranks
 
@@ -308,7 +307,8 @@ class Scheduler(ABC):
         return {}
 
     def requeue(self, job_id: str) -> None:
-        """Put the job back into the queue. Raises NoAnswer where that is not done."""
+        """Put a job that runs back into the queue, and end its script with SIGTERM. Raises NoAnswer where that is not
+        done."""
         raise self._cannot("queue a job again")
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:

@@ -134,7 +134,7 @@ def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hanging() -> None
 STOPPED = """
 import os, sys, tempfile
 from pathlib import Path
-from tests.launch.test_supervise import PRELUDE
+from tests.launch.test_supervisor import PRELUDE
 from trainkit.launch import supervisor as module
 from trainkit.launch.supervisor import Rank
 from trainkit.run.events import Attempt
