@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.rank_functions import run_ranks
-from trainkit.distributed.memory import cgroup_free, give_freed_memory_back, keep_freed_memory
+from trainkit.distributed.device import cgroup_free, give_freed_memory_back, keep_freed_memory
 from trainkit.ranks.env import RankEnv
 
 GIB = 1 << 30

@@ -19,8 +19,7 @@ from trainkit.data import build_data
 from trainkit.data.base import Batch, Splits
 from trainkit.data.loader import resolve_workers, train_batches
 from trainkit.data.order import derive_seed
-from trainkit.distributed.device import cpus_of_rank
-from trainkit.distributed.memory import MemoryGauge
+from trainkit.distributed.device import MemoryGauge, cpus_of_rank
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv

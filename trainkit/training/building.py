@@ -8,8 +8,7 @@ from trainkit.config.schema import Config
 from trainkit.data.base import Splits
 from trainkit.data.loader import placed as placed_data
 from trainkit.data.loader import resolve_workers
-from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here
-from trainkit.distributed.memory import keep_freed_memory
+from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here, keep_freed_memory
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model, expected_input
 from trainkit.models.freezing import freeze

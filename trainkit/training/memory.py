@@ -25,8 +25,7 @@ from trainkit.config.schema import Config
 from trainkit.data.base import Batch, Splits
 from trainkit.data.loader import train_batches
 from trainkit.data.order import steps_per_epoch
-from trainkit.distributed.device import device_name, random_state_kept
-from trainkit.distributed.memory import MemoryGauge
+from trainkit.distributed.device import MemoryGauge, device_name, random_state_kept
 from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.monitor.profiler import out_of_gpu_memory

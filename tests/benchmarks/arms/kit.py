@@ -25,7 +25,7 @@ from tests.benchmarks.processes import end_with
 from trainkit.data.base import Batch, DataInfo, Splits, normalize
 from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD
 from trainkit.data.loader import on_gpu, train_batches
-from trainkit.distributed.memory import MemoryGauge
+from trainkit.distributed.device import MemoryGauge
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import TrainkitError
 from trainkit.ranks.env import RankEnv
