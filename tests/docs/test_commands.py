@@ -157,7 +157,7 @@ def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> Non
 def test_the_code_of_a_page_trains(tmp_path: Path) -> None:
     text = page("own").read_text("utf-8")
     blocks = re.findall(r"```python\n(# (\w+\.py), used by: ([^\n]*)\n.*?)```", text, re.DOTALL)
-    assert [file for _, file, _ in blocks] == ["my_data.py", "my_models.py", "my_task.py"]
+    assert [file for _, file, _ in blocks] == ["my_data.py", "my_models.py", "my_task.py", "my_optim.py"]
     for code, file, command in blocks:
         (tmp_path / file).write_text(code)
         done = type_in(f"{command} monitor.loggers=[jsonl]", tmp_path)
