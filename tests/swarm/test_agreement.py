@@ -112,7 +112,7 @@ def test_it_is_said_which_room_of_the_code_differs_if_it_decides_what_is_compute
 
 def test_the_files_that_are_looked_at_exist() -> None:
     found = code_facts(Path(agreement.__file__).parents[1], ())
-    assert list(found) == ["code of data", "code of models", "code of training", "code of swarm"]
+    assert list(found) == ["code of data", "code of models", "code of tasks", "code of training", "code of swarm"]
 
 
 def test_a_module_of_ones_own_that_the_run_names_counts(

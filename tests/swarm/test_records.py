@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.swarm.test_robust import POSSIBLE, SIZE, contributions
+from trainkit.config.task import metrics_of
 from trainkit.errors import DiskError, RunFailedError
 from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.events import Attempt, Writer, read_events
@@ -56,7 +57,7 @@ def round_keeper(role: Role, validated: list[Any], lines: list[str], events: lis
 
     nothing: Any = SimpleNamespace(over=lambda: None, go_on=lambda over: None, log=lambda record: None, remark=remark)
     writer: Any = SimpleNamespace(attempt=nothing)
-    parts: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10))
+    parts: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10), metrics=metrics_of("classification"))
     progress = Progress(val={"loss": 1.0, "acc1": 10.0})
     keeper = Slow(parts, writer, nothing, nothing, progress, hosts=validated)
     common: Any = SimpleNamespace(in_model=nullcontext, theta=None, momentum=None)
