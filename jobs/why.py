@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, elsewhere
-from jobs.forecasting import forecast_of, words
+from jobs.status import forecast_of, words
 from trainkit import terminal
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.live import course_of

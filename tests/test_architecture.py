@@ -76,10 +76,9 @@ PLUGINS = (
 )  # fmt: skip
 
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
-SHARED = {
-    "jobs", "jobs.cli", "jobs.elsewhere", "jobs.dry_run", "jobs.forecasting", "jobs.sending", "jobs.watching",
-}  # fmt: skip
+SHARED = {"jobs", "jobs.cli", "jobs.elsewhere", "jobs.sending", "jobs.dry_run"}
 VERBS = {
+    "jobs.why": {"jobs.status"},  # whose forecast it tells
     "jobs.resume": {"jobs.swarm"},  # a swarm that was started in a terminal goes on there
     "jobs.train": {"jobs.join"},
     "jobs.completion": {"jobs.__main__"},  # which lists the verbs

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jobs.status import Shown
-from jobs.watching import losses_of_late, sparkline, view
+from jobs.status import Shown, losses_of_late, sparkline, view
 from trainkit import fileio
 from trainkit.run.events import Life
 from trainkit.run.folder import RunDir
