@@ -351,7 +351,9 @@ SLURM = {
 }
 SLURMS_PROGRAMS = {"squeue", "sacct", "sacctmgr", "scontrol", "sinfo", "sbatch", "scancel", "srun", "sshare", "sstat"}
 # `sbatch` and `srun` are settings, too: mappings of these programs' own options.
-OPTIONS_OF_PROGRAMS = {"trainkit.config.schema", "trainkit.config.slurm_options", "trainkit.launch.plan", "jobs.cli"}
+OPTIONS_OF_PROGRAMS = {
+    "trainkit.config.schema", "trainkit.config.slurm_options", "trainkit.launch.plan", "trainkit.start", "jobs.cli"
+}  # fmt: skip
 
 
 def is_slurms(module: str) -> bool:
