@@ -69,7 +69,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
         if not ranks.is_main:
-            from trainkit.training.building import wants_gpu
+            from trainkit.training.build import wants_gpu
 
             deaf_to_signals()
             follow_rank_0(ranks, secret, use_gpu=wants_gpu(load("hivemind", overrides).config))

@@ -14,7 +14,7 @@ from trainkit import fileio, terminal
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import last_lines, last_words
 from trainkit.errors import UserError
-from trainkit.fileio import Notice
+from trainkit.fileio import FileWatcher
 from trainkit.finish import alive_poller, full_name, process_of
 from trainkit.monitor.follow import RankLog, logs_of, ranks_of
 from trainkit.run.folder import RunDir, find_run
@@ -158,11 +158,11 @@ def _nothing_yet(run: RunDir, state: JobState) -> int:
 
 def _follow(run: RunDir, wanted: Wanted, attempt: int | None) -> int:
     poller = Poller(run)
-    with Notice([run.events], process_of(poller.state())) as notice:
+    with FileWatcher([run.events], process_of(poller.state())) as notice:
         return _show_until_its_end(run, wanted, attempt, poller, notice)
 
 
-def _show_until_its_end(run: RunDir, wanted: Wanted, attempt: int | None, poller: Poller, notice: Notice) -> int:
+def _show_until_its_end(run: RunDir, wanted: Wanted, attempt: int | None, poller: Poller, notice: FileWatcher) -> int:
     """Print what is written until the job ends; a new attempt's log follows that of the one before."""
     is_alive = alive_poller(run, poller)
     current = attempt if attempt is not None else (run.attempts() or [0])[-1]

@@ -22,7 +22,7 @@ from trainkit.run.ownership import require_own_code
 from trainkit.terminal import cell, one_line
 
 if TYPE_CHECKING:
-    from trainkit.inference import Predicted, Predictor
+    from trainkit.inference import Prediction, Predictor
 
 _SHOWN = 5
 
@@ -115,8 +115,8 @@ def _written(file: str | None) -> Iterator[TextIO]:
 
 
 def _write(
-    out: TextIO, told: Iterable[Predicted], folder: Path, top: int | None, class_names: Sequence[str]
-) -> list[Predicted]:
+    out: TextIO, told: Iterable[Prediction], folder: Path, top: int | None, class_names: Sequence[str]
+) -> list[Prediction]:
     """A row for each image, with its most probable classes or, where ``top`` is None, the outputs; those without."""
     broken = []
     if top is None:

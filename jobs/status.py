@@ -19,16 +19,16 @@ from trainkit.errors import TrainkitError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.monitor.loggers import number
 from trainkit.run import folder
-from trainkit.run.events import Life, life_of, read_events
+from trainkit.run.events import RunHistory, history_of, read_events
 from trainkit.run.folder import RunDir, find_runs, list_runs, runs_root
 from trainkit.run.metrics import (
     FORECAST_EVENTS,
     Forecast,
-    Standing,
+    RunProgress,
     described,
     divergence_of,
     forecast,
-    standing_of,
+    progress_of,
     typed,
 )
 from trainkit.schedulers.base import JobState
@@ -56,8 +56,8 @@ class Shown:
     run: RunDir
     name: str
     state: JobState
-    life: Life = Life()  # noqa: RUF009  frozen
-    standing: Standing = Standing()  # noqa: RUF009
+    life: RunHistory = RunHistory()  # noqa: RUF009  frozen
+    standing: RunProgress = RunProgress()  # noqa: RUF009
     problems: tuple[str, ...] = ()
     forecast: Forecast | None = None
     diverged: str = ""
@@ -150,11 +150,11 @@ def look(
         states: what the scheduler has said to this process a moment ago.
         aged: see `job_states`.
     """
-    lives: dict[Path, Life] = {}
+    lives: dict[Path, RunHistory] = {}
     problems: dict[Path, str] = {}
     for run in runs:
         try:
-            lives[run.path] = life_of(run)
+            lives[run.path] = history_of(run)
         except TrainkitError as error:
             problems[run.path] = _words(error)
     if states is None:
@@ -168,10 +168,10 @@ def look(
             state = JobState("UNKNOWN", reason=problems.get(run.path, ""))
             shown.append(Shown(run, name, state))
             continue
-        life, found, standing, expected = lives[run.path], [], Standing(), None
+        life, found, standing, expected = lives[run.path], [], RunProgress(), None
         try:
             goes_on = states[run.path].state in GOING_ON
-            standing = standing_of(run, pace_since=life.started.get("time", 0.0) if goes_on else None)
+            standing = progress_of(run, pace_since=life.started.get("time", 0.0) if goes_on else None)
             expected = forecast_of(run, states[run.path], life, standing)
         except TrainkitError as error:
             found.append(_words(error))
@@ -307,7 +307,7 @@ def _plain(value: Any) -> str:
 GOING_ON = ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING", "REQUEUED")
 
 
-def forecast_of(run: RunDir, state: JobState, life: Life, standing: Standing) -> Forecast | None:
+def forecast_of(run: RunDir, state: JobState, life: RunHistory, standing: RunProgress) -> Forecast | None:
     """If it goes on as it does, and waits between attempts as it has; None where too little is known."""
     left = standing.seconds_to(life.started.get("total_steps"))
     if left is None or life.finished or state.state not in GOING_ON:
@@ -329,7 +329,7 @@ def words(found: Forecast) -> str:
     return f"with {many}, if each takes {found.restart_seconds:.0f} s as before, the wait in the queue included"
 
 
-def _attempt_seconds(run: RunDir, life: Life) -> float:
+def _attempt_seconds(run: RunDir, life: RunHistory) -> float:
     if life.submission is None or life.submission.executor == "launch":
         return math.inf
     try:
@@ -359,9 +359,9 @@ class Watched(Protocol):
     @property
     def state(self) -> JobState: ...
     @property
-    def life(self) -> Life: ...
+    def life(self) -> RunHistory: ...
     @property
-    def standing(self) -> Standing: ...
+    def standing(self) -> RunProgress: ...
 
 
 def view(table: Sequence[str], shown: Sequence[Watched], height: int) -> RenderableType:

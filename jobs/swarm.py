@@ -22,7 +22,7 @@ from jobs.join import add_peer_flags, check_peer_flags, make_run, peer_name, say
 from trainkit import terminal
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.run.events import life_of
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
@@ -255,7 +255,7 @@ def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str])
     if given:
         parser.error(f"{given[0]} does not go with --resume: the run has its settings, its key and its folder")
     run = find_run(args.resume, env)
-    if life_of(run).finished:
+    if history_of(run).finished:
         raise UserError(
             f"{run.name} has finished.",
             why="All of its rounds are done.",

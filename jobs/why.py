@@ -12,9 +12,9 @@ from trainkit import terminal
 from trainkit.diagnosis.causes import Cause, cause_of
 from trainkit.diagnosis.live import course_of
 from trainkit.errors import UserError
-from trainkit.run.events import life_of
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_runs
-from trainkit.run.metrics import standing_of
+from trainkit.run.metrics import progress_of
 from trainkit.schedulers.base import JobState
 from trainkit.schedulers.states import job_state, job_states
 
@@ -76,10 +76,10 @@ def _print_sweep(runs: Sequence[RunDir]) -> None:
 
 def _print_earlier(run: RunDir, state: JobState) -> None:
     """What ended the attempt before, of a run that goes on."""
-    ended = sorted(life_of(run).requeued)
+    ended = sorted(history_of(run).requeued)
     if not ended:
         return
-    if ended[-1] in life_of(run).handed_back:
+    if ended[-1] in history_of(run).handed_back:
         print(f"Attempt {ended[-1]} was told to stop: it saved, and goes on.")
     elif cause := cause_of(run, state, ended[-1]):
         print(terminal.lines(f"Attempt {ended[-1]} failed and was queued again. {cause}"))
@@ -98,8 +98,8 @@ def _nothing(run: RunDir, state: JobState) -> str:
 
 
 def _end(run: RunDir, state: JobState) -> str:
-    life = life_of(run)
-    found = forecast_of(run, state, life, standing_of(run, pace_since=life.started.get("time", 0.0)))
+    life = history_of(run)
+    found = forecast_of(run, state, life, progress_of(run, pace_since=life.started.get("time", 0.0)))
     if found is None:
         return ""
     end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + found.seconds))

@@ -109,7 +109,7 @@ ENVIRONMENT = {
     "trainkit.distributed.device": "SLURM_CPUS_PER_TASK, MALLOC_*, GLIBC_TUNABLES: what this process was granted",
     "trainkit.data.loader": "SLURM_CPUS_PER_TASK: what this process was granted; tests hand in a mapping",
     "trainkit.data.pack": "SLURM_TMPDIR, TMPDIR: this node's own disk; tests hand in a mapping",
-    "trainkit.training.layout": "CUBLAS_WORKSPACE_CONFIG, TORCHINDUCTOR_CACHE_DIR: cuBLAS and torch read them alone",
+    "trainkit.training.build": "CUBLAS_WORKSPACE_CONFIG, TORCHINDUCTOR_CACHE_DIR: cuBLAS and torch read them alone",
     "trainkit.monitor.hardware": "CUDA_VISIBLE_DEVICES: the GPUs of this process; tests hand in a mapping",
     "trainkit.monitor.wandb": "WANDB_*: the client's own settings, never ours to store",
     "trainkit.models.libraries": "HF_HOME: to tell the user where weights are looked for",

@@ -20,7 +20,7 @@ import pytest
 from trainkit import fileio
 from trainkit import fileio as module
 from trainkit.errors import UserError
-from trainkit.fileio import Notice, append, copy, create, is_own, link, make_folder, replacing, write
+from trainkit.fileio import FileWatcher, append, copy, create, is_own, link, make_folder, replacing, write
 
 
 def sparse(path: Path) -> None:
@@ -391,7 +391,7 @@ def soon(work: Callable[[], object]) -> None:
     threading.Timer(0.1, work).start()
 
 
-def waited(notice: Notice, otherwise: float = LONG) -> float:
+def waited(notice: FileWatcher, otherwise: float = LONG) -> float:
     began = time.monotonic()
     notice.wait(otherwise)
     return time.monotonic() - began
@@ -401,7 +401,7 @@ def waited(notice: Notice, otherwise: float = LONG) -> float:
 def test_one_is_told_when_a_file_grows(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_text("1\n")
-    with Notice([file]) as notice:
+    with FileWatcher([file]) as notice:
         soon(lambda: fileio.append_jsonl(file, {"step": 2}))
         assert waited(notice) < LONG / 2
 
@@ -409,7 +409,7 @@ def test_one_is_told_when_a_file_grows(tmp_path: Path) -> None:
 @linux_tells
 def test_one_is_told_of_a_file_that_comes_later_and_then_of_its_growth(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    with Notice([file]) as notice:
+    with FileWatcher([file]) as notice:
         soon(file.touch)
         assert waited(notice) < LONG / 2
         soon(lambda: file.write_text("1\n"))
@@ -420,7 +420,7 @@ def test_one_is_told_of_a_file_that_comes_later_and_then_of_its_growth(tmp_path:
 def test_what_happened_since_the_last_look_is_told_at_once(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.touch()
-    with Notice([file]) as notice:
+    with FileWatcher([file]) as notice:
         file.write_text("1\n")
         assert waited(notice) < LONG / 2
 
@@ -432,7 +432,7 @@ def test_a_process_that_holds_thousands_of_files_is_told_as_well(tmp_path: Path)
     with ExitStack() as held:
         while held.enter_context(file.open()).fileno() < 1024:
             pass
-        with Notice([file]) as notice:
+        with FileWatcher([file]) as notice:
             file.write_text("1\n")
             assert waited(notice) < LONG / 2
 
@@ -440,14 +440,14 @@ def test_a_process_that_holds_thousands_of_files_is_told_as_well(tmp_path: Path)
 def test_other_files_beside_it_disturb_nobody(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.touch()
-    with Notice([file]) as notice:
+    with FileWatcher([file]) as notice:
         (tmp_path / "system-host.jsonl").write_text("1\n")
         assert not notice.wait(0.05)
 
 
 @linux_tells
 def test_one_is_told_once_when_a_process_ends(process: subprocess.Popen[bytes]) -> None:
-    with Notice(process=process.pid) as notice:
+    with FileWatcher(process=process.pid) as notice:
         soon(process.kill)
         assert waited(notice) < LONG / 2
         assert notice.process_is_over
@@ -460,25 +460,25 @@ def test_who_is_told_of_all_looks_seldom(
 ) -> None:
     monkeypatch.setattr(module, "_SELDOM", 0.4)
     (tmp_path / "events.jsonl").touch()
-    with Notice([tmp_path / "events.jsonl"], process.pid) as notice:
+    with FileWatcher([tmp_path / "events.jsonl"], process.pid) as notice:
         assert waited(notice, 0.01) >= 0.4
 
 
 def test_where_a_file_cannot_be_seen_one_looks_as_often_as_one_likes(
     process: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    with Notice([tmp_path / "not there" / "rank-0.out"], process.pid) as notice:
+    with FileWatcher([tmp_path / "not there" / "rank-0.out"], process.pid) as notice:
         assert waited(notice, 0.05) < module._SELDOM
 
 
 def test_where_nobody_tells_one_looks_as_often_as_one_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_inotify", lambda: None)
-    with Notice([tmp_path / "events.jsonl"]) as notice:
+    with FileWatcher([tmp_path / "events.jsonl"]) as notice:
         assert 0.05 <= waited(notice, 0.05) < module._SELDOM
 
 
 def test_a_process_that_is_gone_is_nobody_to_wait_for(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
-    with Notice(process=process.pid) as notice:
+    with FileWatcher(process=process.pid) as notice:
         assert waited(notice, 0.05) < module._SELDOM

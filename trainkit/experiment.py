@@ -28,14 +28,11 @@ from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import StaleAttemptError
 from trainkit.tasks import build_task
-from trainkit.training.building import build, wants_gpu
-from trainkit.training.loop import train
+from trainkit.training.build import TrainState, build, wants_gpu
+from trainkit.training.loop import train, watched
 from trainkit.training.memory import check_batch_sizes, explain_out_of_memory, resolve_micro_batch_size
-from trainkit.training.outcome import Keeper, go_on
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress, Recorder, go_on
 from trainkit.training.timing import clock_of
-from trainkit.training.watching import watched
 
 Outcome = Literal["finished", "preempted"]
 
@@ -96,7 +93,7 @@ def run(
 
 
 def _run(
-    parts: Parts,
+    parts: TrainState,
     stop: StopFlag,
     writer: Writer,
     node: Attempt | None,
@@ -136,7 +133,7 @@ def _run(
             snapshot_on_oom(run_dir, dist.rank, gpu=gpu, history=monitor.memory_history),
         ):
             saved = uploads.look if uploads is not None else lambda: None
-            keeper = Keeper(
+            keeper = Recorder(
                 parts, writer, checkpoints, metrics, progress, beat, clock_of(dist.device), hosts, saved, profiler
             )
             is_done = train(parts, keeper, lambda: stop.requested)
@@ -156,7 +153,7 @@ def _run(
         return "finished"
 
 
-def _started(parts: Parts, writer: Writer, checkpoints: Checkpoints) -> tuple[Progress, list[str]]:
+def _started(parts: TrainState, writer: Writer, checkpoints: Checkpoints) -> tuple[Progress, list[str]]:
     """Load what training goes on from, and say in the run's events that it does; where it is, and each rank's host."""
     config, dist = parts.config, parts.dist
     restored, progress = go_on(parts, checkpoints)

@@ -583,7 +583,7 @@ _MODIFY, _COME = 0x2, 0x80 | 0x100
 """inotify's IN_MODIFY; IN_MOVED_TO and IN_CREATE."""
 
 
-class Notice:
+class FileWatcher:
     """Waits until something has happened to some files, or to a process.
 
     Args:
@@ -631,7 +631,7 @@ class Notice:
                 os.close(descriptor)
         self._inotify = self._process = None
 
-    def __enter__(self) -> Notice:
+    def __enter__(self) -> FileWatcher:
         return self
 
     def __exit__(self, *error: object) -> None:

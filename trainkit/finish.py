@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from trainkit import terminal
 from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
-from trainkit.fileio import Notice
-from trainkit.run.events import life_of
+from trainkit.fileio import FileWatcher
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import named
 
@@ -32,7 +32,7 @@ def follow_to_end(run: RunDir) -> int:
 
     try:
         poller = Poller(run)
-        with Notice(files_of(run), process_of(poller.state())) as notice:
+        with FileWatcher(files_of(run), process_of(poller.state())) as notice:
             _wait_for_start(run, poller, notice)
             follow(run, alive_poller(run, poller), notice)
             return _wait(run, poller, notice)
@@ -47,7 +47,7 @@ def show_to_end(run: RunDir, files: Sequence[Path], show: Callable[[], None]) ->
 
     try:
         poller = Poller(run)
-        with Notice([run.events, *files], process_of(poller.state())) as notice:
+        with FileWatcher([run.events, *files], process_of(poller.state())) as notice:
             _wait_for_start(run, poller, notice)
             is_alive = alive_poller(run, poller)
             while is_alive():
@@ -74,7 +74,7 @@ def _detached(run: RunDir) -> None:
     print(f"  watch   {terminal.command('logs', run.path, '-f')}\n  cancel  {terminal.command('cancel', run.path)}")
 
 
-def _wait_for_start(run: RunDir, poller: Poller, notice: Notice) -> None:
+def _wait_for_start(run: RunDir, poller: Poller, notice: FileWatcher) -> None:
     """While the job waits in the queue, say so, and why, whenever that changes."""
     said = ""
     while (state := poller.state()).state in ("PENDING", "CONFIGURING") and not run.attempts():
@@ -91,7 +91,7 @@ def alive_poller(run: RunDir, poller: Poller) -> Callable[[], bool]:
 
     def is_alive() -> bool:
         nonlocal said
-        state = poller.state(soon=life_of(run).outcome is not None)
+        state = poller.state(soon=history_of(run).outcome is not None)
         words = unknown(state)
         if words and words != said:
             print(words, file=sys.stderr, flush=True)
@@ -114,11 +114,11 @@ def wait_for(run: RunDir) -> int:
     from trainkit.schedulers.states import Poller
 
     poller = Poller(run)
-    with Notice([run.events], process_of(poller.state())) as notice:
+    with FileWatcher([run.events], process_of(poller.state())) as notice:
         return _wait(run, poller, notice)
 
 
-def _wait(run: RunDir, poller: Poller, notice: Notice) -> int:
+def _wait(run: RunDir, poller: Poller, notice: FileWatcher) -> int:
     pause, is_alive = 0.1, alive_poller(run, poller)
     while is_alive():
         notice.wait(pause)
@@ -140,7 +140,7 @@ def full_name(run: RunDir) -> str:
 def refusal(run: RunDir, cause: Cause, heading: str) -> TrainkitError:
     """The error of a rank that refused what it was to train: in its own words, with its own exit code."""
     kinds: dict[int, type[TrainkitError]] = {2: UserError, 3: RefusedError}
-    kind = kinds.get(life_of(run).refused_with, RunFailedError)
+    kind = kinds.get(history_of(run).refused_with, RunFailedError)
     return kind(f"{heading} {cause.what}", why=cause.shown, fix=cause.advice)
 
 

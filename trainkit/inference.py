@@ -20,7 +20,7 @@ from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import DataInfo, Transform
-from trainkit.data.folders import SUFFIXES, Centre, read_image
+from trainkit.data.folders import SUFFIXES, CenterCrop, read_image
 from trainkit.data.loader import TensorTransform, default_workers, eval_batches
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
@@ -29,14 +29,13 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.tasks.base import classes_in, difference, require_same_classes
 from trainkit.tasks.meter import mistakes_json
-from trainkit.training.broken import too_many
-from trainkit.training.building import alone, build, wants_gpu
+from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.measurement import STEMS, Measured, measure_saved, no_average
-from trainkit.training.parts import Parts
+from trainkit.training.recorder import too_many
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluation:
     """What was measured, of which step's weights, on what data."""
 
     step: int
@@ -48,7 +47,7 @@ class Evaluated:
 
 def evaluate_checkpoint(
     config: Config, run_dir: RunDir, which: str, split: str, weights: Literal["raw", "ema", "both"] | None = None
-) -> Evaluated:
+) -> Evaluation:
     """Measure a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
 
     A checkpoint is the same whatever trained it, so a model trained with FSDP on many nodes is evaluated by one.
@@ -97,7 +96,7 @@ def evaluate_checkpoint(
         raise too_many(left_out, parts.broken.most)
     if left_out:
         print(f"Left out, for they cannot be decoded: {', '.join(left_out)}", file=sys.stderr)
-    return Evaluated(step, found, parts.splits.info, which)
+    return Evaluation(step, found, parts.splits.info, which)
 
 
 # What a run's model says about images that nobody has labelled, and how fast.
@@ -108,7 +107,7 @@ _SECONDS, _PASSES = 0.5, 3
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Prediction:
     """What the model says about one image."""
 
     file: Path
@@ -124,7 +123,7 @@ class Predictor:
 
     step: int
     kind: Kind
-    parts: Parts
+    parts: TrainState
     transform: Transform
     class_names: tuple[str, ...]
     """Of the model's outputs, in order: as in training, where the checkpoint says so, else as in the data."""
@@ -141,7 +140,7 @@ class Predictor:
         """Of the data that it was trained on."""
         return self.parts.splits.info
 
-    def predict(self, images: Sequence[Path], batch_size: int) -> Iterator[Predicted]:
+    def predict(self, images: Sequence[Path], batch_size: int) -> Iterator[Prediction]:
         """In the order given; a broken image does not keep the others from being told."""
         samples = _Unlabelled(images, self.info.in_chans, self.transform)
         loader = eval_batches(
@@ -160,11 +159,11 @@ class Predictor:
                 for values, code in zip(told[mask.cpu()], whole[mask].tolist(), strict=True):
                     file, place = images[place], place + 1
                     if not code:
-                        yield Predicted(file, None, samples.why(file))
+                        yield Prediction(file, None, samples.why(file))
                     elif not bool(values.isfinite().all()):
-                        yield Predicted(file, None, "The model's scores of it are not finite (NaN).")
+                        yield Prediction(file, None, "The model's scores of it are not finite (NaN).")
                     else:
-                        yield Predicted(file, values)
+                        yield Prediction(file, values)
 
     def images_per_sec(self, image: Path, batch_size: int) -> float:
         """The model alone, of images that lie on its device: the median of three times half a second.
@@ -248,7 +247,11 @@ def images_in(folder: Path) -> list[Path]:
 def _for_any_size(transform: Transform, info: DataInfo) -> Transform:
     """Images of a small data set are all of one size, and its transform resizes them whole: others are cut to the
     square in their middle."""
-    return Centre(info.image_size, info.image_size, "bilinear") if isinstance(transform, TensorTransform) else transform
+    return (
+        CenterCrop(info.image_size, info.image_size, "bilinear")
+        if isinstance(transform, TensorTransform)
+        else transform
+    )
 
 
 def _as_it_is(image: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from trainkit.config.schema import LaunchConfig
 from trainkit.errors import UserError, did_you_mean
 from trainkit.log_book import report_on
 from trainkit.run.folder import RunDir, find_run, find_runs
-from trainkit.run.metrics import read_metrics, standing_of
+from trainkit.run.metrics import progress_of, read_metrics
 from trainkit.schedulers.states import job_state
 
 Flag = str | int | bool | None | Sequence[str]
@@ -105,7 +105,7 @@ class Run:
         return RunDir(self.path)
 
     def __repr__(self) -> str:
-        standing = standing_of(self._folder)
+        standing = progress_of(self._folder)
         step = f" at step {standing.last['step']}" if "step" in standing.last else ""
         return f"<{self.name}: {self.status}{step}>"
 

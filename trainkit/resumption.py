@@ -22,7 +22,7 @@ from trainkit.launch import submission
 from trainkit.launch.plan import Plan, make_plan, validate
 from trainkit.launch.restarts import excluded_nodes
 from trainkit.run import folder as run_folder
-from trainkit.run.events import Life, life_of
+from trainkit.run.events import RunHistory, history_of
 from trainkit.run.folder import RunDir, runs_root
 from trainkit.run.lease import Holder, lease_on
 from trainkit.run.ownership import require_own_code, vouch, why_others_may_write
@@ -54,7 +54,7 @@ class Asked:
 
 def is_by_hand(run: RunDir) -> bool:
     """Whether a person has started it in a terminal, by `swarm create` or `join`."""
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     return submission is not None and submission.executor == "swarm"
 
 
@@ -64,7 +64,7 @@ def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Star
         return _resume_sweep(runs, asked, env)
     run = runs[0]
     if (
-        life_of(run).finished
+        history_of(run).finished
         and asked.preview is None
         and (url := (loaded := _load(run, asked)).config.checkpoint.remote)
     ):
@@ -73,14 +73,14 @@ def resume(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Star
         return Started([run], [], "")
     refuse_finished(run)
     require_no_job(run, force=asked.force)
-    before = life_of(run).submission
+    before = history_of(run).submission
     # One at a time: of two that come together, the second finds the job of the first.
     with (
         nullcontext()
         if asked.preview is not None
-        else lease_on(run, Holder.me(), is_dead=_of_ended_job(life_of(run), job_state(run)))
+        else lease_on(run, Holder.me(), is_dead=_of_ended_job(history_of(run), job_state(run)))
     ):
-        if life_of(run).submission != before:
+        if history_of(run).submission != before:
             require_no_job(run, force=asked.force)
         loaded = _load(run, asked)
         found = require_own_code(run.path, loaded, allow_code=asked.allow_code, starts_snapshot=True)
@@ -134,7 +134,7 @@ def _send(run: RunDir, url: str) -> None:
 def _resume_sweep(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) -> Started:
     """Queue what has failed, or was never queued, of a sweep, as one array."""
     runs = sorted(runs, key=lambda run: (len(run.path.name), run.path.name))
-    lives = {run: life_of(run) for run in runs}
+    lives = {run: history_of(run) for run in runs}
     states = dict(zip(runs, job_states(runs), strict=True))
     alive = {"no"} | ({"unknown"} if asked.force else set())
     lost = [run for run in runs if states[run].alive in alive and not lives[run].finished]
@@ -167,7 +167,7 @@ def _resume_sweep(runs: Sequence[RunDir], asked: Asked, env: Mapping[str, str]) 
         for run, loaded, code in zip(lost, loadeds, found, strict=True):
             # One at a time: of two that come together, the second finds the job of the first.
             held.enter_context(lease_on(run, Holder.me(), is_dead=_of_ended_job(lives[run], states[run])))
-            if life_of(run).submission != lives[run].submission:
+            if history_of(run).submission != lives[run].submission:
                 require_no_job(run, force=asked.force)
             restore_code(run, code.content)
             _store(run, loaded.config, own=code.own)
@@ -210,14 +210,14 @@ def refuse_finished(run: RunDir) -> None:
     """Raises UserError where there is nothing left to train."""
     refuse_bench(run.path)
     early = fileio.read_object(run.summary).get("stopped_early")
-    if life_of(run).finished and isinstance(early, str):
+    if history_of(run).finished and isinstance(early, str):
         again = terminal.command("submit", run.path, "train.early_stopping_patience=null")
         raise UserError(
             f"{run.name} has stopped early.",
             why=f"{terminal.one_line(early)}.",
             fix=f"`{again}` trains anew, to the end.",
         )
-    if life_of(run).finished:
+    if history_of(run).finished:
         raise UserError(
             f"{run.name} has finished.",
             why="There is nothing left to train.",
@@ -225,7 +225,7 @@ def refuse_finished(run: RunDir) -> None:
         )
 
 
-def _of_ended_job(life: Life, state: JobState) -> Callable[[Holder], bool]:
+def _of_ended_job(life: RunHistory, state: JobState) -> Callable[[Holder], bool]:
     """Whether the writer is of a job that the scheduler knows to have ended, however that left its lease."""
     ended = {item.job_id for item in life.submissions if item.job_id} if state.alive == "no" else set()
     return lambda other: other.job_id in ended

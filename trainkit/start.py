@@ -23,7 +23,7 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.finish import full_name
 from trainkit.launch import submission
 from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
-from trainkit.run.events import Life, life_of
+from trainkit.run.events import RunHistory, history_of
 from trainkit.run.folder import RunDir, find_run, find_runs, folders_named, next_path, runs_root
 from trainkit.run.ownership import require_own_code
 from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
@@ -339,7 +339,7 @@ def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
 
     found: dict[str, _Known] = {}
     same = same_runs(fingerprints)
-    lives = {run.path: life_of(run) for runs in same.values() for run in runs}
+    lives = {run.path: history_of(run) for runs in same.values() for run in runs}
     # Whether what has no end lives only its scheduler knows.
     open_ends = [run for runs in same.values() for run in runs if _may_live(lives[run.path])]
     states = dict(zip((run.path for run in open_ends), job_states(open_ends) if open_ends else (), strict=True))
@@ -363,7 +363,7 @@ def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
     return found
 
 
-def _known(run: RunDir, life: Life, state: JobState | None) -> _Known:
+def _known(run: RunDir, life: RunHistory, state: JobState | None) -> _Known:
     return _Known(run, state or JobState("COMPLETED" if life.finished else life.outcome or "FAILED"), life.finished)
 
 
@@ -408,7 +408,7 @@ def _say_there(known: Sequence[_Known]) -> list[_Known]:
     return going_on
 
 
-def _may_live(life: Life) -> bool:
+def _may_live(life: RunHistory) -> bool:
     if life.finished:
         return False
     return life.cut_short is not None or (life.submission is not None and life.submission.ended is None)

@@ -16,7 +16,7 @@ from trainkit.errors import TrainkitError
 from trainkit.process import without_garbage_collection
 from trainkit.ranks.env import RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
-from trainkit.run.events import Attempt, Writer, job_of, life_of, submitted, writing
+from trainkit.run.events import Attempt, Writer, history_of, job_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
 from trainkit.schedulers.base import around
 
@@ -87,7 +87,7 @@ def own_attempt(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) ->
     """The attempt that rank 0 writes down; one of its own where nobody has begun one for it."""
     if attempt is None:
         return Attempt.begin(run)
-    job_id, life = job_of(env), life_of(run)
+    job_id, life = job_of(env), history_of(run)
     is_known = any(item.job_id == job_id for item in life.submissions)
     if job_id and not is_known and ("SUBMITIT_EXECUTOR" not in env or life.cut_short is not None):
         # The job of a template, or one whose submitter was killed: so that `status` and `cancel` find it.

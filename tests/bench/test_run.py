@@ -17,7 +17,7 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError
 from trainkit.ranks.env import NO_SECRET, RankEnv
 from trainkit.ranks.signals import StopFlag
-from trainkit.run.events import Attempt, life_of, writing
+from trainkit.run.events import Attempt, history_of, writing
 from trainkit.run.folder import RunDir
 
 MODEL = """
@@ -119,7 +119,7 @@ def test_who_is_told_to_stop_ends_with_what_is_measured(tmp_path: Path) -> None:
     assert len(samples) == 4
     assert results.notes[-1] == "It was told to stop after 1 of 3 rounds."
     assert results.rows[1].ratio is None
-    assert life_of(run).finished  # nothing is left to go on with
+    assert history_of(run).finished  # nothing is left to go on with
 
 
 def test_a_bench_none_of_whose_arms_can_run_has_failed_and_says_why(tmp_path: Path) -> None:

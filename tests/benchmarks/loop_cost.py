@@ -39,11 +39,10 @@ from trainkit.monitor.loggers import NullLogger
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
-from trainkit.training.building import build
+from trainkit.training.build import build
 from trainkit.training.loop import train
 from trainkit.training.optim import set_lr
-from trainkit.training.outcome import Keeper
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress, Recorder
 from trainkit.training.schedule import lr_at
 
 ROUNDS = 20
@@ -202,7 +201,7 @@ class _Work:
         self.weights.append(weights_of(parts.model))
 
 
-class NoFiles(Keeper):
+class NoFiles(Recorder):
     def save(self, **more: Any) -> None: ...
 
     def validate(self, *args: Any, **more: Any) -> bool:

@@ -7,7 +7,7 @@ them: CPU time. (What a training with them takes is in `loop_cost`, whose arm of
 from __future__ import annotations
 
 from tests.benchmarks.measuring import Figure, alone, cpu_seconds
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress
 from trainkit.training.timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 
 ROUNDS, UPDATES = 15, 20_000

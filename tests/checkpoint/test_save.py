@@ -38,7 +38,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress
 
 
 def save(folder: Path, model: nn.Module, step: int = 1) -> None:

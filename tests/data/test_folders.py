@@ -25,11 +25,11 @@ from trainkit.data import build_data
 from trainkit.data.base import ModelInput, Splits
 from trainkit.data.datasets import image_folder
 from trainkit.data.folders import (
-    Broken,
     BrokenImageError,
+    BrokenImages,
     ImageFiles,
     Listing,
-    RandomPart,
+    RandomResizedCrop,
     Tree,
     class_folders,
     image_files,
@@ -319,8 +319,10 @@ def data(tmp_path: Path, write_images: Callable[..., None]) -> Splits:
     return image_folder.build(tmp_path, image_size=8, augment=False)
 
 
-def trained_on(data: Splits, *, most: int, rank: int = 0, world: int = 1, workers: int = 0) -> tuple[Tensor, Broken]:
-    broken = Broken(most)
+def trained_on(
+    data: Splits, *, most: int, rank: int = 0, world: int = 1, workers: int = 0
+) -> tuple[Tensor, BrokenImages]:
+    broken = BrokenImages(most)
     found = train_batches(
         data, seed=0, start_step=0, stop_step=2, global_batch_size=8, micro_batch_size=8 // world,
         rank=rank, world_size=world, workers=workers, broken=broken,
@@ -358,7 +360,7 @@ def test_more_broken_images_in_a_row_than_may_be_end_the_run(data: Splits) -> No
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_evaluation_leaves_broken_images_out_of_its_counts(data: Splits, world: int) -> None:
-    broken = Broken(3)
+    broken = BrokenImages(3)
     found = [
         eval_batches(
             data.train, data.eval_transform, batch_size=3, rank=rank, world_size=world, workers=0, broken=broken
@@ -441,7 +443,7 @@ def test_a_part_has_the_pixels_that_torchvisions_reference_makes_with_pillow(pho
     picture, worst, means = functional.to_pil_image(photo), math.inf, []
     for seed in range(20):
         torch.manual_seed(seed)
-        made = RandomPart(224, "bilinear")(photo).double()
+        made = RandomResizedCrop(224, "bilinear")(photo).double()
         torch.manual_seed(seed)
         box = random_part(427, 640)
         reference = functional.pil_to_tensor(functional.resized_crop(picture, *box, [224, 224])).double()

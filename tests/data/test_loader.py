@@ -28,9 +28,9 @@ from trainkit.data.loader import (
     default_workers,
     eval_batches,
     on_gpu,
-    placed,
     resolve_workers,
     tensor_transforms,
+    to_device,
     train_batches,
 )
 from trainkit.data.order import epoch_order
@@ -428,14 +428,14 @@ def test_data_goes_to_a_gpu_if_it_takes_a_tenth_of_what_is_free_there(
     train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
     splits = Splits(INFO_MEMORY, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
     gpu: Any = Gpu()
-    found: Any = placed(splits, where, gpu, workers=workers)
+    found: Any = to_device(splits, where, gpu, workers=workers)
     assert [found.train, found.val, found.test] == (["there"] * 3 if there else [PICTURES] * 3)
 
 
 def test_data_stays_in_memory_where_the_cpu_trains() -> None:
     train, evaluate = tensor_transforms(6, augment=True, shift=2, flip=True)
     splits = Splits(INFO_MEMORY, PICTURES, PICTURES, PICTURES, train, evaluate, in_memory=True)
-    assert placed(splits, "auto", torch.device("cpu"), workers=0) is splits
+    assert to_device(splits, "auto", torch.device("cpu"), workers=0) is splits
 
 
 def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

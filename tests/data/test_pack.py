@@ -22,7 +22,7 @@ from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, check_data, pack_data
 from trainkit.data import pack as data_pack
 from trainkit.data.datasets import image_folder
-from trainkit.data.folders import Broken, BrokenImageError, read_content, read_image
+from trainkit.data.folders import BrokenImageError, BrokenImages, read_content, read_image
 from trainkit.data.loader import train_batches
 from trainkit.data.pack import Kind, Pack, scratch, stage, staged, staged_folder, write_pack
 from trainkit.distributed.process_group import distributed
@@ -89,7 +89,7 @@ def test_training_on_a_pack_sees_the_same_images_in_the_same_order(root_pack: Pa
     batches = []
     for data in (one, other):
         with train_batches(data, seed=3, start_step=1, stop_step=5, global_batch_size=4, micro_batch_size=4, rank=0,
-                           world_size=1, workers=0, broken=Broken(1)) as found:  # fmt: skip
+                           world_size=1, workers=0, broken=BrokenImages(1)) as found:  # fmt: skip
             batches.append(list(found))
     for (images, labels, keys), (images_too, labels_too, keys_too) in zip(*batches, strict=True):
         assert torch.equal(images, images_too)

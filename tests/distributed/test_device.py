@@ -8,7 +8,7 @@ import torch
 from trainkit.config.loading import load
 from trainkit.distributed.device import Drivers, drivers, gpu_is_here, unseen_gpus
 from trainkit.errors import RefusedError
-from trainkit.training.building import wants_gpu
+from trainkit.training.build import wants_gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA sees a GPU here")
 GRANTED = [

@@ -22,7 +22,7 @@ from trainkit.distributed.process_group import distributed
 from trainkit.distributed.watchdog import Place, Stand, verdict, watchdog
 from trainkit.ranks.env import RankEnv, free_port
 from trainkit.ranks.signals import is_hang
-from trainkit.run.events import Attempt, life_of
+from trainkit.run.events import Attempt, history_of
 from trainkit.run.folder import RunDir
 
 HOSTS = ("n1", "n2")
@@ -80,7 +80,7 @@ def hanging(folder: Path, stuck: Any) -> tuple[Attempt, list[int | None]]:
 def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(tmp_path: Path) -> None:
     attempt, codes = hanging(tmp_path, augment_for_ever)
     assert codes == [1, 1]
-    (failure,) = life_of(attempt.run).failures
+    (failure,) = history_of(attempt.run).failures
     assert (failure.rank, failure.host) == (1, "n2")
     assert is_hang(failure.error)
     assert "behind the others: rank 1 on n2, which stands at " in failure.error
@@ -93,7 +93,7 @@ def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(tmp_p
 def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path) -> None:
     attempt, codes = hanging(tmp_path, stop)
     assert codes == [1, None]
-    (failure,) = life_of(attempt.run).failures
+    (failure,) = history_of(attempt.run).failures
     assert (failure.rank, failure.host) == (1, "n2")
     assert "says nothing" in failure.error
 
@@ -101,7 +101,7 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_let_go_of_pythons_lock_shows_its_stack_as_well(tmp_path: Path) -> None:
     attempt, codes = hanging(tmp_path, keep_the_lock)
     assert codes == [1, 1]
-    assert life_of(attempt.run).failures[0].rank == 1
+    assert history_of(attempt.run).failures[0].rank == 1
     assert "in keep_the_lock" in (attempt.logs / "rank-1.err").read_text()
 
 
@@ -163,7 +163,7 @@ def test_ranks_that_were_all_stopped_for_longer_than_a_hang_and_go_on_do_not_han
         for process in ranks:
             process.join(30)
         assert [process.exitcode for process in ranks] == [0, 0]
-        assert not life_of(run).failures
+        assert not history_of(run).failures
     finally:
         for process in ranks:
             process.kill()

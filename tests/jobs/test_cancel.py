@@ -13,7 +13,7 @@ import pytest
 from tests.runs import last_event
 from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
-from trainkit.run.events import append_event, life_of, read_events, submitted
+from trainkit.run.events import append_event, history_of, read_events, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers.base import named
@@ -51,7 +51,7 @@ def test_a_cancelled_local_run_leaves_no_process(
     assert done.code == 0
     assert "cancelled local job" in done.out
     assert (last_event(run, "ended") or {})["state"] == "CANCELLED"
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     controller = submission.process if submission is not None else None
     assert controller is not None
     assert not controller.is_alive()
@@ -232,7 +232,7 @@ def test_the_process_of_another_run_is_not_ended_by_a_record_that_names_it(
     """Not even where no list has either: that one was started with another folder as its argument."""
     mine, plan = local_run()
     pids = started(mine, plan, rank_function(STUBBORN))
-    submission = life_of(mine).submission
+    submission = history_of(mine).submission
     assert submission is not None
     assert submission.process is not None
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-list"))

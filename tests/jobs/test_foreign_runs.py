@@ -17,7 +17,7 @@ from trainkit import plugins
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RefusedError, UserError
 from trainkit.report.facts import Facts
-from trainkit.run.events import append_event, life_of
+from trainkit.run.events import append_event, history_of
 from trainkit.run.folder import RunDir
 from trainkit.run.ownership import require_own_code
 
@@ -225,7 +225,7 @@ def test_a_strangers_run_that_has_finished_is_not_sent_by_resume(
     append_event(run, "started", attempt=0)
     append_event(run, "ended", attempt=0, state="COMPLETED")
     forget()
-    assert life_of(run).finished
+    assert history_of(run).finished
     done = command("resume", str(run.path))
     assert (done.code, bucket.exists()) == (3, False), done.err
 

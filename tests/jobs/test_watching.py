@@ -8,9 +8,9 @@ from rich.console import Console
 
 from jobs.status import Shown, losses_of_late, sparkline, view
 from trainkit import fileio
-from trainkit.run.events import Life
+from trainkit.run.events import RunHistory
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import standing_of
+from trainkit.run.metrics import progress_of
 from trainkit.schedulers.base import JobState
 
 
@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def drawn(run: RunDir, state: str, table: list[str], height: int = 24) -> list[str]:
-    item = Shown(run, "[red]ddp", JobState(state), Life(started={"total_steps": 100}), standing_of(run))
+    item = Shown(run, "[red]ddp", JobState(state), RunHistory(started={"total_steps": 100}), progress_of(run))
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     console.print(view(table, [item], height))
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]

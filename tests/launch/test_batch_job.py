@@ -13,7 +13,7 @@ import pytest
 from trainkit.errors import RunFailedError
 from trainkit.launch import batch_job
 from trainkit.ranks.signals import hang
-from trainkit.run.events import Attempt, life_of, read_events, submitted
+from trainkit.run.events import Attempt, history_of, read_events, submitted
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import slurm, slurm_programs
 
@@ -81,7 +81,7 @@ def test_what_was_handed_back_is_requeued(run: RunDir, fake_command: FakeCommand
     hand_back(env)
     batch_job.end(0, {**env, "PATH": os.environ["PATH"]}, how="requeue")
     assert calls.read_text() == "requeue 7\n"
-    assert life_of(run).requeued == {0}
+    assert history_of(run).requeued == {0}
 
 
 @pytest.mark.parametrize("squeue", ["exit 1", "echo slurm_load_jobs error: Unable to contact >&2; exit 1"])
@@ -107,8 +107,8 @@ def test_a_refused_requeue_is_tried_again_then_written_down_and_never_ends_with_
     hand_back(env)
     assert batch_job.end(0, env, how="requeue") == 1
     assert len(calls.read_text().splitlines()) == 3
-    assert "Requeue is disabled for this partition" in life_of(run).failures[0].error
-    assert life_of(run).outcome == "FAILED"
+    assert "Requeue is disabled for this partition" in history_of(run).failures[0].error
+    assert history_of(run).outcome == "FAILED"
     said = capsys.readouterr().out
     assert ("jobs.resume" in said, "TRAINKIT_CONTINUE=" in said) == (is_submitted, not is_submitted)
 
@@ -123,7 +123,7 @@ def test_a_controller_that_is_gone_for_minutes_is_asked_until_it_is_back(
     hand_back(env)
     batch_job.end(0, env, how="requeue")
     assert len(calls.read_text().splitlines()) == 5
-    assert life_of(run).requeued == {0}
+    assert history_of(run).requeued == {0}
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING"])
@@ -155,7 +155,7 @@ def test_without_requeue_a_saved_run_is_left_as_it_is_and_is_no_success(run: Run
     hand_back(env)
     assert batch_job.end(0, env, how="no") == 1
     assert not calls.exists()
-    assert life_of(run).outcome == "PREEMPTED"
+    assert history_of(run).outcome == "PREEMPTED"
 
 
 def test_a_training_that_came_to_its_end_leaves_the_job_its_own_code(run: RunDir) -> None:
@@ -171,7 +171,7 @@ def test_a_job_whose_ranks_failed_is_written_down_as_such(run: RunDir) -> None:
     env = begun(run)
     (Attempt(run, 0).logs / "rank-0.err").write_text("There is no cifar10.\n  why: x.\n  fix: y.\n")
     assert batch_job.end(3, env, how="requeue") == 3
-    assert life_of(run).outcome == "FAILED"
+    assert history_of(run).outcome == "FAILED"
 
 
 def test_a_run_that_was_refused_before_it_had_a_folder_leaves_no_record(tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ def test_a_failure_that_another_start_may_mend_is_requeued(
 ) -> None:
     assert failed(begun(run), *errors, code=code) == code
     assert requeues.read_text() == "requeue 7\n"
-    assert life_of(run).requeued == {0}
-    assert life_of(run).failures, "that it failed is written down"
+    assert history_of(run).requeued == {0}
+    assert history_of(run).failures, "that it failed is written down"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_failure_that_another_start_may_mend_is_requeued(
 def test_an_error_of_the_program_is_not(run: RunDir, requeues: Path, errors: tuple[str, ...], code: int) -> None:
     assert failed(begun(run), *errors, code=code) == code
     assert not requeues.exists()
-    assert life_of(run).outcome == "FAILED"
+    assert history_of(run).outcome == "FAILED"
 
 
 def srun_said(run: RunDir, env: dict[str, str], words: str) -> None:
@@ -252,7 +252,7 @@ def test_an_srun_whose_controller_or_node_does_not_answer_is_tried_again(
     assert failed(env, code=code) == code
     assert requeues.read_text() == "requeue 7\n"
     said = words.splitlines()[0].removeprefix("srun: error: ")
-    assert [item.error for item in life_of(run).failures] == [f"srun could not start the ranks: {said}"]
+    assert [item.error for item in history_of(run).failures] == [f"srun could not start the ranks: {said}"]
 
 
 def test_an_srun_that_asks_for_what_there_is_not_would_do_so_again(run: RunDir, requeues: Path) -> None:
@@ -279,7 +279,7 @@ def test_the_third_failure_ends_the_run_and_says_so(
         failed(env, code=137)
     assert requeues.read_text().count("requeue") == 2
     assert "3 attempts have failed" in capsys.readouterr().out
-    assert life_of(run).outcome == "FAILED"
+    assert history_of(run).outcome == "FAILED"
 
 
 def saved(env: dict[str, str], step: int) -> None:
@@ -309,7 +309,7 @@ def test_two_restarts_without_a_new_checkpoint_end_the_run_and_say_so(
         interrupted(run, step)
     assert requeues.read_text() == "requeue 7\n" * 3
     assert "2 restarts have not come to a new checkpoint" in capsys.readouterr().out
-    assert life_of(run).outcome == "FAILED"
+    assert history_of(run).outcome == "FAILED"
 
 
 def test_a_job_that_slurm_has_restarted_in_vain_is_not_begun_again(run: RunDir) -> None:
@@ -318,7 +318,7 @@ def test_a_job_that_slurm_has_restarted_in_vain_is_not_begun_again(run: RunDir) 
     slurm = {"SLURM_JOB_NODELIST": "gpu03", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}
     with pytest.raises(RunFailedError, match="2 restarts"):
         batch_job.begin(job(run, **slurm))
-    assert life_of(run).outcome == "FAILED"
+    assert history_of(run).outcome == "FAILED"
 
 
 def test_a_resumed_run_has_all_its_tries_again(run: RunDir, requeues: Path) -> None:
@@ -477,7 +477,7 @@ def test_where_requeueing_is_forbidden_a_further_job_goes_on(
     told = f"--parsable --no-requeue --job-name={run.path.name} --dependency=afterany:7,singleton"
     assert calls.read_text() == f"{told} {run.path / 'submit.sbatch'}\n"
     assert (run.path / ".submitit" / "11_submitted.pkl").read_text() == "the path of the run"
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     assert submission is not None
     assert (submission.job_id, submission.attempts_before) == ("11", 1)
 
@@ -540,7 +540,7 @@ def test_where_requeueing_is_forbidden_a_template_is_queued_again_with_its_argum
     granted_words = "--account=thesis --partition=gpu --time=1-00:00:00 --nodes=2 --gpus-per-node=4 --mem=8000"
     flags = f"--no-requeue --job-name={run.path.name} --dependency=afterany:7,singleton --export=ALL {granted_words}"
     assert calls.read_text() == f"--parsable {flags} --exclude=n9 {template} ddp optim.lr=1e-3\n"
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     assert submission is not None
     assert submission.job_id == "11"
 
@@ -554,7 +554,7 @@ def test_where_there_is_no_scontrol_a_file_asks_for_the_requeue(run: RunDir, fak
         patch.setenv("PATH", path)
         assert batch_job.end(0, env, how="requeue") == 1
     assert (Attempt(run, 0).logs / "requeue").read_text() == "7\n"
-    assert life_of(run).requeued == {0}
+    assert history_of(run).requeued == {0}
 
 
 def test_the_script_of_a_stale_attempt_queues_nothing_again(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.site.test_node_health import a_report
 from trainkit.launch.restarts import PREFLIGHT, culprits, passing_failure, pronounce
-from trainkit.run.events import Attempt, life_of
+from trainkit.run.events import Attempt, history_of
 from trainkit.run.folder import RunDir
 
 
@@ -29,7 +29,7 @@ def _found(attempt: Attempt, *bad: str) -> None:
 def test_good_nodes_let_the_ranks_start(attempt: Attempt) -> None:
     _found(attempt)
     assert pronounce(attempt) == 0
-    assert life_of(attempt.run).failures == ()
+    assert history_of(attempt.run).failures == ()
 
 
 def test_a_bad_node_ends_the_attempt_which_another_one_without_it_may_mend(

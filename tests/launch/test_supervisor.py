@@ -17,7 +17,7 @@ import pytest
 from trainkit.launch import supervisor as module
 from trainkit.launch.supervisor import Ending, Limits, Rank, Requests, supervise
 from trainkit.ranks import signals
-from trainkit.run.events import Attempt, life_of
+from trainkit.run.events import Attempt, history_of
 from trainkit.run.folder import RunDir
 
 PRELUDE = """
@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_missed_it_first(
     ending = supervised(*programs)
     assert (ending.state, ending.culprit) == ("FAILED", first)
     assert "killed by SIGKILL" in ending.why
-    assert (life_of(attempt.run).failures[-1].rank, life_of(attempt.run).outcome) == (first, "FAILED")
+    assert (history_of(attempt.run).failures[-1].rank, history_of(attempt.run).outcome) == (first, "FAILED")
 
 
 def test_the_rank_whose_error_is_no_lost_connection_is_named(supervised: Supervised, attempt: Attempt) -> None:
@@ -96,7 +96,7 @@ def test_what_a_rank_says_in_three_lines_is_why_it_failed(supervised: Supervised
 
 def test_a_rank_that_has_said_it_itself_is_not_written_down_twice(supervised: Supervised, attempt: Attempt) -> None:
     supervised("attempt.failed('ValueError: mine', rank=0); sys.exit(1)")
-    assert [failure.error for failure in life_of(attempt.run).failures] == ["ValueError: mine"]
+    assert [failure.error for failure in history_of(attempt.run).failures] == ["ValueError: mine"]
 
 
 def test_a_stopped_rank_is_named_and_the_attempt_ended(supervised: Supervised, attempt: Attempt) -> None:
@@ -109,7 +109,7 @@ def test_a_stopped_rank_is_named_and_the_attempt_ended(supervised: Supervised, a
     assert (ending.state, ending.culprit) == ("FAILED", 1)
     assert "no progress" in ending.why
     assert "stopped by a signal" in ending.why
-    assert [(failure.rank, failure.error) for failure in life_of(attempt.run).failures] == [(1, ending.why)]
+    assert [(failure.rank, failure.error) for failure in history_of(attempt.run).failures] == [(1, ending.why)]
 
 
 def test_of_ranks_that_hang_the_one_that_is_behind_is_named(supervised: Supervised) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainkit import fileio
-from trainkit.fileio import Notice
+from trainkit.fileio import FileWatcher
 from trainkit.monitor import follow as module
 from trainkit.monitor.follow import files_of, summary_lines
 from trainkit.run.events import append_event
@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
-    with Notice(files_of(run_dir)) as notice:
+    with FileWatcher(files_of(run_dir)) as notice:
         module.follow(run_dir, is_alive, notice)
 
 

@@ -13,7 +13,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainkit/tasks/meter.py": ("tests/tasks/test_meter.py",),
     "trainkit/training/measurement.py": ("tests/training/test_measurement.py",),
     "trainkit/training/update.py": ("tests/training/test_update.py",),
-    "trainkit/training/outcome.py": ("tests/training/test_outcome.py",),
+    "trainkit/training/recorder.py": ("tests/training/test_recorder.py",),
     "trainkit/data/order.py": ("tests/data/test_order.py",),
     "trainkit/checkpoint/format.py": (
         "tests/checkpoint/test_format.py",

@@ -23,7 +23,7 @@ from trainkit.report.write_html import write_page
 from trainkit.report.write_markdown import write_comparison, write_logbook, write_sweep
 from trainkit.run.contributions import Contributions, Counted
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Described, Metric, describe
+from trainkit.run.metrics import Metric, TaskMetrics, describe
 
 MakeRun = Callable[..., RunDir]
 
@@ -377,7 +377,8 @@ def test_a_task_is_told_by_its_own_metrics(make_run: MakeRun, tmp_path: Path) ->
     points = [{"run": str(number), "overrides": [f"optim.lr={number + 1}e-3"]} for number in range(2)]
     (runs[0].path.parent / "sweep.json").write_text(json.dumps(points))
     for run, best in zip(runs, (2.0, 1.5), strict=True):
-        describe(run, Described("mae", {"loss": LOSS, "mae": Metric("px", higher_is_better=False, label="Mean error")}))
+        mean_error = Metric("px", higher_is_better=False, label="Mean error")
+        describe(run, TaskMetrics("mae", {"loss": LOSS, "mae": mean_error}))
         for step, error in ((20, 3.0), (40, best), (60, 2.5)):
             record = {"step": step, "epoch": step / 10, "loss": error, "mae": error}
             fileio.append_jsonl(run.metrics, {**record, "split": "val"})

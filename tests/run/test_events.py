@@ -17,7 +17,7 @@ from trainkit.run.events import (
     Writer,
     append_event,
     cancelled,
-    life_of,
+    history_of,
     never_began,
     read_events,
     submitted,
@@ -165,7 +165,7 @@ def test_a_whole_life_is_read_back(run: RunDir) -> None:
     second.started(step=12, world_size=2)
     second.failed("ValueError: bad", rank=1, host="n2")
     second.ended("FAILED", job_id="7", exit_codes=[0, 1])
-    life = life_of(run)
+    life = history_of(run)
     assert life.submission is not None
     assert (life.submission.job_id, life.submission.process, life.submission.ended) == ("7", me, "FAILED")
     assert life.handed_back == life.requeued == {0}
@@ -180,17 +180,17 @@ def test_what_happened_before_a_submission_is_not_its_ending(run: RunDir) -> Non
     cancelled(run, "1")
     Attempt.begin(run).ended("CANCELLED")
     submitted(run, "slurm", "2")
-    first, second = life_of(run).submissions
+    first, second = history_of(run).submissions
     assert (first.cancelled, first.ended, second.cancelled, second.ended) == (True, "CANCELLED", False, None)
     assert second.attempts_before == 1
-    assert life_of(run).outcome is None
+    assert history_of(run).outcome is None
 
 
 def test_a_training_that_came_to_its_end_has_finished_whatever_follows(run: RunDir) -> None:
     attempt = Attempt.begin(run)
     attempt.ended("COMPLETED", step=380)
     attempt.ended("FAILED", exit_codes=[1])
-    assert life_of(run).finished
+    assert history_of(run).finished
 
 
 def test_odd_events_are_read_as_far_as_they_make_sense(run: RunDir) -> None:
@@ -200,7 +200,7 @@ def test_odd_events_are_read_as_far_as_they_make_sense(run: RunDir) -> None:
     append_event(run, "ended", state=5.5)
     with run.events.open("a") as out:
         out.write('{"event": "submitted", "time": "abc"}\n[1]\n{"event": ["x"]}\nnonsense\n')
-    life = life_of(run)
+    life = history_of(run)
     assert [(item.executor, item.job_id, item.process) for item in life.submissions] == [("", "", None)] * 2
     assert (life.failures[0].rank, life.failures[0].error, life.handed_back) == (None, "", frozenset())
     assert life.outcome is None

@@ -14,21 +14,21 @@ from trainkit.config.task import LOSS
 from trainkit.run import metrics
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import (
-    Described,
+    Divergence,
     Forecast,
     Metric,
-    Setbacks,
-    Standing,
+    RunProgress,
+    TaskMetrics,
     best_evaluation,
     best_of,
     describe,
     described,
     divergence_of,
     forecast,
+    progress_of,
     read_metrics,
     read_thinned,
     setbacks_of,
-    standing_of,
 )
 
 
@@ -143,7 +143,7 @@ def test_the_newest_evaluation_of_the_best_weights_with_the_runs_own_settings_co
     assert (best_evaluation(run) or {})["acc1"] == 2.0
 
 
-REGRESSION = Described("mae", {"loss": LOSS, "mae": Metric("years", False, "Mean absolute error")})
+REGRESSION = TaskMetrics("mae", {"loss": LOSS, "mae": Metric("years", False, "Mean absolute error")})
 
 
 def test_a_run_describes_its_metrics(run: RunDir) -> None:
@@ -190,9 +190,9 @@ def test_an_error_may_be_over_100_and_a_percentage_may_not(run: RunDir) -> None:
 
 
 def test_a_run_without_metrics_stands_nowhere(run: RunDir) -> None:
-    assert standing_of(run) == Standing()
+    assert progress_of(run) == RunProgress()
     run.metrics.touch()
-    assert standing_of(run, pace_since=0.0) == Standing()
+    assert progress_of(run, pace_since=0.0) == RunProgress()
 
 
 def test_the_newest_records_count_and_a_torn_line_does_not(run: RunDir) -> None:
@@ -201,7 +201,7 @@ def test_the_newest_records_count_and_a_torn_line_does_not(run: RunDir) -> None:
     fileio.append_jsonl(run.metrics, {"split": "train", "step": 30, "loss": 2.0})  # after a restart
     with run.metrics.open("a") as file:
         file.write('{"split": "val", "step": 40')
-    found = standing_of(run)
+    found = progress_of(run)
     assert (found.step, found.val["step"]) == (30, 20)
 
 
@@ -209,7 +209,7 @@ def test_what_was_measured_after_training_does_not_tell_how_far_it_is(run: RunDi
     """Folders in which `evaluate` has written into the training's records."""
     fileio.append_jsonl(run.metrics, {"split": "train", "step": 90, "epoch": 9.0, "loss": 1.0})
     fileio.append_jsonl(run.metrics, {"split": "test", "step": 50, "acc1": 80.0})
-    assert standing_of(run).last["epoch"] == 9.0
+    assert progress_of(run).last["epoch"] == 9.0
 
 
 def test_a_validation_long_ago_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,23 +217,23 @@ def test_a_validation_long_ago_is_found(run: RunDir, monkeypatch: pytest.MonkeyP
     fileio.append_jsonl(run.metrics, {"split": "val", "step": 0, "acc1": 10.0})
     for step in range(100):
         fileio.append_jsonl(run.metrics, {"split": "train", "step": step, "loss": 1.0})
-    assert standing_of(run).val["acc1"] == 10.0
+    assert progress_of(run).val["acc1"] == 10.0
 
 
 def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
     for time, step in ((0.0, 10), (1000.0, 20), (2000.0, 20), (2010.0, 25), (2030.0, 30)):
         fileio.append_jsonl(run.metrics, {"time": time, "split": "train", "step": step, "loss": 1.0})
-    found = standing_of(run, pace_since=1999.0)
+    found = progress_of(run, pace_since=1999.0)
     assert found.seconds_per_step == 3.0
     assert found.seconds_to(130) == 300.0
     assert found.seconds_to(20) == 0.0
     assert found.seconds_to(None) is None
-    assert standing_of(run).seconds_per_step is None, "nobody has asked for it"
+    assert progress_of(run).seconds_per_step is None, "nobody has asked for it"
 
 
 def test_one_record_has_no_pace(run: RunDir) -> None:
     fileio.append_jsonl(run.metrics, {"time": 5.0, "split": "train", "step": 10, "loss": 1.0})
-    assert standing_of(run, pace_since=0.0).seconds_per_step is None
+    assert progress_of(run, pace_since=0.0).seconds_per_step is None
 
 
 def test_for_the_pace_few_records_are_read_also_where_an_attempt_has_none_or_few(
@@ -252,7 +252,7 @@ def test_for_the_pace_few_records_are_read_also_where_an_attempt_has_none_or_few
         return really(text)
 
     monkeypatch.setattr(fileio, "parse_object", parse)
-    paces = [standing_of(run, pace_since=since).seconds_per_step for since in (0.0, 1500.0, 1590.0, 1598.0, 9999.0)]
+    paces = [progress_of(run, pace_since=since).seconds_per_step for since in (0.0, 1500.0, 1590.0, 1598.0, 9999.0)]
     assert paces == [2.0, 2.0, 2.0, None, None]
     assert len(parsed) < 5 * 20
 
@@ -324,7 +324,7 @@ def test_a_loss_that_has_come_back_is_no_divergence() -> None:
 
 def test_what_fp16_skips_is_no_step_and_was_tried_all_the_same() -> None:
     setbacks = setbacks_of([event("skipped", 0), event("skipped", 0), event("skipped", 7)], train(2.3), 10)
-    assert setbacks == Setbacks(None, skipped=3, nonfinite=0, updates=13)
+    assert setbacks == Divergence(None, skipped=3, nonfinite=0, updates=13)
 
 
 def test_the_last_of_too_many_skips_is_told_twice_and_counts_once() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.jobs.conftest import PROJECT, Done
 from tests.runs import last_event
-from trainkit.run.events import life_of, read_events
+from trainkit.run.events import history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base
 
@@ -97,11 +97,11 @@ def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(queue: Path, command
     run = submitted(command, tmp_path, "train.epochs=4")
     wait(lambda: last_event(run, "saved"))
     os.killpg(json.loads((queue / "1").read_text())["pid"], signal.SIGUSR2)
-    wait(lambda: life_of(run).finished)
+    wait(lambda: history_of(run).finished)
     wait(lambda: status(command, run)["state"] == "COMPLETED")
     kinds = [event["event"] for event in read_events(run) if event["event"] not in ("saved",)]
     assert kinds == ["submitted", "started", "handed_back", "requeued", "started", "ended"]
-    assert life_of(run).submissions[0].executor == "folder_queue:build"
+    assert history_of(run).submissions[0].executor == "folder_queue:build"
 
 
 @pytest.mark.usefixtures("worker")

@@ -15,7 +15,7 @@ import pytest
 from tests.runs import last_event
 from trainkit.launch.controller import gpu_mask
 from trainkit.launch.plan import Plan
-from trainkit.run.events import life_of, read_events
+from trainkit.run.events import history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers.base import named, pickled
@@ -40,7 +40,7 @@ def finish(run: RunDir, seconds: float = 60) -> str:
 def start(run: RunDir, plan: Plan, function: Callable[[str], str], **env: str) -> ProcessId:
     """Hand a run over locally; its controller."""
     named(plan.executor).submit(run.path, [run], plan, function, cwd=Path.cwd(), env={**os.environ, **env})
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     controller = submission.process if submission is not None else None
     assert controller is not None
     return controller
@@ -225,7 +225,7 @@ def test_a_cancelled_run_may_save_and_is_not_started_again(local_run: MakeRun, r
         wait_for(run.path / f"up-0-{rank}")
     controller.signal(signal.SIGTERM)
     assert finish(run) == "CANCELLED"
-    assert life_of(run).handed_back == {0}
+    assert history_of(run).handed_back == {0}
     assert run.attempts() == [0]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import UserError
-from trainkit.run.events import append_event, cancelled, life_of, read_events, refused, submitted, submitting
+from trainkit.run.events import append_event, cancelled, history_of, read_events, refused, submitted, submitting
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers import slurm_submission as adoption
@@ -39,14 +39,14 @@ def test_a_job_is_found_by_its_script(cut_short: RunDir, fake_command: FakeComma
     state = job_state(cut_short)
     assert (state.state, state.job_id, state.alive) == ("PENDING", "42", "yes")
     assert [(event["job_id"], event["adopted"]) for event in read_events(cut_short, "submitted")] == [("42", True)]
-    assert life_of(cut_short).cut_short is None, "and is not looked for again"
+    assert history_of(cut_short).cut_short is None, "and is not looked for again"
 
 
 def test_one_that_has_ended_is_found_in_the_accounts(cut_short: RunDir, fake_command: FakeCommand) -> None:
     fake_command("squeue", "exit 0")
     line = f"42|sbatch --parsable {cut_short.script}"
     fake_command("sacct", f'case "$*" in *SubmitLine*) echo "{line}" ;; *) echo "42|FAILED|1:0|n1" ;; esac')
-    assert (job_state(cut_short).state, life_of(cut_short).submissions[0].job_id) == ("FAILED", "42")
+    assert (job_state(cut_short).state, history_of(cut_short).submissions[0].job_id) == ("FAILED", "42")
 
 
 def test_runs_of_a_sweep_are_tasks_of_its_array(tmp_path: Path, fake_command: FakeCommand) -> None:
@@ -137,7 +137,7 @@ def test_a_job_that_was_cancelled_before_it_was_there_ends_when_it_is_found(
     calls = fake_command("scancel", "exit 0")
     assert job_state(cut_short).job_id == "42"
     assert calls.read_text().splitlines()[-1] == "42"
-    assert life_of(cut_short).submissions[0].cancelled
+    assert history_of(cut_short).submissions[0].cancelled
 
 
 def test_one_that_was_refused_is_not_looked_for(cut_short: RunDir, fake_command: FakeCommand) -> None:
@@ -150,4 +150,4 @@ def test_one_that_was_refused_is_not_looked_for(cut_short: RunDir, fake_command:
 def test_a_job_that_two_have_written_down_is_one(cut_short: RunDir) -> None:
     for _ in range(2):
         submitted(cut_short, "slurm", "42")
-    assert len(life_of(cut_short).submissions) == 1
+    assert len(history_of(cut_short).submissions) == 1

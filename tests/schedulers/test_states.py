@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.loading import load, to_yaml
-from trainkit.run.events import append_event, life_of
+from trainkit.run.events import append_event, history_of
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers.slurm_programs import read_sacct, read_squeue
@@ -198,4 +198,4 @@ def test_what_an_old_attempt_says_after_a_newer_one_has_started_counts_for_nothi
     run_dir = run(executor="slurm", job_id="7")
     append_event(run_dir, "started", attempt=newest)
     append_event(run_dir, "failed", attempt=0, rank=1, error="Connection reset by peer")
-    assert life_of(run_dir).outcome == (None if newest else "FAILED")
+    assert history_of(run_dir).outcome == (None if newest else "FAILED")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainkit.run.events import life_of
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ ONE_RANK = ("--nodes", "1", "--gpus-per-node", "0", "--time", "5")
 
 
 def job_ids(sweep: Path) -> list[str]:
-    lives = [life_of(RunDir(sweep / str(index))) for index in range(3)]
+    lives = [history_of(RunDir(sweep / str(index))) for index in range(3)]
     return [life.submission.job_id if life.submission is not None else "" for life in lives]
 
 

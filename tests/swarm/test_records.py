@@ -26,8 +26,7 @@ from trainkit.swarm.bans import Bans, Sentry
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import Credits, PatientRecord
 from trainkit.swarm.robust import Limits, Screen, Verdict
-from trainkit.training.outcome import Keeper
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress, Recorder
 
 if TYPE_CHECKING:
     from trainkit.swarm.records import Role, RoundKeeper
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 
-class Slow(Keeper):
+class Slow(Recorder):
     """Validation takes 40 ms."""
 
     def validate(self, where: Any, should_stop: Any = None) -> bool:

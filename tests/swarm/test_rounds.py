@@ -25,8 +25,8 @@ from trainkit.swarm.robust import Round
 from trainkit.swarm.sync_diloco import Given
 from trainkit.swarm.sync_gradients import GatheringParts, GradientState
 from trainkit.swarm.team import Team
-from trainkit.training.building import alone, build
-from trainkit.training.progress import Progress as OwnProgress
+from trainkit.training.build import alone, build
+from trainkit.training.recorder import Progress as OwnProgress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here", "one_thread")
 

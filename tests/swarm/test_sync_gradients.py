@@ -21,7 +21,7 @@ from trainkit.models import build_model
 from trainkit.ranks.env import RankEnv
 from trainkit.swarm.sync_gradients import GatheringParts, GradientState
 from trainkit.swarm.team import data_seed
-from trainkit.training.building import alone, build
+from trainkit.training.build import alone, build
 from trainkit.training.update import Updater
 
 MICRO, PEERS, ROUNDS = 16, 2, 6

@@ -17,14 +17,13 @@ from trainkit.checkpoint import format
 from trainkit.data.base import Splits
 from trainkit.errors import UserError
 from trainkit.tasks.base import told_classes
-from trainkit.training.outcome import go_on
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
+from trainkit.training.build import TrainState
+from trainkit.training.recorder import Progress, go_on
 
 NAMES = tuple(f"class {label}" for label in range(7))
 
 
-def called(parts: Parts, names: tuple[str, ...]) -> Splits:
+def called(parts: TrainState, names: tuple[str, ...]) -> Splits:
     return replace(parts.splits, info=replace(parts.splits.info, class_names=names))
 
 

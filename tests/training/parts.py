@@ -18,10 +18,8 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
-from trainkit.training.building import build
-from trainkit.training.outcome import Keeper
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
+from trainkit.training.build import TrainState, build
+from trainkit.training.recorder import Progress, Recorder
 
 SMALL = (
     "data.name=synthetic", "data.train_size=24", "data.val_size=10", "data.test_size=6", "data.image_size=4",
@@ -29,7 +27,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def parts_of(*overrides: str, dist: Distributed | None = None, model: nn.Module | None = None) -> Parts:
+def parts_of(*overrides: str, dist: Distributed | None = None, model: nn.Module | None = None) -> TrainState:
     """Of a preset for one process, or as ``dist`` says, with little data: 3 updates an epoch."""
     preset = "single" if dist is None else "ddp"
     config = load(preset, (*QUICK, *SMALL, *overrides)).config
@@ -51,19 +49,19 @@ class Notes:
 
 
 def keeper_of(
-    parts: Parts,
+    parts: TrainState,
     folder: Path,
     progress: Progress,
     beat: Callable[[], None] = lambda: None,
     *,
     asynchronous: bool = False,
-) -> Keeper:
+) -> Recorder:
     """Of a run in ``folder``; its `Notes` are ``keeper.metrics``."""
     run = RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(parts.config))
     writer = Writer(Attempt.begin(run), check=lambda: None)
     keep = parts.config.checkpoint.keep
     checkpoints = Checkpoints(run.checkpoints, keep=keep, dist=parts.dist, asynchronous=asynchronous)
-    return Keeper(parts, writer, checkpoints, Notes(), progress, beat)
+    return Recorder(parts, writer, checkpoints, Notes(), progress, beat)
 
 
 class Linear(nn.Module):

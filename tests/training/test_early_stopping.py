@@ -19,7 +19,7 @@ from trainkit.report.write_markdown import write_logbook
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.training.ema import Ema, decay_at
 from trainkit.training.loop import train
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress
 
 FINITE, NONFINITE = torch.zeros(()), torch.ones(())
 

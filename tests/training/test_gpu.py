@@ -25,9 +25,9 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
+from trainkit.training.build import TrainState
 from trainkit.training.ema import Ema
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress
 from trainkit.training.timing import DATA, FORWARD, OTHER, clock_of, peak_flops
 from trainkit.training.update import Updater
 
@@ -87,7 +87,7 @@ ALL = (
 )  # fmt: skip
 
 
-def batches_of(parts: Parts, steps: int) -> Any:
+def batches_of(parts: TrainState, steps: int) -> Any:
     sizes: Any = {"global_batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1}
     return train_batches(
         parts.splits, seed=0, start_step=0, stop_step=steps, workers=0, device=parts.dist.device, **sizes

@@ -25,31 +25,28 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.tasks.meter import Meter
-from trainkit.training.building import build
+from trainkit.training.build import TrainState, build
 from trainkit.training.loop import train
-from trainkit.training.nonfinite import DivergedError, NonFinite
-from trainkit.training.outcome import Keeper
-from trainkit.training.parts import Parts
 from trainkit.training.precision import Stepped
-from trainkit.training.progress import Progress
-from trainkit.training.update import Update
+from trainkit.training.recorder import Progress, Recorder
+from trainkit.training.update import DivergedError, NonFinite, Update
 
 TRAINKIT = Path(trainkit.__file__).parent
 
 
 @contextmanager
-def parts_of(env: RankEnv, preset: str, *settings: str) -> Iterator[Parts]:
+def parts_of(env: RankEnv, preset: str, *settings: str) -> Iterator[TrainState]:
     config = load(preset, (*QUICK, *SETTINGS, *settings)).config
     with distributed(env, use_gpu=False) as dist:
         yield build(config, dist, build_data(config.data))
 
 
-def keeper_of(parts: Parts, folder: Path, position: int = 0, beat: Callable[[], None] = lambda: None) -> Keeper:
+def keeper_of(parts: TrainState, folder: Path, position: int = 0, beat: Callable[[], None] = lambda: None) -> Recorder:
     run = RunDir(folder)
     folder.mkdir(exist_ok=True)
     checkpoints = Checkpoints(run.checkpoints, keep=1, dist=parts.dist)
     progress = Progress(step=position, position=position, validated_step=position)
-    return Keeper(parts, Writer(Attempt(run, 0), lambda: None), checkpoints, NullLogger(), progress, beat)
+    return Recorder(parts, Writer(Attempt(run, 0), lambda: None), checkpoints, NullLogger(), progress, beat)
 
 
 def test_no_loop_has_an_update_of_its_own() -> None:

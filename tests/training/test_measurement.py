@@ -12,11 +12,11 @@ from tests.training.parts import Formats, Linear, parts_of
 from trainkit.data.base import normalize
 from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
+from trainkit.training.build import TrainState
 from trainkit.training.measurement import evaluate, sync_buffers
-from trainkit.training.parts import Parts
 
 
-def by_hand(parts: Parts) -> dict[str, float]:
+def by_hand(parts: TrainState) -> dict[str, float]:
     """Metrics of the validation split in one batch."""
     samples = [parts.splits.val[index] for index in range(len(parts.splits.val))]
     images = torch.stack([parts.splits.eval_transform(image) for image, _ in samples])

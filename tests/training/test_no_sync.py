@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.training.parts import keeper_of, parts_of
 from trainkit.data.loader import TensorSamples
-from trainkit.training import nonfinite, precision
+from trainkit.training import precision, update
 from trainkit.training.loop import train
-from trainkit.training.outcome import Keeper
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress, Recorder
 
 # What gives the host a number, or a shape that depends on numbers.
 FETCHING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_consecutive", "bincount"}
@@ -36,7 +35,7 @@ EVERYTHING = (
 class Fetches(TorchDispatchMode):
     """Notes after how many updates which operation asked for a value that is on the device."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[int, str]] = []
         self._progress = keeper.progress
@@ -71,8 +70,8 @@ class Fetches(TorchDispatchMode):
 
 
 @contextmanager
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, keeper: Keeper) -> Iterator[Fetches]:
-    for module in (nonfinite, precision):
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, keeper: Recorder) -> Iterator[Fetches]:
+    for module in (update, precision):
         monkeypatch.setattr(module, "is_free_to_ask", lambda device: False)
     with Fetches(keeper) as fetches:
         for name in ("tolist", "numpy", "cpu"):  # which need no operation on a CPU

@@ -1,5 +1,8 @@
+"""`train.precision=o2`: an fp16 model with fp32 BatchNorm that follows fp32 weights."""
+
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -7,23 +10,33 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.rank_functions import run_ranks, train_run
+from tests.training.parts import parts_of
+from tests.training.poisoned import train_and_tell
 from trainkit.bench.arms import amp_notes
 from trainkit.bench.base import Place, Where
+from trainkit.checkpoint.save import Checkpoints
+from trainkit.checkpoint.state import Held, Sent, load_weights, master_of, weights_of
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
+from trainkit.data.base import Batch
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import RefusedError
+from trainkit.errors import RefusedError, UserError
 from trainkit.ranks.env import RankEnv
+from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.strategies import fsdp
 from trainkit.training import precision as precision_module
-from trainkit.training.layout import make_deterministic
+from trainkit.training.build import TrainState, make_deterministic
+from trainkit.training.measurement import evaluate
 from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, choose_precision
+from trainkit.training.precision import Precision, Skip, Stepped, allow_tf32, choose_precision, to_half
+from trainkit.training.update import Updater
 
 CPU = torch.device("cpu")
 
@@ -324,3 +337,260 @@ def _norm_of_shards(env: RankEnv) -> float:
 
 def test_the_norm_of_sharded_gradients_is_that_of_all_of_them() -> None:
     assert run_ranks(2, _norm_of_shards) == pytest.approx([math.sqrt(8) * 100.0] * 2)
+
+
+ALONE = Distributed(RankEnv.single(), torch.device("cpu"))
+IMAGES = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+BATCH = Batch(IMAGES, torch.arange(8) % 7, torch.arange(8))
+PLAIN = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0", "train.micro_batch_size=8")
+
+
+class Net(nn.Module):
+    """A filter, a BatchNorm and a matrix, always the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.filters, self.norm, self.head = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Linear(6, 7)
+        self.register_buffer("offset", torch.full((6,), 0.1))
+        self.formats: list[torch.dtype] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.filters(images))).mean((2, 3)) + self.get_buffer("offset")
+        self.formats += [images.dtype, hidden.dtype]
+        scores: torch.Tensor = self.head(hidden)
+        return scores
+
+
+def parts(*overrides: str, precision: str = "o2") -> TrainState:
+    return parts_of(*PLAIN, *overrides, f"train.precision={precision}", model=Net())
+
+
+def updated(count: int, *overrides: str, precision: str = "o2", lr: float = 0.05) -> dict[str, torch.Tensor]:
+    """The weights that are saved after so many updates."""
+    trained = parts(*overrides, precision=precision)
+    update = Updater(trained)
+    for step in range(count):
+        update(iter([BATCH]), lr=lr, seed=step)
+    return weights_of(trained.model)
+
+
+def test_everything_is_fp16_but_batchnorm_and_what_learns() -> None:
+    model = parts().model
+    halves = {name: str(value.dtype) for name, value in model.state_dict().items()}
+    assert {name for name, dtype in halves.items() if dtype == "torch.float32"} == {
+        "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var",
+    }  # fmt: skip
+    assert halves["filters.weight"] == halves["offset"] == "torch.float16"
+    plain = dict(Net().named_parameters())
+    assert all(torch.equal(master_of(parameter), plain[name]) for name, parameter in model.named_parameters())
+    model(torch.rand(2, 3, 4, 4))
+    assert set(model.formats) == {torch.float16}  # type: ignore[arg-type]
+
+
+def test_changes_that_are_too_small_for_fp16_add_up() -> None:
+    trained = parts()
+    update, start = Updater(trained), trained.model.state_dict()["head.weight"].clone()
+    for step in range(3):
+        update(iter([BATCH]), lr=1e-6, seed=step)
+    assert torch.equal(trained.model.state_dict()["head.weight"], start)
+    learnt = weights_of(trained.model)["head.weight"]
+    wanted = updated(3, precision="fp32", lr=1e-6)["head.weight"]
+    whole = Net().head.weight.detach()
+    assert torch.allclose(learnt - whole, wanted - whole, rtol=0.1, atol=1e-8)
+    assert not torch.equal(learnt, whole)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("optim.name=adamw",),
+        ("optim.name=lamb", "train.grad_clip_norm=0.1"),
+        ("optim.name=muon",),
+        ("optim.name=sgd", "optim.momentum=0.9", "train.grad_clip_norm=0.1", "train.channels_last=true"),
+        ("model.freeze=[filters.*]", "train.micro_batch_size=4"),
+    ],
+    ids=lambda value: "+".join(value),
+)
+def test_every_optimizer_clipping_and_freezing_work_on_the_fp32_weights(settings: tuple[str, ...]) -> None:
+    batches = iter([Batch(*(part[half : half + 4] for part in BATCH)) for half in (0, 4)] * 3)
+    results = []
+    for precision in ("o2", "fp32"):
+        trained = parts(*settings, precision=precision)
+        update = Updater(trained)
+        for step in range(3):
+            update(batches if trained.micro_batch_size == 4 else iter([BATCH]), lr=0.01, seed=step)
+        batches = iter([Batch(*(part[half : half + 4] for part in BATCH)) for half in (0, 4)] * 3)
+        results.append(weights_of(trained.model))
+    learnt, wanted = results
+    start = Net().state_dict()
+    assert torch.equal(learnt["filters.weight"], start["filters.weight"]) == ("freeze" in settings[0])
+    for name in ("filters.weight", "head.weight", "norm.weight"):
+        assert torch.allclose(learnt[name], wanted[name], atol=2e-3), name
+        assert learnt[name].dtype == torch.float32
+
+
+def test_a_checkpoint_of_o2_is_one_of_fp32_and_the_other_way_round(tmp_path: Path) -> None:
+    trained = parts("optim.name=adamw")
+    Updater(trained)(iter([BATCH]), lr=0.05, seed=0)
+    kept = Checkpoints(tmp_path / "checkpoints", keep=1, dist=ALONE)
+    kept.save(trained.model, trained.optimizer, step=1, state={}, best_step=None)
+    kept.settle()
+    saved = load_file(next((tmp_path / "checkpoints").glob("step-*/model.safetensors")))
+    assert {value.dtype for value in saved.values()} == {torch.float32, torch.int64}
+    full, again = parts("optim.name=adamw", precision="fp32"), parts("optim.name=adamw")
+    for other in (full, again):
+        kept.restore(other.model, other.optimizer)
+        for name, parameter in other.model.named_parameters():
+            assert torch.equal(master_of(parameter), saved[name])
+            mean = other.optimizer.state[master_of(parameter)]["exp_avg"]
+            assert mean.dtype == torch.float32
+            assert mean.abs().sum() > 0
+    assert torch.equal(again.model.state_dict()["head.weight"], saved["head.weight"].half()), "the model follows them"
+
+
+def test_the_averaged_weights_are_those_of_the_fp32_weights() -> None:
+    averages, losses = [], []
+    for precision in ("o2", "fp32"):
+        trained = parts("train.ema_decay=0.9", precision=precision)
+        assert trained.ema is not None
+        update = Updater(trained)
+        for step in range(3):
+            made = update(iter([BATCH]), lr=1e-4, seed=step)
+            trained.ema.update(made.stepped.nonfinite, updates=step)
+        averages.append(trained.ema.tensors()["head.weight"].clone())
+        with trained.ema.in_model():
+            if precision == "o2":
+                assert torch.equal(trained.model.state_dict()["head.weight"], averages[-1].half())
+            losses.append((evaluate(trained, trained.splits.val, batch_size=4) or {})["loss"])
+        weights = weights_of(trained.model)["head.weight"]
+        assert torch.equal(trained.model.state_dict()["head.weight"].float(), weights.half().float()) == (
+            precision == "o2"
+        )
+    start = Net().head.weight.detach()
+    assert averages[0].dtype == torch.float32
+    assert torch.allclose(averages[0] - start, averages[1] - start, rtol=0.1, atol=1e-7)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_weights_of_another_run_are_taken_over_in_full() -> None:
+    other = {name: value + 0.0123 if value.is_floating_point() else value for name, value in Net().state_dict().items()}
+    started = parts()
+    load_weights(started.model, Sent(Held(other), ALONE), ALONE)
+    weights = weights_of(started.model)
+    assert torch.equal(weights["filters.weight"], other["filters.weight"])
+
+
+def test_o2_is_evaluated_like_fp32() -> None:
+    losses = [
+        evaluate(trained, trained.splits.val, batch_size=4)
+        for trained in (parts(precision="o2"), parts(precision="fp32"))
+    ]
+    assert losses[0] is not None
+    assert losses[1] is not None
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=2e-3)
+    assert losses[0]["samples"] == losses[1]["samples"]
+
+
+def _what_travels(env: RankEnv) -> tuple[set[str], bool]:
+    with distributed(env, use_gpu=False) as dist:
+        model = Net()
+        model.head.weight.data += env.rank  # DDP trains what rank 0 has
+        trained = parts_of(*PLAIN, "train.micro_batch_size=4", "train.precision=o2", dist=dist, model=model)
+        travelled: set[str] = set()
+
+        def hook(state: Any, bucket: Any) -> Any:
+            travelled.add(f"{bucket.buffer().dtype} {sum(map(torch.numel, bucket.gradients()))}")
+            return allreduce_hook(state, bucket)
+
+        hook.__annotations__ = {}  # DDP looks at types, not at their names
+        trained.model.register_comm_hook(torch.distributed.group.WORLD, hook)  # type: ignore[operator]
+        half = Batch(*(part[4 * env.rank : 4 * env.rank + 4] for part in BATCH))
+        Updater(trained)(iter([half]), lr=0.05, seed=0)
+        weights = weights_of(trained.model)
+        told = dist.gather_json(master_of(model.head.weight).sum().item())
+        return travelled, told[0] == told[1] and (weights["head.weight"].dtype == torch.float32)
+
+
+def test_gradients_travel_as_fp16_and_all_ranks_learn_rank_0s_weights() -> None:
+    numbers = sum(parameter.numel() for parameter in Net().parameters())
+    travelled = {f"torch.float16 {numbers - 12}", "torch.float32 12"}  # BatchNorm's are 2 x 6
+    assert run_ranks(2, _what_travels) == [(travelled, True)] * 2
+
+
+def test_tied_weights_stay_tied() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    to_half(nn.ModuleList([first, second]), ALONE)
+    assert first.weight is second.weight
+    assert master_of(first.weight).dtype == torch.float32
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hivemind"])
+def test_o2_is_refused_where_weights_are_sharded_or_averaged_by_peers(strategy: str) -> None:
+    with pytest.raises(UserError, match=f"o2 does not go with strategy.name={strategy}") as refused:
+        load(strategy, ["train.precision=o2"])
+    assert refused.value.fix.startswith("Use train.precision=fp16")
+
+
+# A white image is not a number, so that an update with one is skipped.
+
+SKIPPING = [
+    ("o2", "single", 1, ()),
+    ("o2", "ddp", 2, ("train.micro_batch_size=2",)),
+    ("fp16", "fsdp", 2, ("train.micro_batch_size=1", "train.grad_clip_norm=1")),
+]
+
+
+@pytest.mark.parametrize(("precision", "preset", "world_size", "settings"), SKIPPING, ids=str)
+def test_a_skipped_update_is_an_event_whoever_trains(
+    tmp_path: Path, precision: str, preset: str, world_size: int, settings: tuple[str, ...]
+) -> None:
+    all_of_it = (f"train.precision={precision}", "train.max_steps=6", "data.positions='3,5'", *settings)
+    assert run_ranks(world_size, train_and_tell, tmp_path / "run", preset, all_of_it) == ["finished"] * world_size
+    events = read_events(RunDir(tmp_path / "run"), "skipped")
+    assert [(e["step"], e["scale_before"], e["scale_after"], e["parameter"]) for e in events] == [
+        (3, 65536.0, 32768.0, "layers.2.weight"), (4, 32768.0, 16384.0, "layers.2.weight"),
+    ]  # fmt: skip
+    assert [record["step"] for record in read_metrics(RunDir(tmp_path / "run"), "train")] == [1, 2, 3, 4, 5, 6]
+    assert read_metrics(RunDir(tmp_path / "run"), "train")[-1]["skipped_steps"] == 2
+
+
+def test_o2_that_is_interrupted_ends_with_the_very_weights_of_a_run_that_was_not(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    settings = (
+        "train.precision=o2", "train.max_steps=10", "train.global_batch_size=8", "model.norm=batch",
+        "model.dropout=0.2", "train.micro_batch_size=2", "data.augment=true", "data.name=synthetic",
+        "data.train_size=64", "data.val_size=8", "data.test_size=8", "data.image_size=8", "data.num_classes=3",
+    )  # fmt: skip
+    assert run_ranks(2, train_run, whole, "ddp", settings) == ["finished"] * 2
+    assert run_ranks(2, train_run, broken, "ddp", settings, 6) == ["preempted"] * 2
+    assert run_ranks(2, train_run, broken, "ddp", settings) == ["finished"] * 2
+    files = [
+        {file.name: file.read_bytes() for file in (folder / "checkpoints/latest").glob("*.safetensors")}
+        for folder in (whole, broken)
+    ]
+    assert len(files[0]) == 2
+    assert files[0] == files[1]
+    scales = [json.loads((folder / "checkpoints/latest/state.json").read_text())["state"] for folder in (whole, broken)]
+    assert scales[0]["precision"] == scales[1]["precision"]
+
+
+def test_an_optimizer_that_the_ranks_share_updates_the_fp32_weights(tmp_path: Path) -> None:
+    settings = (
+        "train.precision=o2", "train.max_steps=4", "train.global_batch_size=8", "data.name=synthetic",
+        "data.train_size=32", "data.val_size=8", "data.test_size=8", "data.image_size=8", "data.num_classes=3",
+    )  # fmt: skip
+    for name in ("ddp", "zero"):
+        told = run_ranks(2, train_run, tmp_path / name, "ddp", (*settings, f"strategy.name={name}"))
+        assert told == ["finished"] * 2
+    saved = [
+        [
+            (file.name, file.read_bytes())
+            for file in sorted((tmp_path / name / "checkpoints/latest").glob("model*.safetensors"))
+        ]
+        for name in ("ddp", "zero")
+    ]
+    assert saved[0] == saved[1]
+    assert saved[0]

@@ -21,8 +21,7 @@ from trainkit.report.document import Table
 from trainkit.report.facts import Facts
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.training.building import build
-from trainkit.training.parts import Parts
+from trainkit.training.build import TrainState, build
 
 NAME = "test_vit.r160_in1k"
 WANTS = ModelInput(NAME, (0.5,) * 3, (0.5,) * 3, "bicubic", 0.95)
@@ -40,7 +39,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def parts_of(tmp_path: Path) -> Callable[..., Parts]:
+def parts_of(tmp_path: Path) -> Callable[..., TrainState]:
     """Builds what trains on a folder of photographs."""
     random = torch.Generator().manual_seed(0)
     for name in ("cat", "dog"):
@@ -49,7 +48,7 @@ def parts_of(tmp_path: Path) -> Callable[..., Parts]:
             pixels = torch.randint(0, 256, (90, 120, 3), dtype=torch.uint8, generator=random)
             Image.fromarray(pixels.numpy()).save(tmp_path / name / f"{number}.png")
 
-    def made(*overrides: str) -> Parts:
+    def made(*overrides: str) -> TrainState:
         data = ("data.name=image_folder", f"data.root={tmp_path}", "data.image_size=38", "train.global_batch_size=2")
         config = load("single", (*QUICK, *data, *overrides)).config
         dist = Distributed(RankEnv.single(), torch.device("cpu"))
@@ -59,7 +58,7 @@ def parts_of(tmp_path: Path) -> Callable[..., Parts]:
 
 
 def test_mean_std_interpolation_and_crop_are_those_of_the_weights(
-    parts_of: Callable[..., Parts], pretrained: tuple[str, ...]
+    parts_of: Callable[..., TrainState], pretrained: tuple[str, ...]
 ) -> None:
     splits = parts_of(*pretrained).splits
     assert (splits.info.mean, splits.info.std) == (WANTS.mean, WANTS.std)
@@ -70,7 +69,7 @@ def test_mean_std_interpolation_and_crop_are_those_of_the_weights(
 
 
 def test_a_model_without_pretrained_weights_gets_the_images_as_the_data_set_has_them(
-    parts_of: Callable[..., Parts],
+    parts_of: Callable[..., TrainState],
 ) -> None:
     splits = parts_of(f"model.name={NAME}").splits
     assert splits.expected is None

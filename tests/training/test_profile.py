@@ -18,7 +18,7 @@ from trainkit.monitor import profiler as module
 from trainkit.monitor.profiler import ON_REQUEST, Profiler, profiling, snapshot_on_oom
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress
 
 FEW = ("train.epochs=5", "checkpoint.every_epochs=1000", "train.eval_every_epochs=1000", "monitor.log_every=2")
 

@@ -18,7 +18,7 @@ from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.parts import Parts
+from trainkit.training.build import TrainState
 
 BATCH, UPDATES = 48, 24
 SETTINGS = (
@@ -108,4 +108,4 @@ def test_where_the_micro_batches_become_others_it_says_what_does_not_stay(
     parts: Any = SimpleNamespace(
         config=load("ddp").config, dist=SimpleNamespace(world_size=ranks), micro_batch_size=BATCH // ranks
     )
-    assert Parts.differs_from(parts, saved) == told
+    assert TrainState.differs_from(parts, saved) == told

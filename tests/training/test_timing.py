@@ -24,10 +24,9 @@ from trainkit.distributed.process_group import distributed
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.training import loop, outcome, timing
+from trainkit.training import loop, recorder, timing
 from trainkit.training.loop import train
-from trainkit.training.outcome import Keeper
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress, Recorder
 from trainkit.training.timing import WINDOW_SECONDS, WINDOWS, Place, Stragglers, advice, flops_per_image, peak_flops
 
 RARELY = ("checkpoint.every_epochs=1000", "train.eval_every_epochs=1000")
@@ -48,11 +47,11 @@ class Slow(Linear):
         return scores
 
 
-def keeper_for(folder: Path, *overrides: str, **given: Any) -> Keeper:
+def keeper_for(folder: Path, *overrides: str, **given: Any) -> Recorder:
     return keeper_of(parts_of(*overrides, **given), folder, Progress())
 
 
-def trained(keeper: Keeper) -> dict[str, float]:
+def trained(keeper: Recorder) -> dict[str, float]:
     train(keeper.parts, keeper, lambda: False)
     keeper.clock.settle(keeper.progress)
     return keeper.progress.seconds
@@ -103,7 +102,7 @@ def test_each_part_has_what_is_done_in_it(tmp_path: Path, monkeypatch: pytest.Mo
     parts = keeper.parts
     parts.optimizer.register_step_pre_hook(time.second)
     monkeypatch.setattr(Checkpoints, "save", time.before(Checkpoints.save))
-    monkeypatch.setattr(outcome, "measure", time.before(outcome.measure))  # type: ignore[attr-defined]
+    monkeypatch.setattr(recorder, "measure", time.before(recorder.measure))  # type: ignore[attr-defined]
     monkeypatch.setattr(Notes, "log", time.before(Notes.log))
     spent = trained(keeper)
     records = 6 + 2

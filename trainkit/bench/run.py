@@ -35,7 +35,7 @@ from trainkit.monitor.hardware import CpuWaits
 from trainkit.ranks.env import RankEnv, Secret, device_index
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Writer
-from trainkit.training.building import wants_gpu
+from trainkit.training.build import wants_gpu
 from trainkit.training.memory import is_out_of_memory
 
 _MEET = timedelta(minutes=10)

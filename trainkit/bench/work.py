@@ -23,11 +23,9 @@ from trainkit.distributed.device import MemoryGauge, cpus_of_rank
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RefusedError
 from trainkit.ranks.env import RankEnv
-from trainkit.training.building import build
-from trainkit.training.hollow import build_hollow
+from trainkit.training.build import TrainState, build, build_hollow
 from trainkit.training.memory import check_batch_sizes, probed
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress
 from trainkit.training.timing import PARTS, Clock, StreamClock
 from trainkit.training.update import Updater
 
@@ -144,7 +142,7 @@ class Worker:
         _wait(dist)
         return time.perf_counter() - began
 
-    def _built(self, dist: Distributed, order: Order, micro: int | None = None) -> Parts:
+    def _built(self, dist: Distributed, order: Order, micro: int | None = None) -> TrainState:
         config, splits = self._prepared(dist, order, micro)
         return build(config, dist, splits)
 
@@ -182,7 +180,7 @@ def _data_key(config: Config) -> str:
     return config.data.model_dump_json(exclude={"workers"})
 
 
-def _batches(parts: Parts, updates: int, *, workers: int | None = None) -> AbstractContextManager[Iterator[Batch]]:
+def _batches(parts: TrainState, updates: int, *, workers: int | None = None) -> AbstractContextManager[Iterator[Batch]]:
     """The batches of this rank for the first ``updates`` updates, as training gets them."""
     return train_batches(
         parts.splits,
@@ -200,7 +198,7 @@ def _batches(parts: Parts, updates: int, *, workers: int | None = None) -> Abstr
 
 
 def _updates(
-    parts: Parts,
+    parts: TrainState,
     updates: int,
     gauge: MemoryGauge | None,
     beat: Callable[[], None],

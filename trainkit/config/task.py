@@ -53,7 +53,7 @@ LOSS = Metric("", False, "Loss")
 
 
 @dataclass(frozen=True)
-class Described:
+class TaskMetrics:
     """The metrics of a task, ``loss`` first. Records have them by these names; ``ema_NAME`` is that of averaged
     weights."""
 
@@ -71,7 +71,7 @@ class Described:
         return f"{key.replace('ema_', 'ema ')} {metric.text(value)}"
 
 
-def metrics_of(task: str) -> Described:
+def metrics_of(task: str) -> TaskMetrics:
     """The metrics that the file of a task states: ``METRICS`` and ``HEADLINE``, as literals.
 
     Raises UserError where they are missing or not what they should be.
@@ -88,7 +88,7 @@ def metrics_of(task: str) -> Described:
                 raise _not_stated(task, f"METRICS[{name!r}] is {about!r}.")
     if not isinstance(told, dict) or not isinstance(headline, str) or headline not in found:
         raise _not_stated(task, f"METRICS is {told!r}, HEADLINE is {headline!r}.")
-    return Described(headline, found)
+    return TaskMetrics(headline, found)
 
 
 def _not_stated(task: str, why: str) -> UserError:

@@ -384,7 +384,7 @@ def _some(names: Sequence[str]) -> str:
 # that every rank, every worker and every attempt takes the same. Evaluation leaves a broken image out of its counts.
 
 
-class Broken:
+class BrokenImages:
     """How many images may be broken, and those that this rank has met and not told the others of: file -> why."""
 
     def __init__(self, most: int = 0) -> None:
@@ -397,7 +397,7 @@ class Broken:
         return met
 
 
-class Mended(NamedTuple):
+class RepairedBatch(NamedTuple):
     """A batch in which other images stand in for broken ones, as it comes from a worker."""
 
     batch: Any
@@ -424,10 +424,10 @@ def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> 
     raise last
 
 
-def noted(batches: Iterable[Any], broken: Broken) -> Iterator[Any]:
+def noted(batches: Iterable[Any], broken: BrokenImages) -> Iterator[Any]:
     """The batches themselves; what is broken in them is noted."""
     for batch in batches:
-        if isinstance(batch, Mended):
+        if isinstance(batch, RepairedBatch):
             broken.met.update(batch.broken)
             batch = batch.batch
         yield batch
@@ -458,11 +458,11 @@ def photo_transforms(
     Pretrained weights have their own way of resizing and cropping: ``expected``.
     """
     mode = expected.interpolation if expected else "bilinear"
-    evaluate = Centre(image_size, round(image_size / (expected.crop if expected else 224 / 256)), mode)
-    return (RandomPart(image_size, mode) if augment else evaluate), evaluate
+    evaluate = CenterCrop(image_size, round(image_size / (expected.crop if expected else 224 / 256)), mode)
+    return (RandomResizedCrop(image_size, mode) if augment else evaluate), evaluate
 
 
-class RandomPart:
+class RandomResizedCrop:
     """A random part of the photo, resized, and mirrored every second time.
 
     The pixels of torchvision's RandomResizedCrop and RandomHorizontalFlip for the same draw, at two thirds of the cost
@@ -482,7 +482,7 @@ class RandomPart:
         return (part.flip(-1) if torch.rand(()).item() < 0.5 else part).contiguous()
 
 
-class Centre:
+class CenterCrop:
     """The shorter side resized to ``shorter``, then the square in the middle."""
 
     def __init__(self, image_size: int, shorter: int, mode: str) -> None:

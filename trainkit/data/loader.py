@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from trainkit.data import order as data_order
 from trainkit.data.base import Batch, EvalBatch, Samples, Splits, Transform
-from trainkit.data.folders import Broken, Mended, noted, read_whole
+from trainkit.data.folders import BrokenImages, RepairedBatch, noted, read_whole
 from trainkit.data.order import derive_seed, epoch_order, share_of, steps_per_epoch
 from trainkit.errors import TrainkitError
 
@@ -91,7 +91,7 @@ class Batches(Generic[BatchT]):
     that pins them, or from a data set that lies there already. Images that are broken are noted in ``broken``.
     """
 
-    def __init__(self, loader: Any, device: torch.device | None = None, broken: Broken | None = None) -> None:
+    def __init__(self, loader: Any, device: torch.device | None = None, broken: BrokenImages | None = None) -> None:
         with warnings.catch_warnings(), _stop_signals_held():
             # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
             # run no code that takes the parent's locks, and starting them anew would import torch in each.
@@ -287,7 +287,7 @@ SHARE_OF_FREE = 0.1
 """Of a GPU's free memory, what the data may take: the model and its activations need the rest."""
 
 
-def placed(splits: Splits, where: Literal["auto", "cpu"], device: torch.device, *, workers: int) -> Splits:
+def to_device(splits: Splits, where: Literal["auto", "cpu"], device: torch.device, *, workers: int) -> Splits:
     """``splits`` on the GPU that trains, if they are in memory and take little of what it has free (`auto`).
 
     Bytes are cut out alike wherever they lie. Only resizing rounds otherwise on a GPU, by one level of 255 at most.
@@ -362,7 +362,7 @@ def train_batches(
     world_size: int,
     workers: int,
     device: torch.device | None = None,
-    broken: Broken | None = None,
+    broken: BrokenImages | None = None,
 ) -> Batches[Batch]:
     """Micro batches of ``rank`` for global steps ``start_step`` to ``stop_step - 1``, on ``device`` (None: CPU).
 
@@ -372,7 +372,7 @@ def train_batches(
     Args:
         broken: how many broken images may be replaced by others, and where they are noted; None: none.
     """
-    broken = broken or Broken()
+    broken = broken or BrokenImages()
     train, transform = splits.train, splits.train_transform
     per_epoch = steps_per_epoch(len(train), global_batch_size)
 
@@ -411,14 +411,14 @@ def eval_batches(
     world_size: int,
     workers: int,
     device: torch.device | None = None,
-    broken: Broken | None = None,
+    broken: BrokenImages | None = None,
 ) -> Batches[EvalBatch]:
     """Batches of ``rank`` for one pass over ``samples``, on ``device`` (None: CPU).
 
     Every rank yields the same number of batches of the same shape (collectives in the forward pass would wait for ever
     otherwise); over all ranks the mask is True exactly once for each sample that is not broken.
     """
-    broken = broken or Broken()
+    broken = broken or BrokenImages()
     total, per_round = len(samples), batch_size * world_size
     starts = range(rank * batch_size, rank * batch_size + _round_up(total, per_round), per_round)
     if isinstance(samples, TensorSamples) and isinstance(transform, TensorTransform) and not workers:
@@ -485,7 +485,7 @@ class _FetchTrain:
     def __init__(self, samples: Samples, transform: Transform, seed: int, most_broken: int) -> None:
         self.samples, self.transform, self.seed, self.most_broken = samples, transform, seed, most_broken
 
-    def __getitems__(self, keys: Keys) -> Batch | Mended | TrainkitError:
+    def __getitems__(self, keys: Keys) -> Batch | RepairedBatch | TrainkitError:
         import torch
 
         epoch, indices = keys
@@ -500,7 +500,7 @@ class _FetchTrain:
         except TrainkitError as error:
             return error
         batch = Batch(images, labels, drawn_by)
-        return Mended(batch, met) if met else batch
+        return RepairedBatch(batch, met) if met else batch
 
     def _one(self, epoch: int, index: int, key: Tensor, met: dict[str, str]) -> tuple[Tensor, Any]:
         seed = derive_seed(self.seed, epoch, index)
@@ -515,7 +515,7 @@ class _FetchEval:
     def __init__(self, samples: Samples, transform: Transform, most_broken: int) -> None:
         self.samples, self.transform, self.most_broken = samples, transform, most_broken
 
-    def __getitems__(self, keys: Keys) -> EvalBatch | Mended | TrainkitError:
+    def __getitems__(self, keys: Keys) -> EvalBatch | RepairedBatch | TrainkitError:
         import torch
 
         filled, indices = keys
@@ -527,7 +527,7 @@ class _FetchEval:
             return error
         mask = torch.tensor(whole) & (torch.arange(len(indices)) < len(indices) - filled)
         batch = EvalBatch(images, labels, mask)
-        return Mended(batch, met) if met else batch
+        return RepairedBatch(batch, met) if met else batch
 
     def _one(self, index: int, met: dict[str, str], whole: list[bool]) -> tuple[Tensor, Any]:
         with _random_state(index):

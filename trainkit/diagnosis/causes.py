@@ -42,7 +42,7 @@ from trainkit.diagnosis.evidence import (
 )
 from trainkit.errors import UserError
 from trainkit.ranks.env import expand
-from trainkit.run.events import life_of
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import JobState, built_in
 
@@ -375,7 +375,7 @@ class Fields(dict[str, str]):
 
 def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) -> Fields:
     """What the sentences of the rows may name: the run, its job, the rank that failed and its node."""
-    life = life_of(run)
+    life = history_of(run)
     plan, config = fileio.read_object(run.plan), _settings(run)
     hosts = _hosts_of(state.nodes) or ",".join(map(str, life.started.get("hosts") or ()))
     host = ""
@@ -546,7 +546,7 @@ def on_every_machine(run: RunDir, command: str) -> str:
     Args:
         command: may resume the run by ``jobs.resume`` or start it anew by ``jobs.submit``.
     """
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     nodes = fileio.read_object(run.plan).get("nodes")
     typed = fileio.read_object(run.manifest).get("command")
     one = submission is None or submission.executor != "launch" or not fileio.is_whole(nodes) or nodes < 2

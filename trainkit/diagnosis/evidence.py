@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit import fileio, terminal
-from trainkit.run.events import life_of
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import JobState, built_in
 
@@ -287,7 +287,7 @@ def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
     hard, exited, late = _from_srun(run, attempt)
     said = [
         Failure(attempt, item.rank, item.error, words_of(logs / f"rank-{item.rank}.err"), item.host)
-        for item in life_of(run).failures
+        for item in history_of(run).failures
         if item.attempt in (attempt, None) and item.rank is not None
     ]
     written = []
@@ -342,7 +342,7 @@ def batch_text(run: RunDir, attempt: int) -> str:
 
 def _batch_log(run: RunDir) -> str:
     """``logs/batch.out``; of a template's job, which sbatch writes beside the folder of the runs, that file."""
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     beside = run.path.parent.parent / f"slurm-{submission.job_id}.out" if submission is not None else None
     for path in (batch_log(run), beside):
         if path is not None:
@@ -446,7 +446,7 @@ class Source:
 
 def of_the_job(run: RunDir, state: JobState, attempt: int) -> list[Source]:
     """The job's state, and what the controller of its ranks said once they had saved."""
-    life = life_of(run)
+    life = history_of(run)
     said = [
         Source("job", "events.jsonl", item.error)
         for item in life.failures
@@ -457,7 +457,7 @@ def of_the_job(run: RunDir, state: JobState, attempt: int) -> list[Source]:
 
 def facts_of(run: RunDir, attempt: int) -> str:
     """The events of an attempt that contradict rows, one in a line: ``event started``."""
-    life = life_of(run)
+    life = history_of(run)
     facts = {
         "started": life.started.get("attempt") == attempt,
         "handed_back": attempt in life.handed_back,
@@ -521,7 +521,7 @@ def of_the_rank(run: RunDir, failure: Failure | None) -> list[Source]:
     stderr = run.attempt_logs(failure.attempt) / f"rank-{failure.rank}.err"
     tail = tail_of(stderr)
     ended = failure.error.endswith(f"(on {failure.host})") or failure.error.startswith("killed by")
-    told = failure.error in (item.error for item in life_of(run).failures if item.attempt == failure.attempt)
+    told = failure.error in (item.error for item in history_of(run).failures if item.attempt == failure.attempt)
     of_code = bool(_OF_CODE.match(failure.error)) and raised_in_own_code(failure.traceback)
     found = [Source("end" if ended else "rank", "events.jsonl" if told else "", failure.error, of_code=of_code)]
     if failure.error.startswith(("Killed", "killed by SIGKILL")):  # it had no last word: only its node's can be of it

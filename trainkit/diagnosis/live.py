@@ -9,9 +9,9 @@ from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.diagnosis.evidence import Quote
-from trainkit.run.events import Life, life_of, read_events
+from trainkit.run.events import RunHistory, history_of, read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Standing, longest_pause, standing_of
+from trainkit.run.metrics import RunProgress, longest_pause, progress_of
 
 QUIET_SECONDS = 60.0
 """A shorter silence of the records is not reported."""
@@ -47,10 +47,10 @@ def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Cours
         ends: a sentence on when it will have ended.
     """
     now = time.time() if now is None else now
-    life, attempts = life_of(run), run.attempts()
+    life, attempts = history_of(run), run.attempts()
     began = fileio.is_time(when := life.started.get("time")) and life.started.get("attempt", 0) == (attempts or [0])[-1]
     since = float(when) if began and when is not None else None
-    standing = standing_of(run, pace_since=since)
+    standing = progress_of(run, pace_since=since)
     command = terminal.command("logs", run.path, "--rank", "all")
     if since is None:
         return Course("Its ranks start, and have not met yet.", (), command)
@@ -61,7 +61,7 @@ def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Cours
     return Course(f"{does} {ends}".strip(), tuple(smells), command)
 
 
-def _does(standing: Standing, life: Life, last: float | None, since: float, now: float) -> str:
+def _does(standing: RunProgress, life: RunHistory, last: float | None, since: float, now: float) -> str:
     attempt, total = life.started.get("attempt", 0), life.started.get("total_steps")
     if last is None:
         return f"Attempt {attempt} began {terminal.age(now - since)} ago; no step of it is recorded yet."
@@ -85,7 +85,7 @@ def _quiet(run: RunDir, last: float | None, since: float, now: float) -> Iterato
         yield Quote("metrics.jsonl", f"nothing for {terminal.age(silence)}{before}")
 
 
-def _stragglers(run: RunDir, life: Life) -> Iterator[Quote]:
+def _stragglers(run: RunDir, life: RunHistory) -> Iterator[Quote]:
     """Ranks for which all others wait, as the ranks of this attempt have recorded."""
     newest = {
         event.get("rank"): event
@@ -97,7 +97,7 @@ def _stragglers(run: RunDir, life: Life) -> Iterator[Quote]:
         yield Quote("events.jsonl", f"{where} needs {event['times']:.1f} times as long as the others, who wait for it")
 
 
-def _hardware(run: RunDir, life: Life, since: float, now: float) -> Iterator[Quote]:
+def _hardware(run: RunDir, life: RunHistory, since: float, now: float) -> Iterator[Quote]:
     """Nodes that have stopped to sample their hardware, and idle GPUs of the others."""
     for host in life.started.get("hosts") or ():
         file = run.hardware(terminal.one_line(host).replace("/", "_"))

@@ -34,7 +34,7 @@ from trainkit.launch.restarts import (
 )
 from trainkit.programs import NoAnswer, NoProgram
 from trainkit.ranks.env import Secret, expand, free_port, start_for
-from trainkit.run.events import RUN_DIR, Attempt, life_of, read_events
+from trainkit.run.events import RUN_DIR, Attempt, history_of, read_events
 from trainkit.run.folder import RunDir, umask_of
 from trainkit.schedulers.base import OwnJob, Place, Scheduler, around
 
@@ -58,7 +58,7 @@ def begin(env: Mapping[str, str]) -> str:
     """
     run = RunDir(Path(env[RUN_DIR]))
     scheduler, place = around(env, run)
-    cut = life_of(run).cut_short
+    cut = history_of(run).cut_short
     scheduler.claim(run, env)
     if cut is not None and cut.cancelled:
         raise RunFailedError(f"{run.name} was cancelled.", why="That was before it had a job.", fix=_resume(run))
@@ -155,7 +155,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     if newer is not None:  # SLURM took this node for dead, and has started the job again elsewhere
         print(f"Attempt {newer} has taken over from this one, {attempt.number}: nothing is queued again.", flush=True)
         return code or 1
-    life = life_of(attempt.run)
+    life = history_of(attempt.run)
     failure = ""
     if attempt.number not in life.handed_back:
         if life.finished and not code:

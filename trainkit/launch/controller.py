@@ -28,7 +28,7 @@ from trainkit.launch.restarts import budget_spent, passing_failure
 from trainkit.launch.supervisor import SIGNALS, Ending, Limits, Rank, Requests, caught_signals, supervise
 from trainkit.programs import python_path, scrubbed
 from trainkit.ranks.env import Secret, free_port
-from trainkit.run.events import Attempt, life_of, never_began, submitted
+from trainkit.run.events import Attempt, history_of, never_began, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.run.snapshot import restore_code
@@ -114,7 +114,7 @@ def gpu_mask(inherited: str | None, node: int, gpus_per_node: int) -> str:
 
 
 def _one(run: RunDir, plan: Plan, job: Job, requests: Requests) -> str:
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     if requests.cancel_all or (submission is not None and submission.cancelled):
         never_began(run, job.id, "CANCELLED")
         return "CANCELLED"

@@ -16,7 +16,7 @@ from trainkit import fileio
 from trainkit.diagnosis.evidence import batch_text, is_lost_connection, last_error
 from trainkit.launch.supervisor import is_killed
 from trainkit.ranks.signals import is_hang
-from trainkit.run.events import Attempt, life_of, read_events
+from trainkit.run.events import Attempt, history_of, read_events
 from trainkit.run.folder import RunDir
 from trainkit.site.node_health import findings, table
 
@@ -99,7 +99,7 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     Args:
         code: exit code of its ranks; above 128 for a signal.
     """
-    said = [failure.error for failure in life_of(attempt.run).failures if failure.attempt == attempt.number]
+    said = [failure.error for failure in history_of(attempt.run).failures if failure.attempt == attempt.number]
     hangs = [error for error in said if is_hang(error)]
     if hangs:
         return hangs[0]
@@ -139,7 +139,7 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, str]) 
         host
         for number, host in {
             (failure.attempt, failure.host.partition(".")[0])
-            for failure in life_of(attempt.run).failures
+            for failure in history_of(attempt.run).failures
             if is_hang(failure.error) and failure.rank is not None
         }
     )

@@ -16,7 +16,7 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.launch.plan import Plan
 from trainkit.programs import leaked
 from trainkit.run import folder as run_folder
-from trainkit.run.events import Attempt, life_of, submitted
+from trainkit.run.events import Attempt, history_of, submitted
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.lease import ProcessId
 from trainkit.run.ownership import vouch
@@ -133,7 +133,7 @@ def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
 
 def _may_be_queued(folder: Path) -> bool:
     runs = [RunDir(path.parent) for pattern in ("config.yaml", "*/config.yaml") for path in folder.glob(pattern)]
-    lives = [life_of(run) for run in runs]  # queued for sure, where what failed came after that: a closed terminal
+    lives = [history_of(run) for run in runs]  # queued for sure, where what failed came after that: a closed terminal
     return any(life.cut_short is not None or life.submission is not None for life in lives)
 
 
@@ -165,7 +165,7 @@ def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]
     state = "FAILED"
     try:
         function(str(run.path))
-        state = "PREEMPTED" if attempt.number in life_of(run).handed_back else "COMPLETED"
+        state = "PREEMPTED" if attempt.number in history_of(run).handed_back else "COMPLETED"
     except KeyboardInterrupt:
         state = "CANCELLED"
         raise

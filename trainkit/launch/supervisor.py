@@ -22,8 +22,8 @@ from typing import IO, Any
 
 from trainkit.diagnosis.evidence import is_lost_connection, last_error
 from trainkit.fileio import append, readable
-from trainkit.ranks.signals import STARTING_SECONDS, Pulses, hang, is_hang, pulses
-from trainkit.run.events import Attempt, life_of
+from trainkit.ranks.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
+from trainkit.run.events import Attempt, history_of
 from trainkit.run.lease import is_stopped
 
 TICK_SECONDS = 0.2
@@ -291,7 +291,7 @@ def supervise(
         culprit, why = _cause(attempt, group, first_rank)
     return Ending(
         codes=tuple(codes),
-        handed_back=attempt.number in life_of(attempt.run).handed_back,
+        handed_back=attempt.number in history_of(attempt.run).handed_back,
         timed_out=watch.timed_out,
         cancelled=watch.cancelled_at is not None,
         culprit=culprit,
@@ -302,7 +302,7 @@ def supervise(
 class _Watch:
     """What goes on between the start of the ranks and their end."""
 
-    def __init__(self, group: RankGroup, counts: Pulses, limits: Limits, requests: Requests) -> None:
+    def __init__(self, group: RankGroup, counts: Heartbeats, limits: Limits, requests: Requests) -> None:
         self._group, self._counts, self._limits, self._requests = group, counts, limits, requests
         self._began = self._moved = self._looked = time.monotonic()
         self._seen = counts.read()
@@ -354,7 +354,7 @@ def _cause(attempt: Attempt, group: RankGroup, first_rank: int) -> tuple[int | N
     """
     if not group.deaths:
         return None, ""
-    failures = [item for item in life_of(attempt.run).failures if item.attempt == attempt.number]
+    failures = [item for item in history_of(attempt.run).failures if item.attempt == attempt.number]
     for item in failures:
         if is_hang(item.error):  # by their own watchdogs, all ranks have ended at once
             return (item.rank or first_rank) - first_rank, item.error

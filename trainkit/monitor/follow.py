@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainkit import fileio, terminal
-from trainkit.fileio import Notice
+from trainkit.fileio import FileWatcher
 from trainkit.monitor.loggers import duration, number, record_line, setback_line
 from trainkit.run.events import read_events
 from trainkit.run.events import typed as typed_event
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import SETBACK_EVENTS, Described, best_of, described, read_thinned, setbacks_of, typed
+from trainkit.run.metrics import SETBACK_EVENTS, TaskMetrics, best_of, described, read_thinned, setbacks_of, typed
 
 _GROWING_SECONDS, _IDLE_SECONDS = 0.2, 2.0
 """Pauses between two looks at files that grow, and that do not, where the kernel does not notify of changes."""
@@ -35,7 +35,7 @@ def files_of(run_dir: RunDir) -> list[Path]:
     return [run_dir.events, run_dir.metrics]
 
 
-def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: Notice) -> None:
+def follow(run_dir: RunDir, is_alive: Callable[[], bool], notice: FileWatcher) -> None:
     """Show a run's progress until it has finished or failed, across requeues.
 
     On a terminal this is one bar; elsewhere one line a record. Events before the newest ``submitted`` are history of
@@ -148,7 +148,7 @@ class _Tail:
 class _View(Protocol):
     def shown(self) -> Any: ...
     def started(self, event: dict[str, Any]) -> None: ...
-    def records(self, batch: list[dict[str, Any]], metrics: Described) -> None: ...
+    def records(self, batch: list[dict[str, Any]], metrics: TaskMetrics) -> None: ...
     def say(self, line: str) -> None: ...
 
 
@@ -216,7 +216,7 @@ class _LineView:
     def started(self, event: dict[str, Any]) -> None:
         self._total = event.get("total_steps", self._total)
 
-    def records(self, batch: list[dict[str, Any]], metrics: Described) -> None:
+    def records(self, batch: list[dict[str, Any]], metrics: TaskMetrics) -> None:
         for record in batch:
             self.say(record_line(record, metrics, total_steps=self._total))
 
@@ -252,7 +252,7 @@ class _BarView:
         self._total = event.get("total_steps", self._total)
         self._progress.update(self._task, total=self._total)
 
-    def records(self, batch: list[dict[str, Any]], metrics: Described) -> None:
+    def records(self, batch: list[dict[str, Any]], metrics: TaskMetrics) -> None:
         # One update for all of them: a thousand old records read at once must not look like a thousand steps a second.
         for record in batch:
             split = record.get("split")

@@ -12,13 +12,13 @@ from trainkit.config.schema import Config
 from trainkit.errors import DiskError
 from trainkit.monitor.loggers import Logger, Start
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Described, describe
+from trainkit.run.metrics import TaskMetrics, describe
 
 FIRST = True
 
 
 class _Jsonl:
-    def __init__(self, run_dir: RunDir, metrics: Described) -> None:
+    def __init__(self, run_dir: RunDir, metrics: TaskMetrics) -> None:
         self._run_dir = run_dir
         with self._written(run_dir.task):
             describe(run_dir, metrics)

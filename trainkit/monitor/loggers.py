@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import fileio, plugins
-from trainkit.config.task import Described, metrics_of
+from trainkit.config.task import TaskMetrics, metrics_of
 from trainkit.errors import TrainkitError
 from trainkit.run.folder import RunDir
 
@@ -58,7 +58,7 @@ class Start:
     """What ``train.precision=auto`` has resolved to."""
     micro_batch_size: int = 0
     """What ``train.micro_batch_size`` has resolved to; 0: not known."""
-    metrics: Described = field(default_factory=lambda: metrics_of("classification"))
+    metrics: TaskMetrics = field(default_factory=lambda: metrics_of("classification"))
     """What the task measures."""
     prepared: object = None
     """The result of the logger's own ``prepare``; None if it was not called."""
@@ -212,7 +212,7 @@ def number(value: Any, spec: str, unit: str = "") -> str:
     return ("nan" if value is None else format(value, spec)) + unit
 
 
-def metric_words(record: Mapping[str, Any], metrics: Described) -> list[str]:
+def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     """The measured values of a record, each with its name and unit; what is absent is left out."""
     head = metrics.headline
     others = [name for name in metrics.metrics if name not in ("loss", head)] if record.get("split") != "train" else []
@@ -226,7 +226,7 @@ def metric_words(record: Mapping[str, Any], metrics: Described) -> list[str]:
 
 
 def record_line(
-    record: Mapping[str, Any], metrics: Described, *, total_steps: int, eta_seconds: float | None = None
+    record: Mapping[str, Any], metrics: TaskMetrics, *, total_steps: int, eta_seconds: float | None = None
 ) -> str:
     """One record as one line: split, epoch, step, metrics and, when known, the time to go."""
     width = len(str(total_steps))

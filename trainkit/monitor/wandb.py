@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from trainkit import fileio
-from trainkit.fileio import Notice
+from trainkit.fileio import FileWatcher
 from trainkit.monitor.loggers import Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.process import leave
 
@@ -124,7 +124,7 @@ class _Client:
         self._hang_up()
         try:
             deadline = time.monotonic() + _ENDING_SECONDS
-            with Notice(process=process.pid) as notice:
+            with FileWatcher(process=process.pid) as notice:
                 while process.poll() is None and time.monotonic() < deadline:
                     notice.wait(0.05)
             process.wait(0)

@@ -42,7 +42,7 @@ def is_hang(error: str) -> bool:
     return error.startswith(_HANG)
 
 
-class Pulses:
+class Heartbeats:
     """The counts of all ranks of this machine, as their supervisor sees them."""
 
     def __init__(self, file: Path, memory: mmap.mmap, count: int) -> None:
@@ -59,7 +59,7 @@ class Pulses:
 
 
 @contextmanager
-def pulses(count: int) -> Iterator[Pulses]:
+def pulses(count: int) -> Iterator[Heartbeats]:
     """Room for the counts of ``count`` ranks, gone afterwards."""
     _clear()
     descriptor, name = tempfile.mkstemp(prefix=_PREFIX)
@@ -68,7 +68,7 @@ def pulses(count: int) -> Iterator[Pulses]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, count * _SIZE)
         with mmap.mmap(descriptor, count * _SIZE) as memory:
-            yield Pulses(file, memory, count)
+            yield Heartbeats(file, memory, count)
     finally:
         os.close(descriptor)
         file.unlink(missing_ok=True)

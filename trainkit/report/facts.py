@@ -18,9 +18,9 @@ from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import (
-    Described,
+    Divergence,
     Metric,
-    Setbacks,
+    TaskMetrics,
     Thinned,
     best_evaluation,
     best_of,
@@ -158,7 +158,7 @@ class Facts:
         return dict(fileio.plain(fileio.read_object(self.run_dir.manifest)))
 
     @cached_property
-    def described(self) -> Described:
+    def described(self) -> TaskMetrics:
         """What the task measures."""
         return described(self.run_dir)
 
@@ -202,7 +202,7 @@ class Facts:
         return read_events(self.run_dir)
 
     @cached_property
-    def setbacks(self) -> Setbacks:
+    def setbacks(self) -> Divergence:
         """Lost updates, and the step from which on the loss is not a number."""
         return setbacks_of(self.events, self.train, self.steps)
 

@@ -311,7 +311,7 @@ class Submission:
 
 
 @dataclass(frozen=True)
-class CutShort:
+class PendingSubmission:
     """A command that was about to queue a job, and has not come to say which: it still does so, was killed, or has had
     no answer."""
 
@@ -329,7 +329,7 @@ class CutShort:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RankFailure:
     """A rank that raised, was killed, or hangs."""
 
     attempt: int | None
@@ -340,11 +340,11 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Life:
+class RunHistory:
     """Everything that has happened to a run, in the order of time."""
 
     submissions: tuple[Submission, ...] = ()
-    failures: tuple[Failed, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
     refused_with: int = 0
     """The exit code of a rank that refused what it was to train, 2 or 3; of the last attempt that has ended, else 0."""
     started: Mapping[str, Any] = field(default_factory=dict)
@@ -357,7 +357,7 @@ class Life:
     """Attempts whose job was put back into the queue."""
     outcome: str | None = None
     """The last word: COMPLETED, FAILED and so on, of the newest attempt; None if it has none."""
-    cut_short: CutShort | None = None
+    cut_short: PendingSubmission | None = None
     """The newest submission, if nobody has said what came of it."""
 
     @property
@@ -366,14 +366,14 @@ class Life:
         return self.submissions[-1] if self.submissions else None
 
 
-def life_of(run: RunDir) -> Life:
+def history_of(run: RunDir) -> RunHistory:
     """What the run's events say."""
     return _life(read_events(run, LIFE))
 
 
-def _life(events: list[dict[str, Any]]) -> Life:
+def _life(events: list[dict[str, Any]]) -> RunHistory:
     submissions: list[Submission] = []
-    failures: list[Failed] = []
+    failures: list[RankFailure] = []
     handed_back, requeued = set(), set()
     started: dict[str, Any] = {}
     finished, outcome, newest, refused_with = False, None, -1, 0
@@ -418,7 +418,7 @@ def _life(events: list[dict[str, Any]]) -> Life:
             refused_with = next((code for code in event.get("exit_codes") or () if code in (2, 3)), 0)
     if opened is not None:
         submissions.append(_submission(opened, since))
-    return Life(
+    return RunHistory(
         submissions=tuple(submissions),
         failures=tuple(failures),
         refused_with=refused_with,
@@ -431,8 +431,8 @@ def _life(events: list[dict[str, Any]]) -> Life:
     )
 
 
-def _cut_short(event: Mapping[str, Any]) -> CutShort:
-    return CutShort(
+def _cut_short(event: Mapping[str, Any]) -> PendingSubmission:
+    return PendingSubmission(
         time=_seconds(event.get("time")),
         attempts_before=_whole(event.get("attempts_before")) or 0,
         process=ProcessId.from_fields(event),
@@ -459,8 +459,8 @@ def _submission(event: Mapping[str, Any], since: list[dict[str, Any]]) -> Submis
     )
 
 
-def _failed(event: Mapping[str, Any], attempt: int | None) -> Failed:
-    return Failed(
+def _failed(event: Mapping[str, Any], attempt: int | None) -> RankFailure:
+    return RankFailure(
         attempt=attempt,
         rank=_whole(event.get("rank")),
         host=_text(event.get("host")),

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from trainkit import fileio, terminal
 from trainkit.config.task import LOSS, metrics_of
-from trainkit.config.task import Described as Described
 from trainkit.config.task import Metric as Metric
+from trainkit.config.task import TaskMetrics as TaskMetrics
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z]\w{0,40}")
 _MOST_METRICS = 50
 
 
-def described(run_dir: RunDir) -> Described:
+def described(run_dir: RunDir) -> TaskMetrics:
     """The metrics of a run, from its ``task.json``; those of classification where that is missing or damaged."""
     told = fileio.read_object(run_dir.task)
     headline, items = told.get("headline"), told.get("metrics")
@@ -38,10 +38,10 @@ def described(run_dir: RunDir) -> Described:
             found[name] = Metric(unit, about.get("higher_is_better") is not False, label or name)
     if not isinstance(headline, str) or headline not in found:
         return metrics_of("classification")
-    return Described(headline, found)
+    return TaskMetrics(headline, found)
 
 
-def describe(run_dir: RunDir, metrics: Described) -> None:
+def describe(run_dir: RunDir, metrics: TaskMetrics) -> None:
     """Write ``task.json``, for `described`."""
     content = {"headline": metrics.headline, "metrics": {name: asdict(each) for name, each in metrics.metrics.items()}}
     fileio.write(run_dir.task, json.dumps(content, indent=2) + "\n", run_dir.path)
@@ -113,7 +113,7 @@ def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def best_of(
-    val: Iterable[dict[str, Any]], best_step: object, metrics: Described | None = None
+    val: Iterable[dict[str, Any]], best_step: object, metrics: TaskMetrics | None = None
 ) -> dict[str, Any] | None:
     """The validation of the best model: that of ``best_step`` (summary.json), without one the best by the headline.
 
@@ -127,7 +127,7 @@ def best_of(
     return chosen[0] if chosen else max(scored, key=lambda record: sign * float(record[headline]), default=None)
 
 
-def typed(raw: Mapping[str, Any], metrics: Described) -> dict[str, Any] | None:
+def typed(raw: Mapping[str, Any], metrics: TaskMetrics) -> dict[str, Any] | None:
     """A record as others may rely on it; None without a split and a step.
 
     ``step`` is a count, everything measured a finite number or null (a loss that has diverged), percentages are 0 to
@@ -163,12 +163,12 @@ _LOOKED_AT = 1 << 16
 """Bytes of the end that are read at first; more where no validation is among them."""
 LONGEST = 1 << 26
 _MOST_TRIES = 10_000
-_NO_METRICS = Described("", {})
+_NO_METRICS = TaskMetrics("", {})
 """For those who want to know when a step was recorded alone."""
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunProgress:
     """The newest records of a run. After a restart these may be of earlier steps than those before them."""
 
     last: Mapping[str, Any] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Standing:
         return max(total_steps - self.step, 0) * self.seconds_per_step
 
 
-def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
+def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
     """Read it: few lines, for a list of a thousand runs.
 
     Args:
@@ -216,21 +216,21 @@ def standing_of(run: RunDir, *, pace_since: float | None = None) -> Standing:
             if not found.last and size > LONGEST:
                 raise OSError(None, f"There is no record in its last {LONGEST:,} bytes")
     except FileNotFoundError:
-        return Standing()
+        return RunProgress()
     except OSError as error:
         raise fileio.unreadable(run.metrics, error) from None
     return found
 
 
-def _standing(content: bytes, pace_since: float | None, metrics: Described) -> Standing:
+def _standing(content: bytes, pace_since: float | None, metrics: TaskMetrics) -> RunProgress:
     last = _newest(content, b"\n", ("train", "val"), metrics)
     val = last if last.get("split") == "val" else _newest(content, b'"split": "val"', ("val",), metrics)
     train = last if last.get("split") == "train" else _newest(content, b'"split": "train"', ("train",), metrics)
     pace = _pace(content, pace_since) if pace_since is not None else None
-    return Standing(last, val, train, pace)
+    return RunProgress(last, val, train, pace)
 
 
-def _newest(content: bytes, holding: bytes, splits: Sequence[str], metrics: Described) -> dict[str, Any]:
+def _newest(content: bytes, holding: bytes, splits: Sequence[str], metrics: TaskMetrics) -> dict[str, Any]:
     """The last whole record of one of the splits, on a line that holds this; empty if there is none."""
     end = content.rfind(b"\n") + 1  # a line without its end is still being written
     for _ in range(_MOST_TRIES):
@@ -244,7 +244,7 @@ def _newest(content: bytes, holding: bytes, splits: Sequence[str], metrics: Desc
     return {}
 
 
-def _record(line: bytes, metrics: Described) -> dict[str, Any] | None:
+def _record(line: bytes, metrics: TaskMetrics) -> dict[str, Any] | None:
     raw = fileio.parse_object(line) if len(line) < fileio.LONGEST_LINE else None
     return typed(raw, metrics) if raw is not None else None
 
@@ -345,7 +345,7 @@ _DIVERGED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Setbacks:
+class Divergence:
     """What a run has lost to gradients and losses that were not finite."""
 
     nan_from: int | None = None
@@ -376,7 +376,7 @@ class Setbacks:
         return ", ".join(words)
 
 
-def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str, Any]], steps: int) -> Setbacks:
+def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str, Any]], steps: int) -> Divergence:
     """What a run's events (of `KINDS`; others are passed over) and its train records, in order of step, tell.
 
     What was lost and then done again, after a restart, counts once.
@@ -401,7 +401,7 @@ def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str
             lost.append(event)
     skipped = sum(item["event"] == "skipped" for item in lost)
     # An update that fp16 skips is none of the steps.
-    return Setbacks(_nan_from(train), skipped, len(lost) - skipped, steps + skipped + undone, rollbacks)
+    return Divergence(_nan_from(train), skipped, len(lost) - skipped, steps + skipped + undone, rollbacks)
 
 
 def steps_done(events: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from trainkit import fileio, plugins, programs
 from trainkit.errors import RefusedError
 from trainkit.programs import NoAnswer
-from trainkit.run.events import Life, Submission, life_of
+from trainkit.run.events import RunHistory, Submission, history_of
 from trainkit.run.folder import RunDir, as_open_as
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class Scheduler(ABC):
         return []
 
     def adopt(
-        self, cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], None] = lambda command: None
+        self, cut_short: Sequence[tuple[RunDir, RunHistory]], *, heard: Callable[[str], None] = lambda command: None
     ) -> Search:
         """Look for jobs whose id nobody could write down, and write down those that are there."""
         return Search()
@@ -376,7 +376,7 @@ def around(env: Mapping[str, str], run: RunDir | None = None) -> tuple[Scheduler
     for found in batch_schedulers():
         if (place := found.place(env)).job_id:
             return found, place
-    submission = life_of(run).submission if run is not None else None
+    submission = history_of(run).submission if run is not None else None
     if submission is not None and ":" in submission.executor:
         host = socket.gethostname()
         scheduler = named(submission.executor)

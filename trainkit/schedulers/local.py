@@ -15,7 +15,7 @@ from trainkit import fileio
 from trainkit.errors import RefusedError
 from trainkit.launch.plan import Plan
 from trainkit.programs import scrubbed
-from trainkit.run.events import Submission, cancelled, life_of, submitted
+from trainkit.run.events import Submission, cancelled, history_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers import base
@@ -132,7 +132,7 @@ def _state(run: RunDir, submission: Submission) -> JobState:
         where = f"it runs on {process.host}; ask there" if process else "its process is not recorded"
         return JobState("UNKNOWN", job_id, executor, where)
     if not process.is_alive():
-        again = life_of(run).submission  # it may have ended between the two looks
+        again = history_of(run).submission  # it may have ended between the two looks
         if again is not None and again.job_id == job_id and again.ended is not None:
             return JobState(again.ended, job_id, executor)
         return JobState("FAILED", job_id, executor, "the process that ran it is gone without a word")

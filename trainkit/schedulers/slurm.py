@@ -18,7 +18,7 @@ from trainkit.launch.batch_job import CONTINUE
 from trainkit.launch.plan import Plan
 from trainkit.launch.submission import PART
 from trainkit.programs import NoAnswer, NoProgram, scrubbed
-from trainkit.run.events import Life, cancelled, job_of, life_of, submitted
+from trainkit.run.events import RunHistory, cancelled, history_of, job_of, submitted
 from trainkit.run.folder import RunDir
 from trainkit.schedulers import base, slurm_script
 from trainkit.schedulers.base import Answer, Function, Job, JobState, NoCluster, NodeState, OwnJob, Place, Search, Start
@@ -138,7 +138,7 @@ class Slurm(base.Scheduler):
         return queue(folder, runs, plan, function, env)
 
     def adopt(
-        self, cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], None] = lambda command: None
+        self, cut_short: Sequence[tuple[RunDir, RunHistory]], *, heard: Callable[[str], None] = lambda command: None
     ) -> Search:
         from trainkit.schedulers.slurm_submission import adopt
 
@@ -228,7 +228,7 @@ class Slurm(base.Scheduler):
     def claim(self, run: RunDir, env: Mapping[str, str]) -> None:
         """Give this job's pickle its name, if the command that queued it was killed before it could; or end the job, if
         it was cancelled before anybody knew it."""
-        cut = life_of(run).cut_short
+        cut = history_of(run).cut_short
         if cut is not None and cut.cancelled:
             from trainkit.schedulers.slurm_submission import write_down
 

@@ -21,7 +21,7 @@ from trainkit.launch.node_check import LIMIT_MINUTES
 from trainkit.launch.plan import Plan
 from trainkit.launch.restarts import PREFLIGHT
 from trainkit.launch.submission import is_part, whole
-from trainkit.run.events import life_of
+from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import BEGIN, TASK, built_in
 
@@ -277,7 +277,7 @@ def _require_no_run(job_id: str, find: Find) -> None:
 
 
 def _is_met(kind: str, run: RunDir) -> bool:
-    life = life_of(run)
+    life = history_of(run)
     ended = "COMPLETED" if life.finished else life.submission.ended if life.submission is not None else None
     if ended is None:
         return False
@@ -295,7 +295,7 @@ def _is_met(kind: str, run: RunDir) -> bool:
 
 
 def _job_id(run: RunDir) -> str:
-    submission = life_of(run).submission
+    submission = history_of(run).submission
     if submission is None or not built_in(submission.executor).batch or not submission.job_id:
         where = "It was never submitted." if submission is None else f"It runs by the executor {submission.executor}."
         raise UserError(

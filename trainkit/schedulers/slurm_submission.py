@@ -19,7 +19,16 @@ from trainkit import fileio, terminal
 from trainkit.errors import SchedulerError
 from trainkit.launch.plan import Plan
 from trainkit.programs import NoAnswer, scrubbed
-from trainkit.run.events import CutShort, Life, cancelled, life_of, refused, submitted, submitting, unanswered
+from trainkit.run.events import (
+    PendingSubmission,
+    RunHistory,
+    cancelled,
+    history_of,
+    refused,
+    submitted,
+    submitting,
+    unanswered,
+)
 from trainkit.run.folder import RunDir
 from trainkit.schedulers.base import Function, JobState, Search, pickled, unclaimed
 from trainkit.schedulers.slurm_programs import NAME, job_id_in, run, told
@@ -66,7 +75,7 @@ def queue(
     except SbatchError as error:
         return _despite(error, folder, runs, plan)
     for item, job_id in zip(runs, job_ids, strict=True):
-        cut = life_of(item).cut_short
+        cut = history_of(item).cut_short
         if cut is not None:  # else it was found in the queue before this
             write_down(item, cut, [job_id])
     return job_ids
@@ -105,8 +114,8 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
     """
     for pause in PAUSES[: 1 if error.is_answer else None]:
         time.sleep(pause)
-        search = adopt([(item, life_of(item)) for item in runs if life_of(item).cut_short])
-        lives = [life_of(item) for item in runs]
+        search = adopt([(item, history_of(item)) for item in runs if history_of(item).cut_short])
+        lives = [history_of(item) for item in runs]
         if not any(life.cut_short for life in lives):
             job_ids = [life.submission.job_id for life in lives if life.submission is not None]
             print(f"sbatch has failed ({error.why}), and has queued the job: {job_ids[0]}.", file=sys.stderr)
@@ -185,7 +194,9 @@ def way_out(words: str, plan: Plan) -> str:
     return " ".join([*ways, "`--dry-run` shows all that is submitted, and who has said it."])
 
 
-def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], None] = lambda command: None) -> Search:
+def adopt(
+    cut_short: Sequence[tuple[RunDir, RunHistory]], *, heard: Callable[[str], None] = lambda command: None
+) -> Search:
     """Look for the jobs of these runs, and write down those that are there, with one call or two."""
     if not cut_short:
         return Search()
@@ -224,7 +235,7 @@ def adopt(cut_short: Sequence[tuple[RunDir, Life]], *, heard: Callable[[str], No
     return Search(frozenset(adopted), lost, complaint)
 
 
-def write_down(folder: RunDir, cut: CutShort, job_ids: Sequence[str], *, adopted: bool = False) -> None:
+def write_down(folder: RunDir, cut: PendingSubmission, job_ids: Sequence[str], *, adopted: bool = False) -> None:
     """Write down the jobs that a submission has come to; those that were cancelled before anybody knew them, end now.
 
     Raises:
@@ -250,7 +261,7 @@ def read_scripts(text: str) -> dict[str, str]:
     return {job_id: script for job_id, bar, script in pairs if bar and job_id and "[" not in job_id}
 
 
-def _jobs_of(folder: RunDir, life: Life, scripts: Mapping[str, str]) -> list[str]:
+def _jobs_of(folder: RunDir, life: RunHistory, scripts: Mapping[str, str]) -> list[str]:
     """The run's jobs that its record does not know, oldest first."""
     known = {item.job_id for item in life.submissions}
     token = life.cut_short.token if life.cut_short is not None else ""
@@ -285,7 +296,7 @@ def _is_mine(folder: RunDir) -> bool:
         return False
 
 
-def _without(cut: CutShort, complaint: str) -> JobState:
+def _without(cut: PendingSubmission, complaint: str) -> JobState:
     """No job was found."""
     process = cut.process
     if not cut.unanswered and process is not None and process.is_here() and process.is_alive():

@@ -21,7 +21,7 @@ from typing import Any
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.run import folder
-from trainkit.run.events import Life, Submission, life_of
+from trainkit.run.events import RunHistory, Submission, history_of
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers.base import Answer, Job, JobState, Scheduler, Search, named
@@ -46,7 +46,7 @@ def _unheard(command: str) -> None:
 
 def job_states(
     runs: Sequence[RunDir],
-    lives: Sequence[Life] | None = None,
+    lives: Sequence[RunHistory] | None = None,
     *,
     heard: Heard = _unheard,
     aged: Callable[[float], None] | None = None,
@@ -59,9 +59,9 @@ def job_states(
         aged: what was said to this user a moment ago will do, and this is told how many seconds ago that was.
             None: ask anew.
     """
-    known = [life_of(run) for run in runs] if lives is None else list(lives)
+    known = [history_of(run) for run in runs] if lives is None else list(lives)
     search = _adopted([(run, life) for run, life in zip(runs, known, strict=True) if life.cut_short], heard)
-    known = [life_of(run) if run.path in search.adopted else life for run, life in zip(runs, known, strict=True)]
+    known = [history_of(run) if run.path in search.adopted else life for run, life in zip(runs, known, strict=True)]
     jobs: dict[Scheduler | str, list[Job]] = {}
     marks: dict[Job, str] = {}
     for run, life in zip(runs, known, strict=True):
@@ -102,7 +102,7 @@ def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[
 
 def process_of(run: RunDir, job: JobState) -> ProcessId | None:
     """What looks after the ranks of a job that no scheduler knows, by the run's record."""
-    return next((item.process for item in life_of(run).submissions if item.job_id == job.job_id), None)
+    return next((item.process for item in history_of(run).submissions if item.job_id == job.job_id), None)
 
 
 def _has_started(run: RunDir, executor: str, job_id: str) -> bool:
@@ -152,9 +152,9 @@ def require_no_job(run: RunDir, *, force: bool) -> None:
         )
 
 
-def _adopted(cut_short: Sequence[tuple[RunDir, Life]], heard: Heard) -> Search:
+def _adopted(cut_short: Sequence[tuple[RunDir, RunHistory]], heard: Heard) -> Search:
     """What became of submissions that were cut short, by their schedulers."""
-    groups: dict[str, list[tuple[RunDir, Life]]] = {}
+    groups: dict[str, list[tuple[RunDir, RunHistory]]] = {}
     for run, life in cut_short:
         assert life.cut_short is not None
         if ":" not in life.cut_short.executor:
@@ -165,7 +165,7 @@ def _adopted(cut_short: Sequence[tuple[RunDir, Life]], heard: Heard) -> Search:
 
 
 def _state(
-    run: RunDir, life: Life, known: Mapping[tuple[Path, Submission], JobState], search: Search
+    run: RunDir, life: RunHistory, known: Mapping[tuple[Path, Submission], JobState], search: Search
 ) -> JobState:  # fmt: skip
     states = [known[run.path, item] for item in reversed(life.submissions)]
     state, *earlier = states or [_without_job(life)]
@@ -179,7 +179,7 @@ def _state(
     return replace(state, also=also) if also else state
 
 
-def _without_job(life: Life) -> JobState:
+def _without_job(life: RunHistory) -> JobState:
     """A run that nobody submitted: of torchrun, of `jobs.train`. Only its own record speaks of it."""
     if life.finished or life.outcome is not None:
         return JobState("COMPLETED" if life.finished else str(life.outcome), reason="by its own record")
@@ -234,7 +234,7 @@ class Poller:
         self._calls.append(self._clock())
 
 
-def mark(life: Life) -> str:
+def mark(life: RunHistory) -> str:
     """What a run's record says of its jobs: as long as it is the same, nothing is known to have happened."""
     jobs = [(job.job_id, job.time, job.cancelled, job.ended, job.finished) for job in life.submissions]
     attempts = (life.started.get("time"), life.outcome, len(life.failures), len(life.handed_back), len(life.requeued))

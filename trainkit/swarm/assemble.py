@@ -32,9 +32,8 @@ from trainkit.swarm.rounds import Ending, Peer
 from trainkit.swarm.sync_diloco import CommonState, OuterState
 from trainkit.swarm.sync_gradients import GatheringParts, GradientState
 from trainkit.swarm.team import PATIENCE, Team, data_seed, spread
-from trainkit.training.building import wants_gpu
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
+from trainkit.training.build import TrainState, wants_gpu
+from trainkit.training.recorder import Progress
 
 # A peer that has lost the swarm waits for it, and goes on when it is back.
 
@@ -234,7 +233,7 @@ def _shut_out(dht: SwarmDHT, banned: Collection[str]) -> None:
 
 
 @contextmanager
-def kept(config: Config, writer: Writer, parts: Parts, *, judges: bool) -> Iterator[tuple[Checkpoints, Logger]]:
+def kept(config: Config, writer: Writer, parts: TrainState, *, judges: bool) -> Iterator[tuple[Checkpoints, Logger]]:
     """Where checkpoints and metrics go. Loggers say which peers open them; lines a round are the keeper's."""
     wanted = ("all", "judge") if judges else ("all",)
     stated = {name: plugins.stated("trainkit.monitor", name) for name in config.monitor.loggers}

@@ -29,8 +29,7 @@ from trainkit.swarm.records import Credits, RoundKeeper, take_over
 from trainkit.swarm.rounds import LOST_AFTER, NEWS_SECONDS, Ending
 from trainkit.swarm.settings import check_peer
 from trainkit.swarm.sync_diloco import CommonState
-from trainkit.training.outcome import Keeper
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress, Recorder
 
 # A run that goes on in two places: two creators with one key, from copies of one run folder, lead two swarms.
 
@@ -178,7 +177,7 @@ def create(
             memory.keep_in(run_dir, Home(run_id, clock.first, seat.host, dht.port, seat.announce, seat.name))
             announce(run_dir, addresses)
             watch = Watch(dht, dht.peer_id, clock.oldest_news)
-            keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
+            keeper = Recorder(parts, writer, checkpoints, metrics, progress, seat.beat)
             rounds = RoundKeeper(keeper, common, clock, watch, role="judge", say=seat.say)
 
             forgotten = LOST_AFTER * clock.seconds + 60.0

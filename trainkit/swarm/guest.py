@@ -25,8 +25,7 @@ from trainkit.swarm.records import Role, RoundKeeper
 from trainkit.swarm.rounds import Ending, Peer
 from trainkit.swarm.settings import check_peer
 from trainkit.swarm.sync_diloco import CommonState
-from trainkit.training.outcome import Keeper
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress, Recorder
 
 # A newcomer asks so long for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0
@@ -101,7 +100,7 @@ def join(
                 seat.opened(writer.run, dht.addresses())
             # A volunteer's machine writes no accounts of a service.
             with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
-                keeper = Keeper(parts, writer, checkpoints, metrics, progress, seat.beat)
+                keeper = Recorder(parts, writer, checkpoints, metrics, progress, seat.beat)
                 role: Role = "guest" if seat.trains else "anchor"
                 rounds = RoundKeeper(keeper, common, clock, watch, role=role, say=seat.say)
                 sentry = peer.sentry.keeping(writer.run, rounds.remark)

@@ -24,7 +24,7 @@ from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.ranks.env import NO_SECRET, ForgedError, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
-from trainkit.run.events import Attempt, Writer, life_of, submitted, writing
+from trainkit.run.events import Attempt, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
 from trainkit.run.lease import ProcessId
 from trainkit.swarm import address, processes
@@ -438,7 +438,7 @@ def by_hand() -> Iterator[ByHand]:
         peer, state = ByHand(held), "FAILED"
         try:
             yield peer
-            came_to_its_end = peer.attempt is not None and life_of(peer.attempt.run).finished
+            came_to_its_end = peer.attempt is not None and history_of(peer.attempt.run).finished
             state = "COMPLETED" if came_to_its_end else "CANCELLED"
         except KeyboardInterrupt:
             state = "CANCELLED"

@@ -24,8 +24,7 @@ from trainkit.swarm.dht import Watch
 from trainkit.swarm.messages import RoundClock
 from trainkit.swarm.rounds import Box
 from trainkit.swarm.sync_diloco import CommonState
-from trainkit.training.outcome import Keeper
-from trainkit.training.progress import Progress
+from trainkit.training.recorder import Progress, Recorder
 
 # What a swarm's run folder is told although its disk is full: kept in memory, and written when there is room again.
 #
@@ -110,7 +109,7 @@ class RoundKeeper:
     """
 
     def __init__(
-        self, keeper: Keeper, common: CommonState, clock: RoundClock, watch: Watch, *, role: Role, say: _SAY
+        self, keeper: Recorder, common: CommonState, clock: RoundClock, watch: Watch, *, role: Role, say: _SAY
     ) -> None:
         self._record = PatientRecord(keeper.writer.attempt, keeper.metrics, say)
         self._keeper = replace(keeper, metrics=self._record)

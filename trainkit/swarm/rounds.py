@@ -23,12 +23,10 @@ from trainkit.swarm.robust import FRESH_SECONDS, Round, Tally, newest_round, tal
 from trainkit.swarm.sync_diloco import CommonState
 from trainkit.swarm.sync_gradients import GradientState
 from trainkit.swarm.team import Team, together
-from trainkit.training.nonfinite import DivergedError, NonFinite, Remark
-from trainkit.training.outcome import MOST_ROLLBACKS
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
+from trainkit.training.build import TrainState
+from trainkit.training.recorder import MOST_ROLLBACKS, Progress
 from trainkit.training.schedule import lr_at
-from trainkit.training.update import Updater
+from trainkit.training.update import DivergedError, NonFinite, Remark, Updater
 
 Ending = Literal["finished", "stopped", "ended", "moved", "lost"]
 """All rounds done; told to leave by a signal; the creator has ended the run; it goes on by another clock; nobody of the
@@ -92,7 +90,7 @@ class Peer:
     """Everything the loop works on."""
 
     name: str
-    parts: Parts
+    parts: TrainState
     """For this process alone: what validates and saves."""
     team: Team
     """What trains, on all ranks of this peer."""

@@ -37,8 +37,8 @@ from trainkit.models.freezing import freeze
 from trainkit.ranks.env import RankEnv
 from trainkit.swarm.link import num_parts
 from trainkit.swarm.sync_diloco import CommonState, Given, flatten, unflattened
+from trainkit.training.build import TrainState
 from trainkit.training.optim import build_optimizer, set_lr
-from trainkit.training.parts import Parts
 from trainkit.training.precision import Precision
 from trainkit.training.schedule import lr_at
 
@@ -72,7 +72,7 @@ class Gathered(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class GatheringParts(Parts):
+class GatheringParts(TrainState):
     """Parts whose updates are one micro batch each, and only gather gradients."""
 
     gathered: Gathered = field(kw_only=True)
@@ -82,7 +82,7 @@ class GatheringParts(Parts):
         return self.gathered
 
     @classmethod
-    def of(cls, parts: Parts, gathered: Gathered) -> GatheringParts:
+    def of(cls, parts: TrainState, gathered: Gathered) -> GatheringParts:
         """The gradients are clipped when they are averaged: so are those of an update on one machine."""
         train = parts.config.train.model_copy(
             update={"global_batch_size": parts.micro_batch_size, "grad_clip_norm": None}

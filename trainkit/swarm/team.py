@@ -30,8 +30,7 @@ from trainkit.errors import RunFailedError, UserError
 from trainkit.strategies.base import AsItIs
 from trainkit.swarm.sync_diloco import CommonState
 from trainkit.tasks.meter import Meter
-from trainkit.training.building import alone, build
-from trainkit.training.parts import Parts
+from trainkit.training.build import TrainState, alone, build
 from trainkit.training.update import Updater
 
 PATIENCE = timedelta(hours=1)
@@ -53,9 +52,9 @@ class _Do(IntEnum):
 class Team:
     """Rank 0's hand on the others; of a peer with one rank, nobody's."""
 
-    parts: Parts
+    parts: TrainState
     """What trains: spread over the ranks."""
-    judge: Parts
+    judge: TrainState
     """The same model for rank 0 alone, which validates and saves while the others wait."""
     common: CommonState
     _seen: int = field(default=-1, init=False)
@@ -180,7 +179,7 @@ def follow(
                 loader.close()
 
 
-def _batches(parts: Parts, seed: int, position: int) -> Batches[Batch]:
+def _batches(parts: TrainState, seed: int, position: int) -> Batches[Batch]:
     return train_batches(
         parts.splits,
         seed=seed,

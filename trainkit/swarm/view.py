@@ -15,7 +15,7 @@ from trainkit.config.task import LOSS, metrics_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Described, described, read_metrics
+from trainkit.run.metrics import TaskMetrics, described, read_metrics
 from trainkit.swarm import address, invitations, reader
 from trainkit.swarm.address import ADDRESS_FILE
 from trainkit.swarm.admission import (
@@ -78,7 +78,7 @@ class View:
     """Mean over the peers' samples of their last round."""
     val: Mapping[str, float | None]
     """``loss`` and the headline of the last validation of the common model, by its creator."""
-    metrics: Described
+    metrics: TaskMetrics
     contributions: tuple[Contribution, ...] = ()
     """By the account of the run's creator, most samples first."""
     history: tuple[Mapping[str, Any], ...] = ()
@@ -191,12 +191,12 @@ def _clock_of(manifest: Manifest, told: Mapping[str, PeerProgress], creator: str
     return UpdateClock(agreed.round_seconds, manifest.first_round, agreed.rounds, lambda: done)
 
 
-def _metrics_in(manifest: Manifest) -> Described:
+def _metrics_in(manifest: Manifest) -> TaskMetrics:
     """Of the run's task, where that is one of ours: a stranger's file is not read for them."""
     from trainkit.swarm.settings import adapted
 
     task = adapted(manifest.config, (), allow_code=True).task.name
-    return Described("loss", {"loss": LOSS}) if ":" in task else metrics_of(task)
+    return TaskMetrics("loss", {"loss": LOSS}) if ":" in task else metrics_of(task)
 
 
 def _row(peer: str, own: PeerProgress, creator: str, invited: str, clock: RoundClock, now: float) -> PeerRow:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,15 +14,15 @@ from torch import Tensor
 from trainkit.data.loader import train_batches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.process_group import StopVote
-from trainkit.training.nonfinite import DivergedError, NonFinite
-from trainkit.training.outcome import Keeper
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
+from trainkit.distributed.watchdog import Place, watchdog
+from trainkit.run.events import Attempt
+from trainkit.training.build import TrainState
+from trainkit.training.recorder import Progress, Recorder
 from trainkit.training.timing import END, OPTIMIZER, OTHER, Lap, Stragglers, mfu
-from trainkit.training.update import Updater
+from trainkit.training.update import DivergedError, NonFinite, Updater
 
 
-def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> bool:
+def train(parts: TrainState, keeper: Recorder, stop_requested: Callable[[], bool]) -> bool:
     """Train from ``keeper.progress`` to the end. True when done; False when stopped, saved, and to be continued.
 
     Data, augmentation and dropout are functions of (seed, position in the data), learning rates of the step: so a run
@@ -64,7 +66,9 @@ def train(parts: Parts, keeper: Keeper, stop_requested: Callable[[], bool]) -> b
         vote.finish()
 
 
-def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes_are_over: Callable[[], bool]) -> bool:
+def _walk(
+    parts: TrainState, keeper: Recorder, should_stop: Callable[[], bool], minutes_are_over: Callable[[], bool]
+) -> bool:
     """Train on as much data as is needed if no update is skipped. False when stopped and saved."""
     config, dist, progress, clock = parts.config, parts.dist, keeper.progress, keeper.clock
     profiler = keeper.profiler
@@ -150,7 +154,7 @@ def _walk(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool], minutes
     return True
 
 
-def _diverged(parts: Parts, keeper: Keeper, error: DivergedError) -> None:
+def _diverged(parts: TrainState, keeper: Recorder, error: DivergedError) -> None:
     """Go back to a checkpoint and on with the data after the offending, or end the run."""
     keeper.progress.nonfinite = 0  # whoever goes on from here has all tries again
     keeper.progress.window = []  # what was measured of late is not finite
@@ -163,7 +167,7 @@ def _diverged(parts: Parts, keeper: Keeper, error: DivergedError) -> None:
     raise failed
 
 
-def _validate(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> bool:
+def _validate(parts: TrainState, keeper: Recorder, should_stop: Callable[[], bool]) -> bool:
     """Validate, and save a new best model. False when told to stop half way."""
     where = {**where_of(parts, keeper.progress), "lr": parts.lr_at(keeper.progress.step - 1)}
     better = keeper.validate(where, should_stop)
@@ -172,14 +176,14 @@ def _validate(parts: Parts, keeper: Keeper, should_stop: Callable[[], bool]) -> 
     return better is not None
 
 
-def _stop(keeper: Keeper) -> bool:
+def _stop(keeper: Recorder) -> bool:
     keeper.save()
     keeper.settle()  # the process may end right after
     return False
 
 
 def _record(
-    parts: Parts,
+    parts: TrainState,
     progress: Progress,
     measured: dict[str, float],
     lr: float,
@@ -206,7 +210,33 @@ def _record(
     return record
 
 
-def where_of(parts: Parts, progress: Progress) -> dict[str, Any]:
+def where_of(parts: TrainState, progress: Progress) -> dict[str, Any]:
     """Time, step and epoch of a record."""
     epoch = progress.step / parts.steps_per_epoch
     return {"time": round(time.time(), 3), "step": progress.step, "epoch": round(epoch, 4)}
+
+
+# A rank that hangs is ended: by whom and when.
+
+
+@contextmanager
+def watched(
+    parts: TrainState, node: Attempt | None, hosts: list[str], beat: Callable[[], None]
+) -> Iterator[Callable[[], None]]:
+    """A rank that somebody has started in a job ends if it hangs; one that a person looks at may stand still."""
+    if node is None or (sys.stdin is not None and sys.stdin.isatty()):
+        yield beat
+        return
+    place = Place(parts.dist.rank, hosts, node.logs)
+    passes = parts.grad_accum_steps + 2  # of `Updater`
+    with watchdog(node, place, hang_seconds=parts.config.launch.hang_seconds, beats_per_step=passes) as own:
+        made = 0
+
+        def both() -> None:
+            nonlocal made
+            made += 1
+            if made >= passes:  # until its first update is made, which may compile the model, it still starts
+                beat()
+            own()
+
+        yield both

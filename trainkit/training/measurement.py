@@ -15,7 +15,7 @@ from trainkit.data.loader import eval_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.tasks.meter import MOST_CLASSES, ClassCounts, Confusion, Meter, Mistakes, Pool
-from trainkit.training.parts import Parts
+from trainkit.training.build import TrainState
 
 STEMS = {"raw": "model", "ema": "ema"}
 """Kind of weights -> where a checkpoint has them."""
@@ -43,7 +43,7 @@ def no_average(step: int) -> UserError:
 
 
 def measure(
-    parts: Parts,
+    parts: TrainState,
     samples: Samples,
     *,
     should_stop: Callable[[], bool] = lambda: False,
@@ -64,7 +64,7 @@ def measure(
 
 
 def measure_saved(
-    parts: Parts,
+    parts: TrainState,
     checkpoints: Checkpoints,
     step: int,
     samples: Samples,
@@ -89,7 +89,7 @@ def measure_saved(
 def _add(
     found: Measured,
     kind: str,
-    parts: Parts,
+    parts: TrainState,
     samples: Samples,
     batch_size: int | None,
     should_stop: Callable[[], bool],
@@ -118,7 +118,7 @@ def _add(
 
 
 def evaluate(
-    parts: Parts,
+    parts: TrainState,
     samples: Samples,
     *,
     batch_size: int | None = None,

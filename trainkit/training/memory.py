@@ -32,7 +32,7 @@ from trainkit.monitor.profiler import out_of_gpu_memory
 from trainkit.ranks.env import RankEnv
 from trainkit.run.events import Writer, micro_batch_found
 from trainkit.strategies.base import AsItIs, SharesOptimizer
-from trainkit.training.parts import Parts
+from trainkit.training.build import TrainState
 from trainkit.training.update import Updater
 
 _HEADROOM = 0.1
@@ -76,7 +76,7 @@ def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
 
 
 def resolve_micro_batch_size(
-    config: Config, dist: Distributed, writer: Writer, build: Callable[[Config], Parts]
+    config: Config, dist: Distributed, writer: Writer, build: Callable[[Config], TrainState]
 ) -> Config:
     """``config`` with `train.micro_batch_size` as a number, where it is ``auto``; found, recorded and printed.
 
@@ -103,7 +103,7 @@ def resolve_micro_batch_size(
     return config.model_copy(update={"train": train.model_copy(update={"micro_batch_size": found})})
 
 
-def probed(config: Config, dist: Distributed, build: Callable[[Config], Parts], sizes: list[int]) -> Probed:
+def probed(config: Config, dist: Distributed, build: Callable[[Config], TrainState], sizes: list[int]) -> Probed:
     """The largest micro batch of ``sizes``, ascending, that fits on every rank.
 
     Raises:
@@ -181,7 +181,7 @@ class Probed:
         )
 
 
-def probe(parts: Parts, sizes: Sequence[int]) -> Probed:
+def probe(parts: TrainState, sizes: Sequence[int]) -> Probed:
     """The largest of ``sizes`` (ascending) that fits on every rank.
 
     Args:
@@ -230,7 +230,7 @@ def _too_small(size: int, why: str) -> RunFailedError:
 class _Trials:
     """Updates of one model, and their peaks: those of the rank that needs most."""
 
-    def __init__(self, parts: Parts, dist: Distributed, gauge: MemoryGauge, sample: Batch, *, alone: bool) -> None:
+    def __init__(self, parts: TrainState, dist: Distributed, gauge: MemoryGauge, sample: Batch, *, alone: bool) -> None:
         self._parts, self._dist, self._gauge, self._sample, self._alone = parts, dist, gauge, sample, alone
         self._updater = Updater(parts)
         self.peaks: dict[int, float] = {}
@@ -319,7 +319,7 @@ def largest(sizes: Sequence[int], measure: Callable[[int], float], budget: float
     return best
 
 
-def _without_exchange(parts: Parts) -> Parts:
+def _without_exchange(parts: TrainState) -> TrainState:
     """The model of this rank alone, where that is whole and its forward pass asks no other rank; else ``parts``."""
     model = parts.model
     if isinstance(parts.strategy, SharesOptimizer) or not isinstance(model, DistributedDataParallel):
@@ -338,7 +338,7 @@ def _without_exchange(parts: Parts) -> Parts:
     )
 
 
-def _sample(parts: Parts) -> Batch:
+def _sample(parts: TrainState) -> Batch:
     """One sample of the data as training gets it."""
     config, dist = parts.config, parts.dist
     loader = train_batches(

@@ -54,7 +54,7 @@ from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
-    from trainkit.training.parts import Parts
+    from trainkit.training.build import TrainState
 
 PARTS = (
     "start", "data", "copy", "forward", "backward", "exposed", "optimizer", "checkpoint", "evaluation", "other", "end",
@@ -70,7 +70,7 @@ _MOST_PENDING = 4096
 
 
 class Spent(Protocol):
-    """What the clock adds to: see `trainkit.training.progress.Progress`."""
+    """What the clock adds to: see `trainkit.training.recorder.Progress`."""
 
     train_seconds: float
     seconds: dict[str, float]
@@ -411,7 +411,7 @@ def _change(part: str, share: float, config: Config, place: Place) -> str | None
     return "monitor.log_every=50" if config.monitor.log_every < 10 else None
 
 
-def mfu(parts: Parts, images_per_sec: float | None) -> float | None:
+def mfu(parts: TrainState, images_per_sec: float | None) -> float | None:
     """Model FLOPs utilisation in percent, over all GPUs; None where the model's FLOPs or the GPU's are not known."""
     device = parts.dist.device
     peak = peak_flops(device_name(device), parts.precision.name)
@@ -422,7 +422,7 @@ def mfu(parts: Parts, images_per_sec: float | None) -> float | None:
     return round(100 * parts.flops_per_image * images_per_sec / (gpus * peak), 2)
 
 
-def costs(parts: Parts, run: RunDir, seconds: dict[str, float], images_per_sec: float | None) -> dict[str, Any]:
+def costs(parts: TrainState, run: RunDir, seconds: dict[str, float], images_per_sec: float | None) -> dict[str, Any]:
     """The cost of a training for its summary: time, memory of every rank, energy, use of the GPUs. Every rank calls it.
 
     Args:

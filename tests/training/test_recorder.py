@@ -1,3 +1,5 @@
+"""Broken images in a run: told of once, counted by all ranks, and without influence on what is exact."""
+
 from __future__ import annotations
 
 import json
@@ -8,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.data.base import Batch
+from trainkit.errors import UserError
+from trainkit.ranks.env import RankEnv
 from trainkit.run.events import read_events
-from trainkit.training.outcome import Keeper
-from trainkit.training.progress import Progress
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
+from trainkit.training.recorder import Progress, Recorder
 from trainkit.training.update import Updater
 
 BAD, GOOD = {"loss": 2.0, "acc1": 10.0, "acc5": 50.0}, {"loss": 1.0, "acc1": 20.0, "acc5": 60.0}
@@ -114,7 +121,7 @@ def test_saving_is_due_every_so_many_epochs_or_steps_and_at_the_end(
     assert due("saving_is_due", *overrides, folder=tmp_path / "run") == steps
 
 
-def records(keeper: Keeper) -> list[dict[str, Any]]:
+def records(keeper: Recorder) -> list[dict[str, Any]]:
     assert isinstance(keeper.metrics, Notes)
     return keeper.metrics.records
 
@@ -222,19 +229,19 @@ def test_numbers_of_the_summary_are_short_and_it_can_be_read(tmp_path: Path) -> 
     assert [path.name for path in keeper.writer.run.path.glob("*summary*")] == ["summary.json"]
 
 
-def make_an_update(keeper: Keeper) -> None:
+def make_an_update(keeper: Recorder) -> None:
     images = torch.full((8, 3, 4, 4), 100, dtype=torch.uint8)
     Updater(keeper.parts)(iter([Batch(images[:4], torch.zeros(4).long(), torch.arange(4))] * 2), lr=0.5, seed=0)
 
 
-def weights_and_moments(keeper: Keeper) -> list[torch.Tensor]:
+def weights_and_moments(keeper: Recorder) -> list[torch.Tensor]:
     model, optimizer = keeper.parts.model, keeper.parts.optimizer
     moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
     return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]
 
 
 @pytest.fixture
-def gone_bad(tmp_path: Path) -> Keeper:
+def gone_bad(tmp_path: Path) -> Recorder:
     """Of a run that saved after step 3, and whose next updates were no good."""
     progress = Progress(step=3, position=3, images=24, best=0.5, best_step=3, rollbacks=1)
     keeper = keeper_of(parts_of(), tmp_path / "run", progress)
@@ -246,7 +253,7 @@ def gone_bad(tmp_path: Path) -> Keeper:
     return keeper
 
 
-def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: Keeper) -> None:
+def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: Recorder) -> None:
     bad = weights_and_moments(gone_bad)
     assert gone_bad.roll_back(9) is True
     good = weights_and_moments(gone_bad)
@@ -264,7 +271,7 @@ def test_a_rollback_is_back_at_the_newest_checkpoint_with_later_data(gone_bad: K
     )
 
 
-def test_a_run_is_rolled_back_three_times_at_most(gone_bad: Keeper) -> None:
+def test_a_run_is_rolled_back_three_times_at_most(gone_bad: Recorder) -> None:
     gone_bad.progress.rollbacks = 2
     assert gone_bad.roll_back(9) is True
     assert gone_bad.progress.rollbacks == 3
@@ -284,3 +291,56 @@ def test_a_checkpoint_with_tensors_of_its_own_can_leave_the_optimizer_out(tmp_pa
     (folder,) = keeper.writer.run.checkpoints.glob("step-*")
     assert {path.name for path in folder.glob("*.safetensors")} == {"model.safetensors", "common.safetensors"}
     assert [event["round"] for event in read_events(keeper.writer.run, "saved")] == [4]
+
+
+MODEL = ("data.name=image_folder", "data.in_chans=1", "data.image_size=28", "train.global_batch_size=4",
+         "train.max_steps=6", "model.dropout=0", "checkpoint.every_steps=2", "checkpoint.keep=9")  # fmt: skip
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """12 images to train on and 6 to validate; two of the former and one of the latter are broken."""
+    root = tmp_path / "images"
+    for split, count in (("train", 6), ("val", 3)):
+        for label, name in enumerate(("cat", "dog")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (30, 30), 40 + 100 * label + number).save(root / split / name / f"{number}.png")
+    for name in ("train/cat/2", "train/dog/0", "val/dog/1"):
+        (root / f"{name}.png").write_bytes(b"nothing")
+    return root
+
+
+def weights(folder: Path) -> bytes:
+    step = format.resolve(folder / "checkpoints", "latest")
+    return (format.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
+
+
+def test_broken_images_are_skipped_alike_by_all_ranks_and_named_once(tmp_path: Path, images: Path) -> None:
+    settings = (*MODEL, f"data.root={images}", "data.max_broken=3")
+    whole, broken = tmp_path / "whole", tmp_path / "run"
+    assert run_ranks(2, train_run, broken, "ddp", settings, 4) == ["preempted"] * 2
+    assert run_ranks(2, train_run, broken, "ddp", settings) == ["finished"] * 2
+    events = read_events(RunDir(broken), "broken_image")
+    assert sorted(str(event["file"]).split("images/")[1] for event in events) == [
+        "train/cat/2.png", "train/dog/0.png", "val/dog/1.png",
+    ]  # fmt: skip
+    assert json.loads((broken / "summary.json").read_text())["broken_images"] == 3
+    assert {record["samples"] for record in read_metrics(RunDir(broken), "val")} == {5}
+    for name, next_whole in (("train/cat/2", "train/cat/3"), ("train/dog/0", "train/dog/1")):
+        (images / f"{name}.png").write_bytes((images / f"{next_whole}.png").read_bytes())
+    assert run_ranks(2, train_run, whole, "ddp", settings) == ["finished"] * 2
+    assert weights(broken) == weights(whole)
+
+
+def refused(env: RankEnv, folder: Path, settings: tuple[str, ...]) -> str:
+    with pytest.raises(UserError) as caught:
+        train_run(env, folder, "ddp", settings)
+    return str(caught.value)
+
+
+def test_one_more_than_may_be_ends_the_run_on_all_ranks_alike(tmp_path: Path, images: Path) -> None:
+    settings = (*MODEL, f"data.root={images}", "data.max_broken=2")
+    one, other = run_ranks(2, refused, tmp_path / "run", settings)
+    assert one == other
+    assert one.startswith("3 images are broken, and data.max_broken=2.")

@@ -1,8 +1,9 @@
-"""What the settings of training do to a model: layout, compiler, determinism, activation checkpointing."""
+"""A sharded model is whole on the host of rank 0 only, while it is made; its weights are those of the plain one."""
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,100 @@ import torch
 from torch import Tensor, nn
 
 from tests.rank_functions import QUICK, run_ranks, train_run
+from tests.training.parts import SMALL
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
+from trainkit.data import build_data
+from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
+from trainkit.models import build_model
+from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.layout import checkpoint_activations, make_deterministic, placed, use_own_compiler_cache
+from trainkit.training.build import (
+    build,
+    build_hollow,
+    checkpoint_activations,
+    make_deterministic,
+    to_device,
+    use_own_compiler_cache,
+)
+
+LARGE = 32 * 4  # MiB
+
+
+def config_of(model: str, *more: str) -> Config:
+    settings = (f"model.name=tests.training.hollow_models:{model}", "train.global_batch_size=12", *more)
+    return load("fsdp", (*QUICK, *SMALL, "train.micro_batch_size=null", *settings)).config
+
+
+def _differences(env: RankEnv, config: Config) -> list[str]:
+    """Names of the tensors that are others than those of the plain model; and how a batch goes through it."""
+    with distributed(env, use_gpu=False) as dist:
+        splits = build_data(config.data)
+        parts, plain = build(config, dist, splits), build_model(config.model, splits.info, config.seed)
+        own = dict(parts.model.named_parameters()) | dict(parts.model.named_buffers())
+        full = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in own.items()}
+        there = dict(plain.named_parameters()) | dict(plain.named_buffers())
+        assert full.keys() == there.keys()
+        wrong = [name for name, value in there.items() if not torch.equal(value, full[name])]
+        trained = {name for name, value in own.items() if value.requires_grad}
+        if trained != {name for name, value in there.items() if value.requires_grad}:
+            wrong.append("what is trained")
+        images = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+        parts.model(images).sum().backward()
+        plain(images).sum().backward()
+        for name, value in plain.named_parameters():
+            if value.grad is not None:  # of a tied weight both its uses
+                gradient = parts.model.get_parameter(name).grad
+                if not torch.allclose(gradient.full_tensor(), value.grad, atol=1e-5):  # type: ignore[union-attr]
+                    wrong.append(f"gradient of {name}")
+        return wrong
+
+
+@pytest.mark.parametrize("more", ["looks=false", "looks=true", "keeps=true"])
+def test_every_rank_has_its_part_of_the_very_weights_of_the_plain_model(more: str) -> None:
+    assert run_ranks(3, _differences, config_of("odd", f"model.{more}")) == [[]] * 3
+
+
+def _grown(env: RankEnv, config: Config) -> float:
+    """MiB of memory that building the model took this rank at most."""
+
+    def peak() -> int:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+        assert found is not None
+        return int(found[1])
+
+    with distributed(env, use_gpu=False) as dist:
+        splits = build_data(config.data)
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+        before = peak()
+        parts = build(config, dist, splits)
+        assert sum(parameter.numel() for parameter in parts.model.parameters()) * 4 > LARGE << 20
+        return (peak() - before) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process its peak")
+def test_only_rank_0_ever_holds_the_whole_model_in_memory() -> None:
+    first, *others = run_ranks(3, _grown, config_of("large"))
+    assert first > LARGE
+    assert max(others) < LARGE * 0.85  # a third, one whole tensor at a time, and 30 MiB that a rank touches else
+
+
+def test_a_model_is_made_without_its_numbers_wherever_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[nn.Module] = []
+    config = config_of("odd")
+    info = build_data(config.data).info
+    monkeypatch.setattr(
+        "trainkit.training.build.build_model",
+        lambda *given: made.append(build_model(*given)) or made[-1],  # type: ignore[func-returns-value]
+    )
+    assert all(tensor.is_meta for tensor in build_hollow(config, info).parameters())
+    assert len(made) == 1
+    assert all(tensor.is_meta for tensor in made[0].buffers())
+
+
+# What the settings of training do to a model: layout, compiler, determinism, activation checkpointing.
 
 CPU = torch.device("cpu")
 
@@ -35,9 +124,9 @@ def as_it_was() -> Iterator[None]:
 
 
 def test_filters_are_laid_out_as_the_images_are() -> None:
-    model = placed(nn.Conv2d(3, 8, 3), config("train.channels_last=true"), CPU)
+    model = to_device(nn.Conv2d(3, 8, 3), config("train.channels_last=true"), CPU)
     assert model.get_parameter("weight").is_contiguous(memory_format=torch.channels_last)
-    assert placed(nn.Conv2d(3, 8, 3), config(), CPU).get_parameter("weight").is_contiguous()
+    assert to_device(nn.Conv2d(3, 8, 3), config(), CPU).get_parameter("weight").is_contiguous()
 
 
 def test_sharded_strategies_get_contiguous_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,14 +135,14 @@ def test_sharded_strategies_get_contiguous_filters(tmp_path: Path, monkeypatch: 
     (tmp_path / "in_parts.py").write_text("SHARDED = True\ndef build(dist): ...\n")
     for strategy in ("fsdp", "in_parts:build"):
         chosen = config("train.channels_last=true", f"strategy.name={strategy}")
-        assert placed(nn.Conv2d(3, 8, 3), chosen, CPU).get_parameter("weight").is_contiguous()
+        assert to_device(nn.Conv2d(3, 8, 3), chosen, CPU).get_parameter("weight").is_contiguous()
 
 
 @pytest.mark.parametrize("how", ["off", "model", "blocks"])
 def test_what_is_compiled_keeps_its_names(how: Literal["off", "model", "blocks"]) -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=48, depth=2, num_heads=3)
     names = list(model.state_dict())
-    placed(model, config(f"train.compile={how}"), CPU)
+    to_device(model, config(f"train.compile={how}"), CPU)
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     assert compiled == {"off": [], "model": [""], "blocks": ["blocks.0", "blocks.1"]}[how]
     assert list(model.state_dict()) == names

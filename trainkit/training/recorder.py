@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,143 @@ from torch import Tensor
 from trainkit import fileio
 from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.distributed.device import device_name
+from trainkit.errors import UserError
 from trainkit.monitor.loggers import Logger
 from trainkit.monitor.profiler import Profiler
-from trainkit.run.events import Remark, Writer
+from trainkit.run.events import Remark, Writer, read_events
 from trainkit.run.folder import RunDir
 from trainkit.tasks.base import require_same_classes, told_classes
 from trainkit.tasks.meter import Mistakes, confusion_json, mistakes_json
-from trainkit.training.broken import share_broken
+from trainkit.training.build import TrainState
 from trainkit.training.measurement import STEMS, measure, measure_saved
-from trainkit.training.parts import Parts
-from trainkit.training.progress import Progress
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
+
+# How far a training is: what a checkpoint holds besides tensors.
+
+
+@dataclass
+class Progress:
+    """How far a run is. Everything else of its state is in the model and the optimizer."""
+
+    step: int = 0
+    """Updates. One that fp16 skips is none; one that came to nothing for other reasons is."""
+    position: int = 0
+    """Global batches taken from the data: ``step``, and those that fp16 skipped or a rollback passed over."""
+    nonfinite: int = 0
+    """How many updates in a row, up to here, were not finite."""
+    rollbacks: int = 0
+    validated_step: int = 0
+    """Step of the last finished validation; behind ``step`` if a stop request fell into it."""
+    best: float | None = None
+    best_step: int | None = None
+    best_by: str | None = None
+    """What ``best`` was judged by."""
+    stalled: int = 0
+    """Validations in a row, up to here, that were no better than ``reference``."""
+    reference: float | None = None
+    """What the next validation is measured against: the last one that was better by ``early_stopping_min_delta``."""
+    train_seconds: float = 0.0
+    """Seconds spent in training steps over all attempts, validation and saving excluded."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """And on what all time went, by the names of `trainkit.training.timing.PARTS`."""
+    images: int = 0
+    """Images trained on over all attempts."""
+    val: dict[str, float] = field(default_factory=dict)
+    """The last validation's metrics."""
+    window: list[float] = field(default_factory=list)
+    """What has been measured since the last train record: `Meter.sums`."""
+    ema_updates: int = 0
+    """How many updates are in the averaged weights; 0: there are none."""
+    broken: list[str] = field(default_factory=list)
+    """Files of images that are broken, of those that any rank has met."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Progress:
+        """As `Recorder.save` left it.
+
+        Raises KeyError, TypeError or ValueError for what it has not written.
+        """
+        progress = cls(**state["progress"])
+        if not 0 <= progress.validated_step <= progress.step or progress.position < 0:
+            raise ValueError(f"its progress is impossible: {progress}")
+        return progress
+
+    def take_over(self, other: Progress) -> None:
+        """Be where ``other`` is."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(other, item.name))
+
+    def judge(self, val: dict[str, float], by: str, *, higher_is_better: bool, min_delta: float = 0.0) -> bool:
+        """Take note of a validation after the present step. Is this model the best so far?
+
+        What is not a finite number is never better, and neither is a model whose loss is none: a score of some images
+        is NaN then, whatever the accuracy on the others.
+
+        Args:
+            by: what it is judged by, such as val/loss.
+            min_delta: by how much it must be better to be no stand-still, for early stopping.
+        """
+        name = by.removeprefix("val/")
+        value = val[name]
+        self.val, self.validated_step = val, self.step
+        is_finite = all(math.isfinite(val.get(key, 0.0)) for key in (name, f"{'ema_' * name.startswith('ema_')}loss"))
+        sign = 1.0 if higher_is_better else -1.0
+        if self.best_by not in (None, by):  # two measures do not compare
+            self.best = self.reference = None
+
+        def beats(other: float | None, delta: float = 0.0) -> bool:
+            return is_finite and (other is None or sign * (value - other) > delta)
+
+        moved = beats(self.reference, min_delta)
+        self.stalled = 0 if moved else self.stalled + 1
+        self.reference = value if moved else self.reference
+        better = beats(self.best)
+        if better:
+            self.best, self.best_step, self.best_by = value, self.step, by
+        return better
+
+
+# Broken images, told to all ranks.
+
+
+def share_broken(parts: TrainState, known: Sequence[str], writer: Writer) -> list[str]:
+    """The files that any rank has met and ``known`` does not have, on all of them. Every rank calls it.
+
+    An event names each, once in the life of a run.
+
+    Raises:
+        UserError: on every rank, if these are more than ``data.max_broken`` with those that are known.
+    """
+    found: dict[str, str] = {}
+    for of_rank in parts.dist.gather_json(parts.broken.take()):
+        found |= of_rank
+    new = sorted(file for file in found if file not in known)
+    if new and parts.dist.is_main:
+        told = {event.get("file") for event in read_events(writer.run, "broken_image")}  # by earlier attempts
+        for file in new:
+            if file not in told:
+                writer.attempt.remark("broken_image", file=file, why=found[file])
+    if len(known) + len(new) > parts.broken.most:
+        raise too_many([*known, *new], parts.broken.most)
+    return new
+
+
+def too_many(files: Sequence[str], most: int) -> UserError:
+    """The error for more broken images than may be."""
+    more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+    return UserError(
+        f"{len(files)} image{' is' if len(files) == 1 else 's are'} broken, and data.max_broken={most}.",
+        why=f"These cannot be decoded: {', '.join(files[:5])}{more}.",
+        fix="Replace or delete the files, or raise data.max_broken.",
+        key="data.max_broken",
+    )
+
 
 # A run that diverges after each of so many checkpoints does so whatever the data.
 MOST_ROLLBACKS = 3
 
 
-def go_on(parts: Parts, checkpoints: Checkpoints) -> tuple[Restored | None, Progress]:
+def go_on(parts: TrainState, checkpoints: Checkpoints) -> tuple[Restored | None, Progress]:
     """Restore the newest whole checkpoint that is a training's, and how far it was; None if there is none.
 
     An average of the weights that it does not have begins with its weights.
@@ -57,10 +178,10 @@ def go_on(parts: Parts, checkpoints: Checkpoints) -> tuple[Restored | None, Prog
 
 
 @dataclass(frozen=True)
-class Keeper:
+class Recorder:
     """Validates, saves and sums up; what is due when is the loop's to ask. Every rank calls every method."""
 
-    parts: Parts
+    parts: TrainState
     writer: Writer
     checkpoints: Checkpoints
     metrics: Logger

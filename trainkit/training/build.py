@@ -1,0 +1,389 @@
+"""What trains: configuration + data + rank -> model, strategy and precision, on this rank's device."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainkit.checkpoint.state import Held, Sent, load_where_named
+from trainkit.config.checks import lost_when_resized, strategy_traits
+from trainkit.config.schema import Config
+from trainkit.config.task import TaskMetrics, judged_by, metrics_of
+from trainkit.data.base import DataInfo, Splits, normalize
+from trainkit.data.folders import BrokenImages
+from trainkit.data.loader import resolve_workers
+from trainkit.data.loader import to_device as placed_data
+from trainkit.data.order import steps_per_epoch
+from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here, keep_freed_memory
+from trainkit.distributed.process_group import Distributed
+from trainkit.errors import UserError
+from trainkit.fileio import make_own
+from trainkit.models import build_model, expected_input
+from trainkit.models.freezing import freeze
+from trainkit.run import folder as run_folder
+from trainkit.strategies import build_strategy
+from trainkit.strategies.base import HasTensors, SharesOptimizer, Strategy, TakesHollow, repeated_blocks
+from trainkit.tasks import build_task
+from trainkit.tasks.base import Task
+from trainkit.training.ema import Ema
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import O2, Precision, choose_precision, to_half
+from trainkit.training.schedule import lr_at
+from trainkit.training.timing import flops_per_image, peak_flops
+from trainkit.workarounds import put_off_torch_compiler
+
+# What trains: everything that is made of a configuration, some data and a rank.
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The parts of a training, as `trainkit.training.build.build` makes them: the same for every loop."""
+
+    config: Config
+    dist: Distributed
+    splits: Splits
+    model: nn.Module
+    """As made by the strategy: the one to call."""
+    strategy: Strategy
+    precision: Precision
+    workers: int
+    """Loader processes of this rank."""
+    flops_per_image: float | None = None
+    """Forward and backward; None where nobody can tell what share of a device's they are, or what they are."""
+
+    @cached_property
+    def broken(self) -> BrokenImages:
+        """The broken images that this rank has met."""
+        return BrokenImages(self.config.data.max_broken)
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Made when it is first asked for: who evaluates has none, nor the seconds that torch takes to import it."""
+        optimizer = build_optimizer(self.model, self.config.optim)
+        if isinstance(self.strategy, SharesOptimizer):
+            self.strategy.share(optimizer)
+        return optimizer
+
+    @cached_property
+    def ema(self) -> Ema | None:
+        """The averaged weights, if the configuration wants any; they begin with those that the model then has."""
+        return Ema(self.model, self.config.train.ema_decay) if self.config.train.ema_decay is not None else None
+
+    @cached_property
+    def task(self) -> Task:
+        """Made when it is first asked for: a peer that does not train has no data to ask for the weights of classes."""
+        return build_task(self.config, self.splits)
+
+    @cached_property
+    def metrics(self) -> TaskMetrics:
+        """What the task measures."""
+        return metrics_of(self.config.task.name)
+
+    @cached_property
+    def judged_by(self) -> str:
+        """What the best model is judged by, such as val/loss."""
+        return judged_by(self.config)
+
+    def further_tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """What belongs into a checkpoint beside model and optimizer: file stem -> name -> tensor."""
+        own = self.strategy.tensors() if isinstance(self.strategy, HasTensors) else {}
+        return {
+            **({"ema": self.ema.tensors()} if self.ema is not None else {}),
+            **({"strategy": own} if own else {}),
+        }
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(len(self.splits.train), self.config.train.global_batch_size)
+
+    @cached_property
+    def total_steps(self) -> int:
+        return self.config.train.max_steps or self.config.train.epochs * self.steps_per_epoch
+
+    @cached_property
+    def micro_batch_size(self) -> int:
+        """Samples per rank and forward pass."""
+        train = self.config.train
+        assert train.micro_batch_size != "auto", "`settled` makes a number of it, before there are parts"
+        return train.given_micro_batch_size or train.global_batch_size // self.dist.world_size
+
+    @cached_property
+    def grad_accum_steps(self) -> int:
+        return self.config.train.global_batch_size // (self.micro_batch_size * self.dist.world_size)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Trainable ones, of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def differs_from(self, saved: Mapping[str, Any]) -> str:
+        """What a run that is continued on another number of ranks has in common with before, and what not; empty if
+        all is as it was.
+
+        Args:
+            saved: state of the checkpoint that it goes on from.
+        """
+        before, ranks = saved.get("world_size"), self.dist.world_size
+        if before == ranks or not isinstance(before, int):
+            return ""
+        who = "1 rank goes" if ranks == 1 else f"{ranks} ranks go"
+        words = (
+            f"{who} on where {before} {'has' if before == 1 else 'have'} saved, with the same data in the same order"
+        )
+        size, now = saved.get("micro_batch_size"), self.micro_batch_size
+        lost = "".join(f"; {item}" for item in lost_when_resized(self.config))
+        if size == now:
+            return f"{words} and micro batch; sums may differ in their last bits{lost}"
+        was = str(size) if isinstance(size, int) else "another size"
+        return (
+            f"{words}; micro batches are of {now} instead of {was}, by which dropout and BatchNorm go: these differ"
+            + lost
+        )
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """Images, uint8 [N, C, H, W], as the model takes them: float32, normalised, in its layout."""
+        return normalize(images, self.splits.info, channels_last=self.config.train.channels_last)
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of update ``step``, from 0."""
+        return lr_at(
+            step,
+            optim=self.config.optim,
+            schedule=self.config.schedule,
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.total_steps,
+        )
+
+
+# A plain model made ready for its device: where it lies, in what layout, compiled or not, deterministic or not.
+
+_MIN_BLOCK_PARAMS = 10_000
+"""Smaller blocks are not worth a compilation of their own."""
+
+
+def to_device(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """``model`` on ``device``, before it is parallelized.
+
+    Compiled in place, so that names in checkpoints stay those of the plain model. What is sharded has to be contiguous:
+    there ``channels_last`` is the images' alone.
+    """
+    train = config.train
+    model = model.to(device)
+    if train.channels_last and not strategy_traits(config.strategy.name).sharded:
+        settings: dict[str, Any] = {"memory_format": torch.channels_last}  # older stubs do not know the keyword
+        model = model.to(**settings)
+    checkpoint_activations(model, train.activation_checkpointing)
+    for module in {"off": [], "model": [model], "blocks": repeated_blocks(model, _MIN_BLOCK_PARAMS)}[train.compile]:
+        module.compile()
+    return model
+
+
+def make_deterministic(asked: bool) -> None:
+    """Whether kernels that may give other bits each time are kept out of this process.
+
+    Where they are not, cuDNN tries its ways to convolve on the first images of each size, and takes the quickest.
+    """
+    torch.backends.cudnn.benchmark = not asked
+    if asked:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it, before its first call
+    if torch.are_deterministic_algorithms_enabled() != asked:  # saying so again would import torch's compiler
+        torch.use_deterministic_algorithms(asked)
+
+
+def use_own_compiler_cache() -> None:
+    """Keep compiled code where only this user can write, unless TORCHINDUCTOR_CACHE_DIR says where.
+
+    torch keeps it in a folder of /tmp with a predictable name, and runs what it finds there, whoever made that folder.
+    """
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        own = Path(tempfile.gettempdir(), f"trainkit-{os.geteuid()}")
+        folder = own if make_own(own) else run_folder.state_file("cache")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")
+
+
+def checkpoint_activations(model: nn.Module, which: Literal["none", "full"] | int) -> None:
+    """Have all blocks of ``model`` (``full``), or every ``which``-th, keep their inputs only, and compute again what
+    the backward pass needs; in place.
+
+    The numbers stay the same to the last bit: dropout draws again what it drew, and BatchNorm does not count the second
+    look at a batch. Only the blocks' ``forward`` changes, so that names in checkpoints stay those of the plain model.
+
+    Raises UserError for a model without so many blocks.
+    """
+    if which == "none":
+        return
+    every = 1 if which == "full" else which
+    blocks = repeated_blocks(model, _MIN_BLOCK_PARAMS)
+    if len(blocks) < every:
+        raise UserError(
+            f"train.activation_checkpointing={which} would do nothing.",
+            why=f"{type(model).__name__} has {len(blocks)} blocks to throw activations away of.",
+            fix="Leave it out" + (f", or use {len(blocks)} or less." if blocks else "."),
+            key="train.activation_checkpointing",
+        )
+    for block in blocks[every - 1 :: every]:
+        norms = [module for module in block.modules() if getattr(module, "track_running_stats", False)]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, norms))
+
+
+def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Of the first pass, and of the second."""
+    return nullcontext(), _statistics_kept(norms)
+
+
+@contextmanager
+def _statistics_kept(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """What BatchNorm learns from its input goes into copies that are thrown away."""
+    own = [(module, dict(module._buffers)) for module in norms]
+    for module, buffers in own:
+        module._buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
+    try:
+        yield
+    finally:
+        for module, buffers in own:
+            module._buffers.update(buffers)
+
+
+# A model whose numbers go from rank 0 straight into every rank's shards: it is whole on no GPU and on no other rank.
+#
+# Until then it is hollow: its tensors are on the meta device, which gives them a shape and no memory.
+
+
+def build_hollow(config: Config, info: DataInfo) -> nn.Module:
+    """The model of `build_model`, hollow. One that cannot be made so, since it looks at its numbers while it is made or
+    keeps some that are neither parameters nor buffers, is made whole and emptied.
+
+    Raises UserError as `build_model` does.
+    """
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights that are loaded into it torch says that they go nowhere
+            model = build_model(config.model, info, config.seed)
+        is_whole = any(tensor.is_meta for module in model.modules() for tensor in _loose(vars(module).values()))
+    except Exception:  # whatever its code makes of numbers that are not there; what else is wrong is said below
+        is_whole = True
+    return _emptied(build_model(config.model, info, config.seed) if is_whole else model)
+
+
+def spread(plain: nn.Module, strategy: TakesHollow, config: Config, dist: Distributed) -> nn.Module:
+    """``plain``, made by ``strategy`` from shards, one tensor after the other, of what it is on rank 0.
+
+    Args:
+        plain: on rank 0 with its numbers, on the CPU; on the others it may be hollow.
+    """
+    whole = _tensors(plain) if dist.is_main else {}
+    model = strategy.parallelize(to_device(_emptied(plain), config, torch.device("meta")))
+    _replace(
+        model,
+        lambda tensor: torch.empty_like(tensor, device=strategy.home),
+        lambda buffer: torch.empty_like(buffer, device=dist.device),
+    )
+    own = _tensors(model)
+    assert not dist.is_main or own.keys() == whole.keys()
+    load_where_named(own, Sent(Held(whole), dist), dist)
+    return model
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All of them: also the buffers that are in no checkpoint."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _emptied(model: nn.Module) -> nn.Module:
+    def hollow(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="meta")
+
+    return _replace(model, hollow, hollow)
+
+
+def _replace(model: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]) -> nn.Module:
+    """``model`` with others in the places of its tensors. What was one tensor in two places stays one, which
+    `nn.Module.to_empty` does not see to."""
+    # The old ones are kept meanwhile, or an id could come twice.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                if id(old) not in made:
+                    made[id(old)] = old, nn.Parameter(parameter(old.detach()), requires_grad=old.requires_grad)
+                module._parameters[name] = made[id(old)][1]  # type: ignore[assignment]
+        for name, value in module._buffers.items():
+            if value is not None:
+                if id(value) not in made:
+                    made[id(value)] = value, buffer(value)
+                module._buffers[name] = made[id(value)][1]
+    return model
+
+
+def _loose(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _loose(value)
+
+
+def wants_gpu(config: Config) -> bool:
+    """Train on GPU: there is one, and the configuration does not say zero.
+
+    Raises RefusedError where GPUs are granted and none is seen.
+    """
+    return config.launch.gpus_per_node != 0 and gpu_is_here()
+
+
+def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module | None = None) -> TrainState:
+    """Everything that trains or evaluates, on this rank's device.
+
+    Args:
+        model: the plain model, where the caller had to have it before there was a device.
+    """
+    use_own_compiler_cache()
+    if config.train.compile == "off":
+        put_off_torch_compiler()
+    make_deterministic(config.train.deterministic)
+    if dist.device.type == "cpu":
+        keep_freed_memory()
+    name = choose_precision(config.train.precision, dist.device)
+    precision = (O2 if name == "o2" else Precision)(name, dist)
+    strategy = build_strategy(config.strategy, dist, name)
+    plain = model or (
+        build_hollow(config, splits.info)
+        if isinstance(strategy, TakesHollow) and not dist.is_main
+        else build_model(config.model, splits.info, config.seed)
+    )
+    splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
+    workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
+    freeze(plain, config.model.freeze)
+    known = peak_flops(device_name(dist.device), precision.name) is not None
+    flops = flops_per_image(plain, splits.info.in_chans, splits.info.image_size) if known else None
+    if isinstance(strategy, TakesHollow):
+        model = spread(plain, strategy, config, dist)
+    else:
+        plain = to_device(plain, config, dist.device)
+        model = strategy.parallelize(to_half(plain, dist) if name == "o2" else plain)
+    return TrainState(
+        config=config,
+        dist=dist,
+        splits=placed_data(splits, config.data.device, dist.device, workers=workers),
+        model=model,
+        strategy=strategy,
+        precision=precision,
+        workers=workers,
+        flops_per_image=flops,
+    )
+
+
+def alone(config: Config) -> Config:
+    """``config`` for one process that holds the whole model."""
+    return config.model_copy(update={"strategy": type(config.strategy)(name="single")})
