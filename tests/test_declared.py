@@ -112,9 +112,8 @@ def test_no_text_tells_anybody_to_install_a_name_that_is_not_ours() -> None:
     kinds = (".md", ".py", ".ipynb", ".yaml", ".toml", ".sbatch", ".sh", ".json")
     texts = {name: (PROJECT / name).read_text("utf-8") for name in files if name.endswith(kinds)}
     assert {"README.md", "jobs/notebooks/join_colab.ipynb", "trainkit/checkpoint/remote.py"} <= texts.keys()
-    named = re.compile(
-        r"""(?:pip|uv|pipx)["', ]+install\b[^\n|&;#`]*?[ \t"']trainkit(?:\[|[\s"'`<>=]|$)|trainkit\[\w"""
-    )
+    installing = r"""(?:pip|uv|pipx)["', ]+install\b[^\n|&;#`]*?[ \t"']trainkit(?:\[|[\s"'`<>=]|$)"""
+    named = re.compile(rf"{installing}|trainkit\[\w")
     told = {name: match[0] for name, text in texts.items() if (match := named.search(text))}
     assert told.keys() <= {"tests/test_declared.py"}
     assert named.search("pip install 'trainkit" + "[s3]'")
