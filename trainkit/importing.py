@@ -55,7 +55,7 @@ def namesake(module: str) -> str:
     """What in the current folder has the name of the package of ours that ``module`` is of; empty if nothing has."""
     first = module.partition(".")[0]
     for name in (first, f"{first}.py") if first in OURS else ():
-        if os.path.exists(name) and os.path.realpath(name) != os.path.join(_PROGRAM, name):
+        if os.path.exists(name) and os.path.realpath(name) != os.path.realpath(os.path.join(_PROGRAM, name)):
             return os.path.abspath(name)
     return ""
 
