@@ -35,8 +35,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     shell = parser().parse_args(argv).shell
     import shtab
 
-    terminal.PROGRAM = "trainkit "
-    print(shtab.complete(whole_parser(), shell, root_prefix="trainkit") + (_BASH if shell == "bash" else ""))
+    typed, terminal.PROGRAM = terminal.PROGRAM, "trainkit "
+    try:
+        print(shtab.complete(whole_parser(), shell, root_prefix="trainkit") + (_BASH if shell == "bash" else ""))
+    finally:
+        terminal.PROGRAM = typed
     return 0
 
 

@@ -35,12 +35,13 @@ def make(root, *, size: int = 10):
 """
 
 
-def test_there_are_seven_data_sets() -> None:
+def test_there_are_eight_data_sets() -> None:
     assert plugins.available("trainkit.data.datasets") == [
         "cifar10",
         "cinic10",
         "digits",
         "fashion_mnist",
+        "image_csv",
         "image_folder",
         "imagenet",
         "synthetic",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit import terminal
 from trainkit.errors import SchedulerError, UserError
 from trainkit.site.ssh import BEGIN, NEEDED, SSH, Host, Sent, Word, run_there, script
 
@@ -58,7 +59,9 @@ def _run(line: str, content: bytes = b"") -> subprocess.CompletedProcess[bytes]:
 @pytest.mark.parametrize("word", ["a b", "it's", 'say "x"', "$HOME", "`reboot`", "*", "a;b", "back\\slash"])
 def test_every_word_arrives_as_it_was_given(there: Host, word: str) -> None:
     done = _run(script(there, "jobs.status", [word, "last"]))
-    assert done.stdout.decode().splitlines() == [f"in {there.folder}", "", str(there), "jobs.status", word, "last"]
+    assert done.stdout.decode().splitlines() == [
+        *(f"in {there.folder}", "", str(there), terminal.PROGRAM, "jobs.status", word, "last")
+    ]
 
 
 def test_a_path_below_the_folder_is_made_there(there: Host) -> None:
