@@ -100,6 +100,7 @@ def test_every_file_of_the_project_that_a_page_names_is_there() -> None:
     } == set()
 
 
+@pytest.mark.long  # the README's are typed by tests/test_readme.py in any case
 def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
     (first,), *more = (lines for name in IN_ORDER for lines in readme.blocks("laptop", page(name), typed=True))
     done = type_in(f"{first} {' '.join(QUICK_FIRST_RUN)}", tmp_path)

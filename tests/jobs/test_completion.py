@@ -18,7 +18,7 @@ import pytest
 
 from tests.jobs.conftest import PROJECT
 
-Type = Callable[[str], str]
+Type = Callable[[str, str], str]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def script() -> str:
 
 @pytest.fixture
 def terminal(script: str, tmp_path: Path) -> Iterator[Type]:
-    """``terminal(keys)``: what an interactive bash shows on the line after these keys, Tab among them."""
+    """``terminal(keys, until)``: what an interactive bash shows after these keys, Tab among them."""
     (tmp_path / "complete").write_text(script)
     (tmp_path / "runs" / "ddp-0007").mkdir(parents=True)
     (tmp_path / "configs").mkdir()
@@ -46,9 +46,9 @@ def terminal(script: str, tmp_path: Path) -> Iterator[Type]:
                 text += os.read(line, 4096).decode()
         return text
 
-    def keys(text: str) -> str:
+    def keys(text: str, until: str) -> str:
         os.write(line, text.encode())
-        shown = read(r"\0", 3.0)
+        shown = read(re.escape(until), 5.0)
         os.write(line, b"\x15\n")  # clear the line
         read("READY>$", 10.0)
         return shown.replace("\x07", "").rpartition("READY>")[2].rpartition("\n")[2]
@@ -73,7 +73,7 @@ def test_bash_completes_verbs_flags_presets_runs_and_settings(terminal: Type) ->
         "trainkit submit ddp optim.weig\t": "trainkit submit ddp optim.weight_decay=",
         "trainkit submit --settings sch\t": "trainkit submit --settings schedule ",
     }
-    assert {keys: terminal(keys) for keys in typed} == typed
+    assert {keys: terminal(keys, shown) for keys, shown in typed.items()} == typed
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
