@@ -29,7 +29,7 @@ from trainkit.errors import UserError, did_you_mean
 # Values of a plugin's options, checked against the annotations of its function.
 #
 # Every value is of the declared type and the defaults are filled in, so that ``data.image_size=big`` is an error for
-# the user at submission and not a traceback on the compute node. Which options there are is `plugins.check_options`'
+# the user at submission and not a traceback on the compute node. Which options there are is `check_options`'
 # part.
 
 _ARTICLE = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
@@ -435,7 +435,7 @@ def check_against(sig: Signature, name: str, options: Mapping[str, Any], *, wher
 
 
 def check_importable(package: str, name: str, *, installed: bool) -> None:
-    """Refuse a plugin of the user's own that a job could not import (`trainkit.plugins.check_module`)."""
+    """Refuse a plugin of the user's own that a job could not import (`check_module`)."""
     module, colon, function = name.partition(":")
     if not colon:
         return

@@ -283,7 +283,7 @@ REMARKS = {
     "peer_clipped": "a peer's part was shortened to the length of the others'",
     "peer_banned": "a peer may not take part any more, and why",
 }
-"""What the remarks of `attempts.Remark` mean."""
+"""What the remarks of `events.Remark` mean."""
 
 
 def events() -> str:

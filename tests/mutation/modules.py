@@ -17,7 +17,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trainkit/data/order.py": ("tests/data/test_order.py",),
     "trainkit/checkpoint/format.py": (
         "tests/checkpoint/test_format.py",
-        "tests/checkpoint/test_format.py",
         "-k",
         "not kill_at_any_moment",
     ),

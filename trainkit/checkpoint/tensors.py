@@ -132,7 +132,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Stored:
-    """The tensors of one stem of a checkpoint that is `files.verified`; read when they are asked for.
+    """The tensors of one stem of a checkpoint that is `format.verified`; read when they are asked for.
 
     Raises BrokenCheckpointError when its files do not hold whole tensors between them.
     """
@@ -177,7 +177,7 @@ class Stored:
 
 
 def read_tensors(folder: Path, record: Record, stem: str) -> dict[str, Tensor]:
-    """All tensors of a stem of a checkpoint that is `files.verified`, on the CPU.
+    """All tensors of a stem of a checkpoint that is `format.verified`, on the CPU.
 
     Raises BrokenCheckpointError when there are none.
     """

@@ -157,7 +157,7 @@ class Batch(NamedTuple):
     labels: Tensor
     """int64 [N], or as the data's labels are, on the device that trains."""
     keys: Tensor
-    """int64 [N], on the host: what each sample's random numbers are drawn by (`draws.keys`)."""
+    """int64 [N], on the host: what each sample's random numbers are drawn by (`order.keys`)."""
 
 
 class EvalBatch(NamedTuple):

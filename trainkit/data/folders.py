@@ -157,7 +157,7 @@ class Files(Protocol):
         ...
 
     def read(self, position: int, in_chans: int) -> Tensor:
-        """As `trainkit.data.folders.read_image` gives it."""
+        """As `read_image` gives it."""
         ...
 
 

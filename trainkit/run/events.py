@@ -1,6 +1,6 @@
 """``events.jsonl``: what happened to a run, one line each: history, and never what a job does now.
 
-`trainkit.run.events` alone writes them, `trainkit.run.events` gives them types.
+This module alone writes them, and reads them back with types.
 """
 
 from __future__ import annotations

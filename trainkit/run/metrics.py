@@ -303,7 +303,7 @@ def forecast(
     """What is to be expected of a run by what has been.
 
     Args:
-        events: of `KINDS`, oldest first.
+        events: of `FORECAST_EVENTS`, oldest first.
         training_seconds: as long as it still has to train, at its present pace.
         now: seconds since 1970.
         attempt_seconds: as long as its time limit allows an attempt, from its first update on; infinite without one.
@@ -377,7 +377,7 @@ class Divergence:
 
 
 def setbacks_of(events: Iterable[Mapping[str, Any]], train: Sequence[Mapping[str, Any]], steps: int) -> Divergence:
-    """What a run's events (of `KINDS`; others are passed over) and its train records, in order of step, tell.
+    """What a run's events (of `SETBACK_EVENTS`; others are passed over) and its train records, in order of step, tell.
 
     What was lost and then done again, after a restart, counts once.
 

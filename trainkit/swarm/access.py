@@ -1,7 +1,7 @@
 """Who a peer is, and what it may write: its identity, its pass, and the shape of records.
 
 An address ends with the id of a peer, and that id is the hash of the peer's public key: libp2p lets nobody else answer
-there. What the peer may do beyond that its pass says, which comes from the run's owner (see `invitation`).
+there. What the peer may do beyond that its pass says, which comes from the run's owner (see `invitations`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from trainkit.swarm.messages import MOST_PEERS, progress_of
 #
 # The answer depends on the record and the owner's key only, not on the time or on who was revoked meanwhile: of many
 # records under one key hivemind refuses all as soon as it refuses one, so that those who store and those who read
-# must agree. Who was revoked cannot store (see `authorizer`), and what it has stored expires.
+# must agree. Who was revoked cannot store (see `Authorizer`), and what it has stored expires.
 
 MANIFEST, PROGRESS = "trainkit_manifest", "trainkit_progress"
 CREDITS, REVOKED, BANNED = "trainkit_credits", "trainkit_revoked", "trainkit_banned"

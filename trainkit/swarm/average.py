@@ -1,6 +1,6 @@
 """The end of a round: find the others, average with them over hivemind, judge the average, and make the outer step.
 
-The average may arrive while the next round is being trained, and a round that fails costs nothing: see `outer`.
+The average may arrive while the next round is being trained, and a round that fails costs nothing: see `sync_diloco`.
 """
 
 from __future__ import annotations

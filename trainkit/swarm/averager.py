@@ -579,7 +579,7 @@ class _Averager(GuardedAverager):
         return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, tensors))}, (theta, momentum), None
 
     async def _load_state_from_peers(self, future: Any, timeout: float | None = None) -> None:
-        """Of the first who gives one that the owner's side has signed, see `donors`; None if nobody does."""
+        """Of the first who gives one that the owner's side has signed, see `read_state`; None if nobody does."""
         found = None
         try:
             found = await self._state_of_others()
@@ -679,7 +679,7 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: CollaborativeConfi
         prefix=f"{run_id}_common",
         min_matchmaking_time=config.matchmaking_seconds,
         request_timeout=min(1.0, config.matchmaking_seconds / 2),
-        # Parts are cut alike by all peers, and written by `codecs`.
+        # Parts are cut alike by all peers, and written by `trainkit.swarm.exchange`.
         compression=NoCompression(),
         part_size_bytes=4 * PART,
         state_compression=NoCompression(),

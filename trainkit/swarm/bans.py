@@ -316,7 +316,7 @@ _EVENTS: Mapping[Action, Remark] = {
 
 
 class Screening(Protocol):
-    """The averager, as far as the sentry asks it (`guarding.GuardedAverager`)."""
+    """The averager, as far as the sentry asks it (`trainkit.swarm.averager.GuardedAverager`)."""
 
     def expect(self, possible: Mapping[str, float]) -> None: ...
     def findings(self) -> Collection[Any]: ...

@@ -211,7 +211,7 @@ class SwarmDHT:
         return seen
 
     def upload(self, peers: Sequence[str], *, enough: float = math.inf) -> Uploaded:
-        """How much this peer can send in a second to somebody at ``peers``, see `upload.measure`."""
+        """How much this peer can send in a second to somebody at ``peers``, see `dialback.measure`."""
         work = partial(dialback.measure, to=tuple(peers), enough=enough)
         found: Uploaded = self.in_dht(work, _UPLOAD_SECONDS, Uploaded(0.0))
         return found

@@ -134,8 +134,8 @@ class Arrivals(Protocol):
 class Link:
     """Measured where it counts: by how long those who average have waited for this peer.
 
-    Of what was measured before the first round (see `upload`) only that counts that is too slow; otherwise a peer sends
-    everything in its first round, and whatever of it is late is left out and sent later.
+    Of what was measured before the first round (see `dialback.measure`) only that counts that is too slow; otherwise a
+    peer sends everything in its first round, and whatever of it is late is left out and sent later.
 
     Args:
         values: in the vector.

@@ -90,7 +90,7 @@ def manifests_in(found: Any) -> dict[str, Manifest]:
 
 
 def progress_in(found: Any) -> dict[str, PeerProgress]:
-    """Peer id -> progress, of what the DHT returned for `trust.PROGRESS`."""
+    """Peer id -> progress, of what the DHT returned for `access.PROGRESS`."""
     read = {peer: progress_of(value) for peer, value in _records(found).items()}
     return {peer: own for peer, own in read.items() if own is not None}
 

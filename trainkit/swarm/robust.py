@@ -388,7 +388,7 @@ class Round:
     reducers: tuple[str, ...] = ()
     """Ids of the others that have averaged for this peer."""
     untrue: tuple[Verdict, ...] = ()
-    """Of those whose averages were not used, see `appraisal`."""
+    """Of those whose averages were not used, see `trainkit.swarm.average`."""
     collapsed: str = ""
     """Why this peer's own training of the round was given up; empty if it was not."""
     advice: str = ""

@@ -342,7 +342,7 @@ def _timed_update(p: Peer, inner: _Inner, now: float) -> float:
 
 # A peer's loop where peers average gradients: gather until all of them together have enough, agree, update, go on.
 #
-# How long a round lasts is for the peers' speed to say, see `tally`. Peers that only call out look for a group from
+# How long a round lasts is for the peers' speed to say, see `Tally`. Peers that only call out look for a group from
 # the beginning of a round on and are found by those who lead one, who look for the others when the end is near.
 
 # How often peers tell how far they are, and ask.

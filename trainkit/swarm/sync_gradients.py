@@ -4,7 +4,7 @@ What `hivemind.Optimizer` does in its default mode: a peer's ``step`` only gathe
 have gathered those of ``train.global_batch_size`` samples, they are averaged by samples, and every peer makes the same
 update. hivemind's DHT, matchmaking and all-reduce are used as in `diloco`. The class itself is not: each of the three
 parts that it is made of has to be replaced for what it does in version 1.1.12, and around them nothing is left of it
-but the order of the calls, which is here and in `synchronous`.
+but the order of the calls, which is here and in `rounds`.
 
 - Its `GradientAverager` empties its sums before it knows what becomes of the round, so that a failed round makes an
   update from zeros; takes the group that formed for what arrived; and averages whatever it is sent. Here `Gathered`
@@ -15,7 +15,7 @@ but the order of the calls, which is here and in `synchronous`.
   calls out. Here all peers make one update from the very same bits, a state comes from the owner's side with a signed
   digest, the rate is a function of the round, and nothing depends on who can be reached.
 - Its `ProgressTracker` lets any record end everybody's round, or send them all for a newer state. Here a volunteer's
-  word counts in bounds, and only the owner's side says that there is a newer state: see `tally`.
+  word counts in bounds, and only the owner's side says that there is a newer state: see `robust.Tally`.
 
 Steps and averaging are never delayed against each other, which hivemind allows and where its peers fall out of step.
 """

@@ -47,7 +47,7 @@ class PeerRow:
     name: str
     """As it calls itself."""
     credited: str
-    """Under which name its work is counted, see `invitation.credited`."""
+    """Under which name its work is counted, see `invitations.credited`."""
     peer: str
     role: Literal["creator", "public", "client"]
     """Others reach a public one; a client only calls out, as behind a router."""
