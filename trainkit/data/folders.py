@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainkit import fileio
-from trainkit.data.base import ModelInput, Transform
+from trainkit.data.base import ModelInput, Transform, require
 from trainkit.errors import RunFailedError, UserError
 
 if TYPE_CHECKING:
@@ -460,6 +460,15 @@ def photo_transforms(
     mode = expected.interpolation if expected else "bilinear"
     evaluate = CenterCrop(image_size, round(image_size / (expected.crop if expected else 224 / 256)), mode)
     return (RandomResizedCrop(image_size, mode) if augment else evaluate), evaluate
+
+
+def require_photo_options(image_size: int, in_chans: int, val_fraction: float, test_fraction: float) -> None:
+    """Refuse options that no data set of photographs can have."""
+    require(image_size >= 8, "image_size", image_size, "8 or more")
+    require(in_chans in (1, 3), "in_chans", in_chans, "3, or 1 for gray images")
+    require(0.0 < val_fraction < 1.0, "val_fraction", val_fraction, "between 0 and 1")
+    require(0.0 < test_fraction < 1.0, "test_fraction", test_fraction, "between 0 and 1")
+    require(val_fraction + test_fraction < 1.0, "val_fraction", val_fraction, "less than 1 with data.test_fraction")
 
 
 class RandomResizedCrop:

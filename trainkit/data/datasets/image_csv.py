@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, require, stratified_split
+from trainkit.data.base import DataInfo, Splits, stratified_split
 from trainkit.data.download import Say
-from trainkit.data.folders import read_image
+from trainkit.data.folders import read_image, require_photo_options
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,11 +115,7 @@ def locate(
     **others: object,
 ) -> None:
     """Check the options, and that the file says what it should."""
-    require(image_size >= 8, "image_size", image_size, "8 or more")
-    require(in_chans in (1, 3), "in_chans", in_chans, "3, or 1 for gray images")
-    require(0.0 < val_fraction < 1.0, "val_fraction", val_fraction, "between 0 and 1")
-    require(0.0 < test_fraction < 1.0, "test_fraction", test_fraction, "between 0 and 1")
-    require(val_fraction + test_fraction < 1.0, "val_fraction", val_fraction, "less than 1 with data.test_fraction")
+    require_photo_options(image_size, in_chans, val_fraction, test_fraction)
     table = _read(root / file)
     if not table.classes:
         raise UserError(f"{root / file} has no labels.", why="Its column labels is empty.", fix=_EXAMPLE)

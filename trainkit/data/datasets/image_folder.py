@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from trainkit.data.base import DataInfo, Splits, require, size_left, stratified_split
+from trainkit.data.base import DataInfo, Splits, size_left, stratified_split
 from trainkit.data.download import Say
 from trainkit.data.folders import (
     Files,
@@ -18,6 +18,7 @@ from trainkit.data.folders import (
     no_images,
     read_split,
     require_classes,
+    require_photo_options,
     scan,
 )
 from trainkit.errors import UserError
@@ -79,11 +80,7 @@ def locate(
     root: Path, *, image_size: int, in_chans: int, val_fraction: float, test_fraction: float, **others: object
 ) -> None:
     """Check the options, and that ``root`` has one of the two layouts."""
-    require(image_size >= 8, "image_size", image_size, "8 or more")
-    require(in_chans in (1, 3), "in_chans", in_chans, "3, or 1 for gray images")
-    require(0.0 < val_fraction < 1.0, "val_fraction", val_fraction, "between 0 and 1")
-    require(0.0 < test_fraction < 1.0, "test_fraction", test_fraction, "between 0 and 1")
-    require(val_fraction + test_fraction < 1.0, "val_fraction", val_fraction, "less than 1 with data.test_fraction")
+    require_photo_options(image_size, in_chans, val_fraction, test_fraction)
     folder = root / "train" if (root / "train").is_dir() else root
     if not folder.is_dir():
         raise UserError(
