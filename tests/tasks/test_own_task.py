@@ -143,11 +143,18 @@ def test_somebody_elses_run_does_not_bring_its_task_unasked(home: Path, tmp_path
     assert "task.name=ages_task:build" in done.stderr
 
 
-def test_what_is_no_task_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    (tmp_path / "ages_task.py").write_text(TASK.replace("return Ages(delta)", "return delta"))
+@pytest.mark.parametrize(
+    ("line", "instead", "says"),
+    [
+        ("return Ages(delta)", "return delta", "returned no Task."),
+        ("def metrics(", "def metric(", "returned a Task without metrics."),
+    ],
+)
+def test_what_is_no_task_is_refused_before_there_is_a_run(tmp_path: Path, line: str, instead: str, says: str) -> None:
+    (tmp_path / "ages_task.py").write_text(TASK.replace(line, instead))
     (tmp_path / "ages_data.py").write_text(DATA)
     done = run_command("train", "single", *SETTINGS, "--run-dir", "run", cwd=tmp_path)
     assert done.returncode == 2
-    assert "ages_task:build returned no Task." in done.stderr
+    assert f"ages_task:build {says}" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()

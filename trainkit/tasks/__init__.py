@@ -43,4 +43,11 @@ def build_task(config: Config, splits: Splits) -> Task:
             fix="Return a subclass of trainkit.tasks.base.Task with loss, sums and metrics.",
             key="task.name",
         )
+    if unwritten := [method for method in ("loss", "sums", "metrics") if not task.has(method)]:
+        raise UserError(
+            f"{name} returned a Task without {' and '.join(unwritten)}.",
+            why=f"Each run needs loss, sums and metrics of {type(task).__name__}.",
+            fix="Write what is missing: trainkit.tasks.base.Task says what each is given and returns.",
+            key="task.name",
+        )
     return task
