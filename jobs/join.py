@@ -125,9 +125,9 @@ def take_part(
     """
     from trainkit.ranks.signals import stop_on_signal
     from trainkit.swarm.address import announced
-    from trainkit.swarm.peer import by_hand, join_swarm, leave_on_interrupt
+    from trainkit.swarm.peer import join_swarm, leave_on_interrupt, terminal_peer
 
-    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
+    with terminal_peer() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         return join_swarm(
             entry,
             overrides=overrides,

@@ -70,7 +70,7 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         _create_parser().error("the following arguments are required: PRESET")
     from trainkit.ranks.signals import stop_on_signal
     from trainkit.swarm.address import announced
-    from trainkit.swarm.peer import by_hand, create_swarm, leave_on_interrupt
+    from trainkit.swarm.peer import create_swarm, leave_on_interrupt, terminal_peer
 
     check_peer_flags(args)
     overrides = [*args.overrides, *(["collaborative.open=true"] if args.open else [])]
@@ -78,7 +78,7 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
     port = args.port or loaded.config.collaborative.port
-    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
+    with terminal_peer() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         ending, run_dir = create_swarm(
             loaded.config,
             open_run=lambda config: peer.begin(make_run(config, args.run_dir, loaded.name, env)),
@@ -279,10 +279,10 @@ def _go_on(
     loaded = load(str(run.config))
     require_own_code(run.path, loaded, allow_code=allow_code)
     from trainkit.ranks.signals import stop_on_signal
-    from trainkit.swarm.address import home_of, identity_in
-    from trainkit.swarm.peer import by_hand, leave_on_interrupt, resume_swarm
+    from trainkit.swarm.address import identity_in, saved_peer
+    from trainkit.swarm.peer import leave_on_interrupt, resume_swarm, terminal_peer
 
-    home = home_of(run)
+    home = saved_peer(run)
     if home is not None and home.is_anchor:
         there = ("--port", home.port, *(("--announce", home.announce) if home.announce else ()))
         again = terminal.command("swarm", "anchor", "TOKEN", *there, "--identity", identity_in(run))
@@ -291,7 +291,7 @@ def _go_on(
             why="An anchor takes over the state of the swarm whenever it joins.",
             fix=f"Under the same address: {again}",
         )
-    with by_hand() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
+    with terminal_peer() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
         ending, run_dir = resume_swarm(
             run,
             loaded.config,

@@ -15,10 +15,10 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import Attempt, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
-from trainkit.swarm.address import Home
+from trainkit.swarm.address import SavedPeer
 
 Command = Callable[..., Any]
-HOME = Home("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711)
+HOME = SavedPeer("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711)
 
 
 def ended_process() -> ProcessId:
@@ -41,7 +41,7 @@ def test_a_peer_that_has_joined_is_told_to_join_again(command: Command, run: Run
 
 
 def test_an_anchor_is_told_how_to_come_back_under_its_address(command: Command, run: RunDir) -> None:
-    Home(HOME.run_id, HOME.first_round, "0.0.0.0", 4711, is_anchor=True).write(run)
+    SavedPeer(HOME.run_id, HOME.first_round, "0.0.0.0", 4711, is_anchor=True).write(run)
     done = command("resume", run.name)
     assert done.code == 2
     assert f"jobs.swarm anchor TOKEN --port 4711 --identity {run.path}/swarm_identity" in done.err

@@ -16,16 +16,16 @@ from trainkit.swarm import address
 from trainkit.swarm.address import (
     MOST_APART,
     MOST_OTHERS,
-    Home,
     Memory,
+    SavedPeer,
     ahead_by,
     announced,
-    home_of,
     how_to_be_reached,
     identity_in,
     keep_identity,
     known_of,
     require_same_time,
+    saved_peer,
     worth_dialling,
 )
 
@@ -203,7 +203,7 @@ def test_others_are_named_with_how_far_they_are_off_and_the_remedy(ahead: float,
     assert "timedatectl set-ntp true" in error.value.fix
 
 
-HOME = Home("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, None, "anna")
+HOME = SavedPeer("hivemind-0001-0123abcd", 448830083, "0.0.0.0", 4711, None, "anna")
 
 
 def at_home(port: int) -> str:
@@ -218,18 +218,18 @@ def run(tmp_path: Path) -> RunDir:
 def test_a_peer_comes_back_to_the_place_that_it_has_left(run: RunDir) -> None:
     home = replace(HOME, announce="/dns/swarm.example.org/tcp/4711", others=(at_home(1), at_home(2)))
     home.write(run)
-    assert home_of(run) == home
+    assert saved_peer(run) == home
 
 
 def test_a_run_that_was_no_swarm_has_no_home(run: RunDir) -> None:
-    assert home_of(run) is None
+    assert saved_peer(run) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"run_id": "a"}', '{"run_id": "a", "first_round": "x"}'])
 def test_a_home_that_says_nothing_is_refused_by_its_file(run: RunDir, text: str) -> None:
     (run.path / "swarm.json").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"swarm\.json does not say where the swarm was"):
-        home_of(run)
+        saved_peer(run)
 
 
 def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from trainkit.errors import UserError
 from trainkit.swarm.messages import PeerProgress
 
 if TYPE_CHECKING:
-    from trainkit.swarm.creator import Twin
+    from trainkit.swarm.creator import DuplicateCreator
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -76,13 +76,13 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def twin(said: list[str]) -> Twin:
-    from trainkit.swarm.creator import Twin
+def twin(said: list[str]) -> DuplicateCreator:
+    from trainkit.swarm.creator import DuplicateCreator
 
-    return Twin(HERE, 900.0, said.append)
+    return DuplicateCreator(HERE, 900.0, said.append)
 
 
-def test_one_that_has_come_later_is_told_of_once(twin: Twin, said: list[str]) -> None:
+def test_one_that_has_come_later_is_told_of_once(twin: DuplicateCreator, said: list[str]) -> None:
     for _ in range(3):
         twin.look(replace(TOLD, addresses=[at("10.0.0.2")]))
     assert len(said) == 1
@@ -95,7 +95,7 @@ def test_one_that_has_come_later_is_told_of_once(twin: Twin, said: list[str]) ->
     ids=["nothing", "its own", "no addresses", "of its earlier life"],
 )
 def test_what_the_swarm_knows_of_this_very_peer_is_no_twin(
-    twin: Twin, said: list[str], told: PeerProgress | None
+    twin: DuplicateCreator, said: list[str], told: PeerProgress | None
 ) -> None:
     twin.look(told)
     assert said == []

@@ -48,9 +48,9 @@ class Swarm:
 def present_clock(swarm: Swarm) -> list[RoundClock]:
     from trainkit.swarm.guest import _Guest
 
-    seat = SimpleNamespace(stop_requested=lambda: len(swarm.done) > 12)
+    spec = SimpleNamespace(stop_requested=lambda: len(swarm.done) > 12)
     entry = SimpleNamespace(addresses=("/ip4/203.0.113.7/tcp/4711/p2p/Qm",))
-    guest: Any = _Guest(MANIFEST, CONFIG, entry, seat, swarm, swarm, swarm, None)  # type: ignore[arg-type]
+    guest: Any = _Guest(MANIFEST, CONFIG, entry, spec, swarm, swarm, swarm, None)  # type: ignore[arg-type]
     watch = SimpleNamespace(poll=lambda: None, stopped=False)
     return list(guest._present_clock(SimpleNamespace(watch=watch, clock=OLD)))
 

@@ -13,7 +13,7 @@ import pytest
 
 from trainkit.config.task import metrics_of
 from trainkit.run.contributions import Contribution
-from trainkit.swarm.reader import Told
+from trainkit.swarm.reader import SwarmRecords
 from trainkit.swarm.view import PeerRow, View, as_object, leaderboard_lines, status_lines, view_of
 
 ANNA = PeerRow("anna", "anna", "QmAnna12345", "creator", 4, 2, 6, 6, 640, 1234.5, 0.25, 4_510_000, 800, 3.2)
@@ -95,7 +95,7 @@ CREATOR = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ADDRESS = f"/ip4/203.0.113.7/tcp/4711/p2p/{CREATOR}"
 
 
-def told(**own: Any) -> Told:
+def told(**own: Any) -> SwarmRecords:
     """A swarm of its creator and one stranger, whose record says ``own``."""
     from trainkit.config.loading import load, to_yaml
     from trainkit.swarm.messages import Manifest, progress_of
@@ -111,7 +111,7 @@ def told(**own: Any) -> Told:
     progress = {peer: found for peer, record in said.items() if (found := progress_of(record)) is not None}
     mine = [Contribution("anna", 1, 64.0, 8.0, 0)]
     theirs = [Contribution("mallory", 1, 1e9, 1e9, 0)]
-    return Told({CREATOR: manifest}, progress, {CREATOR: mine, "QmStranger": theirs})
+    return SwarmRecords({CREATOR: manifest}, progress, {CREATOR: mine, "QmStranger": theirs})
 
 
 def test_a_peer_is_credited_by_its_invitation_whatever_it_calls_itself() -> None:

@@ -316,7 +316,7 @@ MOST_OTHERS = 16
 
 
 @dataclass(frozen=True)
-class Home:
+class SavedPeer:
     """A peer's place in a swarm, beyond the life of its process."""
 
     run_id: str
@@ -337,8 +337,8 @@ class Home:
         fileio.write(run.path / _FILE, json.dumps(asdict(self), indent=2) + "\n", run.path)
 
 
-def home_of(run: RunDir) -> Home | None:
-    """What `Home.write` has kept there; None if nothing.
+def saved_peer(run: RunDir) -> SavedPeer | None:
+    """What `SavedPeer.write` has kept there; None if nothing.
 
     Raises UserError for a file that says something else.
     """
@@ -347,7 +347,7 @@ def home_of(run: RunDir) -> Home | None:
     found = fileio.read_object(run.path / _FILE)
     try:
         announce = found.get("announce")
-        return Home(
+        return SavedPeer(
             run_id=str(found["run_id"]),
             first_round=int(found["first_round"]),
             host=str(found["host"]),
@@ -366,13 +366,13 @@ def home_of(run: RunDir) -> Home | None:
 
 
 class Memory:
-    """Whom a peer can turn to when it has lost the swarm, kept up to date; on the disk if it has a `Home` there."""
+    """Peers to turn to when the swarm is lost, kept up to date; also on disk, in the `SavedPeer` there."""
 
     def __init__(self, others: Sequence[str]) -> None:
         self.others = known_of(others)
-        self._kept: tuple[RunDir, Home] | None = None
+        self._kept: tuple[RunDir, SavedPeer] | None = None
 
-    def keep_in(self, run: RunDir, home: Home) -> None:
+    def keep_in(self, run: RunDir, home: SavedPeer) -> None:
         """From now on also there."""
         self._kept = run, home
         self._write()

@@ -34,7 +34,7 @@ from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir, find_run, list_runs, runs_root
 from trainkit.swarm import address, processes
 from trainkit.swarm import invitations as swarm_invitations
-from trainkit.swarm.address import ADDRESS_FILE, home_of
+from trainkit.swarm.address import ADDRESS_FILE, saved_peer
 from trainkit.swarm.invitations import (
     NOBODY,
     Key,
@@ -591,7 +591,7 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
     """
     try:
         found = fileio.read_text(run.path / ADDRESS_FILE).split()
-        home = home_of(run)  # which knows its anchors
+        home = saved_peer(run)  # which knows its anchors
         return tuple(dict.fromkeys(address.check(item) for item in (*found, *(home.others if home else ()))))
     except FileNotFoundError:
         raise UserError(

@@ -100,7 +100,7 @@ def _in_words(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Seat:
+class PeerSpec:
     """One peer's place: who it is, its device, and what it is asked to do besides training."""
 
     name: str
@@ -148,7 +148,7 @@ def common_state(config: Config, splits: Splits) -> CommonState:
 @contextmanager
 def averaged(
     config: Config,
-    seat: Seat,
+    spec: PeerSpec,
     splits: Splits,
     common: CommonState,
     dht: SwarmDHT,
@@ -162,17 +162,17 @@ def averaged(
 
     In this order: the averager's process is forked, which must be before CUDA is used for the first time.
     """
-    ranks = seat.env if seat.team else replace(seat.env, rank=0, world_size=1)
+    ranks = spec.env if spec.team else replace(spec.env, rank=0, world_size=1)
     with (
         open_averager(dht, common, config.collaborative, run_id) as averager,
-        distributed(ranks, use_gpu=wants_gpu(config), secret=seat.secret, collective_timeout=PATIENCE) as dist,
+        distributed(ranks, use_gpu=wants_gpu(config), secret=spec.secret, collective_timeout=PATIENCE) as dist,
         spread(config, dist, splits, common, dht.peer_id) as team,
     ):
         if isinstance(common, GradientState):
             team = replace(team, parts=GatheringParts.of(team.parts, common.gathered))
         agreed = config.collaborative
         link = Link(
-            common.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), seat.max_upload, measured
+            common.theta.numel(), agreed.compression, agreed.round_seconds, patience(agreed), spec.max_upload, measured
         )
         yield team, Averaging(averager, dht, common, agreed, link)
 
@@ -191,7 +191,7 @@ def take_part(peer: Peer) -> Ending:
 
 
 def peer_at(
-    seat: Seat,
+    spec: PeerSpec,
     team: Team,
     common: CommonState,
     averaging: Averaging,
@@ -200,9 +200,9 @@ def peer_at(
     watch: Watch,
     progress: Progress,
 ) -> Peer:
-    """The peer of a seat; its creator adds what only a creator does."""
+    """The peer of a spec; its creator adds what only a creator does."""
     return Peer(
-        name=seat.name,
+        name=spec.name,
         parts=team.judge,
         team=team,
         clock=clock,
@@ -213,17 +213,17 @@ def peer_at(
         sentry=Sentry(
             averaging.screening,
             dht.excluded.bans,
-            say=seat.say,
+            say=spec.say,
             enforce=lambda banned: _shut_out(dht, banned),
             invitation_of=lambda peer: banned_with(dht.member(peer), peer, dht.peer_id),
             judges_reducers=dht.own.grant.role == "owner",
         ),
         data_seed=data_seed(team.parts.config, dht.peer_id),
-        stop_requested=seat.stop_requested,
+        stop_requested=spec.stop_requested,
         progress=progress,
-        beat=seat.beat,
-        trains=seat.trains,
-        addresses=() if seat.host is None else tuple(dht.addresses()),
+        beat=spec.beat,
+        trains=spec.trains,
+        addresses=() if spec.host is None else tuple(dht.addresses()),
     )
 
 

@@ -13,25 +13,24 @@ from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import UserError
+from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
 from trainkit.swarm import access, address, dialback
 from trainkit.swarm.access import REVOKED
-from trainkit.swarm.address import Home, Memory, addresses_in, home_of, identity_in, keep_identity
-from trainkit.swarm.admission import Admission, keep_key, key_of, own_pass
+from trainkit.swarm.address import Memory, SavedPeer, addresses_in, identity_in, keep_identity, known_of, saved_peer
+from trainkit.swarm.admission import Admission, Owner, keep_key, key_of, own_pass
 from trainkit.swarm.agreement import facts_of, meeting_place
-from trainkit.swarm.assemble import Seat, averaged, clock_at, common_state, kept, peer_at, take_part
+from trainkit.swarm.assemble import PeerSpec, averaged, clock_at, common_state, kept, peer_at, take_part
 from trainkit.swarm.average import Averaging
 from trainkit.swarm.dht import SwarmDHT, Watch, open_dht
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.link import creators_share, fitted
 from trainkit.swarm.messages import Manifest, PeerProgress, RoundClock
 from trainkit.swarm.records import Credits, RoundKeeper, take_over
-from trainkit.swarm.rounds import LOST_AFTER, NEWS_SECONDS, Ending
+from trainkit.swarm.rounds import LOST_AFTER, NEWS_SECONDS, Ending, Peer
 from trainkit.swarm.settings import check_peer
 from trainkit.swarm.sync_diloco import CommonState
 from trainkit.training.recorder import Progress, Recorder
-
-# A run that goes on in two places: two creators with one key, from copies of one run folder, lead two swarms.
 
 _DIAL_SECONDS = 30.0
 
@@ -65,8 +64,8 @@ def require_alone(dht: SwarmDHT, known: Sequence[str]) -> None:
 
 
 @dataclass
-class Twin:
-    """Looks for one that has come later, while training."""
+class DuplicateCreator:
+    """Finds another creator with the key of this run: from copies of one run folder, two of them lead two swarms."""
 
     own: Sequence[str]
     """This peer's addresses."""
@@ -92,64 +91,119 @@ class Twin:
 _CATCH_UP_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class _Creator:
+    """What a creator does besides training."""
+
+    manifest: Manifest
+    owner: Owner
+    dht: SwarmDHT
+    clock: RoundClock
+    watch: Watch
+    memory: Memory
+    duplicate: DuplicateCreator
+
+    def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
+        """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""
+        if revoked := self.owner.revoked():
+            self.dht.excluded.hear(REVOKED, revoked)
+            self.dht.publish_excluded()
+        # From now on: a record only replaces one that would expire earlier.
+        expires = self.clock.count * self.clock.seconds + 600.0
+        self.dht.publish_manifest(replace(self.manifest, stopped=stopped), expires, wait=wait)
+
+    def before_round(self) -> None:
+        """Publish again, and note who can be reached and whether another machine leads this run."""
+        self.publish()
+        self.memory.note(self.watch.reachable())
+        self.duplicate.look(self.watch.peers.get(self.dht.peer_id))
+
+    def peer(self, peer: Peer, writer: Writer, rounds: RoundKeeper) -> Peer:
+        """``peer`` as a creator: it keeps the records and the account, and waits for the others where it is."""
+        seconds = self.clock.seconds
+        credits = Credits(
+            writer,
+            lambda: peer.pace.round_seconds or seconds,
+            lambda known: self.dht.publish_credits(known, LOST_AFTER * seconds + 60.0),
+        )
+        return replace(
+            peer,
+            sentry=replace(peer.sentry.keeping(writer.run, rounds.remark), credit=credits.count),
+            after_round=rounds.after_round,
+            remark=rounds.remark,
+            may_be_alone=True,
+            before_round=self.before_round,
+            look_around=lambda: self.dht.look_for(self.memory.others),
+        )
+
+    def leave(self, ending: Ending) -> None:
+        """Stay until the others can do without this peer."""
+        if ending == "stopped":
+            self.publish(stopped=True, wait=True)
+            if self.watch.others(time.time() - LOST_AFTER * self.clock.seconds):
+                time.sleep(4 * NEWS_SECONDS + self.watch.pause)  # with this peer the news would vanish
+        else:
+            # The others may still be fetching their part of the last round's average from this peer.
+            time.sleep(max(0.0, self.clock.end + 2.0 - time.time()))
+
+
 def create(
     config: Config,
-    seat: Seat,
+    spec: PeerSpec,
     *,
     announce: Callable[[RunDir, list[str]], None],
     prefer_host: str | None = None,
 ) -> tuple[Ending, RunDir]:
-    """Start a swarm, or go on with that of ``seat.folder``; train in it until the last round, and keep its records.
+    """Start a swarm, or go on with that of ``spec.folder``; train in it until the last round, and keep its records.
 
     Args:
         announce: called once others can join, with the addresses, best first.
         prefer_host: IP address by which others know this machine.
     """
-    assert seat.open_run is not None
-    assert seat.host is not None
-    check_peer(config, ranks=1, max_upload=seat.max_upload)
-    splits = build_data(config.data)
-    home = home_of(seat.folder) if seat.folder is not None else None
-    file = seat.identity or (identity_in(seat.folder) if seat.folder is not None else None)
-    key = key_of(seat.folder.path) if seat.folder is not None else Key.generate()
+    assert spec.open_run is not None
+    assert spec.host is not None
+    check_peer(config, ranks=1, max_upload=spec.max_upload)
+    splits, folder = build_data(config.data), spec.folder
+    saved = saved_peer(folder) if folder is not None else None
+    memory = Memory(saved.others if saved is not None else ())
+    file = spec.identity or (identity_in(folder) if folder is not None else None)
+    key = key_of(folder.path) if folder is not None else Key.generate()
     admission = Admission(key.public, open_run=config.collaborative.open)
     with (
-        access.identity(file, own_pass(key, seat.name), admission) as identity,
-        open_dht(identity, host=seat.host, port=seat.port, announce=seat.announce) as dht,
+        access.identity(file, own_pass(key, spec.name), admission) as identity,
+        open_dht(identity, host=spec.host, port=spec.port, announce=spec.announce) as dht,
     ):
-        if seat.folder is not None:
-            dht.excluded.remember(seat.folder.path)
-        if seat.folder is not None and home is not None:
-            dht.reconnect(home.others)
-            require_alone(dht, addresses_in(seat.folder))
+        if folder is not None:
+            dht.excluded.remember(folder.path)
+        if folder is not None and saved is not None:
+            dht.reconnect(saved.others)
+            require_alone(dht, addresses_in(folder))
         common = common_state(config, splits)
-        if seat.max_upload is not None:
+        if spec.max_upload is not None:
             values = common.theta.numel()
-            rounds_as_fit = fitted(config.collaborative, values, seat.max_upload)
+            rounds_as_fit = fitted(config.collaborative, values, spec.max_upload)
             config = config.model_copy(update={"collaborative": rounds_as_fit})
-            seat.say(creators_share(rounds_as_fit, values, seat.max_upload))
+            spec.say(creators_share(rounds_as_fit, values, spec.max_upload))
         facts = facts_of(config, splits, common.model)
-        writer = seat.open_run(config)
+        writer = spec.open_run(config)
         run_dir = writer.run
         owner = keep_key(run_dir.path, key)
         keep_identity(run_dir, identity.path)
         # Unguessable, and the same for as long as the run lasts: survivors know by it that this is their swarm.
-        run_id = home.run_id if home is not None else f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
-        memory = Memory(home.others if home is not None else ())
+        run_id = saved.run_id if saved is not None else f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
         with (
-            averaged(config, seat, splits, common, dht, meeting_place(run_id, facts)) as (team, averaging),
+            averaged(config, spec, splits, common, dht, meeting_place(run_id, facts)) as (team, averaging),
             kept(config, writer, team.judge, judges=True) as (checkpoints, metrics),
         ):
-            parts = team.judge
             found = checkpoints.restore(
-                parts.model, None, extra=["common"], accept=lambda found: take_over(found, common)
+                team.judge.model, None, extra=["common"], accept=lambda found: take_over(found, common)
             )
             progress = Progress.of(found.state) if found else Progress()
             if common.round >= config.collaborative.rounds:
                 return "finished", run_dir
             if found:
-                seat.say(_goes_on(common))
-            clock = _clock(config, common, home, memory, dht, averaging, seat)
+                spec.say(_goes_on(common))
+            clock = _clock(config, common, saved, dht, averaging, spec)
             averaging.share()
             manifest = Manifest(
                 run_id=run_id,
@@ -163,59 +217,22 @@ def create(
                 open_run=config.collaborative.open,
                 facts=facts,
             )
-
-            def publish(manifest: Manifest, *, wait: bool = False) -> None:
-                # `swarm revoke` has written it there.
-                if revoked := owner.revoked():
-                    dht.excluded.hear(REVOKED, revoked)
-                    dht.publish_excluded()
-                # From now on: a record only replaces one that would expire earlier.
-                dht.publish_manifest(manifest, clock.count * clock.seconds + 600.0, wait=wait)
-
-            publish(manifest, wait=True)
-            addresses = dht.addresses(prefer_host)
-            memory.keep_in(run_dir, Home(run_id, clock.first, seat.host, dht.port, seat.announce, seat.name))
+            watch, addresses = Watch(dht, dht.peer_id, clock.oldest_news), dht.addresses(prefer_host)
+            duplicate = DuplicateCreator(addresses, time.time(), spec.say)
+            creator = _Creator(manifest, owner, dht, clock, watch, memory, duplicate)
+            creator.publish(wait=True)
+            memory.keep_in(run_dir, SavedPeer(run_id, clock.first, spec.host, dht.port, spec.announce, spec.name))
             announce(run_dir, addresses)
-            watch = Watch(dht, dht.peer_id, clock.oldest_news)
-            keeper = Recorder(parts, writer, checkpoints, metrics, progress, seat.beat)
-            rounds = RoundKeeper(keeper, common, clock, watch, role="judge", say=seat.say)
-
-            forgotten = LOST_AFTER * clock.seconds + 60.0
-
-            twin = Twin(addresses, time.time(), seat.say)
-
-            def before_round() -> None:
-                publish(manifest)
-                memory.note(watch.reachable())
-                twin.look(watch.peers.get(dht.peer_id))
-
-            peer = peer_at(seat, team, common, averaging, dht, clock, watch, progress)
-            pace = peer.pace
-            credits = Credits(
-                writer, lambda: pace.round_seconds or clock.seconds, lambda known: dht.publish_credits(known, forgotten)
-            )
-            peer = replace(
-                peer,
-                sentry=replace(peer.sentry.keeping(run_dir, rounds.remark), credit=credits.count),
-                after_round=rounds.after_round,
-                remark=rounds.remark,
-                may_be_alone=True,
-                before_round=before_round,
-                look_around=lambda: dht.look_for(memory.others),
-            )
-            with rounds.recorded(seat.env):
-                ending = take_part(peer)
-                if ending == "stopped":
-                    publish(replace(manifest, stopped=True), wait=True)
-                    if watch.others(time.time() - LOST_AFTER * clock.seconds):
-                        time.sleep(4 * NEWS_SECONDS + watch.pause)  # with this peer the news would vanish
-                else:
-                    # The others may still be fetching their part of the last round's average from this peer.
-                    time.sleep(max(0.0, clock.end + 2.0 - time.time()))
+            keeper = Recorder(team.judge, writer, checkpoints, metrics, progress, spec.beat)
+            rounds = RoundKeeper(keeper, common, clock, watch, role="judge", say=spec.say)
+            peer = peer_at(spec, team, common, averaging, dht, clock, watch, progress)
+            with rounds.recorded(spec.env):
+                ending = take_part(creator.peer(peer, writer, rounds))
+                creator.leave(ending)
             if ending == "finished":
                 rounds.finish("finished")
                 writer.attempt.ended("COMPLETED", step=progress.step)
-            elif not seat.goes_on_later:
+            elif not spec.goes_on_later:
                 rounds.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
     return ending, run_dir
 
@@ -233,18 +250,17 @@ def _goes_on(common: CommonState) -> str:
 def _clock(
     config: Config,
     common: CommonState,
-    home: Home | None,
-    memory: Memory,
+    saved: SavedPeer | None,
     dht: SwarmDHT,
     averaging: Averaging,
-    seat: Seat,
+    spec: PeerSpec,
 ) -> RoundClock:
     """The run's clock. One that others have gone on by stays as it is; rounds that nobody trained in are made up."""
     settings = config.collaborative
-    if home is not None and dht.reconnect(memory.others):
-        clock, done = clock_at(config, common, home.first_round), common.round
+    if saved is not None and dht.reconnect(known_of(saved.others)):
+        clock, done = clock_at(config, common, saved.first_round), common.round
         if averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
-            seat.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
+            spec.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
         if done < common.round >= clock.index(time.time()):
             return clock
     if settings.sync == "gradients":  # nothing is agreed by the time

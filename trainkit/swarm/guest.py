@@ -13,10 +13,10 @@ from trainkit.errors import RunFailedError, UserError
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.swarm import access
-from trainkit.swarm.address import FORWARD, Home, Memory, keep_identity, require_same_time
+from trainkit.swarm.address import FORWARD, Memory, SavedPeer, keep_identity, require_same_time
 from trainkit.swarm.admission import Entry
 from trainkit.swarm.agreement import facts_of, meeting_place, require_same, without_data
-from trainkit.swarm.assemble import Seat, Waiting, averaged, clock_at, common_state, kept, peer_at, take_part
+from trainkit.swarm.assemble import PeerSpec, Waiting, averaged, clock_at, common_state, kept, peer_at, take_part
 from trainkit.swarm.average import Averaging
 from trainkit.swarm.dht import INTRODUCED_SECONDS, SwarmDHT, Watch, open_dht, read_manifest
 from trainkit.swarm.link import enough, in_words, load_for, volunteers_share
@@ -33,7 +33,7 @@ _ADOPT_SECONDS = 60.0
 
 def join(
     entry: Entry,
-    seat: Seat,
+    spec: PeerSpec,
     *,
     adapt: Callable[[Manifest], Config],
 ) -> tuple[Ending, RunDir | None]:
@@ -43,69 +43,69 @@ def join(
         adapt: the configuration for this machine, from the manifest's.
     """
     with (
-        access.identity(seat.identity, entry.own, entry.admission()) as identity,
+        access.identity(spec.identity, entry.own, entry.admission()) as identity,
         open_dht(
             identity,
             peers=entry.addresses,
-            host=seat.host,
-            port=seat.port,
-            announce=seat.announce,
-            proven=not seat.must_prove,
+            host=spec.host,
+            port=spec.port,
+            announce=spec.announce,
+            proven=not spec.must_prove,
         ) as dht,
     ):
-        if seat.must_prove:
-            seat = proven(dht, entry.addresses, seat)
+        if spec.must_prove:
+            spec = proven(dht, entry.addresses, spec)
         manifest = read_manifest(dht, entry.addresses)
         require_going_on(manifest)
         require_same_time(dht, entry.addresses)
         config = adapt(manifest)
-        check_peer(config, ranks=seat.env.world_size if seat.team else 1, max_upload=seat.max_upload)
+        check_peer(config, ranks=spec.env.world_size if spec.team else 1, max_upload=spec.max_upload)
         if _is_over(manifest, config):
             raise UserError(
                 f"The run {manifest.name} is over.",
                 why=f"All of its {config.collaborative.rounds} rounds are done.",
                 fix="Join another.",
             )
-        splits = build_data(config.data) if seat.trains else no_data(config.data.name, manifest)
+        splits = build_data(config.data) if spec.trains else no_data(config.data.name, manifest)
         common = common_state(config, splits)
         clock = clock_at(config, common, manifest.first_round)
-        if seat.max_upload is not None:
-            seat.say(volunteers_share(config.collaborative, common.theta.numel(), seat.max_upload))
+        if spec.max_upload is not None:
+            spec.say(volunteers_share(config.collaborative, common.theta.numel(), spec.max_upload))
         facts = facts_of(config, splits, common.model)
-        if not seat.trains:
+        if not spec.trains:
             facts = without_data(facts, manifest.facts, config)
         require_same(manifest.facts, facts)
         place = meeting_place(manifest.run_id, facts)
-        measured = _slow_upload(dht, entry, config, common, seat)
-        with averaged(config, seat, splits, common, dht, place, measured=measured) as (team, averaging):
+        measured = _slow_upload(dht, entry, config, common, spec)
+        with averaged(config, spec, splits, common, dht, place, measured=measured) as (team, averaging):
             parts = team.judge
             watch, progress = Watch(dht, _creator_of(dht, manifest), clock.oldest_news), Progress()
             memory = Memory(entry.addresses)
-            guest = _Guest(manifest, config, entry, seat, dht, averaging, common, memory)
+            guest = _Guest(manifest, config, entry, spec, dht, averaging, common, memory)
             peer = replace(
-                peer_at(seat, team, common, averaging, dht, clock, watch, progress),
+                peer_at(spec, team, common, averaging, dht, clock, watch, progress),
                 before_round=lambda: memory.note(watch.reachable()),
-                may_be_alone=not seat.trains,
+                may_be_alone=not spec.trains,
                 look_around=lambda: dht.look_for(memory.others),
             )
-            if seat.open_run is None:
+            if spec.open_run is None:
                 return guest.take_part(peer), None
-            writer = seat.open_run(config)
+            writer = spec.open_run(config)
             _go_on(progress, writer.run, len(splits.train))
-            seat.say(f"Run: {writer.run.path}")
-            if not seat.trains and seat.host is not None:
+            spec.say(f"Run: {writer.run.path}")
+            if not spec.trains and spec.host is not None:
                 keep_identity(writer.run, identity.path)
-                home = Home(manifest.run_id, clock.first, seat.host, dht.port, seat.announce, seat.name, True)
+                home = SavedPeer(manifest.run_id, clock.first, spec.host, dht.port, spec.announce, spec.name, True)
                 memory.keep_in(writer.run, home)
-                seat.opened(writer.run, dht.addresses())
+                spec.opened(writer.run, dht.addresses())
             # A volunteer's machine writes no accounts of a service.
             with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
-                keeper = Recorder(parts, writer, checkpoints, metrics, progress, seat.beat)
-                role: Role = "guest" if seat.trains else "anchor"
-                rounds = RoundKeeper(keeper, common, clock, watch, role=role, say=seat.say)
+                keeper = Recorder(parts, writer, checkpoints, metrics, progress, spec.beat)
+                role: Role = "guest" if spec.trains else "anchor"
+                rounds = RoundKeeper(keeper, common, clock, watch, role=role, say=spec.say)
                 sentry = peer.sentry.keeping(writer.run, rounds.remark)
                 peer = replace(peer, sentry=sentry, after_round=rounds.after_round, remark=rounds.remark)
-                with rounds.recorded(seat.env):
+                with rounds.recorded(spec.env):
                     ending = guest.take_part(peer, lost=rounds.lost, back=rounds.back)
                 if progress.step and ending != "stopped":
                     rounds.finish("finished" if ending == "finished" else "stopped")
@@ -114,40 +114,40 @@ def join(
     return ending, writer.run
 
 
-def proven(dht: SwarmDHT, addresses: Sequence[str], seat: Seat) -> Seat:
-    """The seat of a peer that wants to be reached: of one that only calls out, if it cannot be.
+def proven(dht: SwarmDHT, addresses: Sequence[str], spec: PeerSpec) -> PeerSpec:
+    """The spec of a peer that wants to be reached: of one that only calls out, if it cannot be.
 
     Raises UserError for a peer that would be of no use so.
     """
     seen = dht.prove(addresses)
     if seen.reached:
-        seat.say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
-        return replace(seat, must_prove=False)
+        spec.say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
+        return replace(spec, must_prove=False)
     why = f"it was dialled at {', '.join(seen.tried)}, in vain" if seen.tried else "nobody could dial it back"
-    if not seat.trains:
+    if not spec.trains:
         raise UserError(
             "Others cannot reach this machine, so it cannot be an anchor.",
             why=f"{why[0].upper()}{why[1:]}.",
             fix=FORWARD.format(port=dht.port),
         )
-    seat.say(f"Others cannot reach this machine: {why}. It takes part as a peer that only calls out.")
-    seat.say(f"  {FORWARD.format(port=dht.port)}")
-    return replace(seat, must_prove=False, host=None)
+    spec.say(f"Others cannot reach this machine: {why}. It takes part as a peer that only calls out.")
+    spec.say(f"  {FORWARD.format(port=dht.port)}")
+    return replace(spec, must_prove=False, host=None)
 
 
-def _slow_upload(dht: SwarmDHT, entry: Entry, config: Config, common: CommonState, seat: Seat) -> float | None:
+def _slow_upload(dht: SwarmDHT, entry: Entry, config: Config, common: CommonState, spec: PeerSpec) -> float | None:
     """Bytes per second that this peer can send; None if they are enough, or not known.
 
     With ``sync: gradients`` there is nothing that could be sent later.
     """
     agreed, values = config.collaborative, common.theta.numel()
     needed = enough(values, agreed.compression, agreed.round_seconds)
-    if not seat.trains or agreed.sync == "gradients":
+    if not spec.trains or agreed.sync == "gradients":
         return None
     measured = dht.upload(entry.addresses, enough=needed).rate
     if not 0.0 < measured < needed:
         return None
-    seat.say(in_words(load_for(measured, values, agreed.compression, agreed.round_seconds), measured))
+    spec.say(in_words(load_for(measured, values, agreed.compression, agreed.round_seconds), measured))
     return measured
 
 
@@ -158,7 +158,7 @@ class _Guest:
     manifest: Manifest
     config: Config
     entry: Entry
-    seat: Seat
+    spec: PeerSpec
     dht: SwarmDHT
     averaging: Averaging
     common: CommonState
@@ -175,7 +175,7 @@ class _Guest:
         """
         # Last of all: the state of a round is of use until that round ends.
         self._adopt(peer.clock)
-        self.seat.say(f"Joined {self.manifest.name} in round {peer.clock.index(time.time()) + 1}/{peer.clock.count}.")
+        self.spec.say(f"Joined {self.manifest.name} in round {peer.clock.index(time.time()) + 1}/{peer.clock.count}.")
         self.averaging.share()
         while True:
             ending = take_part(peer)
@@ -188,7 +188,7 @@ class _Guest:
                 return "ended" if peer.watch.stopped else "stopped"
             if ending == "lost":
                 back()
-            self.seat.say(f"Back in {self.manifest.name}, in round {clock.index(time.time()) + 1}/{clock.count}.")
+            self.spec.say(f"Back in {self.manifest.name}, in round {clock.index(time.time()) + 1}/{clock.count}.")
             peer = replace(peer, clock=clock)
 
     def _found_again(self, peer: Peer, *, must_wait: bool) -> RoundClock | None:
@@ -199,9 +199,9 @@ class _Guest:
             back.extend(self._present_clock(peer))
             return bool(back) or peer.watch.stopped
 
-        seat = self.seat
+        spec = self.spec
         if must_wait or not goes_on():
-            waiting = Waiting(self.dht.reconnect, goes_on, seat.stop_requested, seat.say, seat.patience)
+            waiting = Waiting(self.dht.reconnect, goes_on, spec.stop_requested, spec.say, spec.patience)
             waiting.until_back(self.memory.others)
         return back[0] if back else None
 
@@ -223,7 +223,7 @@ class _Guest:
         clock = clock_at(self.config, self.common, manifest.first_round)
         with suppress(RunFailedError):
             self._adopt(clock, seconds=2 * clock.seconds)
-            return [] if self.seat.stop_requested() else [clock]
+            return [] if self.spec.stop_requested() else [clock]
         return []
 
     def _manifest(self) -> Manifest | None:
@@ -246,14 +246,14 @@ class _Guest:
 
         Raises RunFailedError when no peer gives it in time.
         """
-        seat, deadline, pause = self.seat, time.monotonic() + max(seconds, 2 * clock.seconds), 0.5
-        while time.monotonic() < deadline and not seat.stop_requested():
+        spec, deadline, pause = self.spec, time.monotonic() + max(seconds, 2 * clock.seconds), 0.5
+        while time.monotonic() < deadline and not spec.stop_requested():
             if self.averaging.adopt(10.0) and self.common.round >= clock.index(time.time()):
                 return
             # Asked by everybody at once, the few peers that give it away would do nothing else.
             time.sleep(pause)
             pause = min(2 * pause, 8.0, clock.seconds / 4)
-        if seat.stop_requested():
+        if spec.stop_requested():
             return
         raise RunFailedError(
             "No peer gives away the state of the run.",

@@ -28,14 +28,14 @@ from trainkit.run.events import Attempt, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
 from trainkit.run.lease import ProcessId
 from trainkit.swarm import address, processes
-from trainkit.swarm.address import addresses_in, announced, home_of, how_to_be_reached, write_addresses
+from trainkit.swarm.address import addresses_in, announced, how_to_be_reached, saved_peer, write_addresses
 from trainkit.swarm.admission import KEY_FILE, SEEN, Entry, entry_of, invited, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
 from trainkit.swarm.local_ranks import follow_rank_0
 from trainkit.swarm.settings import adapted, check_own, require_collaborative, same_settings
 
 if TYPE_CHECKING:
-    from trainkit.swarm.assemble import Seat
+    from trainkit.swarm.assemble import PeerSpec
     from trainkit.swarm.messages import Manifest
     from trainkit.swarm.rounds import Ending
 
@@ -81,7 +81,7 @@ def create_swarm(
         )
     processes.require_hivemind()
     from trainkit.swarm import creator
-    from trainkit.swarm.assemble import Seat
+    from trainkit.swarm.assemble import PeerSpec
 
     def tell(run_dir: RunDir, addresses: list[str]) -> None:
         before = addresses_in(run_dir)
@@ -102,7 +102,7 @@ def create_swarm(
             say(line)
         say(f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}")
 
-    seat = Seat(
+    spec = PeerSpec(
         name,
         RankEnv.single(),
         lambda: stop.requested,
@@ -116,7 +116,7 @@ def create_swarm(
         trains=trains,
         max_upload=max_upload,
     )
-    ending, run_dir = creator.create(config, seat, announce=tell)
+    ending, run_dir = creator.create(config, spec, announce=tell)
     return ending, run_dir
 
 
@@ -141,7 +141,7 @@ def resume_swarm(
 
     Raises UserError when the run folder does not say where it was, or has no owner's key any more.
     """
-    home = home_of(run_dir)
+    home = saved_peer(run_dir)
     if home is None:
         raise UserError(
             f"{run_dir.name} has not created a swarm that others could join.",
@@ -208,7 +208,7 @@ def join_swarm(
         say(SEEN)
     processes.require_hivemind()
     from trainkit.swarm import guest
-    from trainkit.swarm.assemble import Seat
+    from trainkit.swarm.assemble import PeerSpec
 
     def opened(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
@@ -224,7 +224,7 @@ def join_swarm(
         run_name = manifest.name
         return adapted(manifest.config, overrides, allow_code=allow_code)
 
-    seat = Seat(
+    spec = PeerSpec(
         name,
         ranks or RankEnv.single(),
         lambda: stop.requested,
@@ -241,7 +241,7 @@ def join_swarm(
         max_upload=max_upload,
         opened=opened,
     )
-    return guest.join(entry, seat, adapt=adapt)
+    return guest.join(entry, spec, adapt=adapt)
 
 
 @contextmanager
@@ -322,10 +322,10 @@ def run_swarm_rank(
     processes.require_hivemind()
     from trainkit.distributed.device import gpu_is_here
     from trainkit.swarm import guest
-    from trainkit.swarm.assemble import Seat
+    from trainkit.swarm.assemble import PeerSpec
 
     assert writer is not None or not rank_env.is_main
-    seat = Seat(
+    spec = PeerSpec(
         name=f"{socket.gethostname()}/{rank_env.rank}",
         env=rank_env,
         stop_requested=lambda: stop.requested,
@@ -343,26 +343,26 @@ def run_swarm_rank(
         assert writer is not None
         # Back from the queue it is who it was before.
         name, identity = f"{socket.gethostname()}/{writer.run.name}", writer.run.path / "identity"
-        seat = replace(seat, name=name[-terminal.LONGEST_NAME :], identity=identity, team=True, secret=secret)
-        entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=seat.name)
-        ending, _ = guest.join(entry, seat, adapt=lambda manifest: same_settings(config, manifest.config))
+        spec = replace(spec, name=name[-terminal.LONGEST_NAME :], identity=identity, team=True, secret=secret)
+        entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=spec.name)
+        ending, _ = guest.join(entry, spec, adapt=lambda manifest: same_settings(config, manifest.config))
     else:
-        ending = _rank_of_new_swarm(config, seat, secret)
+        ending = _rank_of_new_swarm(config, spec, secret)
     if ending == "stopped":
         hand_back(writer.attempt if writer is not None else node, rank_env, stop.signals, step=None)
         return "preempted"
     return "finished"
 
 
-def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
+def _rank_of_new_swarm(config: Config, spec: PeerSpec, secret: Secret) -> Ending:
     from trainkit.distributed.meeting import meet
     from trainkit.swarm import creator, guest
 
-    env = seat.env
+    env = spec.env
     several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
     # Ranks of one job reach each other, so every one of them serves the others.
-    seat = replace(
-        seat,
+    spec = replace(
+        spec,
         host="0.0.0.0" if several_machines or config.collaborative.port else "127.0.0.1",
         port=config.collaborative.port if env.is_main else 0,
         # Without rank 0 there is nothing to wait for: whoever looks after the ranks starts them all again.
@@ -370,7 +370,7 @@ def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
     )
     store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
     if not env.is_main:
-        return guest.join(_entry_from(store, secret), seat, adapt=lambda _: config)[0]
+        return guest.join(_entry_from(store, secret), spec, adapt=lambda _: config)[0]
 
     def announce(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
@@ -379,10 +379,10 @@ def _rank_of_new_swarm(config: Config, seat: Seat, secret: Secret) -> Ending:
             ranks = own_pass(owner_of(run_dir.path).key, RANKS, "reducer")
             store.set("swarm", hide(secret, _TOKEN, write_token(ranks, addresses)))
         # Not a token: this goes into a log.
-        seat.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
+        spec.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
 
     try:
-        return creator.create(config, seat, announce=announce, prefer_host=_ip_of(env.master_addr))[0]
+        return creator.create(config, spec, announce=announce, prefer_host=_ip_of(env.master_addr))[0]
     except TrainkitError as error:
         if store is not None:
             store.set("swarm", hide(secret, _TOKEN, f"failed: {error.what}"))  # or the others would wait for an address
@@ -407,7 +407,7 @@ def _ip_of(host: str) -> str | None:
 # A peer that a person has started in a terminal: `status`, `logs` and `cancel` know its run like any submitted one.
 
 
-class ByHand:
+class TerminalPeer:
     """What is said goes to the terminal, and into the run's log once there is a run."""
 
     def __init__(self, held: ExitStack) -> None:
@@ -432,10 +432,10 @@ class ByHand:
 
 
 @contextmanager
-def by_hand() -> Iterator[ByHand]:
+def terminal_peer() -> Iterator[TerminalPeer]:
     """Notes how the run ended, in SLURM's words."""
     with ExitStack() as held:
-        peer, state = ByHand(held), "FAILED"
+        peer, state = TerminalPeer(held), "FAILED"
         try:
             yield peer
             came_to_its_end = peer.attempt is not None and history_of(peer.attempt.run).finished

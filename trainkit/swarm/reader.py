@@ -32,7 +32,7 @@ _READ_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Told:
+class SwarmRecords:
     """What was found at one time. Each by peer id."""
 
     manifests: dict[str, Any]
@@ -51,7 +51,7 @@ class Reader:
         self._loop, self._node, self._peers, self._admission = loop, node, peers, identity.admission
         self._excluded = Excluded(identity.own, identity.peer_id, identity.admission)
 
-    def read(self) -> Told:
+    def read(self) -> SwarmRecords:
         """Ask for everything at once.
 
         Raises UserError when nobody answers, or there is no run; RefusedError for who is out by now.
@@ -69,7 +69,7 @@ class Reader:
                 raise address.nobody_answers(self._peers[0]) from None
             if manifests := manifests_in(found[MANIFEST]):
                 names = self._admission.names()
-                return Told(manifests, progress_in(found[PROGRESS]), credits_in(found[CREDITS]), names)
+                return SwarmRecords(manifests, progress_in(found[PROGRESS]), credits_in(found[CREDITS]), names)
             for key in (REVOKED, BANNED):
                 self._excluded.take(key, found[key])
             self._excluded.require_welcome()

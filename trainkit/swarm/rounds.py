@@ -1,4 +1,10 @@
-"""What a peer's loop works on, in whichever way its run agrees, and what every such loop does."""
+"""A peer's training loop: train, agree with the others, go on.
+
+Updates and parts are those of `trainkit.training`. `train_by_time` averages weights: the clock ends a round, and so
+decides how many updates it has. `train_by_samples` averages gradients: a round ends when all peers together have
+gathered enough samples, see `tally`. Peers that only call out look for a group from the beginning of such a round on;
+those who lead one look for the others when its end is near.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +43,22 @@ LOST_AFTER = 3
 # How often a peer asks for news of the others.
 NEWS_SECONDS = 1.0
 
+# By time: the share of a round that it may wait for its average; a later one arrives during the next round.
+_WAITING_SHARE = 0.02
+_ASK_AGAIN_SECONDS = 0.5
+
+# By samples: how often peers publish how far they are, and ask; and how often the creator publishes its manifest.
+_NEWS_SECONDS = 0.5
+_MANIFEST_SECONDS = 10.0
+# An idle peer looks again after this.
+_IDLE_SECONDS = 0.02
+# Tries of a round with the same gradients; then the creator makes the update alone.
+_TRIES = 3
+# News older than this are true: a peer that is still said to be behind is.
+_NEWS_DELAY = 3.0
+_ADOPT_SECONDS = 10.0
+_LONGEST_PAUSE = 8.0
+
 
 @dataclass(frozen=True)
 class Done:
@@ -59,11 +81,6 @@ class Box(Done):
     """What a peer did in one round, and what came of it."""
 
     result: Round
-
-    @classmethod
-    def of(cls, done: Done, result: Round) -> Box:
-        """Once that is known."""
-        return cls(**vars(done), result=result)
 
 
 @dataclass
@@ -193,16 +210,6 @@ def publish(p: Peer, index: int, box: Box | None = None) -> None:
     p.dht.publish_progress(progress, LOST_AFTER * p.clock.seconds + 5.0)
 
 
-# A peer's loop: train until the round's time is over, agree with the others, go on.
-#
-# The update and the parts are those of `trainkit.training`; the loop is its own, because here time decides how many
-# updates a round has.
-
-# So much of a round is spent waiting for its average at most; one that takes longer arrives during the next round.
-_IDLE = 0.02
-_ASK_AGAIN_SECONDS = 0.5
-
-
 @dataclass(frozen=True)
 class _Inner:
     """What updates are made of between two rounds."""
@@ -282,7 +289,7 @@ def _round(p: Peer, inner: _Inner, index: int) -> Ending | None:
         loss=metrics["loss"] if samples else None,
     )
     pace.done = Done(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position)
-    worth_waiting = _IDLE * p.clock.seconds
+    worth_waiting = _WAITING_SHARE * p.clock.seconds
     if pace.exchange_seconds <= worth_waiting:
         _settle(p, worth_waiting)
     return None
@@ -298,7 +305,7 @@ def _settle(p: Peer, seconds: float) -> None:
         return
     pace.done, pace.exchange_seconds = None, result.seconds
     p.sentry.after_round(done.index, p.watch.peers, result)
-    box = Box.of(done, result)
+    box = Box(**vars(done), result=result)
     publish(p, box.index, box)
     p.after_round(box)
     p.parts.model.train()
@@ -338,25 +345,6 @@ def _timed_update(p: Peer, inner: _Inner, now: float) -> float:
         _settle(p, math.inf)
         forget_or_end(p, inner.nonfinite, error)
     return lr
-
-
-# A peer's loop where peers average gradients: gather until all of them together have enough, agree, update, go on.
-#
-# How long a round lasts is for the peers' speed to say, see `Tally`. Peers that only call out look for a group from
-# the beginning of a round on and are found by those who lead one, who look for the others when the end is near.
-
-# How often peers tell how far they are, and ask.
-_NEWS_SECONDS = 0.5
-# How often the creator publishes its manifest anew.
-_MANIFEST_SECONDS = 10.0
-# Whoever has nothing to do looks again after so long.
-_IDLE_SECONDS = 0.02
-# A round without an average is tried again, with the same gradients; the creator then makes the update alone.
-_TRIES = 3
-# News take so long at most: who is still said to be behind by then is.
-_NEWS_DELAY = 3.0
-_ADOPT_SECONDS = 10.0
-_LONGEST_PAUSE = 8.0
 
 
 @dataclass

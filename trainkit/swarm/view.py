@@ -148,7 +148,7 @@ def run_seen(reference: str | None, env: Mapping[str, str]) -> RunDir:
     return run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
 
 
-def view_of(told: reader.Told, addresses: Sequence[str], run_dir: RunDir | None) -> View:
+def view_of(told: reader.SwarmRecords, addresses: Sequence[str], run_dir: RunDir | None) -> View:
     """What is shown of what a swarm has published.
 
     Raises UserError when it is not clear which run it is.

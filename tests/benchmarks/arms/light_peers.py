@@ -63,7 +63,7 @@ def main(folder: Path) -> None:
     from trainkit.ranks.env import RankEnv
     from trainkit.swarm import guest, settings
     from trainkit.swarm.admission import with_token
-    from trainkit.swarm.assemble import Seat
+    from trainkit.swarm.assemble import PeerSpec
 
     token = os.environ["TRAINKIT_TOKEN"]
 
@@ -71,9 +71,9 @@ def main(folder: Path) -> None:
         def say(line: str) -> None:
             print(f"{name}: {line}", flush=True)
 
-        seat = Seat(name, RankEnv.single(), lambda: False, say, None)
+        spec = PeerSpec(name, RankEnv.single(), lambda: False, say, None)
         ending, _ = guest.join(
-            with_token(token), seat, adapt=lambda manifest: settings.adapted(manifest.config, (), allow_code=True)
+            with_token(token), spec, adapt=lambda manifest: settings.adapted(manifest.config, (), allow_code=True)
         )
         say(ending)
 
