@@ -276,7 +276,7 @@ def refusal(model: str, *overrides: str) -> UserError:
     return caught.value
 
 
-def test_a_syntax_error_in_the_users_module_is_refused_before_anything_is_queued_with_file_and_line(
+def test_a_syntax_error_in_the_users_module_is_refused_with_its_line(
     write: Write,
 ) -> None:
     write("broken_one.py", "import os\n\ndef build(info:\n    return None\n")
@@ -303,7 +303,7 @@ def test_and_what_a_module_of_the_users_own_imports_of_another(write: Write) -> 
     assert refusal("whole_three:build").what.endswith("/part_three.py:1 is not valid Python.")
 
 
-def test_a_function_that_the_module_does_not_have_is_refused_with_the_nearest(write: Write) -> None:
+def test_a_function_that_the_module_lacks_is_refused_with_the_nearest(write: Write) -> None:
     write("named_four.py", "def build_model(info): ...\n")
     error = refusal("named_four:build_modle")
     assert (error.what, error.fix) == ("Module 'named_four' has no 'build_modle'.", "Did you mean 'build_model'?")
@@ -339,7 +339,7 @@ def test_where_the_job_brings_its_own_environment_a_package_may_be_there(write: 
     check(load("single", ["model.name=asks_seven:build", "launch.environment=conda:vision"]))
 
 
-def test_an_import_that_fails_only_when_it_runs_is_the_users_error_with_file_and_line(write: Write) -> None:
+def test_an_import_that_fails_when_it_runs_is_the_users_error(write: Write) -> None:
     write("runs_eight.py", "import os\nif os.sep:\n    import no_such_package\n\ndef build(info): ...\n")
     with pytest.raises(UserError) as caught:
         plugins.load("trainkit.models", "runs_eight:build")

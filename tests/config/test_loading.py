@@ -114,7 +114,7 @@ def test_a_section_with_nothing_but_comments_says_nothing(write: Write) -> None:
 # Precedence
 
 
-def test_a_flag_outranks_the_environment_the_file_the_profile_and_the_default(write: Write) -> None:
+def test_flag_then_environment_then_file_then_profile_then_default(write: Write) -> None:
     write("configs/clusters/site.yaml", "launch: {account: profile, partition: profile, qos: profile, mem: 1G}\n")
     file = write("a.yaml", "launch: {account: file, partition: file, qos: file, cluster: site}\n")
     env = {"SBATCH_ACCOUNT": "env", "SBATCH_PARTITION": "env"}

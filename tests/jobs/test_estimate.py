@@ -145,7 +145,7 @@ def test_data_and_a_folder_of_submission_that_nodes_do_not_see_are_refused(
     assert command("submit", "ddp", *flags).code == 0
 
 
-def test_an_environment_that_nodes_do_not_see_is_refused_unless_the_job_has_its_own(
+def test_an_environment_that_nodes_do_not_see_is_refused(
     command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.prefix", "/opt/laptop/venv")
@@ -190,7 +190,7 @@ def test_a_submission_makes_three_calls(command: Command, fake_slurm: Path, tmp_
         "Job violates accounting/QOS policy (job submit limit, user size and/or time limits)",
     ],
 )
-def test_an_account_or_qos_that_sbatch_refuses_is_answered_with_where_ones_own_are_listed(
+def test_a_refused_account_or_qos_is_answered_with_the_list_of_ones_own(
     command: Command, fake_slurm: Path, words: str
 ) -> None:
     said = f"sbatch: error: Batch job submission failed: {words}"
@@ -222,7 +222,7 @@ def test_who_trains_on_the_cpu_beside_gpus_is_told(command: Command, partitions:
         ("import torch\nimport no_such_package.nn\ndef mlp(info): ...\n", ":2 imports 'no_such_package.nn'"),
     ],
 )
-def test_a_module_of_the_users_that_cannot_be_imported_is_refused_at_its_line(
+def test_a_users_module_that_cannot_be_imported_is_refused_at_its_line(
     command: Command, no_slurm: dict[str, str], tmp_path: Path, source: str, words: str
 ) -> None:
     name = f"broken_{abs(hash(source))}"
@@ -233,7 +233,7 @@ def test_a_module_of_the_users_that_cannot_be_imported_is_refused_at_its_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_import_that_is_guarded_or_comes_with_the_container_is_nobodys_business(
+def test_a_guarded_import_or_one_of_the_container_is_let_pass(
     command: Command, no_slurm: dict[str, str], tmp_path: Path
 ) -> None:
     guarded = "try:\n    import no_such_package\nexcept ImportError:\n    pass\ndef mlp(info): ...\n"

@@ -77,9 +77,7 @@ def test_what_follows_from_the_settings_is_said_with_its_reason(
     assert (told[0], words in told[1]) == (value, True), told
 
 
-def test_on_a_cluster_the_precision_is_the_nodes_and_a_swarm_has_no_number_of_updates(
-    command: Command, fake_slurm: Path
-) -> None:
+def test_precision_is_the_nodes_and_a_swarm_has_no_number_of_updates(command: Command, fake_slurm: Path) -> None:
     assert "from Ampere on" in expected(command, "ddp", "--gpus-per-node", "2")["precision"][1]
     assert "AVX512-BF16" in expected(command, "ddp", "--gpus-per-node", "0")["precision"][1]
     assert "total_steps" not in expected(command, "hivemind")

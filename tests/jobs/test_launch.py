@@ -88,7 +88,7 @@ def test_a_rank_that_refuses_its_settings_is_quoted_with_its_exit_code(
 
 
 @pytest.mark.long
-def test_two_nodes_without_a_shared_folder_save_on_sigterm_and_go_on_from_there(
+def test_two_nodes_without_a_shared_folder_save_on_sigterm_and_go_on(
     node: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     """That they train to the end is seen with the README's words, in tests/test_readme.py."""

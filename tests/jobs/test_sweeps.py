@@ -154,7 +154,7 @@ def test_a_sweep_that_runs_or_is_done_has_nothing_to_queue(command: Command, sma
     assert "2 runs are RUNNING" in done.err
 
 
-def test_the_results_of_a_sweep_are_one_table_with_the_best_first_and_means_over_seeds(
+def test_the_results_of_a_sweep_are_one_table_with_means_over_seeds(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:
     grid = ("--sweep", "optim.lr=1e-3,2e-3", "--sweep", "seed=0..1")

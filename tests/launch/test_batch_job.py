@@ -59,53 +59,43 @@ def test_it_begins_an_attempt_on_the_first_node_with_a_secret_of_its_own(run: Ru
     ), "no secret is ever written into a run folder"
 
 
-def hand_back(env: dict[str, str]) -> Attempt:
+def attempt_in(env: dict[str, str]) -> Attempt:
     attempt = Attempt.named_in(env)
     assert attempt is not None
-    attempt.handed_back(node_rank=0, step=5, signals=["SIGUSR2"])
     return attempt
 
 
-def test_of_a_sweep_only_the_run_that_was_handed_back_is_requeued(run: RunDir, requeues: Path) -> None:
+def handed_back(run: RunDir, how: batch_job.How = "requeue", **more: str) -> int:
+    """An attempt whose ranks saved because they were told to, ended; the exit code of its job."""
+    env = begun(run) | more
+    attempt_in(env).handed_back(node_rank=0, step=5, signals=["SIGUSR2"])
+    return batch_job.end(0, env, how=how)
+
+
+def test_only_the_task_that_was_handed_back_is_requeued(run: RunDir, requeues: Path) -> None:
     """The last task of an array has the array's own number as SLURM_JOB_ID, which would requeue all of them."""
-    env = begun(run) | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    hand_back(env)
-    batch_job.end(0, env, how="requeue")
+    handed_back(run, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
     assert requeues.read_text() == "requeue 7_2\n"
-
-
-def test_what_was_handed_back_is_requeued(run: RunDir, fake_command: FakeCommand) -> None:
-    fake_command("squeue", "echo RUNNING")
-    calls = fake_command("scontrol", "exit 0")
-    env = begun(run)
-    hand_back(env)
-    batch_job.end(0, {**env, "PATH": os.environ["PATH"]}, how="requeue")
-    assert calls.read_text() == "requeue 7\n"
-    assert history_of(run).requeued == {0}
 
 
 @pytest.mark.parametrize("squeue", ["exit 1", "echo slurm_load_jobs error: Unable to contact >&2; exit 1"])
 def test_a_queue_that_does_not_answer_loses_no_training(run: RunDir, fake_command: FakeCommand, squeue: str) -> None:
     asked = fake_command("squeue", squeue)
     calls = fake_command("scontrol", "exit 0")
-    env = begun(run)
-    hand_back(env)
-    batch_job.end(0, env, how="requeue")
+    handed_back(run)
     assert len(asked.read_text().splitlines()) == 3, "it is asked again"
     assert calls.read_text() == "requeue 7\n", "and the requeue is tried anyway"
 
 
 @pytest.mark.parametrize("is_submitted", [True, False], ids=["submitted", "template"])
-def test_a_refused_requeue_is_tried_again_then_written_down_and_never_ends_with_0(
+def test_a_refused_requeue_is_tried_again_and_never_ends_with_0(
     run: RunDir, fake_command: FakeCommand, capsys: pytest.CaptureFixture[str], is_submitted: bool
 ) -> None:
     if is_submitted:
         run.plan.write_text("{}")
     fake_command("squeue", "echo RUNNING")
     calls = fake_command("scontrol", "echo 'Requeue is disabled for this partition' >&2; exit 1")
-    env = begun(run)
-    hand_back(env)
-    assert batch_job.end(0, env, how="requeue") == 1
+    assert handed_back(run) == 1
     assert len(calls.read_text().splitlines()) == 3
     assert "Requeue is disabled for this partition" in history_of(run).failures[0].error
     assert history_of(run).outcome == "FAILED"
@@ -119,50 +109,41 @@ def test_a_controller_that_is_gone_for_minutes_is_asked_until_it_is_back(
     silent = "slurm_requeue error: Unable to contact slurm controller (connect failure)"
     fake_command("squeue", "echo RUNNING")
     calls = fake_command("scontrol", f'[ "$(wc -l <scontrol.calls)" -ge 5 ] || {{ echo "{silent}" >&2; exit 1; }}')
-    env = begun(run)
-    hand_back(env)
-    batch_job.end(0, env, how="requeue")
+    handed_back(run)
     assert len(calls.read_text().splitlines()) == 5
     assert history_of(run).requeued == {0}
 
 
-@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING"])
-def test_a_job_that_is_being_cancelled_is_not_requeued(run: RunDir, fake_command: FakeCommand, state: str) -> None:
-    fake_command("squeue", f"echo {state}")
-    calls = fake_command("scontrol", "exit 0")
-    env = begun(run)
-    hand_back(env)
-    assert batch_job.end(0, env, how="requeue") == 1, "jobs that wait for a finished training must not start"
-    assert not calls.exists()
-
-
-@pytest.mark.parametrize("state", ["COMPLETING|||TimeLimit", "TIMEOUT|(null)||TimeLimit"])
-def test_a_run_that_has_saved_at_the_end_of_its_time_limit_is_requeued(
-    run: RunDir, fake_command: FakeCommand, state: str
+@pytest.mark.parametrize(
+    ("state", "is_requeued"),
+    [
+        ("COMPLETING", False),
+        ("CANCELLED", False),
+        ("PENDING", False),
+        # Its signal came too early for ranks that were still starting, or somebody has shortened the limit.
+        ("COMPLETING|||TimeLimit", True),
+        ("TIMEOUT|(null)||TimeLimit", True),
+    ],
+)
+def test_a_cancelled_job_is_not_requeued_and_one_at_its_time_limit_is(
+    run: RunDir, fake_command: FakeCommand, state: str, is_requeued: bool
 ) -> None:
-    """Its signal came too early for ranks that were still starting, or somebody has shortened the limit."""
     fake_command("squeue", f"echo '{state}'")
     calls = fake_command("scontrol", "exit 0")
-    env = begun(run)
-    hand_back(env)
-    batch_job.end(0, env, how="requeue")
-    assert calls.read_text() == "requeue 7\n"
+    assert handed_back(run) == 1, "jobs that wait for a finished training must not start"
+    assert calls.exists() == is_requeued
 
 
 def test_without_requeue_a_saved_run_is_left_as_it_is_and_is_no_success(run: RunDir, fake_command: FakeCommand) -> None:
     calls = fake_command("scontrol", "exit 0")
-    env = begun(run)
-    hand_back(env)
-    assert batch_job.end(0, env, how="no") == 1
+    assert handed_back(run, "no") == 1
     assert not calls.exists()
     assert history_of(run).outcome == "PREEMPTED"
 
 
 def test_a_training_that_came_to_its_end_leaves_the_job_its_own_code(run: RunDir) -> None:
     env = begun(run)
-    attempt = Attempt.named_in(env)
-    assert attempt is not None
-    attempt.ended("COMPLETED", step=9)
+    attempt_in(env).ended("COMPLETED", step=9)
     assert batch_job.end(0, env, how="requeue") == 0
     assert [event["event"] for event in read_events(run)] == ["ended"]
 
@@ -174,25 +155,17 @@ def test_a_job_whose_ranks_failed_is_written_down_as_such(run: RunDir) -> None:
     assert history_of(run).outcome == "FAILED"
 
 
-def test_a_run_that_was_refused_before_it_had_a_folder_leaves_no_record(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "never")
-    assert batch_job.end(2, begun(run), how="requeue") == 2
-    assert not run.events.exists()
-
-
 def test_the_hand_back_of_an_earlier_attempt_requeues_nothing(run: RunDir, fake_command: FakeCommand) -> None:
     calls = fake_command("scontrol", "exit 0")
-    hand_back(begun(run))
+    attempt_in(begun(run)).handed_back(node_rank=0, step=5, signals=["SIGUSR2"])
     assert batch_job.end(1, begun(run), how="requeue") == 1
     assert not calls.exists()
 
 
 def failed(env: dict[str, str], *errors: str, code: int = 1, host: str = "gpu03") -> int:
     """An attempt whose ranks have failed with these words, ended."""
-    attempt = Attempt.named_in(env)
-    assert attempt is not None
     for rank, error in enumerate(errors):
-        attempt.failed(error, rank=rank, host=host)
+        attempt_in(env).failed(error, rank=rank, host=host)
     return batch_job.end(code, env, how="requeue")
 
 
@@ -275,24 +248,18 @@ def test_the_third_failure_ends_the_run_and_says_so(
 ) -> None:
     for step in (5, 9, 13):
         env = begun(run)
-        saved(env, step)
+        attempt_in(env).saved(step)
         failed(env, code=137)
     assert requeues.read_text().count("requeue") == 2
     assert "3 attempts have failed" in capsys.readouterr().out
     assert history_of(run).outcome == "FAILED"
 
 
-def saved(env: dict[str, str], step: int) -> None:
-    attempt = Attempt.named_in(env)
-    assert attempt is not None
-    attempt.saved(step)
-
-
 def interrupted(run: RunDir, step: int) -> int:
     """An attempt that was preempted, and saved ``step``."""
     env = begun(run)
-    saved(env, step)
-    hand_back(env)
+    attempt_in(env).saved(step)
+    attempt_in(env).handed_back(node_rank=0, step=step, signals=["SIGUSR2"])
     return batch_job.end(0, env, how="requeue")
 
 
@@ -343,9 +310,7 @@ def test_a_node_that_slurm_calls_down_is_excluded_from_the_restart(
     assert "down" in event["why"]
 
 
-def test_a_node_that_is_down_after_an_attempt_that_ended_without_a_word_is_written_down(
-    run: RunDir, fake_command: FakeCommand
-) -> None:
+def test_a_node_that_is_down_after_a_silent_end_is_excluded(run: RunDir, fake_command: FakeCommand) -> None:
     fake_command("sinfo", "printf 'gpu03 idle\\ngpu04 down*\\ngpu05 down\\n'")
     begun(run)
     Attempt(run, 0).started(step=0, hosts=["gpu03.site", "gpu04.site"])
@@ -353,19 +318,10 @@ def test_a_node_that_is_down_after_an_attempt_that_ended_without_a_word_is_writt
     assert [event["node"] for event in read_events(run, "excluded")] == ["gpu04"]
 
 
-def test_where_too_few_nodes_would_be_left_none_is_excluded(
-    run: RunDir, requeues: Path, fake_command: FakeCommand
-) -> None:
-    fake_command("sinfo", "printf 'gpu03 alloc\\ngpu04 down*\\n'")
-    failed(begun(run) | {"SLURM_JOB_NUM_NODES": "2"}, LOST)
-    assert requeues.read_text() == "requeue 7\n"
-    assert not read_events(run, "excluded")
-
-
 def test_a_node_whose_ranks_hang_twice_is_excluded(run: RunDir, requeues: Path) -> None:
     for step, host in enumerate(("gpu03.site", "gpu04", "gpu03")):
         env = begun(run)
-        saved(env, step)
+        attempt_in(env).saved(step)
         if step == 2:
             submitted(run, "slurm", "7", attempts_before=2)
         failed(env, hang(600), host=host)
@@ -392,9 +348,7 @@ def came_back(fake_command: FakeCommand) -> Path:
     return fake_command("scontrol", f"[ $1 != show ] || printf '%s\\n' {shlex.join(lines)}")
 
 
-def test_a_node_that_crashed_and_came_back_is_not_taken_again_by_the_job_that_slurm_requeued(
-    run: RunDir, came_back: Path
-) -> None:
+def test_a_requeued_job_does_not_take_a_crashed_node_again(run: RunDir, came_back: Path) -> None:
     with pytest.raises(RunFailedError, match="queued again, for other nodes"):
         restarted(run, "gpu[03-04]")
     assert came_back.read_text().splitlines()[-2:] == ["requeue 7", "update job=7 ExcNodeList=gpu04"]
@@ -404,9 +358,7 @@ def test_a_node_that_crashed_and_came_back_is_not_taken_again_by_the_job_that_sl
     assert run.attempts() == [0]
 
 
-def test_a_job_that_slurm_starts_elsewhere_goes_on_and_the_crashed_node_is_written_down(
-    run: RunDir, came_back: Path
-) -> None:
+def test_a_job_that_slurm_starts_elsewhere_excludes_the_crashed_node(run: RunDir, came_back: Path) -> None:
     restarted(run, "gpu[02-03]")
     assert "requeue" not in came_back.read_text()
     assert [event["node"] for event in read_events(run, "excluded")] == ["gpu04"]
@@ -429,7 +381,7 @@ def test_a_job_is_sent_back_for_other_nodes_once_and_no_more(run: RunDir, came_b
     ],
     ids=["none is left", "others are of another kind", "asked for"],
 )
-def test_a_job_that_could_not_start_without_a_bad_node_goes_on_with_it_and_says_so(
+def test_a_job_that_could_not_start_without_a_bad_node_keeps_it(
     run: RunDir, requeues: Path, fake_command: FakeCommand, capsys: pytest.CaptureFixture[str],
     sinfo: str, squeue: str, words: str,
 ) -> None:  # fmt: skip
@@ -453,11 +405,17 @@ def test_a_bad_node_is_taken_back_where_too_few_others_are_left_by_now(
 
 def test_a_resumed_run_takes_its_excluded_nodes_back(run: RunDir, requeues: Path) -> None:
     submitted(run, "slurm", "6")
-    saved(begun(run), 1)
+    attempt_in(begun(run)).saved(1)
     Attempt(run, 0).excluded("gpu01", "SLURM says that it is down*")
     submitted(run, "slurm", "7")
     failed(begun(run), LOST)
     assert requeues.read_text() == "requeue 7\n"
+
+
+def submitted_files(run: RunDir) -> None:
+    (run.path / "submit.sbatch").write_text("#!/bin/bash\n")
+    (run.path / ".submitit").mkdir()
+    (run.path / ".submitit" / "7_submitted.pkl").write_text("the path of the run")
 
 
 @pytest.mark.parametrize("how", ["requeue", "chain"])
@@ -468,12 +426,8 @@ def test_where_requeueing_is_forbidden_a_further_job_goes_on(
     fake_command("squeue", "echo 'RUNNING|'")
     fake_command("scontrol", "echo 'Requeue is disabled' >&2; exit 1")
     calls = fake_command("sbatch", "[ -z \"${SLURM_JOB_ID:-}${TRAINKIT_ATTEMPT:-}\" ] && echo '11;cluster'")
-    (run.path / "submit.sbatch").write_text("#!/bin/bash\n")
-    (run.path / ".submitit").mkdir()
-    (run.path / ".submitit" / "7_submitted.pkl").write_text("the path of the run")
-    env = begun(run)
-    hand_back(env)
-    assert batch_job.end(0, env, how=how) == 1
+    submitted_files(run)
+    assert handed_back(run, how) == 1
     told = f"--parsable --no-requeue --job-name={run.path.name} --dependency=afterany:7,singleton"
     assert calls.read_text() == f"{told} {run.path / 'submit.sbatch'}\n"
     assert (run.path / ".submitit" / "11_submitted.pkl").read_text() == "the path of the run"
@@ -485,18 +439,14 @@ def test_where_requeueing_is_forbidden_a_further_job_goes_on(
 @pytest.mark.parametrize(
     "sbatch", ["echo 'Socket timed out on send/recv operation' >&2; exit 1", "exit 0", r"printf 'caf\xe9\n'"]
 )
-def test_a_further_job_that_is_there_although_sbatch_had_no_answer_is_not_queued_twice(
+def test_a_further_job_is_not_queued_twice_where_sbatch_had_no_answer(
     run: RunDir, fake_command: FakeCommand, sbatch: str
 ) -> None:
     queue = "12|afterany:70(unfulfilled)\\n11|afterany:7(unfulfilled),singleton(unfulfilled)\\n"
     fake_command("squeue", f"case \"$*\" in *%E*) printf '{queue}';; *) echo 'RUNNING|';; esac")
     calls = fake_command("sbatch", sbatch)
-    (run.path / "submit.sbatch").write_text("#!/bin/bash\n")
-    (run.path / ".submitit").mkdir()
-    (run.path / ".submitit" / "7_submitted.pkl").write_text("the path of the run")
-    env = begun(run)
-    hand_back(env)
-    assert batch_job.end(0, env, how="chain") == 1
+    submitted_files(run)
+    assert handed_back(run, "chain") == 1
     assert len(calls.read_text().splitlines()) == 1
     assert (run.path / ".submitit" / "11_submitted.pkl").exists()
 
@@ -508,9 +458,7 @@ def test_a_queue_that_speaks_nonsense_ends_no_script_with_a_traceback(
     queue = "RUNNING|n[1-99999999999]|n[1"
     fake_command("squeue", f"case \"$*\" in *%o*) {squeue};; *) echo '{queue}';; esac")
     fake_command("scontrol", "printf 'caf\\xe9\\n' >&2; exit 1")
-    env = begun(run)
-    hand_back(env)
-    assert batch_job.end(0, env, how="chain") == 1
+    assert handed_back(run, "chain") == 1
     assert "squeue does not say what job 7 is" in "".join(capfd.readouterr())
 
 
@@ -522,7 +470,7 @@ def test_a_queue_that_speaks_nonsense_ends_no_script_with_a_traceback(
         (" ddp optim.lr=1e-3", None),
     ],
 )
-def test_where_requeueing_is_forbidden_a_template_is_queued_again_with_its_arguments_and_what_it_was_granted(
+def test_a_chained_template_has_its_arguments_and_what_it_was_granted(
     run: RunDir, fake_command: FakeCommand, tmp_path: Path, shown: str, told: str | None
 ) -> None:
     template = tmp_path / "train.sbatch"
@@ -533,10 +481,8 @@ def test_where_requeueing_is_forbidden_a_template_is_queued_again_with_its_argum
     calls = fake_command(
         "sbatch", f'[ "$TRAINKIT_CONTINUE" = \'{run.path}\' ] && [ -z "${{SLURM_JOB_ID:-}}" ] && echo 11'
     )
-    env = begun(run) | {"SLURM_GPUS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "8000"}
-    env |= {} if told is None else {slurm.ARGUMENTS: told}
-    hand_back(env)
-    assert batch_job.end(0, env, how="requeue") == 1
+    arguments = {} if told is None else {slurm.ARGUMENTS: told}
+    assert handed_back(run, SLURM_GPUS_PER_NODE="4", SLURM_MEM_PER_NODE="8000", **arguments) == 1
     granted_words = "--account=thesis --partition=gpu --time=1-00:00:00 --nodes=2 --gpus-per-node=4 --mem=8000"
     flags = f"--no-requeue --job-name={run.path.name} --dependency=afterany:7,singleton --export=ALL {granted_words}"
     assert calls.read_text() == f"--parsable {flags} --exclude=n9 {template} ddp optim.lr=1e-3\n"
@@ -548,11 +494,9 @@ def test_where_requeueing_is_forbidden_a_template_is_queued_again_with_its_argum
 def test_where_there_is_no_scontrol_a_file_asks_for_the_requeue(run: RunDir, fake_command: FakeCommand) -> None:
     """As in a container: the batch script outside looks for it."""
     path = str(fake_command("anything", "").parent / "bin")
-    env = begun(run)
-    hand_back(env)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", path)
-        assert batch_job.end(0, env, how="requeue") == 1
+        assert handed_back(run) == 1
     assert (Attempt(run, 0).logs / "requeue").read_text() == "7\n"
     assert history_of(run).requeued == {0}
 
@@ -563,9 +507,7 @@ def test_the_script_of_a_stale_attempt_queues_nothing_again(
     """slurmd was killed, SLURM has started the job again elsewhere, and the old script lives on."""
     calls = [fake_command(name, "echo '7|RUNNING|'") for name in ("squeue", "scontrol")]
     env = begun(run)
-    stale = Attempt.named_in(env)
-    assert stale is not None
-    stale.handed_back(node_rank=0, step=5, signals=["SIGTERM"])
+    attempt_in(env).handed_back(node_rank=0, step=5, signals=["SIGTERM"])
     Attempt.begin(run).started(step=0)
     before = run.events.read_bytes()
     assert batch_job.end(0, env, how="requeue") == 1
@@ -574,13 +516,12 @@ def test_the_script_of_a_stale_attempt_queues_nothing_again(
     assert run.events.read_bytes() == before
 
 
-def test_what_was_refused_before_there_was_a_run_stands_in_the_jobs_own_output(
+def test_a_refusal_before_there_is_a_run_is_in_the_jobs_own_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = begun(RunDir(tmp_path / "dpd-job7"))
-    attempt = Attempt.named_in(env)
-    assert attempt is not None
     said = "Unknown preset 'dpd'.\n  why: There are: ddp, dp.\n  fix: Did you mean 'dp'?"
-    (attempt.logs / "rank-0.err").write_text(f"a warning\n{said}\n")
+    (attempt_in(env).logs / "rank-0.err").write_text(f"a warning\n{said}\n")
     assert batch_job.end(2, env, how="requeue") == 2
     assert said in capsys.readouterr().err
+    assert not (tmp_path / "dpd-job7" / "events.jsonl").exists(), "and leaves no record"

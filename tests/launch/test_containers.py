@@ -110,7 +110,7 @@ def test_uv_is_asked_once_and_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text().startswith(f"run --project {tmp_path}/project --no-sync python -c")
 
 
-def test_modules_are_loaded_also_where_the_batch_shell_does_not_know_the_command(script: Callable[..., str]) -> None:
+def test_modules_are_loaded_also_where_the_batch_shell_does_not_know_how(script: Callable[..., str]) -> None:
     text = script(modules=("cuda/12.4",))
     begin, end = text.index("set +u"), text.index("set -u\n\n")
     lines = text[begin:end].replace("/etc/profile.d/{z00_lmod,lmod,modules}.sh", "./lmod.sh")
@@ -152,9 +152,7 @@ def test_who_runs_an_image(
     assert container.runtime == chosen
 
 
-def test_data_in_a_folder_is_mounted_and_what_lies_in_another_mount_only_once(
-    loaded: Load, gpu_site: Site, tmp_path: Path
-) -> None:
+def test_data_is_mounted_and_what_lies_in_another_mount_only_once(loaded: Load, gpu_site: Site, tmp_path: Path) -> None:
     (tmp_path / "sets").mkdir()
     run, cwd = tmp_path / "home" / "runs" / "ddp-0001", tmp_path / "home"
     for root, mounts in (("sets", [f"{tmp_path}/home", f"{tmp_path}/sets"]), ("nowhere", [f"{tmp_path}/home"])):

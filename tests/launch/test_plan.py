@@ -11,8 +11,9 @@ import pytest
 from trainkit.config.loading import Loaded, Source, load
 from trainkit.config.slurm_options import slurm_time
 from trainkit.errors import RefusedError, UserError
-from trainkit.launch.plan import Plan, make_plan
-from trainkit.site.profile import Site
+from trainkit.launch.plan import Plan, config_rows, make_plan, plan_rows, require_container, require_environment
+from trainkit.schedulers.base import named
+from trainkit.site.profile import Site, SiteFacts
 
 RUN = Path("/runs/ddp-0001")
 LAPTOP = Site(scheduler="", gpus=0, cpus=2)
@@ -359,8 +360,117 @@ def test_a_micro_batch_that_is_to_be_found_is_shown_as_auto(loaded: Load) -> Non
     assert (value(plan, "micro_batch_size"), value(plan, "grad_accum_steps")) == ("auto", "auto")
 
 
-def test_a_static_graph_that_would_accumulate_is_refused_before_anything_starts(loaded: Load) -> None:
+def test_a_static_graph_that_would_accumulate_is_refused(loaded: Load) -> None:
     settings = ("strategy.static_graph=true", "train.global_batch_size=64", "train.micro_batch_size=16")
     make_plan(loaded(*settings, nodes=1, ntasks_per_node=4), LAPTOP, RUN)
     with pytest.raises(UserError, match="static_graph=true does not go with grad_accum_steps=2"):
         make_plan(loaded(*settings, nodes=1, ntasks_per_node=2), LAPTOP, RUN)
+
+
+# In words
+
+
+def test_every_directive_and_every_setting_is_explained(loaded: Load, gpu_site: Site) -> None:
+    configuration = loaded("optim.lr=1e-4", nodes=2)
+    plan = make_plan(configuration, gpu_site, RUN)
+    rows = {row[0]: row for row in plan_rows(plan) + config_rows(configuration)}
+    assert {f"#SBATCH --{item.name}" for item in plan.directives} <= set(rows)
+    assert rows["optim.lr"][1:3] == ("0.0001", "override optim.lr=1e-4")
+    assert rows["train.max_steps"][1:3] == ("-", "default")
+    assert rows["seed"][1] == "0"
+    assert all(source for _, _, source, _ in rows.values())
+
+
+def test_a_local_run_is_explained_by_one_command_a_rank(loaded: Load) -> None:
+    plan = make_plan(loaded(nodes=2, ntasks_per_node=2), LAPTOP, RUN)
+    _, *lines = named("local").preview(plan, RUN).splitlines()
+    assert len(lines) == 4
+    assert "SUBMITIT_LOCAL_NODEID=1 SUBMITIT_LOCAL_LOCALID=0 SUBMITIT_LOCAL_GLOBALID=2" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "samples"),
+    [("train.micro_batch_size=8", "one pass of one rank"), ("strategy.sync_batchnorm=true", "all ranks' passes")],
+)
+def test_a_plan_says_over_which_samples_batchnorm_takes_its_statistics(
+    loaded: Load, gpu_site: Site, override: str, samples: str
+) -> None:
+    rows = {row[0]: row for row in plan_rows(make_plan(loaded(override), gpu_site, RUN))}
+    assert rows["launch.micro_batch_size"][3].endswith(f"; BatchNorm's statistics are those of {samples}")
+
+
+# What the script of a job would look for in vain
+
+
+@pytest.mark.parametrize(
+    ("environment", "there", "fix"),
+    [
+        ("venv:env", [], "python3 -m venv"),
+        ("venv:env", ["pyvenv.cfg"], "python3 -m venv"),
+        ("uv:env", ["main.py"], "uv init"),
+    ],
+)
+def test_a_missing_environment_is_refused_with_the_command_that_makes_it(
+    loaded: Load, tmp_path: Path, environment: str, there: list[str], fix: str
+) -> None:
+    (tmp_path / "env").mkdir()
+    for name in there:
+        (tmp_path / "env" / name).touch()
+    with pytest.raises(RefusedError) as error:
+        require_environment(loaded(environment=environment), tmp_path)
+    assert error.value.what.startswith(f"{tmp_path}/env is no environment of {environment.partition(':')[0]} (")
+    assert fix in error.value.fix
+
+
+def test_an_environment_may_be_of_a_python_that_only_the_nodes_have(loaded: Load, tmp_path: Path) -> None:
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").symlink_to("/apps/python/3.12/bin/python3")
+    require_environment(loaded(environment="venv:env"), tmp_path)
+    require_environment(loaded(environment="conda:vision"), tmp_path)
+    require_environment(loaded(), tmp_path)
+
+
+def test_a_missing_image_is_refused_and_a_name_in_a_registry_is_not(
+    loaded: Load, gpu_site: Site, tmp_path: Path
+) -> None:
+    def require(image: str) -> None:
+        config = loaded(container_image=image)
+        container = make_plan(config, gpu_site, tmp_path / "run").container
+        assert container is not None
+        require_container(config, container, SiteFacts(containers=("pyxis",)), named("slurm"))
+
+    for image in ("nowhere.sif", "nowhere.sqsh", "./sandbox", f"{tmp_path}/nowhere"):
+        with pytest.raises(RefusedError, match="There is no image /"):
+            require(image)
+    (tmp_path / "nowhere.sif").touch()
+    for image in ("nowhere.sif", "docker://python:3.12", "nvcr.io#nvidia/pytorch:25.01-py3", "ubuntu"):
+        require(image)
+
+
+def test_pyxis_is_given_the_whole_path_of_an_image_file(loaded: Load, gpu_site: Site, tmp_path: Path) -> None:
+    container = make_plan(loaded(container_image="torch.sqsh"), gpu_site, tmp_path / "run").container
+    assert container is not None
+    assert container.image == f"{tmp_path}/torch.sqsh"
+
+
+@pytest.mark.parametrize(
+    ("srun", "containers", "fits"),
+    [
+        ("echo '--container-image=[USER@]IMAGE [pyxis] the image to use'", (), True),
+        ("echo '--container  Path to OCI container bundle'", (), False),
+        ("echo '--container  Path to OCI container bundle'", ("pyxis",), True),
+        ("exit 1", ("apptainer",), True),
+    ],
+)
+def test_a_container_of_pyxis_is_refused_where_srun_does_not_know_it(
+    loaded: Load, gpu_site: Site, fake_command: Callable[..., Any], srun: str, containers: tuple[str, ...], fits: bool
+) -> None:
+    fake_command("srun", srun)
+    config = loaded(container_image="ubuntu")
+    container = make_plan(config, gpu_site, Path("run")).container
+    assert container is not None
+    if fits:
+        require_container(config, container, SiteFacts(containers=containers), named("slurm"))
+    else:
+        with pytest.raises(RefusedError, match="srun has no option --container-image here"):
+            require_container(config, container, SiteFacts(containers=containers), named("slurm"))

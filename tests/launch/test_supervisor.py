@@ -1,4 +1,4 @@
-"""The supervisor, on processes that are ranks in no more than what it watches."""
+"""The supervisor, on processes that are ranks only as far as it watches them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainkit.launch import supervisor as module
-from trainkit.launch.supervisor import Ending, Limits, Rank, Requests, supervise
+from trainkit.launch.supervisor import Death, Ending, Limits, Rank, RankGroup, Requests, signal_requests, supervise
 from trainkit.ranks import signals
 from trainkit.run.events import Attempt, history_of
 from trainkit.run.folder import RunDir
+from trainkit.run.lease import ProcessId
 
+SLEEP = "import time; time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -28,13 +32,138 @@ from trainkit.run.events import Attempt
 attempt, rank, beat = Attempt.named_in(os.environ), int(os.environ["RANK"]), heartbeat(os.environ)
 """
 LIMITS = Limits(time=60.0, lead=1.0, hang=60.0, cancel=1.0)
+IMPORTABLE = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+Group = Callable[..., RankGroup]
 Supervised = Callable[..., Ending]
 
 
-@pytest.fixture(autouse=True)
-def _no_watchdogs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks here have none of their own to wait for."""
-    monkeypatch.setattr(module, "OWN_WATCHDOG_SECONDS", 0.0)
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    return [pid for pid in pids if ProcessId.of(pid).started]
+
+
+# The processes
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Group:
+    """Starts a process for each program."""
+
+    def make(*programs: str) -> RankGroup:
+        commands = ([sys.executable, "-c", program] for program in programs)
+        return RankGroup([Rank(command, os.environ, tmp_path / str(rank)) for rank, command in enumerate(commands)])
+
+    return make
+
+
+def test_a_failing_rank_ends_the_others_within_seconds(group: Group) -> None:
+    began = time.monotonic()
+    started = group(SLEEP, "raise SystemExit(3)", STUBBORN)
+    codes = started.wait()
+    assert time.monotonic() - began < 15
+    assert codes[1:] == [3, -signal.SIGKILL]
+    assert started.deaths == [Death(1, 3)]
+
+
+def test_a_signal_before_python_is_ready_does_not_kill_a_rank(group: Group) -> None:
+    started = group("import time; time.sleep(0.5)")
+    started.signal(signal.SIGUSR2)
+    started.signal(signal.SIGTERM)
+    assert started.wait() == [0]
+
+
+def test_signals_reach_the_ranks_and_not_their_children(group: Group, tmp_path: Path) -> None:
+    program = (
+        "import signal, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
+        'signal.signal(signal.SIGUSR2, signal.SIG_DFL); print("up", flush=True); time.sleep(1.5)\'])\n'
+        "got = []\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: got.append(1))\n"
+        "raise SystemExit(child.wait() or len(got) - 1)\n"
+    )
+    started = group(program)
+    until(lambda: "up" in (tmp_path / "0.out").read_text())
+    started.signal(signal.SIGUSR2)
+    assert started.wait() == [0]
+
+
+def test_what_a_rank_leaves_behind_ends_with_it(group: Group, tmp_path: Path) -> None:
+    program = f"import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid)"
+    assert group(program).wait() == [0]
+    left = int((tmp_path / "0.out").read_text())
+    until(lambda: not alive([left]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
+def test_ranks_do_not_outlive_whoever_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom trainkit.launch.supervisor import Rank, RankGroup\n"
+        f"group = RankGroup([Rank([sys.executable, '-c', {STUBBORN!r}], os.environ, Path('rank'))])\n"
+        "print(group.pid(0), flush=True)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=IMPORTABLE, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        rank = int(starter.stdout.readline())
+        until(lambda: (tmp_path / "rank.out").read_text() != "")
+        starter.kill()
+    until(lambda: not alive([rank]))
+
+
+def test_a_process_is_known_by_its_number_and_its_start() -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEP]) as child:
+        process = ProcessId.of(child.pid)
+        assert process.is_here()
+        assert process.is_alive()
+        stranger = replace(process, started="1")
+        assert not stranger.is_alive()
+        stranger.signal(signal.SIGKILL)
+        assert child.poll() is None, "a process with a reused number must not be signalled"
+        process.signal(signal.SIGKILL)
+        until(lambda: not process.is_alive())  # also before anybody has waited for it
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_the_end_of_the_ranks_wakes_the_supervisor(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TICK_SECONDS", 60.0)
+    began = time.monotonic()
+    assert group("pass", "import time; time.sleep(0.2)").wait() == [0, 0]
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_that_ended_before_a_signal_causes_no_busy_loop(group: Group) -> None:
+    started = group("print('up', flush=True)", "import time; time.sleep(1)")
+    until(lambda: not alive([started.pid(0)]))
+    started.signal(signal.SIGUSR2)  # which sees that it is gone
+    ticks: list[int] = []
+    assert started.wait(lambda: ticks.append(1)) == [0, 0]
+    assert len(ticks) < 30
+
+
+def test_a_death_that_a_signal_has_come_across_is_one(group: Group) -> None:
+    started = group("raise SystemExit(3)")
+    until(lambda: not alive([started.pid(0)]))
+    started.signal(signal.SIGUSR2)
+    assert started.wait() == [3]
+    assert started.deaths == [Death(0, 3)]
+
+
+def test_signals_become_requests_and_are_then_handled_as_before() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with signal_requests() as requests:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert requests == Requests(preempt=True)
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+# Their supervision
 
 
 @pytest.fixture
@@ -43,20 +172,20 @@ def attempt(tmp_path: Path) -> Attempt:
 
 
 @pytest.fixture
-def supervised(attempt: Attempt) -> Supervised:
-    """Supervise ranks that each run one of the programs."""
+def supervised(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> Supervised:
+    """Supervises ranks that each run one of the programs. They have no watchdogs of their own to wait for."""
+    monkeypatch.setattr(module, "OWN_WATCHDOG_SECONDS", 0.0)
 
-    def call(*programs: str, limits: Limits = LIMITS, requests: Requests | None = None) -> Ending:
+    def call(*programs: str, requests: Requests | None = None, **limits: float) -> Ending:
         ranks = [
             Rank(
                 [sys.executable, "-c", PRELUDE + program],
                 {**os.environ, **attempt.environment(), "RANK": str(rank)},
-                attempt.logs / f"rank-{rank}.out",
-                attempt.logs / f"rank-{rank}.err",
+                attempt.logs / f"rank-{rank}",
             )
             for rank, program in enumerate(programs)
         ]
-        return supervise(attempt, ranks, limits, requests or Requests())
+        return supervise(attempt, ranks, replace(LIMITS, **limits), requests or Requests())
 
     return call
 
@@ -70,41 +199,43 @@ LOST = 'raise RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed b
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_killed_rank_is_named_and_not_the_one_that_missed_it_first(
+def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(
     supervised: Supervised, attempt: Attempt, first: int
 ) -> None:
     killed = "time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
     # It fails for want of the other, and says so, in the very moment of the other's death.
     missed = f"time.sleep(0.3)\nattempt.failed('RuntimeError: Connection reset by peer', rank=rank)\n{LOST}"
-    programs = [missed, killed] if first else [killed, missed]
-    ending = supervised(*programs)
+    ending = supervised(*([missed, killed] if first else [killed, missed]))
     assert (ending.state, ending.culprit) == ("FAILED", first)
     assert "killed by SIGKILL" in ending.why
     assert (history_of(attempt.run).failures[-1].rank, history_of(attempt.run).outcome) == (first, "FAILED")
 
 
-def test_the_rank_whose_error_is_no_lost_connection_is_named(supervised: Supervised, attempt: Attempt) -> None:
-    ending = supervised(LOST, "time.sleep(0.2); raise ValueError('bad label 12')")
-    assert (ending.culprit, ending.why) == (1, "ValueError: bad label 12")
-
-
-def test_what_a_rank_says_in_three_lines_is_why_it_failed(supervised: Supervised) -> None:
-    words = "There is no cifar10 in data.\\n  why: train is missing.\\n  fix: prepare it.\\n"
-    ending = supervised(f"sys.stderr.write('{words}'); sys.exit(2)")
-    assert ending.why == "There is no cifar10 in data."
-
-
-def test_a_rank_that_has_said_it_itself_is_not_written_down_twice(supervised: Supervised, attempt: Attempt) -> None:
-    supervised("attempt.failed('ValueError: mine', rank=0); sys.exit(1)")
-    assert [failure.error for failure in history_of(attempt.run).failures] == ["ValueError: mine"]
+@pytest.mark.parametrize(
+    ("programs", "culprit", "why"),
+    [
+        ((LOST, "time.sleep(0.2); raise ValueError('bad label 12')"), 1, "ValueError: bad label 12"),
+        (
+            (r"sys.stderr.write('No cifar10.\n  why: train is missing.\n  fix: prepare it.\n'); sys.exit(2)",),
+            0,
+            "No cifar10.",
+        ),
+        (("attempt.failed('ValueError: mine', rank=0); sys.exit(1)",), 0, "ValueError: mine"),
+    ],
+    ids=["an error that is no lost connection", "three lines", "recorded by the rank itself"],
+)
+def test_a_failure_is_recorded_once_with_its_rank_and_cause(
+    supervised: Supervised, attempt: Attempt, programs: tuple[str, ...], culprit: int, why: str
+) -> None:
+    ending = supervised(*programs)
+    assert (ending.culprit, ending.why) == (culprit, why)
+    assert [(item.rank, item.error) for item in history_of(attempt.run).failures] == [(culprit, why)]
 
 
 def test_a_stopped_rank_is_named_and_the_attempt_ended(supervised: Supervised, attempt: Attempt) -> None:
     # Both begin a step; one is stopped in it, the other waits for it as in a collective.
-    waiting = "beat(); time.sleep(60)"
-    stopped = "beat(); os.kill(os.getpid(), signal.SIGSTOP)"
     began = time.monotonic()
-    ending = supervised(waiting, stopped, limits=Limits(60.0, 1.0, 1.5, 1.0))
+    ending = supervised("beat(); time.sleep(60)", "beat(); os.kill(os.getpid(), signal.SIGSTOP)", hang=1.5)
     assert time.monotonic() - began < 20
     assert (ending.state, ending.culprit) == ("FAILED", 1)
     assert "no progress" in ending.why
@@ -113,21 +244,19 @@ def test_a_stopped_rank_is_named_and_the_attempt_ended(supervised: Supervised, a
 
 
 def test_of_ranks_that_hang_the_one_that_is_behind_is_named(supervised: Supervised) -> None:
-    ending = supervised("beat(); beat(); time.sleep(60)", "beat(); time.sleep(60)", limits=Limits(60.0, 1.0, 1.5, 1.0))
-    assert ending.culprit == 1
+    assert supervised("beat(); beat(); time.sleep(60)", "beat(); time.sleep(60)", hang=1.5).culprit == 1
 
 
 def test_ranks_that_make_progress_do_not_hang(supervised: Supervised) -> None:
     steps = "for _ in range(16): beat(); time.sleep(0.25)"
-    assert supervised(steps, steps, limits=Limits(60.0, 1.0, 2.5, 1.0)).state == "COMPLETED"
+    assert supervised(steps, steps, hang=2.5).state == "COMPLETED"
 
 
-def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hanging() -> None:
+def test_a_supervisor_that_was_stopped_finds_no_hang() -> None:
     ranks = "beat(); time.sleep(1); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(4)\n"
     ranks += "os.kill(os.getppid(), signal.SIGCONT); time.sleep(0.5)"
     program = [sys.executable, "-c", STOPPED.format(ranks=ranks)]  # a process of its own, which may be stopped
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    said = subprocess.run(program, env=env, capture_output=True, text=True, timeout=60, check=False)
+    said = subprocess.run(program, env=IMPORTABLE, capture_output=True, text=True, timeout=60, check=False)
     assert said.stdout.split() == ["COMPLETED"], said.stderr
 
 
@@ -136,7 +265,6 @@ import os, sys, tempfile
 from pathlib import Path
 from tests.launch.test_supervisor import PRELUDE
 from trainkit.launch import supervisor as module
-from trainkit.launch.supervisor import Rank
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 
@@ -144,72 +272,55 @@ module._LATE_SECONDS, module.OWN_WATCHDOG_SECONDS = 2.0, 0.0
 with tempfile.TemporaryDirectory() as folder:
     attempt = Attempt.begin(RunDir.create(Path(folder, "run"), "seed: 0"))
     env = {{**os.environ, **attempt.environment(), "RANK": "0"}}
-    program = PRELUDE + {ranks!r}
-    rank = Rank([sys.executable, "-c", program], env, attempt.logs / "rank-0.out", attempt.logs / "rank-0.err")
-    limits = module.Limits(60.0, 1.0, 3.0, 1.0)
-    print(module.supervise(attempt, [rank], limits, module.Requests()).state)
+    rank = module.Rank([sys.executable, "-c", PRELUDE + {ranks!r}], env, attempt.logs / "rank-0")
+    print(module.supervise(attempt, [rank], module.Limits(60.0, 1.0, 3.0, 1.0), module.Requests()).state)
 """
 
 
 def test_ranks_that_still_start_have_more_patience(supervised: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = "time.sleep(3)"
-    assert supervised(slow, limits=Limits(60.0, 1.0, 1.0, 1.0)).state == "COMPLETED"
+    assert supervised("time.sleep(3)", hang=1.0).state == "COMPLETED"
     monkeypatch.setattr(module, "STARTING_SECONDS", 1.0)
-    assert supervised("time.sleep(60)", limits=Limits(60.0, 1.0, 1.0, 1.0)).state == "FAILED"
+    assert supervised("time.sleep(60)", hang=1.0).state == "FAILED"
 
 
 SAVES = """
 asked = []
 for number in (signal.SIGUSR2, signal.SIGTERM): signal.signal(number, lambda *_: asked.append(1))
-print("up", flush=True)
 while not asked: time.sleep(0.02)
 attempt.handed_back(node_rank=0, step=1, signals=[])
 """
 
 
-def test_before_the_time_limit_ranks_are_told_to_save(supervised: Supervised) -> None:
-    ending = supervised(SAVES, limits=Limits(4.0, 2.0, 60.0, 1.0))
-    assert (ending.state, ending.handed_back) == ("PREEMPTED", True)
+@pytest.mark.parametrize(("program", "state"), [(SAVES, "PREEMPTED"), ("time.sleep(60)", "TIMEOUT")])
+def test_before_the_time_limit_ranks_are_told_to_save(supervised: Supervised, program: str, state: str) -> None:
+    assert supervised(program, time=4.0, lead=2.0).state == state
 
 
-def test_ranks_that_do_not_heed_the_time_limit_are_ended(supervised: Supervised) -> None:
-    assert supervised("time.sleep(60)", limits=Limits(2.0, 1.0, 60.0, 1.0)).state == "TIMEOUT"
-
-
-def test_a_cancel_lets_ranks_save_and_then_ends_them(supervised: Supervised) -> None:
-    requests = Requests()
-    threading.Timer(1.0, requests.note, [signal.SIGTERM]).start()
-    began = time.monotonic()
-    assert supervised("time.sleep(60)", requests=requests).state == "CANCELLED"
-    assert time.monotonic() - began < 15
-
-
-def test_a_second_cancel_ends_them_at_once(supervised: Supervised) -> None:
-    requests = Requests()
-    for after in (1.0, 1.3):
-        threading.Timer(after, requests.note, [signal.SIGINT]).start()
-    began = time.monotonic()
-    assert supervised("time.sleep(60)", requests=requests, limits=Limits(60.0, 1.0, 60.0, 50.0)).state == "CANCELLED"
-    assert time.monotonic() - began < 15
-
-
-def test_what_a_killed_supervisor_has_left_the_next_one_removes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("requested_after", "cancel"), [([1.0], 1.0), ([1.0, 1.3], 50.0)], ids=["once", "twice"])
+def test_a_cancel_lets_ranks_save_and_a_second_one_ends_them(
+    supervised: Supervised, requested_after: list[float], cancel: float
 ) -> None:
+    requests = Requests()
+    for seconds in requested_after:
+        threading.Timer(seconds, requests.note, [signal.SIGINT]).start()
+    began = time.monotonic()
+    assert supervised("time.sleep(60)", requests=requests, cancel=cancel).state == "CANCELLED"
+    assert time.monotonic() - began < 15
+
+
+def test_the_next_supervisor_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import time\nfrom trainkit.ranks.signals import pulses\n"
     code += "with pulses(2):\n    print(flush=True); time.sleep(600)"
-    killed = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE
-    )
-    assert killed.stdout is not None
-    killed.stdout.readline()
-    (file,) = tmp_path.iterdir()
-    with signals.pulses(1):
-        assert file.exists(), "its supervisor lives"
-        assert len(list(tmp_path.iterdir())) == 2
-    killed.kill()
-    killed.communicate()
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        killed.stdout.readline()
+        (file,) = tmp_path.iterdir()
+        with signals.pulses(1):
+            assert file.exists(), "its supervisor lives"
+            assert len(list(tmp_path.iterdir())) == 2
+        killed.kill()
     with signals.pulses(1):
         assert not file.exists()
     assert list(tmp_path.iterdir()) == []

@@ -47,47 +47,35 @@ def test_bash_and_shellcheck_find_no_fault(script: Callable[..., str], points: i
     assert faults(text) == ""
 
 
-def test_header_lines_follow_the_first_line_at_once(script: Callable[..., str]) -> None:
-    lines = script().splitlines()
-    header = [index for index, line in enumerate(lines) if line.startswith("#SBATCH")]
-    assert header == list(range(1, len(header) + 1)), "sbatch stops reading options at the first command"
-
-
-def test_the_signal_is_for_the_ranks_and_not_for_the_shell(script: Callable[..., str]) -> None:
-    assert "#SBATCH --signal=USR2@90\n" in script()
-
-
-def test_a_sweep_takes_the_run_folder_of_its_array_index(script: Callable[..., str]) -> None:
-    text = script(points=3)
-    assert 'export TRAINKIT_RUN_DIR=/home/me/runs/ddp-0001/"$SLURM_ARRAY_TASK_ID"\n' in text
-    assert "/home/me/runs/ddp-0001/.submitit" in text, "the pickles of all runs lie together"
-
-
-def test_a_run_on_the_cpu_hides_the_gpus(script: Callable[..., str]) -> None:
-    assert "export CUDA_VISIBLE_DEVICES=\n" in script(gpus_per_node=0)
-    assert "CUDA_VISIBLE_DEVICES" not in script(gpus_per_node=4)
-
-
-def test_setup_lines_run_before_ours_and_without_nounset(script: Callable[..., str]) -> None:
-    text = script(setup=("source env.sh",))
-    assert "set +u\nsource env.sh\nset -u\n" in text
-    assert text.index("source env.sh") < text.index("PYTHONPATH")
-
-
-def test_without_requeue_nothing_is_requeued(script: Callable[..., str]) -> None:
-    text = script(requeue=False)
-    assert "#SBATCH --no-requeue\n" in text
-    assert text.endswith('job end "$rc" --no-requeue || code=$?\nexit "$code"\n')
-
-
-def test_further_srun_options_are_passed_on(script: Callable[..., str]) -> None:
-    assert "    --mpi=pmix \\\n" in script(srun={"mpi": "pmix"})
-
-
-def test_paths_with_spaces_are_quoted(script: Callable[..., str]) -> None:
-    text = script(run="/home/my files/ddp-0001")
-    assert "#SBATCH --output='/home/my files/ddp-0001/logs/batch.out'\n" in text
-    assert "export TRAINKIT_RUN_DIR='/home/my files/ddp-0001'\n" in text
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (
+            {"points": 3},  # the pickles of all runs lie together
+            [
+                'export TRAINKIT_RUN_DIR=/home/me/runs/ddp-0001/"$SLURM_ARRAY_TASK_ID"',
+                " /home/me/runs/ddp-0001/.submitit",
+            ],
+        ),
+        ({"gpus_per_node": 0}, ["export CUDA_VISIBLE_DEVICES="]),
+        ({"requeue": False}, ["#SBATCH --no-requeue", 'job end "$rc" --no-requeue || code=$?\nexit "$code"']),
+        ({"srun": {"mpi": "pmix"}}, ["    --mpi=pmix \\"]),
+        (
+            {"run": "/home/my files/ddp-0001"},
+            [
+                "#SBATCH --output='/home/my files/ddp-0001/logs/batch.out'",
+                "export TRAINKIT_RUN_DIR='/home/my files/ddp-0001'",
+            ],
+        ),
+    ],
+    ids=["sweep", "cpu", "no requeue", "srun", "spaces"],
+)
+def test_what_is_asked_for_is_in_these_lines(
+    script: Callable[..., str], flags: dict[str, Any], lines: list[str]
+) -> None:
+    text = script(**flags)
+    assert [line for line in lines if f"{line}\n" not in text and f"{line} ||" not in text] == []
+    assert all(line.split(" ||")[0] not in GOLDEN.read_text() for line in lines if ".submitit" not in line)
 
 
 @pytest.mark.parametrize("folder", ["/home/o'neil/run", '/home/"x"/run', "/home/a\\b/run", "/home/a\nb/run"])

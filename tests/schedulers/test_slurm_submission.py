@@ -2,19 +2,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from trainkit.config.loading import load, to_yaml
+from trainkit.config.loading import Source, load, to_yaml
 from trainkit.errors import UserError
+from trainkit.launch.plan import Plan, make_plan
+from trainkit.launch.resources import Decision
 from trainkit.run.events import append_event, cancelled, history_of, read_events, refused, submitted, submitting
 from trainkit.run.folder import RunDir
 from trainkit.run.lease import ProcessId
 from trainkit.schedulers import slurm_submission as adoption
+from trainkit.schedulers.base import pickled
+from trainkit.schedulers.slurm_submission import SbatchError, sbatch, way_out
 from trainkit.schedulers.states import job_state, job_states, require_no_job
+from trainkit.site.profile import Site
 
 FakeCommand = Callable[[str, str], Path]
+MakeRun = Callable[..., tuple[RunDir, Plan]]
+MakeFunction = Callable[[str], Callable[[str], str]]
 
 
 def squeue(scripts: str, state: str = "PENDING") -> str:
@@ -151,3 +159,152 @@ def test_a_job_that_two_have_written_down_is_one(cut_short: RunDir) -> None:
     for _ in range(2):
         submitted(cut_short, "slurm", "42")
     assert len(history_of(cut_short).submissions) == 1
+
+
+# What sbatch is given, and what it says
+
+
+SBATCH = 'env > "${0%/*}/sbatch.env"; cat "${@: -1}" > "${0%/*}/sbatch.script"; echo "4711;sandbox"'
+
+
+@pytest.fixture
+def slurm(fake_command: Callable[[str, str], Path]) -> Callable[[str], Path]:
+    def make(sbatch: str) -> Path:
+        fake_command("srun", "exit 0")
+        return fake_command("sbatch", sbatch)
+
+    return make
+
+
+def queue(run: RunDir, function: Callable[[str], str], count: int = 1, **env: str) -> list[str]:
+    runs = [run] * count
+    run.script.write_text("#!/bin/bash\n# exactly this\n")
+    environment = {**os.environ, **env}
+    return pickled(run.path, runs, function, lambda: sbatch(run.script, environment))
+
+
+def test_sbatch_is_given_the_script_of_the_run_folder(
+    local_run: MakeRun, rank_function: MakeFunction, slurm: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run, _ = local_run()
+    calls = slurm(SBATCH)
+    assert queue(run, rank_function("pass")) == ["4711"]
+    assert calls.read_text() == f"--parsable {run.script}\n"
+    assert (tmp_path / "bin" / "sbatch.script").read_text() == run.script.read_text()
+    assert (run.submitit / "4711_submitted.pkl").is_file()
+
+
+def test_the_variables_of_a_job_around_it_do_not_reach_sbatch(
+    local_run: MakeRun,
+    rank_function: MakeFunction,
+    slurm: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaks = ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "PMI_RANK", "MASTER_PORT")
+    for name in leaks:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
+    run, _ = local_run()
+    slurm(SBATCH)
+    queue(run, rank_function("pass"))
+    seen = {line.partition("=")[0] for line in (tmp_path / "bin" / "sbatch.env").read_text().splitlines()}
+    assert not seen & set(leaks)
+    assert "SLURM_CONF" in seen
+
+
+def test_an_array_has_one_pickle_for_each_run(
+    local_run: MakeRun, rank_function: MakeFunction, slurm: Callable[[str], Path]
+) -> None:
+    run, _ = local_run()
+    calls = slurm(SBATCH)
+    assert queue(run, rank_function("pass"), count=3) == ["4711_0", "4711_1", "4711_2"]
+    assert len(calls.read_text().splitlines()) == 1
+    assert sorted(path.name for path in run.submitit.glob("*.pkl")) == [
+        f"4711_{index}_submitted.pkl" for index in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "is_answer"),
+    [
+        ("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1", True),
+        ("echo \"sbatch: unrecognized option '--bogus'\" >&2; exit 255", True),
+        ("echo 'you have to name a project here' >&2; exit 1", True),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", False),
+        ("echo 'Zero Bytes were transmitted or received' >&2; exit 1", False),
+        ("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", False),
+        ("exit 1", False),
+        ("echo 'retrying' >&2; kill -9 $$", False),
+        ("echo 'retrying' >&2; (exit 143)", False),
+    ],
+)
+def test_only_what_says_no_is_an_answer_and_the_user_reads_it(
+    local_run: MakeRun, rank_function: MakeFunction, slurm: Callable[[str], Path], script: str, is_answer: bool,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run, _ = local_run()
+    slurm(script)
+    with pytest.raises(SbatchError) as error:
+        queue(run, rank_function("pass"))
+    assert error.value.is_answer is is_answer
+    assert "echo 'sbatch: error:" not in script or "Invalid account" in error.value.why
+    assert capfd.readouterr().err == ""
+
+
+# Its words, as slurm_errno.c of SLURM 22.05 and its plugins have them
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("Invalid account or account/partition combination specified", "--partition main (environment P)"),
+        ("Invalid qos specification", "--qos long (cluster profile site.yaml:2)"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "--time 9:00:00 (flag --time)"),
+        ("Invalid feature specification", "--constraint fast (flag --constraint)"),
+        (
+            "Requested node configuration is not available",
+            "--constraint fast (flag --constraint), --mem 9G (flag --mem)",
+        ),
+        ("Memory specification can not be satisfied", "--mem 9G (flag --mem)"),
+        ("More processors requested than permitted", "--nodes 1 (default), --ntasks-per-node 1 (default)"),
+        ("CPU count per node can not be satisfied", "--nodes 1 (default), --ntasks-per-node 1 (default)"),
+        ("Invalid generic resource (gres) specification", "--gres tape:1 (flag --gres)"),
+        ("Requested reservation is invalid", "--reservation mine (flag --reservation)"),
+        ("Access denied to requested reservation", "--reservation mine (flag --reservation)"),
+        ("Job dependency problem", "--dependency afterok:7 (flag --dependency)"),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "--time 9:00:00"),
+        ("Invalid partition name specified", "--partition main (environment P)"),
+        ("User's group not permitted to use this partition", "--partition main (environment P)"),
+        ("Required partition not available (inactive or drain)", "--partition main (environment P)"),
+        ("Invalid node name specified", "--exclude n9 (flag --exclude)"),
+        ("Invalid license specification", "--licenses x (flag --sbatch)"),
+        ("sbatch: error: Invalid --mem specification", "--mem 9G (flag --mem)"),
+        ("sbatch: unrecognized option '--bogus=1'", "--bogus 1 (flag --sbatch)"),
+    ],
+)
+def test_what_sbatch_refuses_is_told_by_the_flag_and_who_has_said_it(words: str, change: str) -> None:
+    directives = [
+        Decision("partition", "main", Source("environment", "P")),
+        Decision("qos", "long", Source("cluster profile", "site.yaml:2")),
+        Decision("nodes", 1, Source("default")),
+        Decision("ntasks-per-node", 1, Source("default")),
+        *(Decision(name, text, Source("flag", f"--{name}")) for name, text in (
+            ("time", "9:00:00"), ("constraint", "fast"), ("mem", "9G"), ("gres", "tape:1"), ("reservation", "mine"),
+            ("dependency", "afterok:7"), ("exclude", "n9"),
+        )),
+        *(Decision(name, text, Source("flag", "--sbatch")) for name, text in (("licenses", "x"), ("bogus", "1"))),
+    ]  # fmt: skip
+    plan = make_plan(load("ddp"), Site("", 0, 2), Path("run"))
+    fix = way_out(f"error: Batch job submission failed: {words}", replace(plan, directives=tuple(directives)))
+    assert change in fix.partition(" `")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        ("Invalid account or account/partition combination specified", "No --account is given"),
+        ("Unspecified error", "`--dry-run` shows"),
+        ("job_submit/lua: ask the helpdesk", "`--dry-run` shows"),
+    ],
+)
+def test_words_that_name_no_flag_are_no_reason_to_change_one(words: str, begins: str) -> None:
+    assert way_out(words, make_plan(load("ddp"), Site("", 0, 2), Path("run"))).startswith(begins)

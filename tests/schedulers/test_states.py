@@ -174,7 +174,7 @@ def test_a_run_is_alive_as_long_as_one_of_its_jobs_is(run: Callable[..., RunDir]
 
 
 @pytest.mark.parametrize(("state", "alive"), [("NODE_FAIL", "unknown"), ("PREEMPTED", "unknown"), ("FAILED", "no")])
-def test_the_accounts_alone_do_not_say_that_a_job_is_over_which_may_be_queued_again(
+def test_the_accounts_alone_do_not_end_a_job_that_may_be_queued_again(
     run: Callable[..., RunDir], fake_command: FakeCommand, state: str, alive: str
 ) -> None:
     fake_command("squeue", "exit 1")
@@ -192,9 +192,7 @@ def test_an_ending_that_another_attempt_followed_is_none(run: Callable[..., RunD
 
 
 @pytest.mark.parametrize("newest", [0, 1])
-def test_what_an_old_attempt_says_after_a_newer_one_has_started_counts_for_nothing(
-    run: Callable[..., RunDir], newest: int
-) -> None:
+def test_an_old_attempt_counts_for_nothing_after_a_newer_one(run: Callable[..., RunDir], newest: int) -> None:
     run_dir = run(executor="slurm", job_id="7")
     append_event(run_dir, "started", attempt=newest)
     append_event(run_dir, "failed", attempt=0, rank=1, error="Connection reset by peer")

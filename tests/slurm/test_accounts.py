@@ -80,9 +80,7 @@ def test_what_the_site_would_not_start_is_refused_before_it_is_queued(
     ("flags", "words"),
     [("-A nosuch", "Invalid account or account/partition combination"), ("-A nlp -q weekly", "Invalid qos")],
 )
-def test_where_no_profile_knows_the_accounts_the_scheduler_refuses_in_its_own_words(
-    site: Cluster, flags: str, words: str
-) -> None:
+def test_without_a_profile_the_scheduler_refuses_in_its_own_words(site: Cluster, flags: str, words: str) -> None:
     refused = site.job("submit", "ddp", *TINY, *ONE_RANK, *flags.split(), check=False)
     assert (refused.returncode, words in refused.stderr) == (4, True), refused.stderr
 

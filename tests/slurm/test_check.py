@@ -69,7 +69,7 @@ def _said(checked: dict[str, Any], check: str) -> list[tuple[str, str]]:
     return [(item["node"], item["what"]) for item in checked["findings"] if item["check"] == check]
 
 
-def test_the_slow_link_is_that_of_the_node_that_both_slow_pairs_have_in_common(checked: dict[str, Any]) -> None:
+def test_the_slow_link_is_of_the_node_that_both_slow_pairs_share(checked: dict[str, Any]) -> None:
     ((node, words),) = _said(checked, "network")
     assert node == "n3"
     assert "n2 - n3" in words
@@ -124,7 +124,7 @@ def _received(cluster: Cluster, node: str, interface: str) -> int:
 
 
 @pytest.mark.usefixtures("odd_networks")
-def test_ranks_meet_where_names_are_loopback_and_talk_over_the_interface_that_the_site_names(
+def test_ranks_use_the_interface_that_the_site_names(
     devcluster: Cluster,
 ) -> None:
     two = ("--nodes", "2", "--nodelist", "n1,n2", *QUICK)

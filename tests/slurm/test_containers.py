@@ -64,9 +64,7 @@ def test_a_run_goes_on_in_a_container_of_pyxis(devcluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.skipif(not containers.can_run(), reason="this machine does not let us mount")
-def test_ranks_in_a_container_meet_are_told_to_save_and_are_requeued_from_outside(
-    devcluster: Cluster, tmp_path: Path
-) -> None:
+def test_ranks_in_a_container_save_and_are_requeued_from_outside(devcluster: Cluster, tmp_path: Path) -> None:
     tools = devcluster.home / "tools"  # beside the folder of the submission
     tools.mkdir()
     path = f"{tools}:{devcluster.env['PATH']}"

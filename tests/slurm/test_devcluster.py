@@ -60,7 +60,7 @@ def test_a_prefix_without_a_slurm_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_the_prefix_that_a_cluster_was_started_with_is_first_in_the_path_of_its_clients(tmp_path: Path) -> None:
+def test_the_prefix_of_a_cluster_is_first_in_the_path_of_its_clients(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "slurm").write_text("/opt/slurm-25.11\n")
     said = devcluster(tmp_path, "env").stdout

@@ -35,9 +35,7 @@ def test_a_run_that_hangs_and_is_killed_is_started_again_each_time(devcluster: C
     assert [event["attempt"] for event in devcluster.events(troubled, "started")] == [0, 1, 2]
 
 
-def test_of_a_hang_the_rank_that_is_behind_is_named_and_the_stacks_of_all_are_there(
-    devcluster: Cluster, troubled: Path
-) -> None:
+def test_a_hang_names_the_rank_that_is_behind_and_keeps_all_stacks(devcluster: Cluster, troubled: Path) -> None:
     hang = devcluster.events(troubled, "failed")[0]
     assert (hang["attempt"], hang["rank"], hang["host"]) == (0, 1, "n2")
     assert "troubled_model.py" in hang["error"]

@@ -46,7 +46,7 @@ def models(devcluster: Cluster) -> None:
         shutil.copy(Path(__file__).with_name(name), devcluster.home)
 
 
-def test_a_node_whose_ranks_hang_twice_is_left_out_unless_too_few_others_are_left(devcluster: Cluster) -> None:
+def test_a_node_whose_ranks_hang_twice_is_left_out_if_others_are_left(devcluster: Cluster) -> None:
     hanging = ("model.name=troubled_model:build", "model.troubles=hang,hang", "launch.hang_seconds=6")
     enough, job = submit(devcluster, "enough", *hanging, "--exclude", "n4")
     few, few_job = submit(devcluster, "few", *hanging, "--exclude", "n3,n4")
@@ -60,7 +60,7 @@ def test_a_node_whose_ranks_hang_twice_is_left_out_unless_too_few_others_are_lef
     assert "n2 should be left out, but too few nodes would be left: the run goes on with them." in said
 
 
-def test_a_node_that_crashes_and_comes_back_is_left_out_until_the_run_is_resumed(devcluster: Cluster) -> None:
+def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cluster) -> None:
     """Of the attempt there nobody can say a word: SLURM itself requeues the job when the first node is gone."""
     run, job = submit(devcluster, "crashed", "model.name=paced_model:build", "--exclude", "n4")
     (run / "pace").write_text("0.5")

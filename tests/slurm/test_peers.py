@@ -68,9 +68,7 @@ def template(cluster: Cluster) -> str:
     return str(file)
 
 
-def test_an_array_of_peers_joins_comes_back_as_who_it_was_and_ends_with_the_run(
-    devcluster: Cluster, creator: Creator
-) -> None:
+def test_an_array_of_peers_joins_comes_back_and_ends_with_the_run(devcluster: Cluster, creator: Creator) -> None:
     token = creator.token(devcluster)
     cpu = ("--gpus-per-node", "0", "data.workers=0")
     submitted = devcluster.job("submit", "hivemind", "--join", token, "--array", "2", *cpu).stdout

@@ -89,9 +89,7 @@ def runs(devcluster: Cluster, light: dict[str, str]) -> Runs:
 
 
 @pytest.mark.long
-def test_a_scheduler_that_does_not_answer_at_the_end_of_an_attempt_loses_no_training(
-    devcluster: Cluster, runs: Runs
-) -> None:
+def test_a_scheduler_that_does_not_answer_at_the_end_loses_no_training(devcluster: Cluster, runs: Runs) -> None:
     assert runs.wait("silent") == "COMPLETED", devcluster.logs()
     path = runs.path("silent")
     first, second = devcluster.events(path, "started")
@@ -116,9 +114,7 @@ def test_where_requeueing_is_forbidden_a_chain_of_jobs_trains_the_run(devcluster
 
 
 @pytest.mark.long
-def test_where_requeueing_is_forbidden_a_template_goes_on_in_the_same_folder_by_a_chain_too(
-    devcluster: Cluster, runs: Runs
-) -> None:
+def test_where_requeueing_is_forbidden_a_template_goes_on_by_a_chain(devcluster: Cluster, runs: Runs) -> None:
     runs.wait("silent")
     flags = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--time=20")
     words = (edited(devcluster, "train.sbatch"), "ddp", "model.name=light_model:build", "model.seconds=0.5")
@@ -144,7 +140,7 @@ exec {python} "$@"
 
 
 @pytest.mark.long
-def test_where_the_kit_has_no_scontrol_the_shell_of_the_batch_script_requeues_the_job(
+def test_without_scontrol_the_shell_of_the_batch_script_requeues(
     devcluster: Cluster, runs: Runs, light: dict[str, str]
 ) -> None:
     python = devcluster.home / "contained" / "bin" / "python"

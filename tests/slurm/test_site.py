@@ -88,9 +88,7 @@ def test_what_test_only_would_take_is_refused_before_it_waits_for_ever(
         assert (done.returncode, words in done.stderr) == (3, True), done.stderr
 
 
-def test_the_earliest_start_is_the_schedulers_own_for_each_partition_that_takes_the_job(
-    devcluster: Cluster, limits: None
-) -> None:
+def test_the_earliest_start_is_the_schedulers_own_for_each_partition(devcluster: Cluster, limits: None) -> None:
     before = devcluster.run("squeue", "-h", "-o", "%i").stdout
     done = devcluster.job("submit", "ddp", "--nodes", "3", "train.global_batch_size=48", "--estimate")
     said = {line.split()[0]: line for line in done.stdout.splitlines()}

@@ -90,7 +90,7 @@ def test_the_submitted_script_is_the_one_in_the_run_folder(devcluster: Cluster, 
     assert stored.strip() == (uninterrupted.run / "submit.sbatch").read_text().strip()
 
 
-def test_of_two_ranks_on_each_of_two_nodes_one_that_raises_fails_the_job_within_15_s_and_logs_shows_why(
+def test_one_of_four_ranks_that_raises_fails_the_job_within_15_s(
     devcluster: Cluster,
 ) -> None:
     job = submit(devcluster, "failing", *TWO_BY_TWO, "model.name=failing_model:build")
@@ -151,7 +151,7 @@ def test_a_run_can_be_submitted_from_inside_a_job(devcluster: Cluster, light: di
     assert started["world_size"] == 1
 
 
-def test_a_run_at_its_time_limit_ends_with_the_weights_of_an_uninterrupted_one(
+def test_a_run_with_time_limits_ends_with_the_weights_of_one_without(
     devcluster: Cluster, time_limited: Submitted, uninterrupted: Submitted
 ) -> None:
     assert devcluster.wait(time_limited.job_id, timeout=180) == "COMPLETED", devcluster.logs()

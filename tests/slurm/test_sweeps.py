@@ -25,9 +25,7 @@ def job_ids(sweep: Path) -> list[str]:
     return [life.submission.job_id if life.submission is not None else "" for life in lives]
 
 
-def test_a_sweep_over_the_limit_of_arrays_trains_and_what_failed_of_it_is_queued_again(
-    devcluster: Cluster, light: dict[str, str]
-) -> None:
+def test_a_sweep_over_the_limit_of_arrays_trains_and_resumes(devcluster: Cluster, light: dict[str, str]) -> None:
     home, tools = devcluster.home, devcluster.home / "small"
     tools.mkdir()
     real = devcluster.run("bash", "-c", "command -v scontrol").stdout.strip()

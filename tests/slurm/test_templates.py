@@ -104,7 +104,7 @@ def test_the_batch_shell_expands_no_rank(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_attempt_and_where_its_ranks_meet_are_told_by_the_one_who_tells_submitted_runs(template: str) -> None:
+def test_templates_begin_and_end_attempts_as_submitted_runs_do(template: str) -> None:
     """A failure there ends the script: `eval "$(...)"` would go on."""
     assert '\nbegun=$("$python" -m trainkit.launch.batch_job begin)\neval "$begun"\n' in commands(template)
     assert not re.findall(r"localhost|MASTER_PORT=|scontrol|squeue", commands(template))

@@ -106,7 +106,7 @@ def test_a_chain_has_a_job_for_each_attempt_and_a_requeued_run_has_one(
 
 
 @BOTH
-def test_status_shows_one_run_with_its_attempts_and_an_estimate_that_counts_the_starts_to_come(
+def test_status_shows_attempts_and_an_estimate_with_starts_to_come(
     devcluster: Cluster, limited: dict[str, Limited], name: str
 ) -> None:
     one = limited[name]

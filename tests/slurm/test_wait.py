@@ -33,9 +33,7 @@ GIVEN = {
 SAID = {"limited": "TIMEOUT", "cancelled": "CANCELLED", "crashed": "no luck", "refused": "FAILED. It cannot be so."}
 
 
-def test_the_exit_code_of_wait_is_that_of_the_run_whatever_has_become_of_its_job(
-    devcluster: Cluster, light: dict[str, str]
-) -> None:
+def test_the_exit_code_of_wait_is_that_of_the_run(devcluster: Cluster, light: dict[str, str]) -> None:
     (devcluster.home / "refusing_model.py").write_text(REFUSING)
     ends: dict[str, tuple[int, str]] = {}
     waiting = {}

@@ -5,7 +5,7 @@ whatever the scheduler.
     python -m trainkit.launch.batch_job preflight           what the check of the nodes found; 3 if one is bad
     python -m trainkit.launch.batch_job end CODE            queue the job again if that is worth it; its exit code
 
-Both find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``end --chain`` queues another
+All find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``end --chain`` queues another
 job instead of this one.
 """
 
@@ -16,6 +16,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +38,7 @@ from trainkit.programs import NoAnswer, NoProgram
 from trainkit.ranks.env import Secret, expand, free_port, start_for
 from trainkit.run.events import RUN_DIR, Attempt, history_of, read_events
 from trainkit.run.folder import RunDir, umask_of
-from trainkit.schedulers.base import OwnJob, Place, Scheduler, around
+from trainkit.schedulers.base import NodeState, OwnJob, Place, Scheduler, around
 
 END_SECONDS = 300
 """How long a scheduler may take to end a script whose job it has requeued."""
@@ -62,14 +64,13 @@ def begin(env: Mapping[str, str]) -> str:
     scheduler.claim(run, env)
     if cut is not None and cut.cancelled:
         raise RunFailedError(f"{run.name} was cancelled.", why="That was before it had a job.", fix=_resume(run))
-    if place.restarts and (why := budget_spent(run)):
-        attempt = Attempt(run, run.attempts()[-1])
-        attempt.ended("FAILED", job_id=place.job_id, why=why)
-        raise RunFailedError(f"{run.name} is not started again: {why}.", why=_LOOK, fix=_resume(run))
-    if (before := run.attempts()) and (lost := _lost_nodes(Attempt(run, before[-1]), scheduler, place)):
-        _without_lost_nodes(Attempt(run, before[-1]), lost, scheduler, place)
-    attempt = Attempt.begin(run)
-    nodes = place.nodelist
+    if place.restarts and (spent := budget_spent(run)):
+        Attempt(run, run.attempts()[-1]).ended("FAILED", job_id=place.job_id, why=spent)
+        why = "SLURM, a node or the program ends it each time; `python -m jobs.why` looks for the cause."
+        raise RunFailedError(f"{run.name} is not started again: {spent}.", why=why, fix=_resume(run))
+    if before := run.attempts():
+        _Job(Attempt(run, before[-1]), scheduler, place).leave_lost_nodes()
+    attempt, nodes = Attempt.begin(run), place.nodelist
     fileio.write(attempt.logs / NODES, f"{nodes}\n", run.path)
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)
     variables = attempt.environment() | {
@@ -81,53 +82,6 @@ def begin(env: Mapping[str, str]) -> str:
     return "\n".join([umask, *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())])
 
 
-def _lost_nodes(attempt: Attempt, scheduler: Scheduler, place: Place) -> dict[str, str]:
-    """Nodes that have ended this earlier attempt, without a word: a power cut leaves nobody to speak. And why so."""
-    kinds = {event["event"] for event in read_events(attempt.run) if event.get("attempt") == attempt.number}
-    if attempt.number < first_attempt(attempt.run):  # of an earlier submission
-        return {}
-    if {"handed_back", "requeued", "ended", "excluded"} & kinds:
-        return {}
-    file = attempt.logs / NODES
-    try:
-        nodes, began = expand(fileio.read_text(file).strip()), file.stat().st_mtime
-    except (OSError, UserError):
-        return {}
-    states = {name: node.state for name, node in scheduler.nodes(place.partition).items()}
-    found = culprits(attempt, nodes, states)
-    return found or {
-        node: f"{when}, while attempt {attempt.number} ran there"
-        for node, when in scheduler.restarted(nodes, began).items()
-    }
-
-
-def _without_lost_nodes(attempt: Attempt, lost: Mapping[str, str], scheduler: Scheduler, place: Place) -> None:
-    """Write them down. Has this job been given one of them again, it is queued once more, for others; no more often
-    than that, because nobody writes down a node twice."""
-    job_id = place.job_id
-    job = scheduler.own_job(job_id)
-    out = _to_exclude(attempt, job, lost, scheduler, place)
-    again = sorted(set(lost) & out & set(place.nodes))
-    if not again:
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        scheduler.requeue(job_id)
-        scheduler.exclude(job_id, sorted(out))
-    except NoAnswer as refusal:
-        print(f"{', '.join(again)} cannot be excluded: {refusal.words}", file=sys.stderr, flush=True)
-        if scheduler.own_job(job_id).is_to_be_queued:
-            return
-    attempt.requeued(job_id)
-    if _wait_for_the_end():
-        return
-    words = f"{', '.join(again)} has ended attempt {attempt.number}: {lost[again[0]]}."
-    raise RunFailedError("The job is queued again, for other nodes.", why=words, fix="None is needed.")
-
-
-_LOOK = "SLURM, a node or the program ends it each time; `python -m jobs.why` looks for the cause."
-
-
 def _resume(run: RunDir) -> str:
     if not run.plan.is_file():  # of a template
         words = f"{CONTINUE}={shlex.quote(str(run.path))} sbatch"
@@ -136,7 +90,7 @@ def _resume(run: RunDir) -> str:
 
 
 def end(code: int, env: Mapping[str, str], *, how: How) -> int:
-    """Write down how the attempt ended, and queue the job again if it was handed back, or failed and may do better.
+    """Record how the attempt ended, and queue the job again if it was handed back, or failed and may do better.
 
     Returns the job's exit code: never 0 while something is left to train, for jobs that wait for this one must not
     start.
@@ -146,8 +100,8 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     attempt = Attempt.named_in(env)
     if attempt is None:
         return code
-    scheduler, place = around(env, attempt.run)
-    job_id = place.job_id
+    job = _Job(attempt, *around(env, attempt.run))
+    job_id = job.place.job_id
     if not attempt.run.config.is_file():  # refused before there was a run that another command would know
         print("\n".join(words_of(attempt.logs / "rank-0.err")), file=sys.stderr, flush=True)
         return code
@@ -155,13 +109,13 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     if newer is not None:  # SLURM took this node for dead, and has started the job again elsewhere
         print(f"Attempt {newer} has taken over from this one, {attempt.number}: nothing is queued again.", flush=True)
         return code or 1
-    life = history_of(attempt.run)
+    history = history_of(attempt.run)
     failure = ""
-    if attempt.number not in life.handed_back:
-        if life.finished and not code:
+    if attempt.number not in history.handed_back:
+        if history.finished and not code:
             return 0
         code = code or 1
-        failure = "" if life.finished else passing_failure(attempt, code)
+        failure = "" if history.finished else passing_failure(attempt, code)
         if not failure:
             attempt.ended("FAILED", job_id=job_id, exit_codes=[code])
             return code
@@ -170,109 +124,148 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
         print(f"{what}; requeue is off. {_resume(attempt.run)}", flush=True)
         attempt.ended("FAILED" if failure else "PREEMPTED", job_id=job_id, exit_codes=[code])
         return code or 1
-    job = scheduler.own_job(job_id)
-    if not job.is_to_be_queued:  # cancelled, or on its way back already
-        print(f"{what}. The job is {job.state}, so it is not queued again.", flush=True)
-        _do_without(attempt, job, scheduler, place, failed=bool(code))
+    own = job.scheduler.own_job(job_id)
+    if not own.is_to_be_queued:  # cancelled, or on its way back already
+        print(f"{what}. The job is {own.state}, so it is not queued again.", flush=True)
+        job.exclude_bad_nodes(own, failed=bool(code))
         return code or 1
-    if failure and failure not in [item.error for item in life.failures if item.attempt == attempt.number]:
+    if failure and failure not in [item.error for item in history.failures if item.attempt == attempt.number]:
         attempt.failed(failure, rank=None)
-    words = budget_spent(attempt.run)
-    words = words or _queue_again(attempt, how, job, scheduler, place, env, failed=bool(failure))
-    if not words:
-        return code or 1
-    print(f"{what}, and not queued again: {words}. {_resume(attempt.run)}", flush=True)
-    attempt.failed(f"not queued again: {words}", rank=None)
-    attempt.ended("FAILED", job_id=job_id, why=words)
+    if refusal := budget_spent(attempt.run) or job.queue_again(how, own, env, failed=bool(failure)):
+        print(f"{what}, and not queued again: {refusal}. {_resume(attempt.run)}", flush=True)
+        attempt.failed(f"not queued again: {refusal}", rank=None)
+        attempt.ended("FAILED", job_id=job_id, why=refusal)
     return code or 1
 
 
-def _queue_again(
-    attempt: Attempt, how: How, job: OwnJob, scheduler: Scheduler, place: Place, env: Mapping[str, str], *, failed: bool
-) -> str:  # fmt: skip
-    """Empty once it is done; else why not."""
-    job_id, words = place.job_id, ""
-    if how == "requeue":
+@dataclass(frozen=True)
+class _Job:
+    """The job of this script, and an attempt of its run that is over."""
+
+    attempt: Attempt
+    scheduler: Scheduler
+    place: Place
+
+    @cached_property
+    def nodes(self) -> dict[str, NodeState]:
+        return self.scheduler.nodes(self.place.partition)
+
+    def leave_lost_nodes(self) -> None:
+        """Exclude the nodes that ended the attempt without a word. If this job has been given one of them again, queue
+        it once more, for other nodes; only once, because no node is excluded twice."""
+        lost = self._lost_nodes()
+        if not lost:
+            return
+        job_id = self.place.job_id
+        out = self._without(self.scheduler.own_job(job_id), lost)
+        again = sorted(set(lost) & out & set(self.place.nodes))
+        if not again:
+            return
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
-            scheduler.requeue(job_id)
-        except NoProgram:  # in a container
-            fileio.write(attempt.logs / MARKER, f"{job_id}\n", attempt.run.path)
-            attempt.requeued(job_id)
-            return ""
+            self.scheduler.requeue(job_id)
+            self.scheduler.exclude(job_id, sorted(out))
         except NoAnswer as refusal:
-            words = f"requeue refused: {refusal.words}"
-            if not scheduler.own_job(job_id).is_to_be_queued:  # it was taken, and only the answer was lost
-                words = ""
-        if not words:
-            attempt.requeued(job_id)
-            _do_without(attempt, job, scheduler, place, failed=failed)
-            return _wait_for_the_end()
-    try:
-        excluded = sorted(_bad_nodes(attempt, job, scheduler, place, failed=failed))
-        link = scheduler.next_link(attempt.run, excluded, env)
-    except (NoAnswer, OSError) as refusal:
-        return words or f"no further job: {refusal.words if isinstance(refusal, NoAnswer) else refusal}"
-    print(f"Job {link} goes on when this one has ended.", flush=True)
-    attempt.requeued(link)
-    return ""
+            print(f"{', '.join(again)} cannot be excluded: {refusal.words}", file=sys.stderr, flush=True)
+            if self.scheduler.own_job(job_id).is_to_be_queued:
+                return
+        self.attempt.requeued(job_id)
+        if _wait_for_the_end():
+            return
+        why = f"{', '.join(again)} has ended attempt {self.attempt.number}: {lost[again[0]]}."
+        raise RunFailedError("The job is queued again, for other nodes.", why=why, fix="None is needed.")
 
+    def _lost_nodes(self) -> dict[str, str]:
+        """Nodes that ended the attempt without a word (after a power cut nobody is left to speak), and why."""
+        attempt = self.attempt
+        kinds = {event["event"] for event in read_events(attempt.run) if event.get("attempt") == attempt.number}
+        is_earlier = attempt.number < first_attempt(attempt.run)  # of an earlier submission
+        if is_earlier or {"handed_back", "requeued", "ended", "excluded"} & kinds:
+            return {}
+        file = attempt.logs / NODES
+        try:
+            nodes, began = expand(fileio.read_text(file).strip()), file.stat().st_mtime
+        except (OSError, UserError):
+            return {}
+        return culprits(attempt, nodes, {name: node.state for name, node in self.nodes.items()}) or {
+            node: f"{when}, while attempt {attempt.number} ran there"
+            for node, when in self.scheduler.restarted(nodes, began).items()
+        }
 
-def _do_without(attempt: Attempt, job: OwnJob, scheduler: Scheduler, place: Place, *, failed: bool) -> None:
-    """Exclude bad nodes from a job that is on its way back into the queue."""
-    out = _bad_nodes(attempt, job, scheduler, place, failed=failed)
-    if out == set(job.excluded):
-        return
-    try:
-        scheduler.exclude(place.job_id, sorted(out))
-        print(f"Without {', '.join(sorted(out)) or 'no node'} from now on.", flush=True)
-    except NoAnswer as refusal:
-        print(f"{', '.join(sorted(out))} cannot be excluded: {refusal.words}", flush=True)
+    def queue_again(self, how: How, own: OwnJob, env: Mapping[str, str], *, failed: bool) -> str:
+        """Queue the job, or another one behind it. Why that was not possible; empty once it is done."""
+        attempt, job_id, refusal = self.attempt, self.place.job_id, ""
+        if how == "requeue":
+            try:
+                self.scheduler.requeue(job_id)
+            except NoProgram:  # in a container
+                fileio.write(attempt.logs / MARKER, f"{job_id}\n", attempt.run.path)
+                attempt.requeued(job_id)
+                return ""
+            except NoAnswer as error:
+                if self.scheduler.own_job(job_id).is_to_be_queued:  # else it was taken, and only the answer was lost
+                    refusal = f"requeue refused: {error.words}"
+            if not refusal:
+                attempt.requeued(job_id)
+                self.exclude_bad_nodes(own, failed=failed)
+                return _wait_for_the_end()
+        try:
+            link = self.scheduler.next_link(attempt.run, sorted(self._bad_nodes(own, failed=failed)), env)
+        except (NoAnswer, OSError) as error:
+            return refusal or f"no further job: {error.words if isinstance(error, NoAnswer) else error}"
+        print(f"Job {link} goes on when this one has ended.", flush=True)
+        attempt.requeued(link)
+        return ""
 
+    def exclude_bad_nodes(self, own: OwnJob, *, failed: bool) -> None:
+        """Exclude bad nodes from a job that is on its way back into the queue."""
+        out = self._bad_nodes(own, failed=failed)
+        if out == set(own.excluded):
+            return
+        try:
+            self.scheduler.exclude(self.place.job_id, sorted(out))
+            print(f"Without {', '.join(sorted(out)) or 'no node'} from now on.", flush=True)
+        except NoAnswer as refusal:
+            print(f"{', '.join(sorted(out))} cannot be excluded: {refusal.words}", flush=True)
 
-def _bad_nodes(attempt: Attempt, job: OwnJob, scheduler: Scheduler, place: Place, *, failed: bool) -> set[str]:
-    """Nodes that the next start should do without: as the job does now, and those that have ended this attempt."""
-    if not failed and not excluded_nodes(attempt.run):
-        return set(job.excluded)
-    return _to_exclude(attempt, job, {} if not failed else None, scheduler, place)
+    def _bad_nodes(self, own: OwnJob, *, failed: bool) -> set[str]:
+        """Nodes that the next start should do without: as the job does now, and those that have ended this attempt."""
+        states = {name: node.state for name, node in self.nodes.items()} if failed else {}
+        return self._without(own, culprits(self.attempt, self.place.nodes, states) if failed else {})
 
+    def _without(self, own: OwnJob, found: Mapping[str, str]) -> set[str]:
+        """The user's own exclusions, and bad nodes as long as enough are left: else the job would wait for ever.
 
-def _to_exclude(
-    attempt: Attempt, job: OwnJob, found: Mapping[str, str] | None, scheduler: Scheduler, place: Place
-) -> set[str]:
-    """The user's own exclusions, and bad nodes as long as enough are left for the job: it would wait for ever.
-
-    Args:
-        found: nodes that have ended the attempt, and why; None: those that can be told. They are written down.
-    """
-    nodes = scheduler.nodes(place.partition)
-    mine = place.nodes
-    if found is None:
-        found = culprits(attempt, mine, {name: node.state for name, node in nodes.items()})
-    known = excluded_nodes(attempt.run)
-    asked = set(job.excluded) - set(known)
-    kinds = {nodes[name].kind for name in mine if name in nodes}
-    usable = {name for name, node in nodes.items() if not is_broken(node.state) and node.kind in kinds} - asked
-    bad = [node for node in {**known, **found} if node not in job.required]
-    out = spared(bad, usable, place.needed)
-    if kept := [node for node in {**known, **found} if node not in out]:
-        why = "they are in --nodelist" if set(kept) <= set(job.required) else "too few nodes would be left"
-        words = f"{', '.join(kept)} should be left out, but {why}: the run goes on with them."
-        print(words, file=sys.stderr, flush=True)  # what `begin` says on stdout is for the shell
-    for node in out:
-        if node not in known:
-            attempt.excluded(node, found[node])
-    return asked | set(out)
+        Args:
+            found: nodes that have ended the attempt, and why. Those that are excluded are recorded.
+        """
+        known = excluded_nodes(self.attempt.run)
+        bad = [node for node in {**known, **found} if node not in own.required]
+        if not known and not found:
+            return set(own.excluded)
+        asked = set(own.excluded) - set(known)
+        kinds = {self.nodes[name].kind for name in self.place.nodes if name in self.nodes}
+        usable = {name for name, node in self.nodes.items() if not is_broken(node.state) and node.kind in kinds} - asked
+        out = spared(bad, usable, self.place.needed)
+        if kept := [node for node in {**known, **found} if node not in out]:
+            why = "they are in --nodelist" if set(kept) <= set(own.required) else "too few nodes would be left"
+            words = f"{', '.join(kept)} should be left out, but {why}: the run goes on with them."
+            print(words, file=sys.stderr, flush=True)  # what `begin` says on stdout is for the shell
+        for node in out:
+            if node not in known:
+                self.attempt.excluded(node, found[node])
+        return asked | set(out)
 
 
 def _wait_for_the_end() -> str:
-    """The scheduler ends this script, and says so by a SIGTERM."""
+    """Wait until the scheduler ends this script by a SIGTERM; what is wrong if it does not."""
     if signal.sigtimedwait([signal.SIGTERM], END_SECONDS) is None:
         return "SLURM took the requeue and did not act on it"
     return ""
 
 
 def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
-    """Called by batch scripts only, so that a mistake in the arguments is ours."""
+    """Run a verb. Only batch scripts call it, so that a mistake in the arguments is ours."""
     verb, *rest = arguments
     try:
         if verb == "begin":

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,27 +19,15 @@ from trainkit.config.loading import Loaded, Source
 from trainkit.config.slurm_options import objection, time_minutes
 from trainkit.errors import RefusedError, UserError
 from trainkit.launch.containers import Container, container_of, is_file
-from trainkit.launch.resources import (
-    DERIVED,
-    FIXED,
-    Decision,
-    chosen_partition,
-    decide_cpus,
-    decide_executor,
-    decide_gpus,
-    decide_memory,
-    decide_nodes,
-    decide_tasks,
-    decide_time,
-    gpu_directives,
-    require_ranks,
-)
+from trainkit.launch.resources import DERIVED, FIXED, Decision, Resources
 from trainkit.schedulers.base import Scheduler, named
 from trainkit.site.limits import Request, doubtful, require_access, require_room, require_shared
 from trainkit.site.profile import Site, SiteFacts, read_facts
 
 Row = tuple[str, str, str, str]
 """Setting, value, source, reason."""
+_OFFLINE = 'export WANDB_MODE="${WANDB_MODE:-offline}" HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"'
+"""For nodes without internet: jobs would wait for W&B and model hubs until these gave up."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +76,12 @@ class Plan:
             for item in [*plain["decisions"], *plain["directives"]]:
                 item["source"] = Source.parse(item["source"])
             return TypeAdapter(cls).validate_python(plain)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            why = str(error)
-            if isinstance(error, ValidationError):
-                first = error.errors(include_url=False, include_input=False)[0]
-                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise UserError(
-                f"{where} is not a launch plan, or is damaged.",
-                why=f"{why.splitlines()[0]}.",
-                fix=f"Submit the run anew: {terminal.command('submit', Path(where).parent)}",
-            ) from None
+            why = str(error).splitlines()[0]
+        raise _unusable(f"{where} is not a launch plan, or is damaged.", why, Path(where).parent)
 
     @classmethod
     def read(cls, file: Path) -> Plan:
@@ -106,12 +89,12 @@ class Plan:
         try:
             text = fileio.read_text(file)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"Cannot read {file}.",
-                why=f"{error}.",
-                fix=f"Submit the run anew: {terminal.command('submit', file.parent)}",
-            ) from None
+            raise _unusable(f"Cannot read {file}.", str(error), file.parent) from None
         return cls.from_json(text, where=str(file))
+
+
+def _unusable(what: str, why: str, folder: Path) -> UserError:
+    return UserError(what, why=f"{why}.", fix=f"Submit the run anew: {terminal.command('submit', folder)}")
 
 
 def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) -> Plan:
@@ -125,70 +108,60 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         UserError: the batch size does not divide over the ranks, or the strategy is for one.
         RefusedError: this site or machine cannot run it.
     """
-    launch = loaded.config.launch
-    require_ranks(loaded)
-    executor = decide_executor(loaded, site)
-    batch = named(executor.value).batch
-    partition = chosen_partition(loaded, site) if site.scheduler == executor.value else None
+    launch, found = loaded.config.launch, Resources(loaded, site)
+    executor, batch, nodes, tasks = found.executor.value, found.batch, found.nodes.value, found.tasks.value
     if launch.preflight and not batch:
         raise UserError(
             "--preflight is for jobs of SLURM.",
-            why=f"This one is run by the executor {executor.value}, on this machine.",
+            why=f"This one is run by the executor {executor}, on this machine.",
             fix="`python -m jobs.cluster check --executor local` tries this machine.",
             key="launch.preflight",
         )
-    nodes = decide_nodes(loaded, site, executor.value, partition)
-    gpus = decide_gpus(loaded, site, executor.value, partition, nodes.value)
-    tasks = decide_tasks(loaded, executor.value, gpus.value)
-    check_strategy(loaded.config, {"launch.nodes": nodes.value, "launch.ntasks_per_node": tasks.value})
-    cpus = decide_cpus(loaded, executor.value, partition, nodes.value, gpus.value, tasks.value)
-    memory = decide_memory(loaded, executor.value, partition, nodes.value, gpus.value)
-    time = decide_time(loaded, executor.value, partition)
-    time_limit = round(time_minutes(time.value) * 60)
-    lead = launch.model_copy(update={"time": time.value}).lead_seconds()
+    check_strategy(loaded.config, {"launch.nodes": nodes, "launch.ntasks_per_node": tasks})
+    lead = launch.model_copy(update={"time": found.time.value}).lead_seconds()
     container = container_of(launch, loaded.config.data.root, on_slurm=batch)
-    by_default = "" if launch.signal_seconds else "90 s, or a third of a short limit"
-    decided = [executor, nodes, gpus, tasks, cpus, time]
-    decided += [Decision("signal_seconds", lead, loaded.source("launch.signal_seconds"), by_default)]
-    decided += [Decision("world_size", nodes.value * tasks.value, DERIVED, f"{nodes.value} x {tasks.value} ranks")]
-    decided += _batch(loaded, nodes.value * tasks.value)
+
+    decided = [found.executor, found.nodes, found.gpus, found.tasks, found.cpus, found.time]
+    decided += [
+        found.given("signal_seconds", lead, "" if launch.signal_seconds else "90 s, or a third of a short limit")
+    ]
+    decided += [Decision("world_size", nodes * tasks, DERIVED, f"{nodes} x {tasks} ranks")]
+    decided += _batch_sizes(loaded, nodes * tasks)
     if launch.environment is not None and batch:
-        decided += [Decision("environment", launch.environment, loaded.source("launch.environment"))]
+        decided += [found.given("environment", launch.environment)]
     if container is not None:
-        source, by = loaded.source("launch.container_image"), f"run by {container.runtime}"
-        decided += [Decision("container_image", container.image, source, by)]
+        decided += [found.given("container_image", container.image, f"run by {container.runtime}")]
     if batch and not launch.internet:
-        decided += [Decision("internet", False, loaded.source("launch.internet"), "W&B and model hubs stay offline")]
-    if partition is not None and launch.partition is None:
-        decided += [Decision("partition", partition.name, Source("discovered", "scontrol"), "the site's default")]
+        decided += [found.given("internet", False, "W&B and model hubs stay offline")]
+    if found.partition is not None and launch.partition is None:
+        where = Source("discovered", "scontrol")
+        decided += [Decision("partition", found.partition.name, where, "the site's default")]
     elif batch and site.unknown:
-        decided += [
-            Decision("partition", launch.partition, loaded.source("launch.partition"), f"not checked: {site.unknown}")
-        ]
+        decided += [found.given("partition", launch.partition, f"not checked: {site.unknown}")]
     return Plan(
         name=launch.job_name or loaded.name,
-        executor=executor.value,
-        nodes=nodes.value,
-        ntasks_per_node=tasks.value,
-        gpus_per_node=gpus.value,
-        cpus_per_task=cpus.value,
-        time_limit_seconds=time_limit,
+        executor=executor,
+        nodes=nodes,
+        ntasks_per_node=tasks,
+        gpus_per_node=found.gpus.value,
+        cpus_per_task=found.cpus.value,
+        time_limit_seconds=round(time_minutes(found.time.value) * 60),
         lead_seconds=lead,
         hang_seconds=launch.hang_seconds,
         requeue=launch.requeue,
         preflight=launch.preflight,
         decisions=tuple(decided),
-        directives=_directives(loaded, run_path, points, nodes, gpus, tasks, cpus, memory, time, lead) if batch else (),
+        directives=_directives(loaded, found, run_path, points, lead) if batch else (),
         srun=tuple(sorted(launch.srun.items())),
-        setup=(_offline(loaded) if batch else ()) + launch.setup,
+        setup=((_OFFLINE,) if batch and not launch.internet else ()) + launch.setup,
         modules=launch.modules,
         environment=launch.environment,
         container=container,
     )
 
 
-def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
-    train = loaded.config.train
+def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
+    train, given = loaded.config.train, loaded.source("train.micro_batch_size")
     size, micro = train.global_batch_size, train.given_micro_batch_size
     traits = strategy_traits(loaded.config.strategy.name)
     if traits.loop == "collaborative":
@@ -206,9 +179,10 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
     check_strategy(loaded.config, {"grad_accum_steps": size // unit if micro else 1})
     if train.micro_batch_size == "auto":
         most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
+        passes = f"{size} / ({world_size} x micro_batch_size)"
         return [
-            Decision("micro_batch_size", "auto", loaded.source("train.micro_batch_size"), most),
-            Decision("grad_accum_steps", "auto", DERIVED, f"{size} / ({world_size} x micro_batch_size)"),
+            Decision("micro_batch_size", "auto", given, most),
+            Decision("grad_accum_steps", "auto", DERIVED, passes),
         ]
     per_pass = micro or size // world_size
     accumulate = size // (world_size * per_pass)
@@ -217,36 +191,24 @@ def _batch(loaded: Loaded, world_size: int) -> list[Decision]:
     norm = "all ranks' passes" if holds(traits.global_batchnorm, loaded.config) else "one pass of one rank"
     passes += f"; BatchNorm's statistics are those of {norm}"
     return [
-        Decision("micro_batch_size", per_pass, loaded.source("train.micro_batch_size") if micro else DERIVED, passes),
+        Decision("micro_batch_size", per_pass, given if micro else DERIVED, passes),
         Decision("grad_accum_steps", accumulate, DERIVED, f"{size} / ({world_size} x {per_pass})"),
     ]
 
 
-def _directives(
-    loaded: Loaded, run_path: Path, points: int, nodes: Decision, gpus: Decision, tasks: Decision, cpus: Decision,
-    memory: Decision | None, time: Decision, lead: int,
-) -> tuple[Decision, ...]:  # fmt: skip
+def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, lead: int) -> tuple[Decision, ...]:
     launch = loaded.config.launch
-    logs = f"{run_path}/%a/logs".replace("%a", "\0") if points > 1 else f"{run_path}/logs"
-    output = logs.replace("%", "%%").replace("\0", "%a") + "/batch.out"
-    found = [
-        Decision(
-            "job-name",
-            launch.job_name or loaded.name,
-            loaded.source("launch.job_name"),
-            "the preset's name" * (not launch.job_name),
-        )
-    ]
-    found += [nodes, tasks]
-    found += gpu_directives(loaded, gpus)
-    found += [cpus] if cpus.value else []
-    found.append(time)
-    found += [memory] if memory is not None else []
+
+    task = "/%a" if points > 1 else ""
+    output = f"{str(run_path).replace('%', '%%')}{task}/logs/batch.out"
+    listed = [found.given("job_name", launch.job_name or loaded.name, "the preset's name" * (not launch.job_name))]
+    listed += [found.nodes, found.tasks, *found.gpu_directives()]
+    listed += [*([found.cpus] if found.cpus.value else []), found.time, *([found.memory] if found.memory else [])]
     for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "dependency",
                 "mail_user", "mail_type"):  # fmt: skip
         if (value := getattr(launch, key)) is not None:
-            found.append(Decision(key, value, loaded.source(f"launch.{key}")))
-    found += [
+            listed.append(found.given(key, value))
+    listed += [
         Decision("signal", f"USR2@{lead}", FIXED, "to every rank (no B:), so that they save before the time limit"),
         Decision("requeue" if launch.requeue is True else "no-requeue", None, loaded.source("launch.requeue")),
         Decision("open-mode", "append", FIXED, "a requeued job must not truncate its log"),
@@ -254,56 +216,33 @@ def _directives(
     ]
     if points > 1:
         at_once = f"%{launch.max_parallel}" if launch.max_parallel else ""
-        found.append(Decision("array", f"0-{points - 1}{at_once}", Source("flag", "--sweep")))
+        listed.append(Decision("array", f"0-{points - 1}{at_once}", Source("flag", "--sweep")))
     for program, options in (("sbatch", launch.sbatch), ("srun", launch.srun)):
         for name, text in options.items():
-            _require_passable(program, name, text, loaded)
-    extra = [
-        Decision(key, value or None, loaded.source(f"launch.sbatch.{key}")) for key, value in launch.sbatch.items()
-    ]
-    replaced = {_flag(item.name) for item in extra}
-    kept = [item for item in found if _flag(item.name) not in replaced]
-    return tuple(dataclasses.replace(item, name=_flag(item.name)) for item in [*kept, *extra])
-
-
-def _require_passable(program: str, name: str, value: str, loaded: Loaded) -> None:
-    """Raise UserError for an option that contradicts the plan, or breaks what a run relies on."""
-    if refused := objection(program, name, value):
-        key = f"launch.{program}.{name}"
-        raise UserError(
-            f"--{program} {name}{f'={value}' if value else ''} is not passed on ({loaded.source(key)}).",
-            why=refused[0],
-            fix=refused[1],
-            key=key,
-        )
-
-
-def _offline(loaded: Loaded) -> tuple[str, ...]:
-    """Shell lines of a job whose nodes have no way out: they would wait for W&B and model hubs until they gave up."""
-    if loaded.config.launch.internet:
-        return ()
-    return ('export WANDB_MODE="${WANDB_MODE:-offline}" HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"',)
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+            if refused := objection(program, name, text):
+                key = f"launch.{program}.{name}"
+                raise UserError(
+                    f"--{program} {name}{f'={text}' if text else ''} is not passed on ({loaded.source(key)}).",
+                    why=refused[0],
+                    fix=refused[1],
+                    key=key,
+                )
+    extra = [Decision(key, text or None, loaded.source(f"launch.sbatch.{key}")) for key, text in launch.sbatch.items()]
+    listed = [dataclasses.replace(item, name=item.name.replace("_", "-")) for item in listed]
+    return (*(item for item in listed if item.name not in launch.sbatch), *extra)
 
 
 def waiting_for(plan: Plan, job_id: str, reason: str) -> Plan:
     """The plan, to start after another job has ended as well, however that ends."""
     before = [str(item.value) for item in plan.directives if item.name == "dependency"]
     wait = Decision("dependency", ",".join([*before, f"afterany:{job_id}"]), FIXED, reason)
-    return dataclasses.replace(
-        plan, directives=(*(item for item in plan.directives if item.name != "dependency"), wait)
-    )
-
-
-# What can be known before a job is queued, beyond the plan. `sbatch --test-only` is no help: it takes 99 hours on a
-# partition of one.
+    others = (item for item in plan.directives if item.name != "dependency")
+    return dataclasses.replace(plan, directives=(*others, wait))
 
 
 def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) -> list[str]:
-    """Refuse what would fail, or wait for ever; what is only doubtful comes back as lines for the user.
+    """Refuse what would fail or wait for ever, as far as that is known before a job is queued; lines on what is only
+    doubtful. `sbatch --test-only` is no help: it takes 99 hours on a partition of one.
 
     Args:
         folder: of the run, or of the sweep.
@@ -315,9 +254,15 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) ->
     require_room(folder)
     if plan.executor != site.scheduler:
         return []
-    launch, facts = loaded.config.launch, _facts(loaded)
+    launch, partition = loaded.config.launch, site.partition(loaded.config.launch.partition)
+    facts = SiteFacts()
+    try:
+        facts = (read_facts(launch.cluster) if launch.cluster is not None else None) or facts
+    except UserError:
+        if loaded.source("launch.cluster").kind != "file":  # a run's own configuration outlives its site's profile
+            raise
     request = Request(plan.nodes, plan.gpus_per_node, plan.time_limit_seconds / 60)
-    require_access(loaded, request, site.partition(launch.partition), facts)
+    require_access(loaded, request, partition, facts)
     require_environment(loaded, cwd)
     if plan.container is not None:
         require_container(loaded, plan.container, facts, named(plan.executor))
@@ -333,50 +278,30 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) ->
     notes = [note for place in dict.fromkeys(places.values()) if (note := doubtful(place, site, facts.shared_folders))]
     if not launch.sbatch.get("export", "ALL").startswith("ALL") or "export-file" in launch.sbatch:
         notes.append("Note: with such an --export the job does not get the variables of this shell, keys among them.")
-    return [*notes, *_idle_gpus(loaded, plan, site), *loaded.notes]
-
-
-def _idle_gpus(loaded: Loaded, plan: Plan, site: Site) -> list[str]:
-    """A word to who has not asked for the CPU, and would train on it while other partitions have GPUs."""
-    here = site.partition(loaded.config.launch.partition)
-    if plan.gpus_per_node or loaded.config.launch.gpus_per_node != "auto" or here is None:
-        return []
     others = [item.name for item in site.partitions if item.up and any(node.gpus for node in item.nodes)]
-    if not others:
-        return []
-    where = f"--partition {others[0]}" + (f" (or {', '.join(others[1:])})" if others[1:] else "")
-    return [f"Note: partition '{here.name}' has no GPUs, so this trains on the CPU; {where} has some."]
-
-
-def _facts(loaded: Loaded) -> SiteFacts:
-    cluster = loaded.config.launch.cluster
-    if cluster is None:
-        return SiteFacts()
-    try:
-        return read_facts(cluster) or SiteFacts()
-    except UserError:
-        if loaded.source("launch.cluster").kind == "file":  # a run's own configuration outlives its site's profile
-            return SiteFacts()
-        raise
+    if launch.gpus_per_node == "auto" and not plan.gpus_per_node and partition is not None and others:
+        where = f"--partition {others[0]}" + (f" (or {', '.join(others[1:])})" if others[1:] else "")
+        notes.append(f"Note: partition '{partition.name}' has no GPUs, so this trains on the CPU; {where} has some.")
+    return [*notes, *loaded.notes]
 
 
 def require_environment(loaded: Loaded, cwd: Path) -> None:
-    """Raise RefusedError where the folder of ``launch.environment`` is not what it is said to be.
+    """Raise RefusedError where the folder of ``launch.environment`` holds no such environment.
 
-    conda's environments have names, and which of them are there a job sees only once its modules are loaded.
+    conda's environments have names, and a job sees which of them are there only once its modules are loaded.
     """
     kind, _, name = (loaded.config.launch.environment or "").partition(":")
     folder = cwd / Path(name).expanduser()
     if kind == "venv" and not os.path.lexists(folder / "bin" / "python"):  # its Python may be the nodes' only
-        missing, fix = "bin/python", f"python3 -m venv {folder}` makes one; it needs trainkit's packages too."
+        missing, command = "bin/python", "python3 -m venv"
     elif kind == "uv" and not (folder / "pyproject.toml").is_file():
-        missing, fix = "pyproject.toml", f"uv init {folder}` makes one; it needs trainkit's packages too."
+        missing, command = "pyproject.toml", "uv init"
     else:
         return
     raise RefusedError(
         f"{folder} is no environment of {kind} ({loaded.source('launch.environment')}).",
         why=f"There is no {missing} in it, and the job would end before its ranks start.",
-        fix=f"Give the right folder, or: `{fix}",
+        fix=f"Give the right folder, or: `{command} {folder}` makes one; it needs trainkit's packages too.",
         key="launch.environment",
     )
 
@@ -401,30 +326,29 @@ def require_container(loaded: Loaded, container: Container, facts: SiteFacts, sc
         )
 
 
-# In words
-
-
 def plan_rows(plan: Plan) -> list[Row]:
     """Value, source and reason of everything that the plan decided."""
-    rows = [("launch." + item.name, _text(item.value), str(item.source), item.reason) for item in plan.decisions]
-    return rows + [
-        ("#SBATCH --" + item.name, _text(item.value), str(item.source), item.reason) for item in plan.directives
+    prefixed = [("launch.", plan.decisions), ("#SBATCH --", plan.directives)]
+    return [
+        (prefix + item.name, _text(item.value), str(item.source), item.reason)
+        for prefix, items in prefixed
+        for item in items
     ]
 
 
 def config_rows(loaded: Loaded) -> list[Row]:
     """Value and source of every setting, but for the resources, which the plan explains."""
-    rows: list[Row] = []
-    for section, values in loaded.config.model_dump(mode="json").items():
-        if section == "launch":
-            continue
-        pairs: Mapping[str, Any] = values if isinstance(values, dict) else {"": values}
-        for key, value in pairs.items():
-            name = f"{section}.{key}" if key else section
-            # Of our own presets the name says it.
-            source = str(loaded.source(name)).replace(f"{fileio.folder('configs')}/", "")
-            rows.append((name, _text(value), source, ""))
-    return rows
+    packaged = f"{fileio.folder('configs')}/"  # of our own presets the name says it
+    values = {key: value for key, value in loaded.config.model_dump(mode="json").items() if key != "launch"}
+    return [
+        (key, _text(value), str(loaded.source(key)).replace(packaged, ""), "")
+        for section, settings in values.items()
+        for key, value in (
+            [(f"{section}.{name}", value) for name, value in settings.items()]
+            if isinstance(settings, dict)
+            else [(section, settings)]
+        )
+    ]
 
 
 def _text(value: Any) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from trainkit import fileio
 from trainkit.diagnosis.evidence import batch_text, is_lost_connection, last_error
@@ -18,7 +17,7 @@ from trainkit.launch.supervisor import is_killed
 from trainkit.ranks.signals import is_hang
 from trainkit.run.events import Attempt, history_of, read_events
 from trainkit.run.folder import RunDir
-from trainkit.site.node_health import findings, table
+from trainkit.site.node_health import Finding, findings, table
 
 MOST_FAILURES = 3
 """Attempts of one submission that may fail; the last of them ends the run."""
@@ -26,7 +25,11 @@ MOST_IN_VAIN = 2
 """Restarts in a row, of one submission, without a new checkpoint."""
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
-
+PREFLIGHT = "preflight.json"
+"""Among the attempt's logs: whatever the ranks of the check of its nodes print."""
+REFUSED = 3
+_FAILED_PREFLIGHT = "failed preflight: "
+_MOST_SIGNALS = 64
 # Of an srun that the controller, or the slurmd of a node, has not answered when it was to start the ranks. What else
 # these lines say (an invalid account, more CPUs than there are) would be said again.
 _UNANSWERED = re.compile(
@@ -34,36 +37,30 @@ _UNANSWERED = re.compile(
     r"|Connection timed out|Socket timed out on send/recv|Zero Bytes were transmitted).*)",
     re.MULTILINE,
 )
-_MOST_SIGNALS = 64
-PREFLIGHT = "preflight.json"
-"""Among the attempt's logs: whatever the ranks of the check of its nodes print."""
-REFUSED = 3
-_WORD = "failed preflight: "
 
 
 def budget_spent(run: RunDir) -> str:
     """Why the run is not started once more; empty while it may be."""
-    events = read_events(run)
-    first = first_attempt(run)
-    attempts = [number for number in run.attempts() if number >= first]
+    events, first = read_events(run), first_attempt(run)
     failed = {event.get("attempt") for event in events if event["event"] == "failed"}
-    failures = [number for number in attempts if number in failed]
-    if len(failures) >= MOST_FAILURES:
-        return f"{len(failures)} attempts have failed"
-    newest, made_progress = -1, {}
+    attempts = [number for number in run.attempts() if number >= first]
+    if (failures := sum(number in failed for number in attempts)) >= MOST_FAILURES:
+        return f"{failures} attempts have failed"
+    newest, progressed = -1, set()
     for number in run.attempts():
         saved = [event.get("step") for event in events if event["event"] == "saved" and event.get("attempt") == number]
         furthest = max((step for step in saved if step is not None), default=-1)
-        made_progress[number] = furthest > newest
-        newest = max(newest, furthest)
-    last = attempts[1:][-MOST_IN_VAIN:]
-    if len(last) == MOST_IN_VAIN and not any(made_progress[number] for number in last):
+        if furthest > newest:
+            newest = furthest
+            progressed.add(number)
+    restarts = attempts[1:][-MOST_IN_VAIN:]
+    if len(restarts) == MOST_IN_VAIN and not progressed & set(restarts):
         return f"{MOST_IN_VAIN} restarts have not come to a new checkpoint"
     return ""
 
 
 def first_attempt(run: RunDir) -> int:
-    """Of the newest submission that somebody has asked for: a further link of a chain is none."""
+    """The first attempt of the newest submission that somebody has asked for: a further link of a chain is none."""
     opened = [event for event in read_events(run, "submitted") if not event.get("continues")]
     return opened[-1].get("attempts_before") or 0 if opened else 0
 
@@ -83,7 +80,7 @@ def spared(bad: Sequence[str], usable: Iterable[str], needed: int) -> list[str]:
 
     Args:
         usable: nodes where it can start, bad ones included.
-        needed: as many nodes it takes.
+        needed: how many nodes it takes.
     """
     left, out = set(usable), []
     for node in reversed(bad):
@@ -99,23 +96,21 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     Args:
         code: exit code of its ranks; above 128 for a signal.
     """
-    said = [failure.error for failure in history_of(attempt.run).failures if failure.attempt == attempt.number]
-    hangs = [error for error in said if is_hang(error)]
-    if hangs:
-        return hangs[0]
-    if before_it_began := [error for error in said if is_preflight(error)]:
-        return before_it_began[0]
-    said += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := last_error(log))]
-    if any(not is_lost_connection(error) and not is_killed(error) for error in said):
+    errors = [failure.error for failure in history_of(attempt.run).failures if failure.attempt == attempt.number]
+    for mendable in ([*filter(is_hang, errors)], [error for error in errors if error.startswith(_FAILED_PREFLIGHT)]):
+        if mendable:
+            return mendable[0]
+    errors += [error for log in sorted(attempt.logs.glob("rank-*.err")) if (error := last_error(log))]
+    if any(not is_lost_connection(error) and not is_killed(error) for error in errors):
         return ""
     trained = any(event.get("attempt") == attempt.number for event in read_events(attempt.run, "started"))
     if not trained and (unanswered := _UNANSWERED.search(batch_text(attempt.run, attempt.number))):
         return f"srun could not start the ranks: {unanswered[1].strip()}"
-    if killed := [error for error in said if is_killed(error)]:
+    if killed := [*filter(is_killed, errors)]:
         return killed[0]
     if 0 < code - 128 <= _MOST_SIGNALS:
         return f"a rank was killed by signal {code - 128}"
-    return f"the ranks have lost one another: {said[0]}" if said else ""
+    return f"the ranks have lost one another: {errors[0]}" if errors else ""
 
 
 def is_broken(state: str) -> bool:
@@ -130,63 +125,50 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, str]) 
         nodes: of the job.
         states: of nodes, as sinfo writes them: ``idle``, ``down*``; empty if it did not answer.
     """
-    found = {}
-    for node in nodes:
-        if is_broken(states.get(node, "")):
-            found[node] = f"SLURM says that it is {states[node]}"
-    found |= {node: why for node, why in bad_nodes(attempt).items() if node in nodes}
+    failed_check = {
+        node: f"{_FAILED_PREFLIGHT}{item.check}: {item.what}"
+        for item in reversed([item for item in _preflight(attempt)[0] if item.bad])
+        for node in item.node.split(",")
+    }
     hangs = Counter(
         host
-        for number, host in {
+        for _, host in {
             (failure.attempt, failure.host.partition(".")[0])
             for failure in history_of(attempt.run).failures
             if is_hang(failure.error) and failure.rank is not None
         }
     )
+    found = {}
     for node in nodes:
-        if hangs[node.partition(".")[0]] >= HANGS_OF_A_BAD_NODE:
-            found.setdefault(node, f"its ranks were behind in {hangs[node.partition('.')[0]]} hangs")
+        behind = hangs[node.partition(".")[0]]
+        if node in failed_check:
+            found[node] = failed_check[node]
+        elif is_broken(states.get(node, "")):
+            found[node] = f"SLURM says that it is {states[node]}"
+        elif behind >= HANGS_OF_A_BAD_NODE:
+            found[node] = f"its ranks were behind in {behind} hangs"
     return found
 
 
-# The check of a job's own nodes, before its ranks start
-
-
 def pronounce(attempt: Attempt) -> int:
-    """Show what was found; 3, and the attempt has failed, if a node is bad.
+    """Show what the check of the job's nodes found; 3, and the attempt has failed, if a node is bad.
 
-    Nodes that gave no answer are not held back: whether the ranks can start there, these say best.
+    Nodes that gave no answer are not held back: the ranks themselves tell best whether they can start there.
     """
-    report = _report(attempt)
-    if report is None:
-        print("The preflight gave no answer; the ranks are started nevertheless.", flush=True)
-        return 0
-    found = findings(report)
-    print("\n".join(table(report, found)), flush=True)
+    found, lines = _preflight(attempt)
+    print("\n".join(lines) or "The preflight gave no answer; the ranks are started nevertheless.", flush=True)
     bad = [item for item in found if item.bad]
     for item in bad:
-        attempt.failed(f"{_WORD}{item.node}: {item.check}: {item.what}", rank=None, host=item.node)
+        attempt.failed(f"{_FAILED_PREFLIGHT}{item.node}: {item.check}: {item.what}", rank=None, host=item.node)
     return REFUSED if bad else 0
 
 
-def is_preflight(error: str) -> bool:
-    """Whether a failure is what `pronounce` has written."""
-    return error.startswith(_WORD)
-
-
-def bad_nodes(attempt: Attempt) -> dict[str, str]:
-    """Nodes that the attempt's preflight found bad, and why; none without one."""
-    report = _report(attempt)
-    found = [item for item in findings(report) if item.bad] if report is not None else []
-    return {node: f"{_WORD}{item.check}: {item.what}" for item in reversed(found) for node in item.node.split(",")}
-
-
-def _report(attempt: Attempt) -> Mapping[str, Any] | None:
+def _preflight(attempt: Attempt) -> tuple[Sequence[Finding], list[str]]:
+    """What the check of the attempt's nodes found, and that as a table; nothing where it gave no answer."""
     try:
         lines = fileio.read_text(attempt.logs / PREFLIGHT).splitlines()
-        report: Mapping[str, Any] | None = next(
-            (fileio.parse(line) for line in lines if line.startswith('{"ranks"')), None
-        )
+        report = next((fileio.parse(line) for line in lines if line.startswith('{"ranks"')), None)
     except (OSError, ValueError):
-        return None
-    return report
+        report = None
+    found = [] if report is None else findings(report)
+    return found, [] if report is None else table(report, found)

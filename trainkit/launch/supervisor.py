@@ -1,8 +1,7 @@
-"""Ranks that one machine starts by itself: they start together, are looked after, and end together.
+"""Ranks that this machine starts itself: they start together, are supervised, and end together.
 
-One supervisor for every run without a scheduler: a local job, and a node of `jobs.launch`. It passes on signals, keeps
-the time limit, watches progress, and says how the ranks ended. Every signal goes to a process by its id, never to a
-stranger that got the id of one that is gone.
+A local job and a node of `jobs.launch` use the same supervisor. It passes signals on, keeps the time limit, watches
+progress, and says how the ranks ended. It signals processes that it started, never one that reuses their id.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
 
 from trainkit.diagnosis.evidence import is_lost_connection, last_error
 from trainkit.fileio import append, readable
@@ -27,26 +25,32 @@ from trainkit.run.events import Attempt, history_of
 from trainkit.run.lease import is_stopped
 
 TICK_SECONDS = 0.2
-"""How often signals that have come, time limits and output are looked at; of a rank's end one is told."""
+"""Seconds between two looks at requests, time limits and output; the end of a rank wakes the supervisor at once."""
 NOTICE_SECONDS = 2.0
-"""After a rank has failed, how long the others have to notice by themselves: their own words help to see why."""
+"""After a rank has failed, the others have so long to notice by themselves: their own words help to find the cause."""
 GRACE_SECONDS = 3.0
 """Between SIGTERM and SIGKILL."""
+OWN_WATCHDOG_SECONDS = 15.0
+"""Ranks that hang name the one that is behind themselves; the supervisor waits so much longer before it does."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+_LOOK_SECONDS = 1.0
+_LATE_SECONDS = 10.0
+"""A supervisor that has not looked for so long was stopped itself, and does not know what its ranks did meanwhile."""
+_KILLED = "killed by "
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One process to start. Its output goes to the two files; None is this process's own."""
+    """One process to start. It writes to ``log`` with the endings .out and .err."""
 
     command: Sequence[str]
     env: Mapping[str, str]
-    stdout: Path | None
-    stderr: Path | None
+    log: Path
 
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that ended badly, before anybody told it to."""
+    """A rank that ended badly before anybody told it to."""
 
     index: int
     code: int
@@ -58,31 +62,26 @@ class Death:
         return f"{_KILLED}{signal.Signals(-self.code).name}{out_of_memory}"
 
 
-_KILLED = "killed by "
-
-
 def is_killed(error: str) -> bool:
-    """Whether an error is what a `Death` by a signal says."""
+    """Whether an error is the text of a `Death` by a signal."""
     return error.startswith(_KILLED)
 
 
 class RankGroup:
-    """Ranks on this machine, from start to end."""
+    """The processes of the ranks, from start to end."""
 
     def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
-        self._ends: dict[int, int] = {}
-        """Of ranks that run, by index: a descriptor that can be read from once it has ended."""
-        self._over: set[int] = set()
-        """Ranks whose end has been taken note of."""
+        self._running: dict[int, int | None] = {}
+        """Index -> a descriptor that becomes readable when the rank ends; None where the kernel has none."""
         self._ending = False
         self.deaths: list[Death] = []
         """In the order in which they were noticed; of several at once a killed one first, for it was the cause."""
         try:
             for index, rank in enumerate(ranks):
-                self._children.append(_start(rank, cwd))
-                if hasattr(os, "pidfd_open"):  # Linux
-                    self._ends[index] = os.pidfd_open(self._children[-1].pid)
+                child = _start(rank, cwd)
+                self._children.append(child)
+                self._running[index] = os.pidfd_open(child.pid) if hasattr(os, "pidfd_open") else None
         except BaseException:
             self.end(grace_seconds=0)
             raise
@@ -93,39 +92,34 @@ class RankGroup:
 
     def exit_codes(self) -> list[int | None]:
         """Exit code by rank, None while it runs; negative for the signal that killed it."""
-        codes, deaths = [], []
-        for index, child in enumerate(self._children):
-            codes.append(child.poll())
-            if child.returncode is not None and index not in self._over:
-                self._over.add(index)
-                if index in self._ends:
-                    os.close(self._ends.pop(index))
-                _kill_group(child.pid)  # whatever a rank leaves behind: data loaders of one that was killed
-                if child.returncode:
-                    deaths.append(Death(index, child.returncode))
+        codes = [child.poll() for child in self._children]
+        ended = {index: code for index, code in enumerate(codes) if code is not None and index in self._running}
+        for index in ended:
+            if (descriptor := self._running.pop(index)) is not None:
+                os.close(descriptor)
+            self._kill(index)  # what a rank leaves behind: data loaders of one that was killed
         if not self._ending:
+            deaths = [Death(index, code) for index, code in ended.items() if code]
             self.deaths += sorted(deaths, key=lambda death: death.code >= 0)
         return codes
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank that runs, not to its data loaders: they must live until the ranks have saved."""
+        """Send a signal to the ranks that run, not to their data loaders, which they need until they have saved."""
         for child in self._children:
             if child.poll() is None:
                 child.send_signal(number)
 
     def wait(self, tick: Callable[[], None] = lambda: None) -> list[int]:
-        """Wait until all have ended, calling ``tick`` often. If one fails, the others are ended within seconds."""
+        """Wait until all have ended, and call ``tick`` often. If one fails, end the others within seconds."""
         failed_at: float | None = None
-        while True:
-            codes = self.exit_codes()
-            if all(code is not None for code in codes):
-                return [code for code in codes if code is not None]
+        while None in (codes := self.exit_codes()):
             if failed_at is None and any(codes):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > NOTICE_SECONDS:
                 return self.end()
             tick()
             self._rest()
+        return [child.returncode for child in self._children]
 
     def end(self, grace_seconds: float = GRACE_SECONDS) -> list[int]:
         """End all that still run: SIGTERM, and SIGKILL after ``grace_seconds``."""
@@ -134,96 +128,68 @@ class RankGroup:
         if grace_seconds > 0:
             self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
-        while any(code is None for code in self.exit_codes()) and time.monotonic() < deadline:
+        while None in self.exit_codes() and time.monotonic() < deadline:
             self._rest()
-        for child in self._children:
+        for index, child in enumerate(self._children):
             if child.poll() is None:
-                _kill_group(child.pid)
+                self._kill(index)
         for child in self._children:
             child.wait()
-        return [code for code in self.exit_codes() if code is not None]
+        self.exit_codes()
+        return [child.returncode for child in self._children]
 
     def _rest(self) -> None:
-        """Until a rank ends, or for a moment."""
-        readable(self._ends.values(), TICK_SECONDS)
+        readable([descriptor for descriptor in self._running.values() if descriptor is not None], TICK_SECONDS)
+
+    def _kill(self, index: int) -> None:
+        # A rank leads a session and group of its own, so this reaches its children and nobody else's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._children[index].pid, signal.SIGKILL)
 
 
 def _start(rank: Rank, cwd: Path | None) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)  # loaded before the fork
-    with contextlib.ExitStack() as files:
-        out, err = (_open(files, path) for path in (rank.stdout, rank.stderr))
+
+    def before_exec() -> None:
+        # A signal must not kill a rank before Python has its handlers: ignoring is inherited.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if sys.platform == "linux":
+            # If the supervisor is killed outright, its ranks must not go on as orphans.
+            libc.prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
+    folder = rank.log.parent
+    with append(rank.log.with_suffix(".out"), folder) as out, append(rank.log.with_suffix(".err"), folder) as err:
         return subprocess.Popen(
             list(rank.command), env=dict(rank.env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            start_new_session=True, preexec_fn=lambda: _before_exec(libc),
+            start_new_session=True, preexec_fn=before_exec,
         )  # fmt: skip
-
-
-def _open(files: contextlib.ExitStack, path: Path | None) -> IO[Any] | None:
-    return None if path is None else files.enter_context(append(path, path.parent))
-
-
-def _before_exec(libc: ctypes.CDLL) -> None:
-    # A signal must not kill a rank before Python has its handlers: ignoring is inherited.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # Should whoever started the ranks be killed outright, they must not go on as orphans.
-        libc.prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-
-
-def _kill_group(pid: int) -> None:
-    # A rank leads a session and group of its own, so this reaches its children and nobody else's.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def caught_signals(numbers: Sequence[int], handler: Callable[[int], None]) -> Any:
-    """Handle these signals by ``handler``, which must only take note of them."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        handler(number)
-
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-OWN_WATCHDOG_SECONDS = 15.0
-"""Ranks that hang name the one that is behind themselves, if they can; only when so long has passed they cannot."""
-_LOOK_SECONDS = 1.0
-_LATE_SECONDS = 10.0
-"""Who has not looked for so long was stopped itself, so that it knows nothing of the time in between."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is kept for the ranks; all in seconds."""
+    """What the supervisor enforces; all in seconds."""
 
     time: float
     lead: float
     """Before the time limit the ranks are told to save."""
     hang: float
-    """No rank has made progress for so long: they hang."""
+    """Ranks that make no progress for so long hang."""
     cancel: float
     """After a cancel the ranks may save for so long."""
 
 
 @dataclass
 class Requests:
-    """What signals asked for; set by handlers, read by the supervisor."""
+    """What signals asked for: handlers set it, the supervisor reads it."""
 
     cancel: bool = False
     cancel_all: bool = False
     preempt: bool = False
     kill: bool = False
 
-    def note(self, number: int) -> None:
-        """A signal handler's whole work: USR2 preempts, INT and TERM cancel, and again kill."""
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal: USR2 preempts, INT and TERM cancel, and kill the second time."""
         if number == signal.SIGUSR2:
             self.preempt = True
             return
@@ -232,27 +198,28 @@ class Requests:
         self.cancel_all |= number == signal.SIGTERM
 
 
+@contextlib.contextmanager
+def signal_requests() -> Iterator[Requests]:
+    """What this process's signals ask for while the body runs."""
+    requests = Requests()
+    before = {number: signal.signal(number, requests.note) for number in SIGNALS}
+    try:
+        yield requests
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 @dataclass(frozen=True)
 class Ending:
     """How the ranks of an attempt ended on this node."""
 
+    state: str
+    """In SLURM's words."""
     codes: tuple[int, ...]
-    handed_back: bool
-    """They saved, because they were told to stop."""
-    timed_out: bool
-    cancelled: bool
     culprit: int | None
     """Of failed ranks the first, counted from this node's first."""
     why: str
-
-    @property
-    def state(self) -> str:
-        """In SLURM's words."""
-        if self.timed_out:
-            return "TIMEOUT"
-        if any(self.codes) or self.culprit is not None:
-            return "CANCELLED" if self.cancelled else "FAILED"
-        return "PREEMPTED" if self.handed_back else "CANCELLED" if self.cancelled else "COMPLETED"
 
 
 def supervise(
@@ -265,42 +232,41 @@ def supervise(
     first_rank: int = 0,
     tick: Callable[[], None] = lambda: None,
 ) -> Ending:
-    """Start the ranks, look after them, and say how they ended; a failure is written down, with the rank that began it.
+    """Start the ranks, supervise them, and say how they ended. A failure is recorded with the rank that caused it.
 
     Args:
         first_rank: the number, among all ranks, of the first one here.
         tick: called often.
     """
     with pulses(len(ranks)) as counts:
-        told = [replace(rank, env={**rank.env, **counts.variable(index)}) for index, rank in enumerate(ranks)]
-        group = RankGroup(told, cwd)
+        counted = [replace(rank, env={**rank.env, **counts.variable(index)}) for index, rank in enumerate(ranks)]
+        group = RankGroup(counted, cwd)
         watch = _Watch(group, counts, limits, requests)
 
         def look() -> None:
             watch.look()
             tick()
 
-        codes = group.wait(look)
-    if watch.hanging is not None:
-        culprit: int | None
-        culprit, why = watch.hanging
+        codes = tuple(group.wait(look))
+    cancelled = watch.cancelled_at is not None
+    culprit, why = watch.hanging or (None, "")
+    if culprit is not None:
         attempt.failed(why, rank=first_rank + culprit)
-    elif watch.timed_out or watch.cancelled_at is not None:
-        culprit, why = None, ""
-    else:
+    elif not watch.timed_out and not cancelled:
         culprit, why = _cause(attempt, group, first_rank)
-    return Ending(
-        codes=tuple(codes),
-        handed_back=attempt.number in history_of(attempt.run).handed_back,
-        timed_out=watch.timed_out,
-        cancelled=watch.cancelled_at is not None,
-        culprit=culprit,
-        why=why,
-    )
+    if watch.timed_out:
+        state = "TIMEOUT"
+    elif any(codes) or culprit is not None:
+        state = "CANCELLED" if cancelled else "FAILED"
+    elif attempt.number in history_of(attempt.run).handed_back:
+        state = "PREEMPTED"
+    else:
+        state = "CANCELLED" if cancelled else "COMPLETED"
+    return Ending(state, codes, culprit, why)
 
 
 class _Watch:
-    """What goes on between the start of the ranks and their end."""
+    """What happens between the start of the ranks and their end."""
 
     def __init__(self, group: RankGroup, counts: Heartbeats, limits: Limits, requests: Requests) -> None:
         self._group, self._counts, self._limits, self._requests = group, counts, limits, requests
@@ -312,7 +278,7 @@ class _Watch:
         self.hanging: tuple[int, str] | None = None
 
     def look(self) -> None:
-        """Pass on what was asked for, keep the time limit, and see whether the ranks make progress."""
+        """Pass requests on, keep the time limit, and check that the ranks make progress."""
         now, limits, requests = time.monotonic(), self._limits, self._requests
         if requests.preempt or (not self._told and now - self._began >= limits.time - limits.lead):
             requests.preempt, self._told = False, True
@@ -341,16 +307,15 @@ class _Watch:
             stopped = [index for index in running if is_stopped(self._group.pid(index))]
             # The others wait for the one that is behind, so it is the one to look at.
             index = (stopped or sorted(running, key=lambda index: counts[index]) or [0])[0]
-            how = ", and it is stopped by a signal" if stopped else ""
-            self.hanging = index, hang(patience, how)
+            self.hanging = index, hang(patience, ", and it is stopped by a signal" * bool(stopped))
             self._group.end(grace_seconds=0)
 
 
 def _cause(attempt: Attempt, group: RankGroup, first_rank: int) -> tuple[int | None, str]:
-    """The rank that failed first, counted from this node's first, and why; written down unless it has said so itself.
+    """The rank that failed first, counted from this node's first, and why. Recorded unless the rank has done so itself.
 
-    When one dies, the others fail for want of it, often before it has been missed: a lost connection is no cause as
-    long as there is another.
+    When one dies, the others fail for want of it, often before it has been missed: a lost connection counts as the
+    cause only where there is no other.
     """
     if not group.deaths:
         return None, ""
@@ -358,16 +323,13 @@ def _cause(attempt: Attempt, group: RankGroup, first_rank: int) -> tuple[int | N
     for item in failures:
         if is_hang(item.error):  # by their own watchdogs, all ranks have ended at once
             return (item.rank or first_rank) - first_rank, item.error
-    said = {item.rank: item.error for item in failures}
-
-    def why(death: Death) -> str:
+    recorded = {item.rank: item.error for item in failures}
+    whys = {}
+    for death in group.deaths:
         rank = first_rank + death.index
-        if death.code < 0:
-            return str(death)
-        return said.get(rank) or last_error(attempt.logs / f"rank-{rank}.err") or str(death)
-
-    death = next((death for death in group.deaths if not is_lost_connection(why(death))), group.deaths[0])
-    rank = first_rank + death.index
-    if said.get(rank) != why(death):
-        attempt.failed(why(death), rank=rank)
-    return death.index, why(death)
+        own_words = recorded.get(rank) or last_error(attempt.logs / f"rank-{rank}.err") if death.code > 0 else ""
+        whys[death.index] = own_words or str(death)
+    index = next((index for index, why in whys.items() if not is_lost_connection(why)), group.deaths[0].index)
+    if recorded.get(first_rank + index) != whys[index]:
+        attempt.failed(whys[index], rank=first_rank + index)
+    return index, whys[index]
