@@ -15,22 +15,21 @@ import getpass
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from jobs import cli
 from trainkit import fileio, terminal
-from trainkit.config.loading import to_yaml
+from trainkit.config.loading import Loaded, load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.ranks.env import NO_SECRET, RankEnv, Secret
+from trainkit.ranks.env import RankEnv
 from trainkit.run.folder import RunDir, next_path, runs_root
 from trainkit.run.metrics import read_metrics
+from trainkit.swarm.address import announced
 from trainkit.swarm.admission import Entry, entry_of, is_setting
 from trainkit.swarm.link import rate_of
-
-if TYPE_CHECKING:
-    from trainkit.config.loading import Loaded
+from trainkit.swarm.spec import PeerSpec
 
 
 def parser() -> cli.Parser:
@@ -53,10 +52,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, join, say how it ended."""
     args = parser().parse_intermixed_args(argv)
     overrides = [word for word in args.words if is_setting(word)]
-    words = [word for word in args.words if word not in overrides]
     # Other ranks of this peer follow rank 0, who alone may read standard input.
-    entry = entry_of(words, env, name=args.name or peer_name()) if RankEnv.from_mapping(env).is_main else None
-    check_peer_flags(args)
+    entry = entry_in(args, env) if RankEnv.from_mapping(env).is_main else None
+    place = place_of(args, entry, host=(args.host or "0.0.0.0") if args.public else None)
     if not args.public and (args.host or args.port or args.announce):
         raise UserError(
             f"--{'host' if args.host else 'port' if args.port else 'announce'} needs --public.",
@@ -64,21 +62,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix="Add --public, or leave it out.",
         )
 
-    from trainkit.config.loading import load
     from trainkit.swarm.local_ranks import deaf_to_signals, follow_rank_0, ranks_of_peer
 
     with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
-        if not ranks.is_main:
+        if entry is None or not ranks.is_main:
             from trainkit.training.build import wants_gpu
 
             deaf_to_signals()
             follow_rank_0(ranks, secret, use_gpu=wants_gpu(load("hivemind", overrides).config))
             return 0
-        assert entry is not None
-        host = (args.host or "0.0.0.0") if args.public else None
-        ending, run_dir = take_part(args, entry, overrides, env, role="peer", host=host, ranks=ranks, secret=secret)
-    say_end(ending, run_dir)
-    return 0
+        return take_part(args, entry, replace(place, env=ranks, secret=secret), overrides, env)
 
 
 def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None:
@@ -96,55 +89,49 @@ def add_peer_flags(parser: argparse.ArgumentParser, *, host: str | None) -> None
     parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="folder to make for this run")
 
 
-def check_peer_flags(args: argparse.Namespace) -> None:
-    """Refuse a port that does not exist, and a name that would not fit into a record."""
+def entry_in(args: argparse.Namespace, env: Mapping[str, str]) -> Entry:
+    """The way into a swarm, by the words that are no settings."""
+    words = [word for word in args.words if not is_setting(word)]
+    return entry_of(words, env, name=args.name or peer_name())
+
+
+def place_of(args: argparse.Namespace, entry: Entry | None = None, *, host: str | None, port: int = 0) -> PeerSpec:
+    """A peer's place, by the flags that every peer has.
+
+    Args:
+        port: to listen on, where the flags say none.
+
+    Raises UserError for a port that does not exist, and a name that would not fit into a record.
+    """
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
     if args.name is not None and not 0 < len(args.name) <= terminal.LONGEST_NAME:
         why = f"It has 1 to {terminal.LONGEST_NAME} characters."
         raise UserError("--name is too long or empty.", why=why, fix="Use a short one.")
+    port = args.port or port
+    return PeerSpec(
+        args.name or (entry.name if entry is not None else "") or peer_name(),
+        host=host,
+        port=port,
+        announce=announced(args.announce, port) if host is not None else None,
+        identity=args.identity,
+        max_upload=rate_of(args.max_upload) if args.max_upload else None,
+    )
 
 
 def take_part(
-    args: argparse.Namespace,
-    entry: Entry,
-    overrides: Sequence[str],
-    env: Mapping[str, str],
-    *,
-    role: Literal["peer", "anchor"],
-    host: str | None,
-    ranks: RankEnv | None = None,
-    secret: Secret = NO_SECRET,
-) -> tuple[str, RunDir | None]:
-    """Join by the flags that every peer has. How it ended, and the run folder.
+    args: argparse.Namespace, entry: Entry, place: PeerSpec, overrides: Sequence[str], env: Mapping[str, str]
+) -> int:
+    """Join, and say how it ended."""
+    from trainkit.swarm.peer import join_swarm, terminal_peer
 
-    Args:
-        role: an anchor does not train.
-        host: address to listen on; None: call out only.
-        ranks: see `trainkit.swarm.peer.join_swarm`.
-    """
-    from trainkit.ranks.signals import stop_on_signal
-    from trainkit.swarm.address import announced
-    from trainkit.swarm.peer import join_swarm, leave_on_interrupt, terminal_peer
+    def make(config: Config, name: str) -> RunDir:
+        return make_run(config, args.run_dir, f"{name}-{'peer' if place.trains else 'anchor'}", env)
 
-    with terminal_peer() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
-        return join_swarm(
-            entry,
-            overrides=overrides,
-            open_run=lambda config, name: peer.begin(make_run(config, args.run_dir, f"{name}-{role}", env)),
-            name=args.name or entry.name or peer_name(),
-            host=host,
-            port=args.port,
-            max_upload=rate_of(args.max_upload) if args.max_upload else None,
-            identity=args.identity,
-            allow_code=args.allow_code,
-            stop=stop,
-            say=peer.say,
-            announce=announced(args.announce, args.port),
-            ranks=ranks,
-            secret=secret,
-            trains=role == "peer",
-        )
+    with terminal_peer() as peer:
+        ending, run_dir = join_swarm(entry, place, peer.hooks(make), overrides, allow_code=args.allow_code)
+    say_end(ending, run_dir)
+    return 0
 
 
 def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
@@ -194,10 +181,6 @@ def _given(run_dir: RunDir) -> list[str]:
     return [f"Averaged with others in {len(together):,} rounds, {terminal.size(int(sent))} sent."]
 
 
-MOST = 1000
-"""Peers of one array: more are a slip of the pen."""
-
-
 def loaded_rank(
     preset: str,
     where: str,
@@ -211,11 +194,9 @@ def loaded_rank(
 
     Raises UserError when the swarm does not answer.
     """
-    from trainkit.config.loading import load
-    from trainkit.ranks.env import RankEnv
     from trainkit.swarm import reader
-    from trainkit.swarm.admission import entry_of, warned
-    from trainkit.swarm.settings import require_collaborative
+    from trainkit.swarm.admission import warned
+    from trainkit.swarm.spec import require_collaborative
 
     entry = warned(entry_of([where] if where else [], env, name="train"))
     if folder is not None and (folder / "config.yaml").is_file():

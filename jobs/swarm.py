@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from jobs import cli
-from jobs.join import add_peer_flags, check_peer_flags, make_run, peer_name, say_end, take_part
+from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, say_end, take_part
 from trainkit import terminal
 from trainkit.config.loading import load
 from trainkit.errors import UserError
@@ -28,7 +28,7 @@ from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
 from trainkit.schedulers.states import require_no_job
 from trainkit.swarm.admission import entry_of, is_setting, warned
-from trainkit.swarm.link import rate_of
+from trainkit.swarm.spec import PeerSpec
 
 WATCH_SECONDS = 2.0
 """How often ``status --watch`` asks."""
@@ -68,30 +68,15 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         _create_parser().error("--force needs --resume: a new swarm runs nowhere else")
     if args.preset is None:
         _create_parser().error("the following arguments are required: PRESET")
-    from trainkit.ranks.signals import stop_on_signal
-    from trainkit.swarm.address import announced
-    from trainkit.swarm.peer import create_swarm, leave_on_interrupt, terminal_peer
+    from trainkit.swarm.peer import create_swarm, terminal_peer
 
-    check_peer_flags(args)
-    overrides = [*args.overrides, *(["collaborative.open=true"] if args.open else [])]
-    loaded = load(args.preset, overrides, env=env)
+    loaded = load(args.preset, [*args.overrides, *(["collaborative.open=true"] if args.open else [])], env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
-    port = args.port or loaded.config.collaborative.port
-    with terminal_peer() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
-        ending, run_dir = create_swarm(
-            loaded.config,
-            open_run=lambda config: peer.begin(make_run(config, args.run_dir, loaded.name, env)),
-            name=args.name or peer_name(),
-            host=args.host or "0.0.0.0",
-            port=port,
-            max_upload=rate_of(args.max_upload) if args.max_upload else None,
-            identity=args.identity,
-            stop=stop,
-            say=peer.say,
-            announce=announced(args.announce, port),
-            trains=not args.no_train,
-        )
+    place = place_of(args, host=args.host or "0.0.0.0", port=loaded.config.collaborative.port)
+    with terminal_peer() as peer:
+        hooks = peer.hooks(lambda config, _: make_run(config, args.run_dir, loaded.name, env))
+        ending, run_dir = create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks)
     say_end(ending, run_dir)
     return 0
 
@@ -192,13 +177,11 @@ def _anchor_parser() -> cli.Parser:
 
 
 def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Take part without training, on a machine that others reach: the swarm outlives its creator by it."""
-    entry = entry_of([word for word in args.words if not is_setting(word)], env, name=args.name or peer_name())
-    check_peer_flags(args)
+    """Join as a peer that others reach and that does not train."""
+    entry = entry_in(args, env)
+    place = replace(place_of(args, entry, host=args.host), trains=False)
     overrides = [*(word for word in args.words if is_setting(word)), "launch.gpus_per_node=0"]
-    ending, run_dir = take_part(args, entry, overrides, env, role="anchor", host=args.host)
-    say_end(ending, run_dir)
-    return 0
+    return take_part(args, entry, place, overrides, env)
 
 
 def _doctor_parser() -> cli.Parser:
@@ -245,7 +228,7 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
             why="It is a swarm that was created by hand, and goes on in this terminal.",
             fix=f"Leave it out: {terminal.command('resume', run.path)}",
         )
-    return _go_on(run, None, allow_code=args.allow_code, force=args.force, trains=True, moved={})
+    return _go_on(run, PeerSpec(peer_name()), allow_code=args.allow_code, force=args.force)
 
 
 def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str]) -> int:
@@ -261,47 +244,21 @@ def resume(args: argparse.Namespace, parser: cli.Parser, env: Mapping[str, str])
             why="All of its rounds are done.",
             fix=f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}",
         )
-    moved = {"host": args.host, "port": args.port, "announce": args.announce}
-    return _go_on(
-        run,
-        args.name or peer_name(),
-        allow_code=args.allow_code,
-        force=args.force,
-        trains=not args.no_train,
-        moved=moved,
+    # Where the swarm was counts as far as the flags do not say otherwise.
+    place = PeerSpec(
+        args.name or peer_name(), host=args.host, port=args.port, announce=args.announce, trains=not args.no_train
     )
+    return _go_on(run, place, allow_code=args.allow_code, force=args.force)
 
 
-def _go_on(
-    run: RunDir, name: str | None, *, allow_code: bool, force: bool, trains: bool, moved: Mapping[str, Any]
-) -> int:
+def _go_on(run: RunDir, place: PeerSpec, *, allow_code: bool, force: bool) -> int:
     require_no_job(run, force=force)
     loaded = load(str(run.config))
     require_own_code(run.path, loaded, allow_code=allow_code)
-    from trainkit.ranks.signals import stop_on_signal
-    from trainkit.swarm.address import identity_in, saved_peer
-    from trainkit.swarm.peer import leave_on_interrupt, resume_swarm, terminal_peer
+    from trainkit.swarm.peer import resume_swarm, terminal_peer
 
-    home = saved_peer(run)
-    if home is not None and home.is_anchor:
-        there = ("--port", home.port, *(("--announce", home.announce) if home.announce else ()))
-        again = terminal.command("swarm", "anchor", "TOKEN", *there, "--identity", identity_in(run))
-        raise UserError(
-            f"{run.name} is an anchor's record, which is not gone on with.",
-            why="An anchor takes over the state of the swarm whenever it joins.",
-            fix=f"Under the same address: {again}",
-        )
-    with terminal_peer() as peer, stop_on_signal() as stop, leave_on_interrupt(stop, peer.say):
-        ending, run_dir = resume_swarm(
-            run,
-            loaded.config,
-            open_run=lambda config: peer.begin(run),
-            name=name or peer_name(),
-            trains=trains,
-            stop=stop,
-            say=peer.say,
-            **moved,
-        )
+    with terminal_peer() as peer:
+        ending, run_dir = resume_swarm(run, loaded.config, place, peer.hooks(lambda config, _: run))
     say_end(ending, run_dir)
     return 0
 

@@ -292,7 +292,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
     """
     from trainkit.swarm import reader
     from trainkit.swarm.admission import VARIABLE, entry_of, warned
-    from trainkit.swarm.settings import require_collaborative
+    from trainkit.swarm.spec import require_collaborative
 
     if request.join is None:
         raise UserError(

@@ -79,7 +79,7 @@ def probe(*, serves: bool) -> None:
     """
     import torch
 
-    from trainkit.swarm import averager, guest
+    from trainkit.swarm import averager, session
     from trainkit.swarm.average import Averaging
     from trainkit.swarm.averager import digest_of, sign_digest
     from trainkit.swarm.sync_diloco import OuterState
@@ -100,7 +100,7 @@ def probe(*, serves: bool) -> None:
     Averaging.__init__ = made  # type: ignore[method-assign]
     OuterState.probe = lambda self: torch.randn_like(honest(self))  # type: ignore[method-assign]
     if serves:
-        module: Any = guest
+        module: Any = session
         opened, prepared = module.open_dht, averager._Averager.__init__
         # The DHT takes it for a client all the same: nobody dials back a volunteer.
         module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "0.0.0.0", "proven": False})

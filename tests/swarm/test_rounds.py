@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +20,14 @@ from trainkit.data.base import Splits
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model
 from trainkit.ranks.env import RankEnv
+from trainkit.swarm.address import Memory
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
+from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync_diloco import Given
 from trainkit.swarm.sync_gradients import GatheringParts, GradientState
 from trainkit.swarm.team import Team
 from trainkit.training.build import alone, build
-from trainkit.training.recorder import Progress as OwnProgress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here", "one_thread")
 
@@ -124,49 +125,43 @@ class Swarm:
 
 
 @contextmanager
-def peer(splits: Splits, *, until: int = 99, **facts: Any) -> Iterator[tuple[Any, Swarm, list[Any]]]:
+def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts: Any) -> Iterator[Any]:
     """A peer, its swarm, and the rounds that it has taken note of; after so many it is told to leave."""
-    from trainkit.swarm.rounds import Peer
+    from trainkit.swarm.session import Session
+
+    class Noting(Session):
+        """Keeps no records."""
+
+        def after_round(self, done: Any) -> None:
+            boxes.append(done)
 
     common = GradientState(build_model(CONFIG.model, splits.info, CONFIG.seed), CONFIG)
     judge = build(alone(CONFIG), CPU, splits, model=common.model)
-    team = Team(GatheringParts.of(judge, common.gathered), judge, common)
     boxes: list[Any] = []
-    options = {"may_be_alone": True, "stop_requested": lambda: len(boxes) >= until, **facts}
-    swarm = Swarm(common, **{key: options.pop(key) for key in list(options) if key in Swarm.__dataclass_fields__})
-    nobody = SimpleNamespace(require_welcome=lambda: None)
-    yield (
-        Peer(
-            name="me",
-            parts=judge,
-            team=team,
-            clock=UpdateClock(SECONDS, 0, 3, lambda: common.round),
-            dht=SimpleNamespace(  # type: ignore[arg-type]
-                client_mode=swarm.client_mode,
-                own=SimpleNamespace(grant=SimpleNamespace(role=swarm.role)),
-                member=swarm.member,
-                publish_progress=swarm.publish_progress,
-                excluded=nobody,
-            ),
-            watch=SimpleNamespace(  # type: ignore[arg-type]
-                poll=lambda: None, peers={}, others=swarm.heard, stopped=False, first_round=0
-            ),
-            common=common,
-            averaging=swarm,  # type: ignore[arg-type]
-            sentry=SimpleNamespace(  # type: ignore[arg-type]
-                look=lambda: None,
-                say=swarm.said.append,
-                before_round=lambda peers, seconds: None,
-                after_round=lambda index, peers, result: None,
-            ),
-            data_seed=5,
-            progress=OwnProgress(),
-            after_round=boxes.append,
-            **options,
-        ),
-        swarm,
-        boxes,
+    swarm = Swarm(common, **facts)
+    p: Any = Noting(ExitStack(), PeerSpec("me"), Hooks(lambda: len(boxes) >= until, swarm.said.append))
+    p.may_be_alone, p.data_seed, p.addresses = may_be_alone, 5, ()
+    p.config, p.common, p.averaging, p.memory = CONFIG, common, swarm, Memory(())
+    p.team = Team(GatheringParts.of(judge, common.gathered), judge, common)
+    p.clock = UpdateClock(SECONDS, 0, 3, lambda: common.round)
+    p.dht = SimpleNamespace(
+        client_mode=swarm.client_mode,
+        own=SimpleNamespace(grant=SimpleNamespace(role=swarm.role)),
+        member=swarm.member,
+        publish_progress=swarm.publish_progress,
+        excluded=SimpleNamespace(require_welcome=lambda: None),
+        look_for=lambda others: None,
     )
+    p.watch = SimpleNamespace(
+        poll=lambda: None, peers={}, others=swarm.heard, stopped=False, first_round=0, reachable=lambda: ()
+    )
+    p.sentry = SimpleNamespace(
+        look=lambda: None,
+        say=swarm.said.append,
+        before_round=lambda peers, seconds: None,
+        after_round=lambda index, peers, result: None,
+    )
+    yield p, swarm, boxes
 
 
 def told(*, round_index: int = 0, samples: int = 0, client: bool = False, ahead: float = 5.0) -> PeerProgress:
@@ -175,9 +170,9 @@ def told(*, round_index: int = 0, samples: int = 0, client: bool = False, ahead:
 
 
 def train(p: Any) -> str:
-    from trainkit.swarm.rounds import train_by_samples
+    from trainkit.swarm.rounds import take_part
 
-    return train_by_samples(p)
+    return take_part(p)
 
 
 def test_one_peer_alone_makes_the_updates_of_the_whole_batch(splits: Splits) -> None:
@@ -288,16 +283,18 @@ def test_only_a_volunteer_goes_back_with_a_creator_that_has_come_back(
 
     with peer(splits, others={OWNER: told(round_index=0)}, role=role, newer=state_of(splits, 0)) as (p, swarm, _):
         swarm.common.round = 2
-        work = rounds._Work(iter(()), None, None, swarm.common, None, began=time.time() - 1.0)  # type: ignore[arg-type]
-        assert rounds._has_strayed(p, work) is goes_back
+        loop = rounds.SampleLoop(p, iter(()))
+        loop.began -= 1.0
+        assert loop.has_strayed() is goes_back
 
 
 def test_a_round_lasts_no_longer_than_its_limit(splits: Splits) -> None:
     """One of three peers has died, and the others are slow."""
     slow = {GUEST: told(samples=0)}
     with peer(splits, others=slow, until=1) as (p, _, boxes):
-        target = p.parts.config.train.model_copy(update={"global_batch_size": 1 << 20})
-        p = replace(p, parts=replace(p.parts, config=p.parts.config.model_copy(update={"train": target})))
+        judge = p.team.judge
+        train_config = judge.config.train.model_copy(update={"global_batch_size": 1 << 20})
+        p.team.judge = replace(judge, config=judge.config.model_copy(update={"train": train_config}))
         began = time.time()
         assert train(p) == "stopped"
     assert SECONDS <= time.time() - began < 10.0
@@ -384,12 +381,13 @@ def caught_up(gives: list[int], *, round_index: int, seconds: float, monkeypatch
         found.append(next(states) > newer_than)
         return found[-1]
 
-    peer: Any = SimpleNamespace(
+    loop: Any = rounds.TimedLoop.__new__(rounds.TimedLoop)
+    loop.p = SimpleNamespace(
         clock=SimpleNamespace(seconds=seconds),
         averaging=SimpleNamespace(adopt=adopt),
         common=SimpleNamespace(round=round_index),
     )
-    rounds._catch_up(peer)
+    loop.catch_up()
     return found
 
 

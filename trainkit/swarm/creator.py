@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,24 +14,20 @@ from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import UserError
-from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
-from trainkit.swarm import access, address, dialback
+from trainkit.swarm import address, dialback
 from trainkit.swarm.access import REVOKED
-from trainkit.swarm.address import Memory, SavedPeer, addresses_in, identity_in, keep_identity, known_of, saved_peer
-from trainkit.swarm.admission import Admission, Owner, keep_key, key_of, own_pass
-from trainkit.swarm.agreement import facts_of, meeting_place
-from trainkit.swarm.assemble import PeerSpec, averaged, clock_at, common_state, kept, peer_at, take_part
-from trainkit.swarm.average import Averaging
-from trainkit.swarm.dht import SwarmDHT, Watch, open_dht
+from trainkit.swarm.address import Memory, addresses_in, identity_in, known_of, saved_peer
+from trainkit.swarm.admission import Admission, keep_key, key_of, own_pass
+from trainkit.swarm.dht import SwarmDHT, Watch
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.link import creators_share, fitted
 from trainkit.swarm.messages import Manifest, PeerProgress, RoundClock
-from trainkit.swarm.records import Credits, RoundKeeper, take_over
-from trainkit.swarm.rounds import LOST_AFTER, NEWS_SECONDS, Ending, Peer
-from trainkit.swarm.settings import check_peer
-from trainkit.swarm.sync_diloco import CommonState
-from trainkit.training.recorder import Progress, Recorder
+from trainkit.swarm.records import Credits, take_over
+from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
+from trainkit.swarm.session import LOST_AFTER, Session
+from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
+from trainkit.training.recorder import Progress
 
 _DIAL_SECONDS = 30.0
 
@@ -87,21 +84,104 @@ class DuplicateCreator:
                 )
 
 
-# A creator that comes back asks so long for what the others have reached without it.
+# A creator that comes back asks for at most so many seconds for what the others have reached without it.
 _CATCH_UP_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class _Creator:
-    """What a creator does besides training."""
+class Creator(Session):
+    """The peer that starts a run, or goes on with that of ``spec.folder``; it judges, and keeps the records."""
 
-    manifest: Manifest
-    owner: Owner
-    dht: SwarmDHT
-    clock: RoundClock
-    watch: Watch
-    memory: Memory
-    duplicate: DuplicateCreator
+    may_be_alone = True
+
+    def __init__(self, held: ExitStack, config: Config, spec: PeerSpec, hooks: Hooks) -> None:
+        super().__init__(held, spec, hooks)
+        self.config = config
+        folder = spec.folder
+        self.saved = saved_peer(folder) if folder is not None else None
+        self.memory = Memory(self.saved.others if self.saved is not None else ())
+        self.key = key_of(folder.path) if folder is not None else Key.generate()
+
+    def open_swarm(self) -> None:
+        """Start the first node, or come back to the others, unless the run goes on elsewhere."""
+        spec, folder, key = self.spec, self.spec.folder, self.key
+        file = spec.identity or (identity_in(folder) if folder is not None else None)
+        self.open_node(own_pass(key, spec.name), Admission(key.public, open_run=self.config.collaborative.open), file)
+        if folder is not None:
+            self.dht.excluded.remember(folder.path)
+        if folder is not None and self.saved is not None:
+            self.dht.reconnect(self.saved.others)
+            require_alone(self.dht, addresses_in(folder))
+
+    def open_run(self) -> None:
+        """The run folder, with rounds as long as this peer's upload needs, and the owner's key."""
+        spec, values = self.spec, self.common.theta.numel()
+        if spec.max_upload is not None:
+            agreed = fitted(self.config.collaborative, values, spec.max_upload)
+            self.config = self.config.model_copy(update={"collaborative": agreed})
+            self.hooks.say(creators_share(agreed, values, spec.max_upload))
+        assert self.hooks.open_run is not None
+        self.writer = self.hooks.open_run(self.config, "")
+        run = self.writer.run
+        self.owner = keep_key(run.path, self.key)
+        # Unguessable, and the same for as long as the run lasts: survivors know by it that this is their swarm.
+        new = f"{run.name}-{os.urandom(4).hex()}".replace(".", "-")
+        self.run_id = self.saved.run_id if self.saved is not None else new
+
+    def restore(self) -> bool:
+        """Go on from the newest checkpoint, if there is one. False when no round is left."""
+        common = self.common
+        found = self.checkpoints.restore(
+            self.team.judge.model, None, extra=["common"], accept=lambda found: take_over(found, common)
+        )
+        if found:
+            self.progress.take_over(Progress.of(found.state))
+        if common.round >= self.config.collaborative.rounds:
+            return False
+        if found:
+            # A peer's own AdamW, of diloco, is in no checkpoint: it would be twice the weights in each, and begun anew
+            # it made no difference that could be measured (tests/benchmarks/README.md).
+            anew = "" if common.same_weights else "; the optimizer within rounds begins anew"
+            what = "weights, momentum and learning rate as they were"
+            self.hooks.say(f"Goes on after round {common.round}: {what}{anew}.")
+        return True
+
+    def start_clock(self) -> None:
+        """The run's clock.
+
+        One that others have gone on by stays as it is; rounds that nobody trained in are made up.
+        """
+        agreed, common, saved, done = self.config.collaborative, self.common, self.saved, self.common.round
+        if saved is not None and self.dht.reconnect(known_of(saved.others)):
+            self.clock = self.clock_from(saved.first_round)
+            if self.averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
+                self.hooks.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
+            if done < common.round >= self.clock.index(time.time()):
+                return
+        if agreed.sync == "gradients":  # nothing is agreed by the time
+            self.clock = self.clock_from(0)
+        else:
+            self.clock = RoundClock.starting(time.time(), agreed.round_seconds, agreed.rounds, done=common.round)
+
+    def admit_others(self) -> None:
+        """Publish the run, and say where others join it."""
+        info, config = self.splits.info, self.config
+        self.manifest = Manifest(
+            run_id=self.run_id,
+            name=self.writer.run.name,
+            config=to_yaml(config),
+            first_round=self.clock.first,
+            owner=self.key.public.hex(),
+            num_classes=info.num_classes,
+            in_chans=info.in_chans,
+            image_size=info.image_size,
+            open_run=config.collaborative.open,
+            facts=self.facts,
+        )
+        self.averaging.share()
+        self.watch = Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
+        self.duplicate = DuplicateCreator(self.dht.addresses(), time.time(), self.hooks.say)
+        self.publish(wait=True)
+        self.keep_place(self.run_id)
 
     def publish(self, *, stopped: bool = False, wait: bool = False) -> None:
         """Tell the swarm of the run, and of the invitations that `swarm revoke` has ended in its folder."""
@@ -113,28 +193,30 @@ class _Creator:
         self.dht.publish_manifest(replace(self.manifest, stopped=stopped), expires, wait=wait)
 
     def before_round(self) -> None:
-        """Publish again, and note who can be reached and whether another machine leads this run."""
+        """Publish again, so that the manifest neither expires nor misses on new nodes; look for a duplicate."""
+        super().before_round()
         self.publish()
-        self.memory.note(self.watch.reachable())
         self.duplicate.look(self.watch.peers.get(self.dht.peer_id))
 
-    def peer(self, peer: Peer, writer: Writer, rounds: RoundKeeper) -> Peer:
-        """``peer`` as a creator: it keeps the records and the account, and waits for the others where it is."""
-        seconds = self.clock.seconds
+    def train(self) -> Ending:
+        """Train until the last round, or until told to leave; keep the account and the results."""
+        seconds, writer = self.clock.seconds, self.writer
         credits = Credits(
             writer,
-            lambda: peer.pace.round_seconds or seconds,
+            lambda: self.pace.round_seconds or seconds,
             lambda known: self.dht.publish_credits(known, LOST_AFTER * seconds + 60.0),
         )
-        return replace(
-            peer,
-            sentry=replace(peer.sentry.keeping(writer.run, rounds.remark), credit=credits.count),
-            after_round=rounds.after_round,
-            remark=rounds.remark,
-            may_be_alone=True,
-            before_round=self.before_round,
-            look_around=lambda: self.dht.look_for(self.memory.others),
-        )
+        rounds = self.record("judge")
+        self.sentry = replace(self.sentry, credit=credits.count)
+        with rounds.recorded(self.spec.env):
+            ending = take_part(self)
+            self.leave(ending)
+        if ending == "finished":
+            rounds.finish("finished")
+            writer.attempt.ended("COMPLETED", step=self.progress.step)
+        elif not self.spec.goes_on_later:
+            rounds.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
+        return ending
 
     def leave(self, ending: Ending) -> None:
         """Stay until the others can do without this peer."""
@@ -147,122 +229,20 @@ class _Creator:
             time.sleep(max(0.0, self.clock.end + 2.0 - time.time()))
 
 
-def create(
-    config: Config,
-    spec: PeerSpec,
-    *,
-    announce: Callable[[RunDir, list[str]], None],
-    prefer_host: str | None = None,
-) -> tuple[Ending, RunDir]:
-    """Start a swarm, or go on with that of ``spec.folder``; train in it until the last round, and keep its records.
-
-    Args:
-        announce: called once others can join, with the addresses, best first.
-        prefer_host: IP address by which others know this machine.
-    """
-    assert spec.open_run is not None
-    assert spec.host is not None
-    check_peer(config, ranks=1, max_upload=spec.max_upload)
-    splits, folder = build_data(config.data), spec.folder
-    saved = saved_peer(folder) if folder is not None else None
-    memory = Memory(saved.others if saved is not None else ())
-    file = spec.identity or (identity_in(folder) if folder is not None else None)
-    key = key_of(folder.path) if folder is not None else Key.generate()
-    admission = Admission(key.public, open_run=config.collaborative.open)
-    with (
-        access.identity(file, own_pass(key, spec.name), admission) as identity,
-        open_dht(identity, host=spec.host, port=spec.port, announce=spec.announce) as dht,
-    ):
-        if folder is not None:
-            dht.excluded.remember(folder.path)
-        if folder is not None and saved is not None:
-            dht.reconnect(saved.others)
-            require_alone(dht, addresses_in(folder))
-        common = common_state(config, splits)
-        if spec.max_upload is not None:
-            values = common.theta.numel()
-            rounds_as_fit = fitted(config.collaborative, values, spec.max_upload)
-            config = config.model_copy(update={"collaborative": rounds_as_fit})
-            spec.say(creators_share(rounds_as_fit, values, spec.max_upload))
-        facts = facts_of(config, splits, common.model)
-        writer = spec.open_run(config)
-        run_dir = writer.run
-        owner = keep_key(run_dir.path, key)
-        keep_identity(run_dir, identity.path)
-        # Unguessable, and the same for as long as the run lasts: survivors know by it that this is their swarm.
-        run_id = saved.run_id if saved is not None else f"{run_dir.name}-{os.urandom(4).hex()}".replace(".", "-")
-        with (
-            averaged(config, spec, splits, common, dht, meeting_place(run_id, facts)) as (team, averaging),
-            kept(config, writer, team.judge, judges=True) as (checkpoints, metrics),
-        ):
-            found = checkpoints.restore(
-                team.judge.model, None, extra=["common"], accept=lambda found: take_over(found, common)
-            )
-            progress = Progress.of(found.state) if found else Progress()
-            if common.round >= config.collaborative.rounds:
-                return "finished", run_dir
-            if found:
-                spec.say(_goes_on(common))
-            clock = _clock(config, common, saved, dht, averaging, spec)
-            averaging.share()
-            manifest = Manifest(
-                run_id=run_id,
-                name=run_dir.name,
-                config=to_yaml(config),
-                first_round=clock.first,
-                owner=key.public.hex(),
-                num_classes=splits.info.num_classes,
-                in_chans=splits.info.in_chans,
-                image_size=splits.info.image_size,
-                open_run=config.collaborative.open,
-                facts=facts,
-            )
-            watch, addresses = Watch(dht, dht.peer_id, clock.oldest_news), dht.addresses(prefer_host)
-            duplicate = DuplicateCreator(addresses, time.time(), spec.say)
-            creator = _Creator(manifest, owner, dht, clock, watch, memory, duplicate)
-            creator.publish(wait=True)
-            memory.keep_in(run_dir, SavedPeer(run_id, clock.first, spec.host, dht.port, spec.announce, spec.name))
-            announce(run_dir, addresses)
-            keeper = Recorder(team.judge, writer, checkpoints, metrics, progress, spec.beat)
-            rounds = RoundKeeper(keeper, common, clock, watch, role="judge", say=spec.say)
-            peer = peer_at(spec, team, common, averaging, dht, clock, watch, progress)
-            with rounds.recorded(spec.env):
-                ending = take_part(creator.peer(peer, writer, rounds))
-                creator.leave(ending)
-            if ending == "finished":
-                rounds.finish("finished")
-                writer.attempt.ended("COMPLETED", step=progress.step)
-            elif not spec.goes_on_later:
-                rounds.finish("stopped", test=False)  # whoever presses Ctrl-C does not want to wait
-    return ending, run_dir
-
-
-def _goes_on(common: CommonState) -> str:
-    """What a run that was interrupted goes on with.
-
-    A peer's own AdamW, of diloco, is in no checkpoint: it would be twice the weights in each, and begun anew it made no
-    difference that could be measured (tests/benchmarks/README.md).
-    """
-    words = f"Goes on after round {common.round}: weights, momentum and learning rate as they were"
-    return f"{words}." if common.same_weights else f"{words}; the optimizer within rounds begins anew."
-
-
-def _clock(
-    config: Config,
-    common: CommonState,
-    saved: SavedPeer | None,
-    dht: SwarmDHT,
-    averaging: Averaging,
-    spec: PeerSpec,
-) -> RoundClock:
-    """The run's clock. One that others have gone on by stays as it is; rounds that nobody trained in are made up."""
-    settings = config.collaborative
-    if saved is not None and dht.reconnect(known_of(saved.others)):
-        clock, done = clock_at(config, common, saved.first_round), common.round
-        if averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
-            spec.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
-        if done < common.round >= clock.index(time.time()):
-            return clock
-    if settings.sync == "gradients":  # nothing is agreed by the time
-        return clock_at(config, common, 0)
-    return RoundClock.starting(time.time(), settings.round_seconds, settings.rounds, done=common.round)
+def create(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[Ending, RunDir]:
+    """Start a swarm, or go on with that of ``spec.folder``; train in it until the last round, and keep its records."""
+    check_peer(config, spec)
+    splits = build_data(config.data)
+    with ExitStack() as held:
+        creator = Creator(held, config, spec, hooks)
+        creator.open_swarm()
+        creator.build_model(splits)
+        creator.open_run()
+        creator.open_training(creator.run_id)
+        creator.open_records(judges=True)
+        ending: Ending = "finished"
+        if creator.restore():
+            creator.start_clock()
+            creator.admit_others()
+            ending = creator.train()
+    return ending, creator.writer.run

@@ -117,7 +117,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
         from trainkit.swarm import access
         from trainkit.swarm.agreement import in_words, installed, parameters_in
         from trainkit.swarm.dht import open_dht, read_manifest
-        from trainkit.swarm.settings import adapted
+        from trainkit.swarm.spec import adapted
 
         with (
             access.identity(None, entry.own, entry.admission()) as identity,

@@ -4,209 +4,218 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RunFailedError, UserError
+from trainkit.run.events import Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.swarm import access
-from trainkit.swarm.address import FORWARD, Memory, SavedPeer, keep_identity, require_same_time
+from trainkit.swarm.address import FORWARD, Memory, require_same_time
 from trainkit.swarm.admission import Entry
-from trainkit.swarm.agreement import facts_of, meeting_place, require_same, without_data
-from trainkit.swarm.assemble import PeerSpec, Waiting, averaged, clock_at, common_state, kept, peer_at, take_part
-from trainkit.swarm.average import Averaging
-from trainkit.swarm.dht import INTRODUCED_SECONDS, SwarmDHT, Watch, open_dht, read_manifest
+from trainkit.swarm.agreement import require_same, without_data
+from trainkit.swarm.dht import INTRODUCED_SECONDS, Watch, read_manifest
 from trainkit.swarm.link import enough, in_words, load_for, volunteers_share
 from trainkit.swarm.messages import Manifest, RoundClock, no_data, require_going_on, require_same_version
-from trainkit.swarm.records import Role, RoundKeeper
-from trainkit.swarm.rounds import Ending, Peer
-from trainkit.swarm.settings import check_peer
-from trainkit.swarm.sync_diloco import CommonState
-from trainkit.training.recorder import Progress, Recorder
+from trainkit.swarm.rounds import Ending, take_part
+from trainkit.swarm.session import Session
+from trainkit.swarm.spec import PATIENCE_SECONDS, Hooks, PeerSpec, check_peer
 
-# A newcomer asks so long for the state of the run, less and less often.
+_SAY_EVERY = 600.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
+_LOOK_SECONDS = 0.5
+# A newcomer asks for the state of the run for so many seconds, less and less often.
 _ADOPT_SECONDS = 60.0
 
 
-def join(
-    entry: Entry,
-    spec: PeerSpec,
-    *,
-    adapt: Callable[[Manifest], Config],
-) -> tuple[Ending, RunDir | None]:
-    """Join the swarm that ``entry`` leads to, and train in it until it ends.
-
-    Args:
-        adapt: the configuration for this machine, from the manifest's.
-    """
-    with (
-        access.identity(spec.identity, entry.own, entry.admission()) as identity,
-        open_dht(
-            identity,
-            peers=entry.addresses,
-            host=spec.host,
-            port=spec.port,
-            announce=spec.announce,
-            proven=not spec.must_prove,
-        ) as dht,
-    ):
-        if spec.must_prove:
-            spec = proven(dht, entry.addresses, spec)
-        manifest = read_manifest(dht, entry.addresses)
-        require_going_on(manifest)
-        require_same_time(dht, entry.addresses)
-        config = adapt(manifest)
-        check_peer(config, ranks=spec.env.world_size if spec.team else 1, max_upload=spec.max_upload)
-        if _is_over(manifest, config):
-            raise UserError(
-                f"The run {manifest.name} is over.",
-                why=f"All of its {config.collaborative.rounds} rounds are done.",
-                fix="Join another.",
-            )
-        splits = build_data(config.data) if spec.trains else no_data(config.data.name, manifest)
-        common = common_state(config, splits)
-        clock = clock_at(config, common, manifest.first_round)
-        if spec.max_upload is not None:
-            spec.say(volunteers_share(config.collaborative, common.theta.numel(), spec.max_upload))
-        facts = facts_of(config, splits, common.model)
-        if not spec.trains:
-            facts = without_data(facts, manifest.facts, config)
-        require_same(manifest.facts, facts)
-        place = meeting_place(manifest.run_id, facts)
-        measured = _slow_upload(dht, entry, config, common, spec)
-        with averaged(config, spec, splits, common, dht, place, measured=measured) as (team, averaging):
-            parts = team.judge
-            watch, progress = Watch(dht, _creator_of(dht, manifest), clock.oldest_news), Progress()
-            memory = Memory(entry.addresses)
-            guest = _Guest(manifest, config, entry, spec, dht, averaging, common, memory)
-            peer = replace(
-                peer_at(spec, team, common, averaging, dht, clock, watch, progress),
-                before_round=lambda: memory.note(watch.reachable()),
-                may_be_alone=not spec.trains,
-                look_around=lambda: dht.look_for(memory.others),
-            )
-            if spec.open_run is None:
-                return guest.take_part(peer), None
-            writer = spec.open_run(config)
-            _go_on(progress, writer.run, len(splits.train))
-            spec.say(f"Run: {writer.run.path}")
-            if not spec.trains and spec.host is not None:
-                keep_identity(writer.run, identity.path)
-                home = SavedPeer(manifest.run_id, clock.first, spec.host, dht.port, spec.announce, spec.name, True)
-                memory.keep_in(writer.run, home)
-                spec.opened(writer.run, dht.addresses())
-            # A volunteer's machine writes no accounts of a service.
-            with kept(config, writer, parts, judges=False) as (checkpoints, metrics):
-                keeper = Recorder(parts, writer, checkpoints, metrics, progress, spec.beat)
-                role: Role = "guest" if spec.trains else "anchor"
-                rounds = RoundKeeper(keeper, common, clock, watch, role=role, say=spec.say)
-                sentry = peer.sentry.keeping(writer.run, rounds.remark)
-                peer = replace(peer, sentry=sentry, after_round=rounds.after_round, remark=rounds.remark)
-                with rounds.recorded(spec.env):
-                    ending = guest.take_part(peer, lost=rounds.lost, back=rounds.back)
-                if progress.step and ending != "stopped":
-                    rounds.finish("finished" if ending == "finished" else "stopped")
-                if ending != "stopped":
-                    writer.attempt.ended("COMPLETED", step=progress.step)
-    return ending, writer.run
-
-
-def proven(dht: SwarmDHT, addresses: Sequence[str], spec: PeerSpec) -> PeerSpec:
-    """The spec of a peer that wants to be reached: of one that only calls out, if it cannot be.
-
-    Raises UserError for a peer that would be of no use so.
-    """
-    seen = dht.prove(addresses)
-    if seen.reached:
-        spec.say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
-        return replace(spec, must_prove=False)
-    why = f"it was dialled at {', '.join(seen.tried)}, in vain" if seen.tried else "nobody could dial it back"
-    if not spec.trains:
-        raise UserError(
-            "Others cannot reach this machine, so it cannot be an anchor.",
-            why=f"{why[0].upper()}{why[1:]}.",
-            fix=FORWARD.format(port=dht.port),
-        )
-    spec.say(f"Others cannot reach this machine: {why}. It takes part as a peer that only calls out.")
-    spec.say(f"  {FORWARD.format(port=dht.port)}")
-    return replace(spec, must_prove=False, host=None)
-
-
-def _slow_upload(dht: SwarmDHT, entry: Entry, config: Config, common: CommonState, spec: PeerSpec) -> float | None:
-    """Bytes per second that this peer can send; None if they are enough, or not known.
-
-    With ``sync: gradients`` there is nothing that could be sent later.
-    """
-    agreed, values = config.collaborative, common.theta.numel()
-    needed = enough(values, agreed.compression, agreed.round_seconds)
-    if not spec.trains or agreed.sync == "gradients":
-        return None
-    measured = dht.upload(entry.addresses, enough=needed).rate
-    if not 0.0 < measured < needed:
-        return None
-    spec.say(in_words(load_for(measured, values, agreed.compression, agreed.round_seconds), measured))
-    return measured
-
-
 @dataclass(frozen=True)
-class _Guest:
-    """What a peer needs to come into the swarm, and to come back."""
+class Waiting:
+    """Wait for a swarm that has been lost."""
+
+    look: Callable[[Sequence[str]], int]
+    """Look for peers at addresses; how many answer."""
+    goes_on: Callable[[], bool]
+    """Whether they go on with this peer; who has just come back may not be ready for that."""
+    stop_requested: Callable[[], bool]
+    say: Callable[[str], None]
+    patience: float = PATIENCE_SECONDS
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def until_back(self, addresses: Sequence[str]) -> bool:
+        """Ask for the swarm at ``addresses``, less and less often. False when told to leave.
+
+        Raises RunFailedError when nobody has answered for so long that nobody will.
+        """
+        began, said, pause, there = self.now(), self.now(), _FIRST_PAUSE, False
+        self.say(
+            f"Nobody of the swarm answers. Waiting for it for up to {_in_words(self.patience)}; Ctrl-C leaves for good."
+        )
+        while not self.stop_requested():
+            if self.look(addresses):
+                if self.goes_on():
+                    return True
+                if not there:  # it has just come back, and will be ready soon
+                    there, pause = True, _FIRST_PAUSE
+            waited = self.now() - began
+            if waited >= self.patience:
+                raise RunFailedError(
+                    f"The swarm has not answered for {_in_words(self.patience)}.",
+                    why="Its creator has gone without a word, or this machine has lost its network.",
+                    fix="Ask whoever runs `python -m jobs.swarm create`, and join again.",
+                )
+            if self.now() - said >= _SAY_EVERY:
+                said = self.now()
+                self.say(f"Still waiting for the swarm, since {_in_words(waited)}.")
+            until = self.now() + min(pause, self.patience - waited)
+            while (left := until - self.now()) > 0 and not self.stop_requested():
+                self.sleep(min(left, _LOOK_SECONDS))
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        return False
+
+
+def _in_words(seconds: float) -> str:
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.0f} hours"
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+class Guest(Session):
+    """A peer that has come into the swarm by ``entry``, and comes back into it."""
 
     manifest: Manifest
-    config: Config
-    entry: Entry
-    spec: PeerSpec
-    dht: SwarmDHT
-    averaging: Averaging
-    common: CommonState
-    memory: Memory
 
-    def take_part(
-        self, peer: Peer, *, lost: Callable[[], None] = lambda: None, back: Callable[[], None] = lambda: None
-    ) -> Ending:
-        """Train until the run is over, by the clock of whoever answers for it.
+    def __init__(self, held: ExitStack, entry: Entry, spec: PeerSpec, hooks: Hooks) -> None:
+        super().__init__(held, spec, hooks)
+        self.entry, self.may_be_alone = entry, not spec.trains
+        self.memory = Memory(entry.addresses)
 
-        Args:
-            lost: called when nobody of the swarm answers any more.
-            back: called when somebody does again.
+    def prove_reachable(self) -> None:
+        """Have this peer dialled back; one that cannot be reached only calls out.
+
+        Raises UserError for a peer that would be of no use so.
         """
-        # Last of all: the state of a round is of use until that round ends.
-        self._adopt(peer.clock)
-        self.spec.say(f"Joined {self.manifest.name} in round {peer.clock.index(time.time()) + 1}/{peer.clock.count}.")
-        self.averaging.share()
-        while True:
-            ending = take_part(peer)
-            if ending not in ("lost", "moved"):
-                return ending
-            if ending == "lost":
-                lost()
-            clock = self._found_again(peer, must_wait=ending == "lost")
-            if clock is None:
-                return "ended" if peer.watch.stopped else "stopped"
-            if ending == "lost":
-                back()
-            self.spec.say(f"Back in {self.manifest.name}, in round {clock.index(time.time()) + 1}/{clock.count}.")
-            peer = replace(peer, clock=clock)
+        spec, say, seen = self.spec, self.hooks.say, self.dht.prove(self.entry.addresses)
+        if seen.reached:
+            say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
+            return
+        why = f"it was dialled at {', '.join(seen.tried)}, in vain" if seen.tried else "nobody could dial it back"
+        if not spec.trains:
+            raise UserError(
+                "Others cannot reach this machine, so it cannot be an anchor.",
+                why=f"{why[0].upper()}{why[1:]}.",
+                fix=FORWARD.format(port=self.dht.port),
+            )
+        say(f"Others cannot reach this machine: {why}. It takes part as a peer that only calls out.")
+        say(f"  {FORWARD.format(port=self.dht.port)}")
+        self.spec = replace(spec, host=None)
 
-    def _found_again(self, peer: Peer, *, must_wait: bool) -> RoundClock | None:
-        """The clock to go on by, with the state of its present round; None when it is time to leave."""
-        back: list[RoundClock] = []
+    def read_manifest(self, adapt: Callable[[Manifest], Config]) -> None:
+        """What the run is; ``adapt`` makes this machine's configuration of it."""
+        self.manifest = manifest = read_manifest(self.dht, self.entry.addresses)
+        require_going_on(manifest)
+        require_same_time(self.dht, self.entry.addresses)
+        self.config = adapt(manifest)
+        check_peer(self.config, self.spec)
+        agreed = self.config.collaborative
+        # By the time, where it says so; else a newcomer learns it from the state that it is given.
+        by_time = RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds)
+        if agreed.sync == "diloco" and by_time.is_over(time.time()):
+            raise UserError(
+                f"The run {manifest.name} is over.",
+                why=f"All of its {agreed.rounds} rounds are done.",
+                fix="Join another.",
+            )
+
+    def require_same_run(self) -> None:
+        """Refuse to train something else than the run does, once there is a model."""
+        spec, theirs = self.spec, self.manifest.facts
+        self.clock = self.clock_from(self.manifest.first_round)
+        if spec.max_upload is not None:
+            self.hooks.say(volunteers_share(self.config.collaborative, self.common.theta.numel(), spec.max_upload))
+        if not spec.trains:
+            self.facts = without_data(self.facts, theirs, self.config)
+        require_same(theirs, self.facts)
+
+    def slow_upload(self) -> float | None:
+        """Bytes per second that this peer can send; None if they are enough, or not known.
+
+        With ``sync: gradients`` there is nothing that could be sent later.
+        """
+        agreed, values = self.config.collaborative, self.common.theta.numel()
+        needed = enough(values, agreed.compression, agreed.round_seconds)
+        if not self.spec.trains or agreed.sync == "gradients":
+            return None
+        measured = self.dht.upload(self.entry.addresses, enough=needed).rate
+        if not 0.0 < measured < needed:
+            return None
+        self.hooks.say(in_words(load_for(measured, values, agreed.compression, agreed.round_seconds), measured))
+        return measured
+
+    def follow_creator(self) -> None:
+        """Hear the news of the run's creator."""
+        known = self.dht.manifests()
+        creator = next((peer for peer, own in known.items() if own.run_id == self.manifest.run_id), "")
+        self.watch = Watch(self.dht, creator, self.clock.oldest_news)
+
+    def train(self, writer: Writer) -> Ending:
+        """Train until the run is over, and keep this peer's own records."""
+        self.writer, progress = writer, self.progress
+        if records := read_metrics(writer.run, "train"):  # a guest has no checkpoint: its records say where it was
+            progress.step = progress.position = records[-1]["step"]
+            progress.images = round(records[-1].get("epoch", 0.0) * len(self.splits.train))
+        self.hooks.say(f"Run: {writer.run.path}")
+        if not self.spec.trains and self.spec.host is not None:
+            self.keep_place(self.manifest.run_id, is_anchor=True)
+        self.open_records(judges=False)
+        rounds = self.record("guest" if self.spec.trains else "anchor")
+        with rounds.recorded(self.spec.env):
+            ending = self.take_part()
+        if progress.step and ending != "stopped":
+            rounds.finish("finished" if ending == "finished" else "stopped")
+        if ending != "stopped":
+            writer.attempt.ended("COMPLETED", step=progress.step)
+        return ending
+
+    def take_part(self) -> Ending:
+        """Train until the run is over, by the clock of whoever answers for it; wait for a swarm that is lost."""
+        say, name, rounds = self.hooks.say, self.manifest.name, self.rounds
+        # Last of all: the state of a round is of use until that round ends.
+        self._adopt(self.clock)
+        say(f"Joined {name} in {self._round()}.")
+        self.averaging.share()
+        while (ending := take_part(self)) in ("lost", "moved"):
+            if rounds is not None and ending == "lost":
+                rounds.lost()
+            if not self._comes_back(must_wait=ending == "lost"):
+                return "ended" if self.watch.stopped else "stopped"
+            if rounds is not None and ending == "lost":
+                rounds.back()
+            say(f"Back in {name}, in {self._round()}.")
+        return ending
+
+    def _round(self) -> str:
+        return f"round {self.clock.index(time.time()) + 1}/{self.clock.count}"
+
+    def _comes_back(self, *, must_wait: bool) -> bool:
+        """Go on by the clock of those who answer; False when it is time to leave."""
+        back = False
 
         def goes_on() -> bool:
-            back.extend(self._present_clock(peer))
-            return bool(back) or peer.watch.stopped
+            nonlocal back
+            back = self.finds_run()
+            return back or self.watch.stopped
 
-        spec = self.spec
         if must_wait or not goes_on():
-            waiting = Waiting(self.dht.reconnect, goes_on, spec.stop_requested, spec.say, spec.patience)
+            hooks, patience = self.hooks, self.spec.patience
+            waiting = Waiting(self.dht.reconnect, goes_on, hooks.stop_requested, hooks.say, patience)
             waiting.until_back(self.memory.others)
-        return back[0] if back else None
+        return back
 
-    def _present_clock(self, peer: Peer) -> list[RoundClock]:
-        """That of those who answer, whose state has then been taken over; none if they have none to give, yet.
+    def finds_run(self) -> bool:
+        """Take over the clock and the state of those who answer; False if they have none to give, yet.
 
         Raises UserError when another run answers, and RefusedError when this peer is out of it, or the run is not what
         it was when this peer has joined it.
@@ -214,19 +223,23 @@ class _Guest:
         self.dht.require_welcome()
         # Meanwhile it has said nothing of itself, and whoever has come back gives nothing to strangers.
         self.dht.introduce_myself(INTRODUCED_SECONDS, wait=True)
-        peer.watch.poll()
-        manifest = self._manifest()
-        if peer.watch.stopped or manifest is None or manifest.first_round < peer.clock.first:
-            return []
+        self.watch.poll()
+        manifest = self._present_manifest()
+        if self.watch.stopped or manifest is None or manifest.first_round < self.clock.first:
+            return False
         require_same_version(manifest)
         require_same(manifest.facts, self.manifest.facts)
-        clock = clock_at(self.config, self.common, manifest.first_round)
-        with suppress(RunFailedError):
+        clock = self.clock_from(manifest.first_round)
+        try:
             self._adopt(clock, seconds=2 * clock.seconds)
-            return [] if self.spec.stop_requested() else [clock]
-        return []
+        except RunFailedError:
+            return False
+        if self.hooks.stop_requested():
+            return False
+        self.clock = clock
+        return True
 
-    def _manifest(self) -> Manifest | None:
+    def _present_manifest(self) -> Manifest | None:
         """The run's; None if whoever answers does not know it yet.
 
         Raises UserError when it is another run's by now.
@@ -246,14 +259,15 @@ class _Guest:
 
         Raises RunFailedError when no peer gives it in time.
         """
-        spec, deadline, pause = self.spec, time.monotonic() + max(seconds, 2 * clock.seconds), 0.5
-        while time.monotonic() < deadline and not spec.stop_requested():
+        stopped = self.hooks.stop_requested
+        deadline, pause = time.monotonic() + max(seconds, 2 * clock.seconds), 0.5
+        while time.monotonic() < deadline and not stopped():
             if self.averaging.adopt(10.0) and self.common.round >= clock.index(time.time()):
                 return
             # Asked by everybody at once, the few peers that give it away would do nothing else.
             time.sleep(pause)
             pause = min(2 * pause, 8.0, clock.seconds / 4)
-        if spec.stop_requested():
+        if stopped():
             return
         raise RunFailedError(
             "No peer gives away the state of the run.",
@@ -262,22 +276,26 @@ class _Guest:
         )
 
 
-def _go_on(progress: Progress, run: RunDir, images: int) -> None:
-    """Count on from where an earlier attempt of this peer was: a guest's records say that, it has no checkpoint."""
-    if records := read_metrics(run, "train"):
-        progress.step = progress.position = records[-1]["step"]
-        progress.images = round(records[-1].get("epoch", 0.0) * images)
+def join(
+    entry: Entry, spec: PeerSpec, hooks: Hooks, adapt: Callable[[Manifest], Config]
+) -> tuple[Ending, RunDir | None]:
+    """Join the swarm that ``entry`` leads to, and train in it until it ends.
 
-
-def _is_over(manifest: Manifest, config: Config) -> bool:
-    """By the time, where it says so; else a newcomer learns it from the state that it is given."""
-    rounds = config.collaborative
-    clock = RoundClock(rounds.round_seconds, manifest.first_round, rounds.rounds)
-    return rounds.sync == "diloco" and clock.is_over(time.time())
-
-
-def _creator_of(dht: SwarmDHT, manifest: Manifest) -> str:
-    for peer, own in dht.manifests().items():
-        if own.run_id == manifest.run_id:
-            return peer
-    return ""
+    Args:
+        adapt: the configuration for this machine, from the manifest's.
+    """
+    with ExitStack() as held:
+        guest = Guest(held, entry, spec, hooks)
+        guest.open_node(entry.own, entry.admission(), spec.identity, entry.addresses)
+        if spec.must_prove:
+            guest.prove_reachable()
+        guest.read_manifest(adapt)
+        config, manifest = guest.config, guest.manifest
+        guest.build_model(build_data(config.data) if spec.trains else no_data(config.data.name, manifest))
+        guest.require_same_run()
+        guest.open_training(manifest.run_id, guest.slow_upload())
+        guest.follow_creator()
+        if hooks.open_run is None:
+            return guest.take_part(), None
+        writer = hooks.open_run(config, manifest.name)
+        return guest.train(writer), writer.run

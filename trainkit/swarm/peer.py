@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -23,54 +22,32 @@ from trainkit import fileio, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.ranks.env import NO_SECRET, ForgedError, RankEnv, Secret
-from trainkit.ranks.signals import StopFlag, hand_back
+from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run.events import Attempt, Writer, history_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
 from trainkit.run.lease import ProcessId
 from trainkit.swarm import address, processes
-from trainkit.swarm.address import addresses_in, announced, how_to_be_reached, saved_peer, write_addresses
+from trainkit.swarm.address import (
+    addresses_in,
+    announced,
+    how_to_be_reached,
+    identity_in,
+    saved_peer,
+    write_addresses,
+)
 from trainkit.swarm.admission import KEY_FILE, SEEN, Entry, entry_of, invited, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
 from trainkit.swarm.local_ranks import follow_rank_0
-from trainkit.swarm.settings import adapted, check_own, require_collaborative, same_settings
-
-if TYPE_CHECKING:
-    from trainkit.swarm.assemble import PeerSpec
-    from trainkit.swarm.messages import Manifest
-    from trainkit.swarm.rounds import Ending
-
+from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
 
 # How long the token is good that `create` prints.
 _FIRST_SECONDS = 7 * 86400.0
 
 
-def _to_terminal(line: str) -> None:
-    print(line, flush=True)
+def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, RunDir]:
+    """Create a swarm on this machine, or go on with that of ``spec.folder``, and train in it.
 
-
-def create_swarm(
-    config: Config,
-    *,
-    open_run: Callable[[Config], Writer],
-    name: str,
-    host: str,
-    port: int,
-    identity: Path | None,
-    stop: StopFlag,
-    max_upload: float | None = None,
-    say: Callable[[str], None] = print,
-    whisper: Callable[[str], None] = _to_terminal,
-    announce: str | None = None,
-    trains: bool = True,
-    folder: RunDir | None = None,
-) -> tuple[str, RunDir]:
-    """Create a swarm on this machine and train in it. How it ended (finished, stopped), and the run folder.
-
-    Args:
-        whisper: prints what must not be kept in the run's log, such as a token.
-        announce: the address that others are told, where it is not this machine's own.
-        trains: else it only reduces, judges and keeps the records.
-        folder: of the run, if it goes on.
+    How it ended (finished, stopped), and the run folder.
     """
     require_collaborative(config)
     if config.collaborative.initial_peers:
@@ -81,9 +58,10 @@ def create_swarm(
         )
     processes.require_hivemind()
     from trainkit.swarm import creator
-    from trainkit.swarm.assemble import PeerSpec
 
-    def tell(run_dir: RunDir, addresses: list[str]) -> None:
+    say = hooks.say
+
+    def opened(run_dir: RunDir, addresses: list[str]) -> None:
         before = addresses_in(run_dir)
         write_addresses(run_dir, addresses)
         say(f"Run: {run_dir.path}")
@@ -94,172 +72,85 @@ def create_swarm(
             say("Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:")
             for item in addresses:
                 say(f"  {address.join_command([item])}")
-        elif folder is None:
-            for line in invited(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer"):
-                whisper(line)
+        elif spec.folder is None:  # a token must not be kept in the run's log
+            lines = invited(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
+            print("\n".join(lines), flush=True)
         say(f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
         for line in how_to_be_reached(addresses):
             say(line)
         say(f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}")
 
-    spec = PeerSpec(
-        name,
-        RankEnv.single(),
-        lambda: stop.requested,
-        say,
-        open_run,
-        identity=identity,
-        host=host,
-        port=port,
-        announce=announce,
-        folder=folder,
-        trains=trains,
-        max_upload=max_upload,
-    )
-    ending, run_dir = creator.create(config, spec, announce=tell)
-    return ending, run_dir
+    return creator.create(config, spec, replace(hooks, opened=opened))
 
 
-def resume_swarm(
-    run_dir: RunDir,
-    config: Config,
-    *,
-    open_run: Callable[[Config], Writer],
-    name: str,
-    trains: bool,
-    stop: StopFlag,
-    host: str | None = None,
-    port: int = 0,
-    announce: str | None = None,
-    say: Callable[[str], None] = print,
-) -> tuple[str, RunDir]:
+def resume_swarm(run: RunDir, config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, RunDir]:
     """Go on with a swarm that this machine has created: under the same addresses, from its newest checkpoint.
 
     Args:
-        name: where it had none.
-        host: to listen on instead, on another machine; so are ``port`` and ``announce``.
+        spec: its host, port and announced address replace those of before where they are given.
 
     Raises UserError when the run folder does not say where it was, or has no owner's key any more.
     """
-    home = saved_peer(run_dir)
+    home = saved_peer(run)
+    if home is not None and home.is_anchor:
+        there = ("--port", home.port, *(("--announce", home.announce) if home.announce else ()))
+        again = terminal.command("swarm", "anchor", "TOKEN", *there, "--identity", identity_in(run))
+        raise UserError(
+            f"{run.name} is an anchor's record, which is not gone on with.",
+            why="An anchor takes over the state of the swarm whenever it joins.",
+            fix=f"Under the same address: {again}",
+        )
     if home is None:
         raise UserError(
-            f"{run_dir.name} has not created a swarm that others could join.",
+            f"{run.name} has not created a swarm that others could join.",
             why="It has joined one, or was ended before it was ready.",
-            fix=f"Join again; or start a new one: {terminal.command('swarm', 'create', run_dir.path)}",
+            fix=f"Join again; or start a new one: {terminal.command('swarm', 'create', run.path)}",
         )
-    if not (run_dir.path / KEY_FILE).is_file():
+    if not (run.path / KEY_FILE).is_file():
         raise UserError(
-            f"{run_dir.name} has lost its {KEY_FILE}.",
+            f"{run.name} has lost its {KEY_FILE}.",
             why="Whoever was invited believes what this key has signed, and nothing else.",
-            fix=f"Copy it back into that folder, or start anew: {terminal.command('swarm', 'create', run_dir.path)}",
+            fix=f"Copy it back into that folder, or start anew: {terminal.command('swarm', 'create', run.path)}",
         )
-    return create_swarm(
-        config,
-        open_run=open_run,
-        name=home.name or name,
-        host=host or home.host,
-        port=port or home.port,
-        identity=None,
-        stop=stop,
-        say=say,
-        announce=announced(announce, port or home.port) or home.announce,
-        trains=trains,
-        folder=run_dir,
-    )
+    port = spec.port or home.port
+    where = announced(spec.announce, port) or home.announce
+    place = replace(spec, name=home.name or spec.name, host=spec.host or home.host, port=port, announce=where)
+    return create_swarm(config, replace(place, folder=run), hooks)
 
 
 def join_swarm(
-    entry: Entry,
-    *,
-    overrides: Sequence[str],
-    open_run: Callable[[Config, str], Writer],
-    name: str,
-    host: str | None,
-    port: int,
-    identity: Path | None,
-    allow_code: bool,
-    stop: StopFlag,
-    max_upload: float | None = None,
-    say: Callable[[str], None] = print,
-    ranks: RankEnv | None = None,
-    secret: Secret = NO_SECRET,
-    announce: str | None = None,
-    trains: bool = True,
+    entry: Entry, spec: PeerSpec, hooks: Hooks, overrides: Sequence[str], *, allow_code: bool
 ) -> tuple[str, RunDir | None]:
-    """Join a swarm as a volunteer. How it ended (finished, stopped, ended by its creator), and the run folder.
+    """Join a swarm. How it ended (finished, stopped, ended by its creator), and the run folder.
 
     Args:
-        ranks: this is rank 0 of them, and the others, who know ``secret``, call `follow_rank_0`; None: there are none.
-        open_run: makes the run folder, from the configuration and the name of the creator's run.
-        host: address to listen on, for a machine that others reach; None to call out only.
-        announce: the address that others are told, where it is not this machine's own.
-        trains: else it is an anchor: it reduces, keeps the common weights, and others join through it.
         allow_code: build a model or data set by code of the user's own, that the manifest names.
     """
     check_own(overrides)
-    if host is not None and entry.own.grant.role == "volunteer":
+    if spec.host is not None and entry.own.grant.role == "volunteer":
         raise UserError(
             "Only those whom the owner trusts can be reached by others.",
             why="This peer is a volunteer: it calls out only, and averages for nobody.",
             fix="Leave --public out, or ask for a token of `python -m jobs.swarm invite NAME --reduce`.",
         )
     if entry.seen:
-        say(SEEN)
+        hooks.say(SEEN)
     processes.require_hivemind()
     from trainkit.swarm import guest
-    from trainkit.swarm.assemble import PeerSpec
 
     def opened(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
-        say("Others join through this machine, too:")
+        hooks.say("Others join through this machine, too:")
         for item in addresses:
             # Not the token itself: this goes into the log.
-            say(f"  {terminal.command('join', *(['TOKEN'] if entry.invited else []), item)}")
+            hooks.say(f"  {terminal.command('join', *(['TOKEN'] if entry.invited else []), item)}")
 
-    run_name = ""
-
-    def adapt(manifest: Manifest) -> Config:
-        nonlocal run_name
-        run_name = manifest.name
-        return adapted(manifest.config, overrides, allow_code=allow_code)
-
-    spec = PeerSpec(
-        name,
-        ranks or RankEnv.single(),
-        lambda: stop.requested,
-        say,
-        lambda config: open_run(config, run_name),
-        identity=identity,
-        host=host,
-        port=port,
-        team=True,
-        secret=secret,
-        announce=announce,
-        must_prove=host is not None,
-        trains=trains,
-        max_upload=max_upload,
-        opened=opened,
+    return guest.join(
+        entry,
+        replace(spec, team=True, must_prove=spec.host is not None),
+        replace(hooks, opened=opened),
+        adapt=lambda manifest: adapted(manifest.config, overrides, allow_code=allow_code),
     )
-    return guest.join(entry, spec, adapt=adapt)
-
-
-@contextmanager
-def leave_on_interrupt(stop: StopFlag, say: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C asks the peer to leave after the round's exchange; a second one ends it at once."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-        stop.signals.append("SIGINT")
-        say("Leaving the swarm; Ctrl-C once more to leave at once.")
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # What the ranks of one job hand each other that nobody else may read: sealed with the run's secret.
@@ -322,43 +213,44 @@ def run_swarm_rank(
     processes.require_hivemind()
     from trainkit.distributed.device import gpu_is_here
     from trainkit.swarm import guest
-    from trainkit.swarm.assemble import PeerSpec
 
     assert writer is not None or not rank_env.is_main
     spec = PeerSpec(
-        name=f"{socket.gethostname()}/{rank_env.rank}",
-        env=rank_env,
-        stop_requested=lambda: stop.requested,
-        say=lambda line: print(line, flush=True),
-        open_run=None if writer is None else lambda _: writer,
+        f"{socket.gethostname()}/{rank_env.rank}",
+        rank_env,
         goes_on_later=bool(config.launch.requeue),
-        beat=beat,
         folder=writer.run if writer is not None else None,
+        secret=secret,
+    )
+    hooks = Hooks(
+        lambda: stop.requested,
+        lambda line: print(line, flush=True),
+        None if writer is None else lambda config, name: writer,
+        beat=beat,
     )
     ending: str
-    if config.collaborative.initial_peers and writer is None:
+    if not config.collaborative.initial_peers:
+        ending = _rank_of_new_swarm(config, spec, hooks)
+    elif writer is None:
         follow_rank_0(rank_env, secret, use_gpu=config.launch.gpus_per_node != 0 and gpu_is_here(), beat=beat)
         ending = "stopped" if stop.requested else "finished"
-    elif config.collaborative.initial_peers:
-        assert writer is not None
-        # Back from the queue it is who it was before.
-        name, identity = f"{socket.gethostname()}/{writer.run.name}", writer.run.path / "identity"
-        spec = replace(spec, name=name[-terminal.LONGEST_NAME :], identity=identity, team=True, secret=secret)
-        entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=spec.name)
-        ending, _ = guest.join(entry, spec, adapt=lambda manifest: same_settings(config, manifest.config))
     else:
-        ending = _rank_of_new_swarm(config, spec, secret)
+        # Back from the queue it is who it was before.
+        name = f"{socket.gethostname()}/{writer.run.name}"[-terminal.LONGEST_NAME :]
+        entry = entry_of([token] if token else config.collaborative.initial_peers, {}, name=name)
+        spec = replace(spec, name=name, identity=writer.run.path / "identity", team=True)
+        ending, _ = guest.join(entry, spec, hooks, lambda manifest: same_settings(config, manifest.config))
     if ending == "stopped":
         hand_back(writer.attempt if writer is not None else node, rank_env, stop.signals, step=None)
         return "preempted"
     return "finished"
 
 
-def _rank_of_new_swarm(config: Config, spec: PeerSpec, secret: Secret) -> Ending:
+def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     from trainkit.distributed.meeting import meet
     from trainkit.swarm import creator, guest
 
-    env = spec.env
+    env, secret = spec.env, spec.secret
     several_machines = env.num_nodes > 1 and env.launcher != "submitit-local"
     # Ranks of one job reach each other, so every one of them serves the others.
     spec = replace(
@@ -367,22 +259,25 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, secret: Secret) -> Ending
         port=config.collaborative.port if env.is_main else 0,
         # Without rank 0 there is nothing to wait for: whoever looks after the ranks starts them all again.
         patience=0.0,
+        secret=NO_SECRET,  # of the ranks of one peer; here each is one
     )
     store = meet(env, secret, timedelta(minutes=5), wait_for_all=False) if env.world_size > 1 else None
     if not env.is_main:
-        return guest.join(_entry_from(store, secret), spec, adapt=lambda _: config)[0]
+        return guest.join(_entry_from(store, secret), spec, hooks, lambda _: config)[0]
 
-    def announce(run_dir: RunDir, addresses: list[str]) -> None:
+    def opened(run_dir: RunDir, addresses: list[str]) -> None:
         write_addresses(run_dir, addresses)
         if store is not None:
             # A rank is as good as rank 0: it averages for others and gives away the state.
             ranks = own_pass(owner_of(run_dir.path).key, RANKS, "reducer")
             store.set("swarm", hide(secret, _TOKEN, write_token(ranks, addresses)))
         # Not a token: this goes into a log.
-        spec.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
+        hooks.say(f"Invite volunteers: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
 
+    with suppress(OSError):
+        spec = replace(spec, prefer_host=socket.gethostbyname(env.master_addr))
     try:
-        return creator.create(config, spec, announce=announce, prefer_host=_ip_of(env.master_addr))[0]
+        return creator.create(config, spec, replace(hooks, opened=opened))[0]
     except TrainkitError as error:
         if store is not None:
             store.set("swarm", hide(secret, _TOKEN, f"failed: {error.what}"))  # or the others would wait for an address
@@ -397,22 +292,19 @@ def _entry_from(store: Any, secret: Secret) -> Entry:
     return with_token(text)
 
 
-def _ip_of(host: str) -> str | None:
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return None
-
-
-# A peer that a person has started in a terminal: `status`, `logs` and `cancel` know its run like any submitted one.
-
-
 class TerminalPeer:
-    """What is said goes to the terminal, and into the run's log once there is a run."""
+    """A peer that a person has started in a terminal: `status`, `logs` and `cancel` know its run like a submitted one.
+
+    What is said goes to the terminal, and into the run's log once there is a run.
+    """
 
     def __init__(self, held: ExitStack) -> None:
-        self._held = held
+        self._held, self.stop = held, StopFlag()
         self.attempt: Attempt | None = None
+
+    def hooks(self, make: Callable[[Config, str], RunDir]) -> Hooks:
+        """What the peer calls; ``make`` makes or opens its run folder."""
+        return Hooks(lambda: self.stop.requested, self.say, lambda config, name: self.begin(make(config, name)))
 
     def say(self, line: str) -> None:
         """Print at once, also into a pipe."""
@@ -430,14 +322,27 @@ class TerminalPeer:
         self.attempt = Attempt.begin(run_dir)
         return self._held.enter_context(writing(self.attempt))
 
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-C asks the peer to leave after the round's exchange; a second one ends it at once."""
+        if self.stop.requested:
+            raise KeyboardInterrupt
+        self.stop.requested = True
+        self.stop.signals.append("SIGINT")
+        self.say("Leaving the swarm; Ctrl-C once more to leave at once.")
+
 
 @contextmanager
 def terminal_peer() -> Iterator[TerminalPeer]:
-    """Notes how the run ended, in SLURM's words."""
+    """A peer that leaves on Ctrl-C and on signals; notes how its run ended, in SLURM's words."""
     with ExitStack() as held:
         peer, state = TerminalPeer(held), "FAILED"
         try:
-            yield peer
+            with stop_on_signal() as peer.stop:
+                before = signal.signal(signal.SIGINT, peer.interrupt)
+                try:
+                    yield peer
+                finally:
+                    signal.signal(signal.SIGINT, before)
             came_to_its_end = peer.attempt is not None and history_of(peer.attempt.run).finished
             state = "COMPLETED" if came_to_its_end else "CANCELLED"
         except KeyboardInterrupt:

@@ -198,7 +198,7 @@ def as_peer(
     Raises UserError for overrides of what all peers have in common, and for code of the creator's own that is not
     allowed.
     """
-    from trainkit.swarm.settings import adapted, check_own
+    from trainkit.swarm.spec import adapted, check_own
 
     own = [text for text in overrides if not text.startswith("launch.")]
     check_own(own)

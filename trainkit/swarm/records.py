@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,20 +22,59 @@ from trainkit.run.contributions import Contribution, Contributions, Counted
 from trainkit.run.events import Attempt, Remark, Writer
 from trainkit.swarm.dht import Watch
 from trainkit.swarm.messages import RoundClock
-from trainkit.swarm.rounds import Box
+from trainkit.swarm.robust import Round
 from trainkit.swarm.sync_diloco import CommonState
 from trainkit.training.recorder import Progress, Recorder
 
-# What a swarm's run folder is told although its disk is full: kept in memory, and written when there is room again.
-#
-# Training on one machine may as well end there; a creator that ends takes the others' work with it.
-
 # Lines that wait for room; of more than these the oldest are given up, and that is said.
 _MOST_WAITING = 100_000
+# Validation and saving may take this share of the time; what takes long is done in fewer rounds.
+_SHARE_FOR_RECORDS = 0.25
+Role = Literal["judge", "anchor", "guest"]
+_NO_EXCHANGE = Round(group=0, used="nothing", why="", samples_per_sec=0.0, drifted=False)
+
+
+@dataclass(frozen=True)
+class PeerRound:
+    """What a peer has done in one round, and what came of its exchange."""
+
+    index: int
+    result: Round = _NO_EXCHANGE
+    samples: int = 0
+    seconds: float = 0.0
+    """Spent in updates."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    lr: float = 0.0
+    peers: int = 1
+    """Peers heard of lately, this one included."""
+    position: int = 0
+    """Where the data order stood."""
+
+    @property
+    def samples_per_sec(self) -> float:
+        """0 of a round without updates."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def outcome(self) -> str:
+        """With whom this peer has averaged, or why with nobody."""
+        result = self.result
+        if result.used == "average":
+            return f"{result.group} peers averaged, {result.parts} of {result.expected} parts"
+        if self.peers == 1:
+            return "alone"
+        if result.used == "own":
+            return f"went on alone ({result.why})"
+        waits = "" if result.collapsed else ", what was learned waits for the next round"
+        return f"no average ({result.why}){waits}"
 
 
 class PatientRecord:
-    """Events and metrics, in the order in which they came. Takes the place of a run's `Logger`."""
+    """Events and metrics, in the order in which they came; the `Logger` of a swarm's run.
+
+    What comes while the disk is full is kept in memory, and written when there is room again. Training on one machine
+    may as well end there; a creator that ends takes the others' work with it.
+    """
 
     def __init__(self, attempt: Attempt, metrics: Logger, say: Callable[[str], None]) -> None:
         self._attempt, self._metrics, self._say = attempt, metrics, say
@@ -59,12 +98,7 @@ class PatientRecord:
 
         ``proves``: once it is done, there is room for everything.
         """
-        if not self._flush():
-            return False
-        try:
-            action()
-        except (DiskError, OSError) as error:
-            self._full(error)
+        if not (self._flush() and self._try(action)):
             return False
         if proves and self.is_full:
             self.is_full = False
@@ -78,30 +112,27 @@ class PatientRecord:
 
     def _flush(self) -> bool:
         while self._waiting:
-            try:
-                self._waiting[0]()
-            except (DiskError, OSError) as error:
-                self._full(error)
+            if not self._try(self._waiting[0]):
                 return False
             self._waiting.popleft()
         return True
 
-    def _full(self, error: Exception) -> None:
-        if self.is_full:
-            return
-        self.is_full = True
-        why = error.why.partition(". ")[0].rstrip(".") if isinstance(error, DiskError) else str(error)
-        self._say(f"  cannot write into the run folder: {why}. Training goes on; it is tried again after each round")
-        self.remark("save_failed", error=why)
+    def _try(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except (DiskError, OSError) as error:
+            if not self.is_full:
+                self.is_full = True
+                why = error.why.partition(". ")[0].rstrip(".") if isinstance(error, DiskError) else str(error)
+                self._say(
+                    f"  cannot write into the run folder: {why}. Training goes on; it is tried again after each round"
+                )
+                self.remark("save_failed", error=why)
+            return False
+        return True
 
 
-# Validation and saving may take this share of the time; what takes long is done in fewer rounds.
-_SHARE_FOR_RECORDS = 0.25
-_SAY = Callable[[str], None]
-Role = Literal["judge", "anchor", "guest"]
-
-
-class RoundKeeper:
+class RoundRecorder:
     """Metrics of every round, and checkpoints of the common weights; the peer that answers for the run also judges.
 
     Args:
@@ -109,10 +140,18 @@ class RoundKeeper:
     """
 
     def __init__(
-        self, keeper: Recorder, common: CommonState, clock: RoundClock, watch: Watch, *, role: Role, say: _SAY
+        self,
+        recorder: Recorder,
+        common: CommonState,
+        clock: RoundClock,
+        watch: Watch,
+        *,
+        role: Role,
+        say: Callable[[str], None],
     ) -> None:
-        self._record = PatientRecord(keeper.writer.attempt, keeper.metrics, say)
-        self._keeper = replace(keeper, metrics=self._record)
+        self._record = PatientRecord(recorder.writer.attempt, recorder.metrics, say)
+        self._recorder = replace(recorder, metrics=self._record)
+        self._progress, self._run = recorder.progress, recorder.writer.run
         self._common, self._clock, self._watch = common, clock, watch
         self._role, self._say = role, say
         self._most_peers = 1
@@ -123,57 +162,62 @@ class RoundKeeper:
         """Write an event, now or when there is room for it."""
         self._record.remark(kind, **facts)
 
-    def after_round(self, box: Box) -> None:
+    def after_round(self, done: PeerRound) -> None:
         """Record a round, and judge the model that came out of it if that is due."""
-        checkpoints = self._keeper.checkpoints
+        checkpoints, result = self._recorder.checkpoints, done.result
         if not self._record.attempt(lambda: checkpoints.go_on(checkpoints.over())):
             self._unsaved, self._judges_from = True, 0.0  # what was on its way is lost: save again
-        progress, metrics = self._keeper.progress, self._keeper.metrics
-        progress.images += box.samples
-        progress.train_seconds += box.seconds
-        self._most_peers = max(self._most_peers, box.result.group)
-        where = self._where(box.index)
-        rate = box.samples / box.seconds if box.seconds else None
-        if box.samples:
-            numbers = {key: value for key, value in box.metrics.items() if key != "samples"}
-            swarm = {"peers": max(1, box.result.group), "swarm_images_per_sec": round(box.result.samples_per_sec, 2)}
-            result = box.result
-            link = {
+        self._progress.images += done.samples
+        self._progress.train_seconds += done.seconds
+        self._most_peers = max(self._most_peers, result.group)
+        where = self._where(done.index)
+        words = [f"round {done.index + 1}/{self._clock.count}", done.outcome]
+        if done.samples:
+            self._log(done, where)
+            words += [f"loss {done.metrics['loss']:.4f}", f"{done.samples_per_sec:,.0f} images/s here"]
+        if result.collapsed:
+            words.append(f"what was learned here is given up: {result.collapsed}")
+            self.remark("collapsed", round=done.index + 1, why=result.collapsed)
+        if result.late:
+            words.append(f"too late: {', '.join(map(self._name, result.late))}")
+        if result.drifted:
+            words.append("behind the others: taking over their state")
+        if self._role != "guest":
+            with self._common.in_model():
+                words += self._judge(done.index, where)
+            self._note_arrivals()
+        self._say("  ".join(words))
+        if result.advice:
+            self._say(f"  {result.advice}")
+            self.remark("link", round=done.index + 1, advice=result.advice)
+
+    def _log(self, done: PeerRound, where: Mapping[str, Any]) -> None:
+        result = done.result
+        self._record.log(
+            {
+                **where,
+                "split": "train",
+                **{key: value for key, value in done.metrics.items() if key != "samples"},
+                "lr": done.lr,
+                "images_per_sec": round(done.samples_per_sec, 2) if done.seconds else None,
+                "peers": max(1, result.group),
+                "swarm_images_per_sec": round(result.samples_per_sec, 2),
                 "parts": result.parts,
                 "parts_expected": result.expected,
                 "bytes_up": result.bytes_up,
                 "bytes_down": result.bytes_down,
                 "exchange_seconds": round(result.seconds, 3),
             }
-            speed = {"lr": box.lr, "images_per_sec": None if rate is None else round(rate, 2)}
-            metrics.log({**where, "split": "train", **numbers, **speed, **swarm, **link})
-        words = [f"round {box.index + 1}/{self._clock.count}", _who(box)]
-        if box.samples:
-            words.append(f"loss {box.metrics['loss']:.4f}")
-            words.append(f"{rate or 0.0:,.0f} images/s here")
-        if box.result.collapsed:
-            words.append(f"what was learned here is given up: {box.result.collapsed}")
-            self.remark("collapsed", round=box.index + 1, why=box.result.collapsed)
-        if box.result.late:
-            words.append(f"too late: {', '.join(map(self._name, box.result.late))}")
-        if box.result.drifted:
-            words.append("behind the others: taking over their state")
-        if self._role != "guest":
-            with self._common.in_model():
-                words += self._judge(box.index, where)
-            self._note_arrivals()
-        self._say("  ".join(words))
-        if box.result.advice:
-            self._say(f"  {box.result.advice}")
-            self.remark("link", round=box.index + 1, advice=box.result.advice)
+        )
 
     def lost(self) -> None:
         """Nobody of the swarm answers any more: what is here may be all that is left of it."""
-        self.remark("swarm_lost", round=self._common.round)
+        index = self._common.round
+        self.remark("swarm_lost", round=index)
         with self._common.in_model():
-            saved = self._save(max(self._common.round, 1))
-        if saved and self._record.attempt(self._keeper.settle):
-            self._say(f"The weights of round {self._common.round} are kept in {self._keeper.writer.run.checkpoints}.")
+            saved = self._save(max(index, 1))
+        if saved and self._record.attempt(self._recorder.settle):
+            self._say(f"The weights of round {index} are kept in {self._run.checkpoints}.")
 
     def back(self) -> None:
         """Somebody answers again."""
@@ -181,38 +225,34 @@ class RoundKeeper:
 
     def finish(self, outcome: str, *, test: bool = True) -> None:
         """Test metrics of the best model, if wanted, and ``summary.json``. Raises DiskError if there is no room."""
+        recorder, rounds = self._recorder, min(self._common.round, self._clock.count)
+        where = self._where(rounds - 1)
         try:
-            self._finish(outcome, test=test)
+            with self._common.in_model():
+                if self._role == "guest":  # validates once: the model that all of them end with
+                    recorder.validate(where)
+                if self._role != "judge" or self._unsaved:
+                    self._save(max(rounds, 1))
+            tested = recorder.test(where) if test and self._role != "anchor" else {}
+            swarm: dict[str, Any] = {"rounds": rounds, "most_peers": self._most_peers}
+            if contributed := Contributions.of(self._run).rows():
+                swarm["contributions"] = contributed
+            recorder.summarize(outcome, epochs=self._epoch(), test=tested, **swarm)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            run = self._keeper.writer.run
             raise DiskError(
-                f"There is no room for the results of {run.name}.",
+                f"There is no room for the results of {self._run.name}.",
                 why=f"{error.strerror}. What this peer has contributed is not lost.",
-                fix=f"Free some space; what is saved is tested by {terminal.command('evaluate', run.path)}",
+                fix=f"Free some space; what is saved is tested by {terminal.command('evaluate', self._run.path)}",
             ) from None
-
-    def _finish(self, outcome: str, *, test: bool) -> None:
-        keeper, rounds = self._keeper, min(self._common.round, self._clock.count)
-        where = self._where(rounds - 1)
-        with self._common.in_model():
-            if self._role == "guest":  # validates once: the model that all of them end with
-                keeper.validate(where)
-            if self._role != "judge" or self._unsaved:
-                self._save(max(rounds, 1))
-        tested = keeper.test(where) if test and self._role != "anchor" else {}
-        swarm: dict[str, Any] = {"rounds": rounds, "most_peers": self._most_peers}
-        if contributed := Contributions.of(keeper.writer.run).rows():
-            swarm["contributions"] = contributed
-        keeper.summarize(outcome, epochs=self._epoch(), test=tested, **swarm)
 
     @contextmanager
     def recorded(self, env: RankEnv) -> Iterator[None]:
         """The events of a peer's start, and what is left of one that fails."""
-        attempt, parts, progress = self._keeper.writer.attempt, self._keeper.parts, self._keeper.progress
+        attempt, parts = self._recorder.writer.attempt, self._recorder.parts
         attempt.started(
-            step=progress.step,
+            step=self._progress.step,
             world_size=env.world_size,
             hosts=[socket.gethostname()],
             device=device_name(parts.dist.device),
@@ -225,39 +265,39 @@ class RoundKeeper:
             what = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
             attempt.failed(what, rank=env.rank)
             if isinstance(error, RunFailedError):
-                self._keeper.summarize("failed", epochs=self._epoch(), test=None, why=what)
+                self._recorder.summarize("failed", epochs=self._epoch(), test=None, why=what)
             raise
 
-    def _judge(self, index: int, where: dict[str, Any]) -> list[str]:
+    def _judge(self, index: int, where: Mapping[str, Any]) -> list[str]:
+        """Validate and save, unless that took much of the time lately; what to say of it."""
         began = time.monotonic()
         if began < self._judges_from and index + 1 < self._clock.count:
             return []
         if self._role == "judge":
-            self._keeper.validate(where)
+            self._recorder.validate(where)
         self._save(index + 1)
         took = time.monotonic() - began
         self._judges_from = 0.0 if self._unsaved else began + took / _SHARE_FOR_RECORDS
         if self._role == "anchor":
             return []
-        metrics, val = self._keeper.parts.metrics, self._keeper.progress.val
+        metrics, val = self._recorder.parts.metrics, self._progress.val
         shown = [key for key in dict.fromkeys(("loss", metrics.headline)) if key in val]
         return ["  ".join(f"val {metrics.words(key, val[key])}" for key in shown)]
 
     def _save(self, rounds: int) -> bool:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""
-        keeper, stored = self._keeper, {"theta": self._common.theta, "momentum": self._common.momentum}
+        recorder, stored = self._recorder, {"theta": self._common.theta, "momentum": self._common.momentum}
         if self._role == "anchor":
-            keeper.progress.step = rounds  # it makes no updates to count
+            self._progress.step = rounds  # it makes no updates to count
         waits = self._record.is_full  # for the end of it: that it has begun says nothing about room
 
         def save() -> None:
-            keeper.save(optimizer=False, extra={"common": stored}, round=rounds)
+            recorder.save(optimizer=False, extra={"common": stored}, round=rounds)
             if waits:
-                keeper.settle()
+                recorder.settle()
 
-        saved = self._record.attempt(save, proves=waits)
-        self._unsaved = not saved
-        return saved
+        self._unsaved = not self._record.attempt(save, proves=waits)
+        return not self._unsaved
 
     def _name(self, peer: str) -> str:
         known = self._watch.peers.get(peer)
@@ -275,14 +315,14 @@ class RoundKeeper:
         self._known = now
 
     def _epoch(self) -> float:
-        return self._keeper.progress.images / max(1, len(self._keeper.parts.splits.train))
+        return self._progress.images / max(1, len(self._recorder.parts.splits.train))
 
     def _where(self, index: int) -> dict[str, Any]:
-        return {"step": self._keeper.progress.step, "epoch": round(self._epoch(), 4), "round": index + 1}
+        return {"step": self._progress.step, "epoch": round(self._epoch(), 4), "round": index + 1}
 
 
 def take_over(restored: Restored, common: CommonState) -> None:
-    """Go on from a checkpoint of `RoundKeeper`.
+    """Go on from a checkpoint of `RoundRecorder`.
 
     Raises KeyError, TypeError or ValueError when it is none of this run's.
     """
@@ -291,32 +331,19 @@ def take_over(restored: Restored, common: CommonState) -> None:
     common.load(stored["theta"], stored["momentum"], int(state["round"]))
 
 
-def _who(box: Box) -> str:
-    result = box.result
-    if result.used == "average":
-        return f"{result.group} peers averaged, {result.parts} of {result.expected} parts"
-    if box.peers == 1:
-        return "alone"
-    if result.used == "own":
-        return f"went on alone ({result.why})"
-    waits = "" if result.collapsed else ", what was learned waits for the next round"
-    return f"no average ({result.why}){waits}"
-
-
-# Who has contributed how much: counted by whoever answers for the run, of what its own reducer has averaged.
-
-
 class Credits:
-    """The account of one run, in its folder; it goes on over restarts."""
+    """Who has contributed how much, in the run's folder; counted by whoever answers for the run.
+
+    It goes on over restarts, and counts what the averager of this peer has averaged.
+
+    Args:
+        seconds: length of the round that is counted.
+        publish: tells the swarm.
+    """
 
     def __init__(
         self, writer: Writer, seconds: Callable[[], float], publish: Callable[[Sequence[Contribution]], None]
     ) -> None:
-        """
-        Args:
-            seconds: length of the round that is counted.
-            publish: tells the swarm.
-        """
         self._writer, self._seconds, self._publish = writer, seconds, publish
         self._known = Contributions.of(writer.run)
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,26 +19,22 @@ import torch
 from trainkit.data.base import Batch
 from trainkit.data.order import derive_seed
 from trainkit.errors import RunFailedError
-from trainkit.swarm.average import Averaging
 from trainkit.swarm.averager import finite, number
-from trainkit.swarm.bans import Sentry
-from trainkit.swarm.dht import SwarmDHT, Watch
-from trainkit.swarm.messages import PeerProgress, RoundClock
-from trainkit.swarm.robust import FRESH_SECONDS, Round, Tally, newest_round, tally
-from trainkit.swarm.sync_diloco import CommonState
+from trainkit.swarm.messages import PeerProgress
+from trainkit.swarm.records import PeerRound
+from trainkit.swarm.robust import FRESH_SECONDS, Tally, newest_round, tally
+from trainkit.swarm.session import LOST_AFTER, Session
 from trainkit.swarm.sync_gradients import GradientState
-from trainkit.swarm.team import Team, together
+from trainkit.swarm.team import together
 from trainkit.training.build import TrainState
-from trainkit.training.recorder import MOST_ROLLBACKS, Progress
+from trainkit.training.recorder import MOST_ROLLBACKS
 from trainkit.training.schedule import lr_at
-from trainkit.training.update import DivergedError, NonFinite, Remark, Updater
+from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 
 Ending = Literal["finished", "stopped", "ended", "moved", "lost"]
 """All rounds done; told to leave by a signal; the creator has ended the run; it goes on by another clock; nobody of the
 swarm answers any more."""
 
-# The swarm is lost after so many rounds without an average and without news of anybody.
-LOST_AFTER = 3
 # How often a peer asks for news of the others.
 NEWS_SECONDS = 1.0
 
@@ -60,529 +55,427 @@ _ADOPT_SECONDS = 10.0
 _LONGEST_PAUSE = 8.0
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a peer has done in a round whose average may still be under way."""
-
-    index: int
-    samples: int
-    seconds: float
-    """Spent in updates."""
-    metrics: dict[str, float]
-    lr: float
-    peers: int
-    """Peers heard of lately, this one included."""
-    position: int
-    """Where the data order stood."""
-
-
-@dataclass(frozen=True)
-class Box(Done):
-    """What a peer did in one round, and what came of it."""
-
-    result: Round
-
-
-@dataclass
-class Pace:
-    """How a peer gets on."""
-
-    step_seconds: float = 0.0
-    """How long an update takes, as `took` has it; 0: not known yet."""
-    exchange_seconds: float = 0.0
-    """How long the last exchange took."""
-    rounds_alone: int = 0
-    round_seconds: float = 0.0
-    """How long the last round was, where it is not the clock that says so."""
-    done: Done | None = None
-    """The last round, until it is known what came of its exchange."""
-
-    def took(self, seconds: float) -> None:
-        """Take in how long one more update took; a single slow one says little."""
-        self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Everything the loop works on."""
-
-    name: str
-    parts: TrainState
-    """For this process alone: what validates and saves."""
-    team: Team
-    """What trains, on all ranks of this peer."""
-    clock: RoundClock
-    dht: SwarmDHT
-    watch: Watch
-    common: CommonState
-    averaging: Averaging
-    sentry: Sentry
-    data_seed: int
-    """Every peer has a data order of its own, so that together they see more than each alone."""
-    stop_requested: Callable[[], bool]
-    progress: Progress
-    after_round: Callable[[Box], None] = lambda box: None
-    """Takes note of every round."""
-    remark: Remark = lambda kind, **facts: None
-    """Writes an event."""
-    trains: bool = True
-    """Else it only reduces, keeps the common weights and gives them away."""
-    may_be_alone: bool = False
-    """A peer that others can reach waits for them where it is; to anybody else silence means that the swarm is gone."""
-    addresses: tuple[str, ...] = ()
-    """Where others reach this peer; empty if they cannot."""
-    look_around: Callable[[], None] = lambda: None
-    """What such a peer does about having been alone for some rounds; it does not wait."""
-    before_round: Callable[[], None] = lambda: None
-    """The creator publishes the manifest anew, so that it neither expires nor misses on new nodes."""
-    beat: Callable[[], None] = lambda: None
-    pace: Pace = field(default_factory=Pace)
-
-    def batches(self) -> AbstractContextManager[Iterator[Batch]]:
-        """What it trains on; nothing, where it does not: it need not have the data."""
-        if not self.trains:
-            return nullcontext(iter(()))
-        return self.team.batches(self.data_seed, self.progress.position)
-
-
-def hear(p: Peer) -> None:
-    """News of the others, and of who is out. Raises RefusedError if it is this peer."""
-    p.watch.poll()
-    p.sentry.look()
-    p.dht.excluded.require_welcome()
-
-
-def ending_of(p: Peer) -> Ending | None:
-    """Why it is time to leave, if it is."""
-    if p.stop_requested():
-        return "stopped"
-    if p.watch.stopped:
-        return "ended"
-    if p.watch.first_round > p.clock.first:  # clocks move on only, so that an old manifest moves nobody back
-        return "moved"
-    if p.pace.rounds_alone >= LOST_AFTER:
-        p.pace.rounds_alone = 0  # also for whoever comes back
-        if not p.may_be_alone:
-            return "lost"
-        p.look_around()
-    return None
-
-
-def require_quick(p: Peer, what: str, *, fix: str) -> None:
-    """Raise RunFailedError where ``what`` is timed, an update or a part of one, takes longer than a round."""
-    seconds = p.pace.step_seconds
-    if seconds > p.clock.seconds:
-        raise RunFailedError(
-            f"One {what} takes {seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
-            why="This peer would never have anything to contribute.",
-            fix=fix,
-        )
-
-
-def forget_or_end(p: Peer, nonfinite: NonFinite, error: DivergedError) -> None:
-    """Go on from the common weights (the checkpoint of a peer is what the peers have in common), or end."""
-    if p.parts.config.train.on_nonfinite != "rollback" or p.progress.rollbacks == MOST_ROLLBACKS:
-        raise error.for_user() from None
-    p.progress.rollbacks += 1
-    nonfinite.in_a_row = 0
-    p.common.forget()
-
-
-def publish(p: Peer, index: int, box: Box | None = None) -> None:
-    """Tell the others about this round; they forget it when the next ones bring no news."""
-    progress = PeerProgress(
-        name=p.name,
-        round=index,
-        samples=box.samples if box else 0,
-        samples_per_sec=box.samples / box.seconds if box and box.seconds else 0.0,
-        loss=number(box.metrics.get("loss")) if box else 0.0,
-        group=box.result.group if box else 0,
-        time=time.time(),
-        client=p.dht.client_mode,
-        parts=box.result.parts if box else 0,
-        expected=box.result.expected if box else 0,
-        sent=box.result.bytes_up if box else 0,
-        received=box.result.bytes_down if box else 0,
-        val_loss=finite(p.progress.val.get("loss")),
-        val_headline=finite(p.progress.val.get(p.parts.metrics.headline)),
-        addresses=list(p.addresses),  # the records know no tuples
-    )
-    p.dht.publish_progress(progress, LOST_AFTER * p.clock.seconds + 5.0)
-
-
-@dataclass(frozen=True)
-class _Inner:
-    """What updates are made of between two rounds."""
-
-    batches: Iterator[Batch]
-    update: Updater
-    nonfinite: NonFinite
-
-
-def train_by_time(p: Peer) -> Ending:
-    """Take part until the last round is over, or until told to leave.
+def take_part(p: Session) -> Ending:
+    """Train with the others in the way of the run, until the last round is over, or until told to leave.
 
     Raises:
         RunFailedError: this peer is too slow for its rounds, or its training has diverged.
         RefusedError: its invitation has ended, or it was banned.
     """
-    publish(p, p.common.round)
-    with p.batches() as batches:
-        inner = _Inner(batches, Updater(p.team.parts, beat=p.beat), NonFinite(p.parts, p.remark, seed=p.data_seed))
-        ending: Ending | None = None
+    loop = SampleLoop if isinstance(p.common, GradientState) else TimedLoop
+    if not p.spec.trains:  # it need not have the data
+        return loop(p, iter(())).run()
+    with p.team.batches(p.data_seed, p.progress.position) as batches:
+        return loop(p, batches).run()
+
+
+class _Loop:
+    """What both ways to train have in common."""
+
+    def __init__(self, p: Session, batches: Iterator[Batch], parts: TrainState) -> None:
+        self.p, self.batches = p, batches
+        self.update = Updater(p.team.parts, beat=p.hooks.beat)
+        self.nonfinite = NonFinite(parts, p.remark, seed=p.data_seed)
+
+    def hear(self) -> None:
+        """News of the others, and of who is out. Raises RefusedError if it is this peer."""
+        self.p.watch.poll()
+        self.p.sentry.look()
+        self.p.dht.excluded.require_welcome()
+
+    def ending(self) -> Ending | None:
+        """Why it is time to leave, if it is."""
+        p = self.p
+        if p.hooks.stop_requested():
+            return "stopped"
+        if p.watch.stopped:
+            return "ended"
+        if p.watch.first_round > p.clock.first:  # clocks move on only, so that an old manifest moves nobody back
+            return "moved"
+        if p.pace.rounds_alone >= LOST_AFTER:
+            p.pace.rounds_alone = 0  # also for whoever comes back
+            if not p.may_be_alone:
+                return "lost"
+            p.dht.look_for(p.memory.others)  # this does not wait
+        return None
+
+    def publish(self, done: PeerRound) -> None:
+        """Tell the others about this round; they forget it when the next ones bring no news."""
+        p, result, val = self.p, done.result, self.p.progress.val
+        told = PeerProgress(
+            name=p.spec.name,
+            round=done.index,
+            samples=done.samples,
+            samples_per_sec=done.samples / done.seconds if done.seconds else 0.0,
+            loss=number(done.metrics.get("loss")),
+            group=result.group,
+            time=time.time(),
+            client=p.dht.client_mode,
+            parts=result.parts,
+            expected=result.expected,
+            sent=result.bytes_up,
+            received=result.bytes_down,
+            val_loss=finite(val.get("loss")),
+            val_headline=finite(val.get(p.team.judge.metrics.headline)),
+            addresses=list(p.addresses),  # the records know no tuples
+        )
+        p.dht.publish_progress(told, LOST_AFTER * p.clock.seconds + 5.0)
+
+    def note_update(self, made: Update, step: int, seconds: float, *, first: bool, what: str, fix: str) -> None:
+        """Take note of an update: how long it took, and whether it was finite.
+
+        Raises RunFailedError for a peer that is too slow for its rounds, or whose training has diverged.
+        """
+        p = self.p
+        if not first:  # the very first one also warms up kernels and caches
+            p.pace.took(seconds)
+        if p.pace.step_seconds > p.clock.seconds:
+            raise RunFailedError(
+                f"One {what} takes {p.pace.step_seconds:.0f} s here, longer than a round of {p.clock.seconds:.0f} s.",
+                why="This peer would never have anything to contribute.",
+                fix=fix,
+            )
+        try:
+            self.nonfinite.add(p.progress.position - 1, step, made)
+        except DivergedError as error:
+            self.forget_or_end(error)
+
+    def forget_or_end(self, error: DivergedError) -> None:
+        """Go on from the common weights (the checkpoint of a peer is what the peers have in common), or end."""
+        p = self.p
+        if p.team.judge.config.train.on_nonfinite != "rollback" or p.progress.rollbacks == MOST_ROLLBACKS:
+            raise error.for_user() from None
+        p.progress.rollbacks += 1
+        self.nonfinite.in_a_row = 0
+        p.common.forget()
+
+
+class TimedLoop(_Loop):
+    """Rounds that the clock ends."""
+
+    def __init__(self, p: Session, batches: Iterator[Batch]) -> None:
+        super().__init__(p, batches, p.team.judge)
+        self.done: PeerRound | None = None
+        """The last round, until it is known what came of its exchange."""
+
+    def run(self) -> Ending:
+        """Round after round."""
+        p, ending = self.p, None
+        self.publish(PeerRound(p.common.round))
         # Who goes on with a run trains in its next round for a little longer, until the clock is there.
         while (index := max(p.clock.index(time.time()), p.common.round)) < p.clock.count:
-            hear(p)
-            p.before_round()
-            if ending := ending_of(p):
+            self.hear()
+            self.p.before_round()
+            if ending := self.ending():
                 break
             if index > p.common.round + p.averaging.pending:
-                _settle(p, math.inf)
+                self.settle(math.inf)
                 # It has slept through a round, or was slow to judge the last one. The owner's weights are the run's.
                 if index > p.common.round and p.dht.own.grant.role != "owner":
                     p.averaging.adopt(p.clock.seconds / 2)
-            if ending := _round(p, inner, index):
+            if ending := self.round(index):
                 break
-        _settle(p, math.inf)
-    return ending or "finished"
+        self.settle(math.inf)
+        return ending or "finished"
 
-
-def _round(p: Peer, inner: _Inner, index: int) -> Ending | None:
-    """One round; why, if it is time to leave and the search for the others has not begun."""
-    boundary = p.clock.boundary(index)
-    search_at = boundary - p.parts.config.collaborative.matchmaking_seconds
-    began, samples, seconds, lr = time.time(), 0, 0.0, 0.0
-    news_at, pace = began, p.pace
-    p.parts.model.train()
-    while True:
-        now = time.time()
-        if not p.averaging.begun and (ending := ending_of(p)):
-            return ending  # afterwards the others count on this peer; the rest of the round is short
-        if now > news_at:
-            hear(p)
-            news_at = now + NEWS_SECONDS
-        _settle(p, 0.0)
-        if not p.averaging.begun and now + pace.step_seconds >= search_at:
-            _settle(p, math.inf)
-            p.sentry.before_round(p.watch.peers, p.clock.seconds)
-            p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
-        if now + pace.step_seconds >= boundary:
-            break
-        if not p.trains:
-            time.sleep(min(NEWS_SECONDS, boundary - now) / 4)
-            continue
-        lr = _timed_update(p, inner, now)
-        samples += p.parts.config.train.global_batch_size
-        taken = time.time() - now
-        seconds += taken
-        if p.progress.step > 1:  # the very first one also warms up kernels and caches
-            pace.took(taken)
-        require_quick(p, "update", fix="Use a faster machine, or a run with a smaller batch or longer rounds.")
-    time.sleep(max(0.0, boundary - time.time()))
-    others = p.watch.others(time.time() - LOST_AFTER * p.clock.seconds)
-    metrics = p.team.read(inner.update.meter)
-    p.averaging.exchange(
-        samples=samples,
-        trained=min(1.0, (boundary - began) / p.clock.seconds),
-        next_round=index + 1,
-        alone=not others,
-        loss=metrics["loss"] if samples else None,
-    )
-    pace.done = Done(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position)
-    worth_waiting = _WAITING_SHARE * p.clock.seconds
-    if pace.exchange_seconds <= worth_waiting:
-        _settle(p, worth_waiting)
-    return None
-
-
-def _settle(p: Peer, seconds: float) -> None:
-    """Wait so long for what came of the last round, if that is not known yet; then take note of it."""
-    done, pace = p.pace.done, p.pace
-    if done is None:
-        return
-    result = p.averaging.settle(seconds, trained_on=p.progress.position > done.position, leads=p.may_be_alone)
-    if result is None:
-        return
-    pace.done, pace.exchange_seconds = None, result.seconds
-    p.sentry.after_round(done.index, p.watch.peers, result)
-    box = Box(**vars(done), result=result)
-    publish(p, box.index, box)
-    p.after_round(box)
-    p.parts.model.train()
-    if result.drifted:
-        _catch_up(p)
-    pace.rounds_alone = pace.rounds_alone + 1 if result.used != "average" and box.peers == 1 else 0
-
-
-def _catch_up(p: Peer) -> None:
-    """Take over the right weights; if that fails, the next round says so again.
-
-    Whoever gives them may not have made the step of this round yet: without it this peer would be behind once more.
-    """
-    deadline = time.monotonic() + p.clock.seconds / 2
-    while (left := deadline - time.monotonic()) > 0.0:
-        if p.averaging.adopt(left, newer_than=p.common.round - 1):
-            return
-        time.sleep(min(_ASK_AGAIN_SECONDS, left))
-
-
-def _timed_update(p: Peer, inner: _Inner, now: float) -> float:
-    """One inner update; its learning rate."""
-    config, device = p.parts.config, p.parts.dist.device
-    step, per_epoch, total = p.clock.grid(now, config.train.epochs)
-    lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-    seed = derive_seed(p.data_seed, p.progress.position)
-    with together(p.team.size):
-        p.team.before_update(lr, seed)
-        made = inner.update(inner.batches, lr=lr, seed=seed)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
-    p.progress.position += 1
-    p.progress.step += made.stepped.skip is None
-    try:
-        inner.nonfinite.add(p.progress.position - 1, p.progress.step, made)
-    except DivergedError as error:
-        _settle(p, math.inf)
-        forget_or_end(p, inner.nonfinite, error)
-    return lr
-
-
-@dataclass
-class _Work:
-    """What updates are made of, and how a peer gets on with the present one."""
-
-    batches: Iterator[Batch]
-    update: Updater
-    nonfinite: NonFinite
-    common: GradientState
-    last: Box
-    """The last round."""
-    began: float = field(default_factory=time.time)
-    """When this peer came to the present round."""
-    seconds: float = 0.0
-    """Spent on what is gathered."""
-    rate: float = 0.0
-    """Samples per second."""
-    tries: int = 0
-    """Rounds in a row without an average."""
-    pause: float = 0.5
-    """Before a state is asked for again."""
-    heard_at: float = field(default_factory=time.time)
-    """When anybody else was heard last."""
-    news_at: float = 0.0
-    manifest_at: float = 0.0
-
-    def anew(self) -> None:
-        """Another round."""
-        self.began, self.seconds, self.tries, self.pause = time.time(), 0.0, 0, 0.5
-
-
-def train_by_samples(p: Peer) -> Ending:
-    """Take part until the last update is made, or until told to leave.
-
-    Raises:
-        RunFailedError: this peer is too slow for its rounds, or its training has diverged.
-    """
-    common = p.common
-    assert isinstance(common, GradientState)
-    nothing = Round(group=0, used="nothing", why="", samples_per_sec=0.0, drifted=False)
-    with p.batches() as batches:
-        work = _Work(
-            batches,
-            Updater(p.team.parts, beat=p.beat),
-            NonFinite(p.team.parts, p.remark, seed=p.data_seed),
-            common,
-            Box(common.round, 0, 0.0, {}, 0.0, 1, p.progress.position, nothing),
+    def round(self, index: int) -> Ending | None:
+        """One round; why, if it is time to leave and the search for the others has not begun."""
+        p, pace, boundary = self.p, self.p.pace, self.p.clock.boundary(index)
+        search_at = boundary - p.team.judge.config.collaborative.matchmaking_seconds
+        began, samples, seconds, lr = time.time(), 0, 0.0, 0.0
+        news_at = began
+        p.team.judge.model.train()
+        while True:
+            now = time.time()
+            if not p.averaging.begun and (ending := self.ending()):
+                return ending  # afterwards the others count on this peer; the rest of the round is short
+            if now > news_at:
+                self.hear()
+                news_at = now + NEWS_SECONDS
+            self.settle(0.0)
+            if not p.averaging.begun and now + pace.step_seconds >= search_at:
+                self.settle(math.inf)
+                p.sentry.before_round(p.watch.peers, p.clock.seconds)
+                p.averaging.begin(boundary, samples / seconds if seconds else 0.0)
+            if now + pace.step_seconds >= boundary:
+                break
+            if not p.spec.trains:
+                time.sleep(min(NEWS_SECONDS, boundary - now) / 4)
+                continue
+            lr, taken = self.step(now)
+            samples += p.team.judge.config.train.global_batch_size
+            seconds += taken
+        time.sleep(max(0.0, boundary - time.time()))
+        others = p.watch.others(time.time() - LOST_AFTER * p.clock.seconds)
+        metrics = p.team.read(self.update.meter)
+        p.averaging.exchange(
+            samples=samples,
+            trained=min(1.0, (boundary - began) / p.clock.seconds),
+            next_round=index + 1,
+            alone=not others,
+            loss=metrics["loss"] if samples else None,
         )
-        p.parts.model.train()
+        self.done = PeerRound(
+            index,
+            samples=samples,
+            seconds=seconds,
+            metrics=metrics,
+            lr=lr,
+            peers=len(others) + 1,
+            position=p.progress.position,
+        )
+        worth_waiting = _WAITING_SHARE * p.clock.seconds
+        if pace.exchange_seconds <= worth_waiting:
+            self.settle(worth_waiting)
+        return None
+
+    def step(self, now: float) -> tuple[float, float]:
+        """One update; its learning rate, and how long it took."""
+        p, config, device = self.p, self.p.team.judge.config, self.p.team.judge.dist.device
+        step, per_epoch, total = p.clock.grid(now, config.train.epochs)
+        lr = lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
+        seed = derive_seed(p.data_seed, p.progress.position)
+        with together(p.team.size):
+            p.team.before_update(lr, seed)
+            made = self.update(self.batches, lr=lr, seed=seed)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the round ends by the clock: an update counts when it is done
+        p.progress.position += 1
+        p.progress.step += made.stepped.skip is None
+        taken = time.time() - now
+        fix = "Use a faster machine, or a run with a smaller batch or longer rounds."
+        self.note_update(made, p.progress.step, taken, first=p.progress.step <= 1, what="update", fix=fix)
+        return lr, taken
+
+    def forget_or_end(self, error: DivergedError) -> None:
+        """As `_Loop`; what this peer has given is no part of it."""
+        self.settle(math.inf)
+        super().forget_or_end(error)
+
+    def settle(self, seconds: float) -> None:
+        """Wait so long for what came of the last round, if that is not known yet; then take note of it."""
+        p, done = self.p, self.done
+        if done is None:
+            return
+        result = p.averaging.settle(seconds, trained_on=p.progress.position > done.position, leads=p.may_be_alone)
+        if result is None:
+            return
+        self.done, p.pace.exchange_seconds = None, result.seconds
+        p.sentry.after_round(done.index, p.watch.peers, result)
+        done = replace(done, result=result)
+        self.publish(done)
+        p.after_round(done)
+        p.team.judge.model.train()
+        if result.drifted:
+            self.catch_up()
+        p.pace.rounds_alone = p.pace.rounds_alone + 1 if result.used != "average" and done.peers == 1 else 0
+
+    def catch_up(self) -> None:
+        """Take over the right weights; if that fails, the next round says so again.
+
+        Whoever gives them may not have made the step of this round yet: without it this peer would be behind once more.
+        """
+        deadline = time.monotonic() + self.p.clock.seconds / 2
+        while (left := deadline - time.monotonic()) > 0.0:
+            if self.p.averaging.adopt(left, newer_than=self.p.common.round - 1):
+                return
+            time.sleep(min(_ASK_AGAIN_SECONDS, left))
+
+
+class SampleLoop(_Loop):
+    """Rounds that are over when the peers have gathered the samples of an update."""
+
+    def __init__(self, p: Session, batches: Iterator[Batch]) -> None:
+        super().__init__(p, batches, p.team.parts)
+        assert isinstance(p.common, GradientState)
+        self.common = p.common
+        self.last = PeerRound(self.common.round, position=p.progress.position)
+        self.target = p.team.judge.config.train.global_batch_size
+        self.matchmaking = p.team.judge.config.collaborative.matchmaking_seconds
+        self.volunteers = p.dht.own.grant.role == "volunteer"
+        self.rate = 0.0
+        """Samples per second."""
+        self.heard_at = time.time()
+        """When anybody else was heard last."""
+        self.news_at = self.manifest_at = 0.0
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Another round."""
+        self.began = time.time()
+        self.seconds = 0.0  # spent on what is gathered
+        self.tries = 0  # rounds in a row without an average
+        self.pause = 0.5  # before a state is asked for again
+
+    def run(self) -> Ending:
+        """Gather until all peers together have enough, agree, and update, again and again."""
+        p = self.p
+        p.team.judge.model.train()
         try:
-            while common.round < p.clock.count:
-                _news(p, work)
-                counted_on = p.averaging.found and _others(p)
-                if not counted_on and (ending := _ending(p, work)):
+            while self.common.round < p.clock.count:
+                self.news()
+                counted_on = p.averaging.found and self.others()
+                if not counted_on and (ending := self.ending()):
                     return ending
-                if _has_strayed(p, work):
-                    _come_back(p, work)
-                elif _is_over(p, work):
-                    _agree(p, work)
+                if self.has_strayed():
+                    self.come_back()
+                elif self.is_over():
+                    self.agree()
                 else:
-                    _gather(p, work)
+                    self.gather()
         finally:
             p.averaging.withdraw()
-        _news(p, work, at_once=True)
-        _see_off(p, work)
-    return "finished"
+        self.news(at_once=True)
+        self.see_off()
+        return "finished"
 
-
-def _see_off(p: Peer, work: _Work) -> None:
-    """Stay for another round's time at most, while somebody is behind: the last state is the owner's side's to give."""
-    until = time.time() + p.clock.seconds
-    if p.dht.own.grant.role == "volunteer":
-        return
-    while any(told.round < p.clock.count for told in _others(p).values()):
-        if time.time() > until or p.stop_requested():
+    def see_off(self) -> None:
+        """Stay for another round's time at most, while somebody is behind: the owner's side gives the last state."""
+        p, until = self.p, time.time() + self.p.clock.seconds
+        if self.volunteers:
             return
-        _news(p, work)
-        time.sleep(_IDLE_SECONDS)
+        while any(told.round < p.clock.count for told in self.others().values()):
+            if time.time() > until or p.hooks.stop_requested():
+                return
+            self.news()
+            time.sleep(_IDLE_SECONDS)
 
+    def news(self, *, at_once: bool = False) -> None:
+        """Tell and hear how far everybody is, now and then."""
+        now = time.time()
+        if now < self.news_at and not at_once:
+            return
+        self.news_at = now + _NEWS_SECONDS
+        self.p.hooks.beat()
+        self.hear()
+        if now > self.manifest_at:
+            self.manifest_at = now + _MANIFEST_SECONDS
+            self.p.before_round()
+        # Loss and link are the last round's.
+        self.publish(replace(self.last, index=self.common.round, samples=self.common.samples, seconds=self.seconds))
 
-def _news(p: Peer, work: _Work, *, at_once: bool = False) -> None:
-    """Tell and hear how far everybody is, now and then."""
-    now = time.time()
-    if now < work.news_at and not at_once:
-        return
-    work.news_at = now + _NEWS_SECONDS
-    p.beat()
-    hear(p)
-    if now > work.manifest_at:
-        work.manifest_at = now + _MANIFEST_SECONDS
-        p.before_round()
-    # Loss and link are the last round's.
-    publish(p, work.common.round, replace(work.last, samples=work.common.samples, seconds=work.seconds))
+    def ending(self) -> Ending | None:
+        """As `_Loop`; silence counts by the time."""
+        now = time.time()
+        if self.others():
+            self.heard_at = now
+        elif now - self.heard_at > LOST_AFTER * self.p.clock.seconds:
+            self.heard_at, self.p.pace.rounds_alone = now, LOST_AFTER
+        return super().ending()
 
+    def others(self) -> dict[str, PeerProgress]:
+        """The peers that have been heard lately."""
+        return self.p.watch.others(time.time() - FRESH_SECONDS)
 
-def _ending(p: Peer, work: _Work) -> Ending | None:
-    """Why it is time to leave, if it is."""
-    now = time.time()
-    if _others(p):
-        work.heard_at = now
-    elif now - work.heard_at > LOST_AFTER * p.clock.seconds:
-        work.heard_at, p.pace.rounds_alone = now, LOST_AFTER
-    return ending_of(p)
+    def trusted(self, others: Mapping[str, PeerProgress]) -> set[str]:
+        """Those of the owner's side; who is of it and calls out only is no help to anybody."""
+        member = self.p.dht.member
+        return {peer for peer, told in others.items() if not told.client and (one := member(peer)) and one.trusted}
 
+    def tally(self, others: Mapping[str, PeerProgress]) -> Tally:
+        """What all peers together have gathered."""
+        return tally(
+            Tally(self.common.samples, self.rate if self.p.spec.trains else 0.0),
+            others,
+            round_index=self.common.round,
+            trusted=self.trusted(others),
+            is_trusted=not self.volunteers,
+            now=time.time(),
+        )
 
-def _others(p: Peer) -> dict[str, PeerProgress]:
-    return p.watch.others(time.time() - FRESH_SECONDS)
+    def has_strayed(self) -> bool:
+        """Whether the owner's side is at a later update; or, for a volunteer, still at an earlier one, having come back
+        from a checkpoint."""
+        others, now, own = self.others(), time.time(), self.common.round
+        trusted = self.trusted(others)
+        if newest_round(others, trusted, now) > own:
+            return True
+        late = {peer: told for peer, told in others.items() if told.time > self.began + _NEWS_DELAY}
+        return self.volunteers and 0 <= newest_round(late, trusted, now) < own
 
+    def come_back(self) -> None:
+        """Take over the state of the owner's side; if nobody gives it, later and later again."""
+        self.p.averaging.withdraw()
+        if not self.adopt():
+            time.sleep(self.pause)
+            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
 
-def _trusted(p: Peer, others: Mapping[str, PeerProgress]) -> set[str]:
-    """Those of the owner's side; who is of it and calls out only is no help to anybody."""
-    return {
-        peer for peer, told in others.items() if not told.client and (found := p.dht.member(peer)) and found.trusted
-    }
-
-
-def _tally(p: Peer, work: _Work, others: Mapping[str, PeerProgress]) -> Tally:
-    return tally(
-        Tally(work.common.samples, work.rate if p.trains else 0.0),
-        others,
-        round_index=work.common.round,
-        trusted=_trusted(p, others),
-        is_trusted=p.dht.own.grant.role != "volunteer",
-        now=time.time(),
-    )
-
-
-def _has_strayed(p: Peer, work: _Work) -> bool:
-    """Whether the owner's side is at a later update; or, for a volunteer, still at an earlier one, having come back
-    from a checkpoint."""
-    others, now = _others(p), time.time()
-    trusted = _trusted(p, others)
-    newest = newest_round(others, trusted, now)
-    if newest > work.common.round:
+    def adopt(self) -> bool:
+        """Only a volunteer goes back to an earlier update: what the owner's side has made is not lost."""
+        newer_than = -1 if self.volunteers else self.common.round - 1
+        if not self.p.averaging.adopt(_ADOPT_SECONDS, newer_than=newer_than):
+            return False
+        self.p.team.judge.model.train()
+        self.update.meter.read()
+        self.begin_round()
         return True
-    late = {peer: told for peer, told in others.items() if told.time > work.began + _NEWS_DELAY}
-    return p.dht.own.grant.role == "volunteer" and 0 <= newest_round(late, trusted, now) < work.common.round
 
+    def is_over(self) -> bool:
+        """Whether there is enough for the update, or the round has lasted too long; and somebody to make it with."""
+        others = self.others()
+        if not (others or self.p.may_be_alone):
+            return False
+        gathered = self.tally(others).samples
+        return gathered >= self.target or (gathered > 0 and time.time() > self.began + self.p.clock.seconds)
 
-def _come_back(p: Peer, work: _Work) -> None:
-    """Take over the state of the owner's side; if nobody gives it, later and later again."""
-    p.averaging.withdraw()
-    if _adopt(p, work):
-        return
-    time.sleep(work.pause)
-    work.pause = min(2 * work.pause, _LONGEST_PAUSE)
+    def gather(self) -> None:
+        """One micro batch, unless there is enough; and the search for a group, when it is time."""
+        p, others, now = self.p, self.others(), time.time()
+        left = self.tally(others).seconds_left(self.target)
+        if others and not p.averaging.begun:
+            round_ends = self.began + p.clock.seconds
+            if p.dht.client_mode:
+                self.search(max(now + 1.0, round_ends))
+            elif min(left, round_ends - now) <= self.matchmaking + p.pace.step_seconds:
+                self.search(now + min(left, p.clock.seconds))
+        if p.spec.trains and left > 0.0:
+            self.step()
+        else:
+            time.sleep(_IDLE_SECONDS)
 
+    def search(self, boundary: float) -> None:
+        """Look for a group until then."""
+        self.p.sentry.before_round(self.p.watch.peers, max(1.0, boundary - self.began))
+        self.p.averaging.begin(boundary, self.rate, grace=2 * self.matchmaking)
 
-def _adopt(p: Peer, work: _Work) -> bool:
-    """Only a volunteer goes back to an earlier update: what the owner's side has made is not lost."""
-    older = p.dht.own.grant.role == "volunteer"
-    if not p.averaging.adopt(_ADOPT_SECONDS, newer_than=-1 if older else work.common.round - 1):
-        return False
-    p.parts.model.train()
-    work.update.meter.read()
-    work.anew()
-    return True
+    def step(self) -> None:
+        """Gather the gradients of one micro batch."""
+        p, began = self.p, time.time()
+        made = self.update(self.batches, lr=0.0, seed=derive_seed(p.data_seed, p.progress.position))
+        taken = time.time() - began
+        p.progress.position += 1
+        self.seconds += taken
+        fix = "Join with a smaller train.micro_batch_size, or use a faster machine."
+        first = p.progress.position <= 1
+        self.note_update(made, self.common.round, taken, first=first, what="micro batch", fix=fix)
+        if not first:
+            self.rate = p.team.parts.micro_batch_size / p.pace.step_seconds
 
-
-def _is_over(p: Peer, work: _Work) -> bool:
-    """Whether there is enough for the update, or the round has lasted too long; and somebody to make it with."""
-    others = _others(p)
-    if not (others or p.may_be_alone):
-        return False
-    gathered = _tally(p, work, others).samples
-    target = p.parts.config.train.global_batch_size
-    return gathered >= target or (gathered > 0 and time.time() > work.began + p.clock.seconds)
-
-
-def _gather(p: Peer, work: _Work) -> None:
-    """One micro batch, unless there is enough; and the search for a group, when it is time."""
-    others, target = _others(p), p.parts.config.train.global_batch_size
-    now, found = time.time(), _tally(p, work, others)
-    left = found.seconds_left(target)
-    if others and not p.averaging.begun:
-        if p.dht.client_mode:
-            _search(p, work, max(now + 1.0, work.began + p.clock.seconds))
-        elif min(left, work.began + p.clock.seconds - now) <= _matchmaking(p) + p.pace.step_seconds:
-            _search(p, work, now + min(left, p.clock.seconds))
-    if p.trains and left > 0.0:
-        _counted_update(p, work)
-    else:
-        time.sleep(_IDLE_SECONDS)
-
-
-def _matchmaking(p: Peer) -> float:
-    return p.parts.config.collaborative.matchmaking_seconds
-
-
-def _search(p: Peer, work: _Work, boundary: float) -> None:
-    p.sentry.before_round(p.watch.peers, max(1.0, boundary - work.began))
-    p.averaging.begin(boundary, work.rate, grace=2 * _matchmaking(p))
-
-
-def _counted_update(p: Peer, work: _Work) -> None:
-    """Gather the gradients of one micro batch."""
-    seed, began, pace = derive_seed(p.data_seed, p.progress.position), time.time(), p.pace
-    made = work.update(work.batches, lr=0.0, seed=seed)
-    taken = time.time() - began
-    p.progress.position += 1
-    work.seconds += taken
-    if p.progress.position > 1:  # the very first one also warms up kernels and caches
-        pace.took(taken)
-        work.rate = p.team.parts.micro_batch_size / pace.step_seconds
-    require_quick(p, "micro batch", fix="Join with a smaller train.micro_batch_size, or use a faster machine.")
-    try:
-        work.nonfinite.add(p.progress.position - 1, work.common.round, made)
-    except DivergedError as error:
-        forget_or_end(p, work.nonfinite, error)
-
-
-def _agree(p: Peer, work: _Work) -> None:
-    """Average with the others, and make the update. Without an average everything stays for another try."""
-    common, others = work.common, _others(p)
-    index, lr = common.round, common.lr
-    if others and not p.averaging.begun:
-        _search(p, work, time.time() + _matchmaking(p))
-    leads = p.may_be_alone and (not others or work.tries >= _TRIES)
-    samples, seconds = common.samples, work.seconds
-    p.averaging.exchange(samples=samples, trained=1.0, next_round=common.round + 1, alone=not others and leads)
-    while (result := p.averaging.settle(_NEWS_SECONDS, trained_on=False, leads=leads)) is None:
-        _news(p, work)
-    p.pace.round_seconds = time.time() - work.began
-    p.sentry.after_round(index, p.watch.peers, result)
-    if common.round == index:
-        work.tries += 1
-        why = result.why or "nothing has arrived"
-        p.sentry.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
-        if result.drifted:  # then this peer has sent nothing, nor would it the next time
-            _adopt(p, work)
-        return
-    metrics = p.team.read(work.update.meter)
-    work.last = Box(index, samples, seconds, metrics, lr, len(others) + 1, p.progress.position, result)
-    work.anew()
-    p.progress.step = common.round
-    if result.drifted:
-        _adopt(p, work)  # if it fails, the next round says so again
-    _news(p, work, at_once=bool(others))
-    p.after_round(work.last)
-    p.parts.model.train()
+    def agree(self) -> None:
+        """Average with the others, and make the update. Without an average everything stays for another try."""
+        p, common, others = self.p, self.common, self.others()
+        index, lr, samples, seconds = common.round, common.lr, common.samples, self.seconds
+        if others and not p.averaging.begun:
+            self.search(time.time() + self.matchmaking)
+        leads = p.may_be_alone and (not others or self.tries >= _TRIES)
+        p.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1, alone=not others and leads)
+        while (result := p.averaging.settle(_NEWS_SECONDS, trained_on=False, leads=leads)) is None:
+            self.news()
+        p.pace.round_seconds = time.time() - self.began
+        p.sentry.after_round(index, p.watch.peers, result)
+        if common.round == index:
+            self.tries += 1
+            why = result.why or "nothing has arrived"
+            p.sentry.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
+            if result.drifted:  # then this peer has sent nothing, nor would it the next time
+                self.adopt()
+            return
+        metrics = p.team.read(self.update.meter)
+        self.last = PeerRound(index, result, samples, seconds, metrics, lr, len(others) + 1, p.progress.position)
+        self.begin_round()
+        p.progress.step = common.round
+        if result.drifted:
+            self.adopt()  # if it fails, the next round says so again
+        self.news(at_once=bool(others))
+        p.after_round(self.last)
+        p.team.judge.model.train()

@@ -180,7 +180,7 @@ def view_of(told: reader.SwarmRecords, addresses: Sequence[str], run_dir: RunDir
 
 
 def _clock_of(manifest: Manifest, told: Mapping[str, PeerProgress], creator: str) -> RoundClock:
-    from trainkit.swarm.settings import adapted
+    from trainkit.swarm.spec import adapted
 
     agreed = adapted(manifest.config, (), allow_code=True).collaborative
     if agreed.sync == "diloco":
@@ -193,7 +193,7 @@ def _clock_of(manifest: Manifest, told: Mapping[str, PeerProgress], creator: str
 
 def _metrics_in(manifest: Manifest) -> TaskMetrics:
     """Of the run's task, where that is one of ours: a stranger's file is not read for them."""
-    from trainkit.swarm.settings import adapted
+    from trainkit.swarm.spec import adapted
 
     task = adapted(manifest.config, (), allow_code=True).task.name
     return TaskMetrics("loss", {"loss": LOSS}) if ":" in task else metrics_of(task)

@@ -60,10 +60,9 @@ def main(folder: Path) -> None:
 
     processes.require_hivemind()
     # Everything that a peer needs, before the first is forked.
-    from trainkit.ranks.env import RankEnv
-    from trainkit.swarm import guest, settings
+    from trainkit.swarm import guest
     from trainkit.swarm.admission import with_token
-    from trainkit.swarm.assemble import PeerSpec
+    from trainkit.swarm.spec import Hooks, PeerSpec, adapted
 
     token = os.environ["TRAINKIT_TOKEN"]
 
@@ -71,9 +70,11 @@ def main(folder: Path) -> None:
         def say(line: str) -> None:
             print(f"{name}: {line}", flush=True)
 
-        spec = PeerSpec(name, RankEnv.single(), lambda: False, say, None)
         ending, _ = guest.join(
-            with_token(token), spec, adapt=lambda manifest: settings.adapted(manifest.config, (), allow_code=True)
+            with_token(token),
+            PeerSpec(name),
+            Hooks(lambda: False, say),
+            adapt=lambda manifest: adapted(manifest.config, (), allow_code=True),
         )
         say(ending)
 

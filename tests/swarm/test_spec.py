@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.swarm.settings import adapted, check_own, check_peer, require_collaborative, same_settings
+from trainkit.ranks.env import RankEnv
+from trainkit.swarm.spec import PeerSpec, adapted, check_own, check_peer, require_collaborative, same_settings
 
 
 def config(*overrides: str) -> Config:
@@ -100,9 +102,10 @@ def test_a_job_that_joins_says_where_its_settings_differ() -> None:
 def test_what_a_peer_that_averages_gradients_cannot_do_is_refused(
     ranks: int, max_upload: float | None, says: str
 ) -> None:
+    spec = PeerSpec("me", replace(RankEnv.single(), world_size=ranks), team=True, max_upload=max_upload)
     with pytest.raises(UserError, match=says):
-        check_peer(load("hivemind_gradients").config, ranks=ranks, max_upload=max_upload)
-    check_peer(config(), ranks=ranks, max_upload=max_upload)
+        check_peer(load("hivemind_gradients").config, spec)
+    check_peer(config(), spec)
 
 
 def test_each_peer_has_a_micro_batch_of_its_own_that_divides_the_update() -> None:
