@@ -352,7 +352,8 @@ SLURM = {
 SLURMS_PROGRAMS = {"squeue", "sacct", "sacctmgr", "scontrol", "sinfo", "sbatch", "scancel", "srun", "sshare", "sstat"}
 # `sbatch` and `srun` are settings, too: mappings of these programs' own options.
 OPTIONS_OF_PROGRAMS = {
-    "trainkit.config.schema", "trainkit.config.slurm_options", "trainkit.launch.plan", "trainkit.start", "jobs.cli"
+    "trainkit.config.schema", "trainkit.config.slurm_options", "trainkit.launch.plan", "trainkit.launch.resources",
+    "trainkit.start", "jobs.cli",
 }  # fmt: skip
 
 

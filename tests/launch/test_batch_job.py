@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -65,16 +65,16 @@ def attempt_in(env: dict[str, str]) -> Attempt:
     return attempt
 
 
-def handed_back(run: RunDir, how: batch_job.How = "requeue", **more: str) -> int:
+def handed_back(run: RunDir, how: batch_job.How = "requeue", more: Mapping[str, str] | None = None) -> int:
     """An attempt whose ranks saved because they were told to, ended; the exit code of its job."""
-    env = begun(run) | more
+    env = begun(run) | dict(more or {})
     attempt_in(env).handed_back(node_rank=0, step=5, signals=["SIGUSR2"])
     return batch_job.end(0, env, how=how)
 
 
 def test_only_the_task_that_was_handed_back_is_requeued(run: RunDir, requeues: Path) -> None:
     """The last task of an array has the array's own number as SLURM_JOB_ID, which would requeue all of them."""
-    handed_back(run, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    handed_back(run, more={"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"})
     assert requeues.read_text() == "requeue 7_2\n"
 
 
@@ -481,8 +481,8 @@ def test_a_chained_template_has_its_arguments_and_what_it_was_granted(
     calls = fake_command(
         "sbatch", f'[ "$TRAINKIT_CONTINUE" = \'{run.path}\' ] && [ -z "${{SLURM_JOB_ID:-}}" ] && echo 11'
     )
-    arguments = {} if told is None else {slurm.ARGUMENTS: told}
-    assert handed_back(run, SLURM_GPUS_PER_NODE="4", SLURM_MEM_PER_NODE="8000", **arguments) == 1
+    job_says = {"SLURM_GPUS_PER_NODE": "4", "SLURM_MEM_PER_NODE": "8000"}
+    assert handed_back(run, more=job_says | ({} if told is None else {slurm.ARGUMENTS: told})) == 1
     granted_words = "--account=thesis --partition=gpu --time=1-00:00:00 --nodes=2 --gpus-per-node=4 --mem=8000"
     flags = f"--no-requeue --job-name={run.path.name} --dependency=afterany:7,singleton --export=ALL {granted_words}"
     assert calls.read_text() == f"--parsable {flags} --exclude=n9 {template} ddp optim.lr=1e-3\n"

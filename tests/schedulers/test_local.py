@@ -140,7 +140,7 @@ def test_a_run_is_started_three_times_in_vain_and_no_more(
     assert finish(run) == "FAILED"
     assert run.attempts() == [0, 1, 2]
     event = last_event(run, kind) or {}
-    assert why in event.get("why", event.get("error"))
+    assert why in str(event.get("why", event.get("error")))
 
 
 STOPS_ONCE = """
