@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def test_a_goal_is_met_or_not_unless_the_control_is_off(own: float, control: flo
     assert figure.verdict == verdict
 
 
-def test_how_many_times_as_fast_is_the_inverse_of_the_times_ratio() -> None:
+def test_faster_is_the_inverse_of_the_ratio_of_times() -> None:
     times = {"first": [2.0, 2.0], "own": [1.0, 0.5], CONTROL: [2.0, 2.0]}
     figure = against(times, "own", what="it", at_least=2.5, faster=True)
     assert figure.figure.startswith("3.00 x (2.00 x to 4.00 x")
@@ -60,7 +61,7 @@ def test_a_command_is_measured_with_what_it_leaves_behind(tmp_path: Path) -> Non
     left = "import time\nwhile time.process_time() < 0.4: pass"
     leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {left!r}], start_new_session=True)"
     code = (
-        "import os, psutil, sys; from pathlib import Path; from tests.benchmarks.commands import ran\n"
+        "import os, psutil, sys; from pathlib import Path; from tests.benchmarks.processes import ran\n"
         f"found = ran([sys.executable, '-c', {leaves!r}], os.environ, Path({str(tmp_path)!r}))\n"
         "print(found.seconds, found.cpu, len(psutil.Process().children()))"
     )
@@ -71,7 +72,7 @@ def test_a_command_is_measured_with_what_it_leaves_behind(tmp_path: Path) -> Non
     assert seconds < 60
 
 
-def test_arms_side_by_side_take_turns_none_two_in_a_row_and_each_is_charged_for_its_own() -> None:
+def test_arms_side_by_side_alternate_and_each_is_charged_for_its_own() -> None:
     spent, order = 0.0, list[int]()  # threads: the first arm has two
 
     def arm(cost: float, turn: Turn) -> None:
@@ -111,15 +112,7 @@ def test_a_measurement_that_fails_is_a_row_that_says_so(
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_table_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "README.md"
-    file.write_text(f"before\n{BEGIN}old\n{END}after\n")
-    write(file, ["new"])
-    write(file, ["newer"])
-    assert file.read_text() == f"before\n{BEGIN}\nnewer\n\n{END}after\n"
-
-
-def test_measured_alone_its_rows_take_the_place_of_its_own_and_the_others_stay(tmp_path: Path) -> None:
+def test_rows_measured_alone_replace_their_own_and_the_others_stay(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
     head = ["", "| file | what |", "|---|---|"]
     file.write_text(f"{BEGIN}\n" + "\n".join(["2026-01-01, here", *head, "| `a` | 1 |", "| `b` | 2 |"]) + f"\n\n{END}")
@@ -130,17 +123,15 @@ def test_measured_alone_its_rows_take_the_place_of_its_own_and_the_others_stay(t
         merged(file, ["2026-02-02, elsewhere", *head], ["a"])
 
 
-def test_a_table_of_its_own_is_put_into_its_own_place(tmp_path: Path) -> None:
-    file, begin, end = (
-        tmp_path / "README.md",
-        BEGIN.replace("measured", "swarm_many"),
-        END.replace("measured", "swarm_many"),
-    )
-    file.write_text(f"{BEGIN}one\n{END}{begin}other\n{end}")
+def test_a_table_replaces_the_one_before_in_its_place_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    begin, end = (mark.replace("measured", "swarm_many") for mark in (BEGIN, END))
+    file.write_text(f"{BEGIN}one\n{END}{begin}other\n{end}after")
     goal = Figure("fewer bytes", "31.2 x", goal="at least 20 x", met=True)
-    write(file, Table(["arm", "bytes"], [["diloco", "550"]], [goal]).lines(), "swarm_many")
+    for _ in range(2):
+        write(file, Table(["arm", "bytes"], [["diloco", "550"]], [goal]).lines(), "swarm_many")
     rows = "| arm | bytes |\n| --- | --- |\n| diloco | 550 |\n\n- fewer bytes: 31.2 x; at least 20 x: yes"
-    assert file.read_text() == f"{BEGIN}one\n{END}{begin}\n{rows}\n\n{end}"
+    assert file.read_text() == f"{BEGIN}one\n{END}{begin}\n{rows}\n\n{end}after"
 
 
 def run_of(bytes_a_sample: int, accuracy: float, used: float = 0.97) -> Trained:
@@ -156,29 +147,25 @@ def run_of(bytes_a_sample: int, accuracy: float, used: float = 0.97) -> Trained:
         (run_of(100, 84.0, used=0.94), ["yes", "no"]),
     ],
 )
-def test_few_bytes_count_at_equal_accuracy_and_by_the_peer_that_is_used_least(
-    own: Trained, verdicts: list[str]
-) -> None:
+def test_few_bytes_count_at_equal_accuracy_by_the_least_used_peer(own: Trained, verdicts: list[str]) -> None:
     table = swarm_bytes.table({"diloco fp16": [own], "stock": [run_of(10_000, 80.0)]})
     assert [goal.verdict for goal in table.goals] == verdicts
 
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(86.5, "yes"), (86.4, "no"), (88.0, "yes")])
-def test_a_swarm_is_as_good_as_the_mean_of_the_single_runs_or_half_a_point_less(accuracy: float, verdict: str) -> None:
+def test_a_swarm_may_be_half_a_point_below_the_mean_of_single_runs(accuracy: float, verdict: str) -> None:
     runs = [(run_of(1, accuracy - 0.3), 86.5), (run_of(1, accuracy + 0.3), 87.5)]
     (goal,) = swarm_accuracy.table({(800.0, 400.0): runs}).goals
     assert goal.verdict == verdict
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_the_readme_has_a_place_for_each_table_of_a_swarm(name: str) -> None:
-    text = (PROJECT / "tests" / "benchmarks" / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("docs/bench.md", "measured"), *(("tests/benchmarks/README.md", n) for n in ("measured", *BY_NAME))],
+)
+def test_a_page_has_one_place_for_each_table(page: str, name: str) -> None:
+    text = (PROJECT / page).read_text()
     assert [text.count(mark.replace("measured", name)) for mark in (BEGIN, END)] == [1, 1]
-
-
-@pytest.mark.parametrize("name", ["docs/bench.md", "tests/benchmarks/README.md"])
-def test_a_page_has_one_place_for_a_table(name: str) -> None:
-    assert re.findall(f"{BEGIN}|{END}", (PROJECT / name).read_text()) == [BEGIN, END]
 
 
 @pytest.mark.long
@@ -205,19 +192,16 @@ def test_a_killed_measurement_leaves_no_process_and_no_namespace() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     spaces = {os.readlink(f"/proc/{child.pid}/ns/net") for child in children} - {os.readlink("/proc/self/ns/net")}
-    assert len(spaces) == 2
+    assert len(spaces) == 3, "two machines and their switch"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
-    assert not spaces & {_space(pid) for pid in psutil.pids()}
-
-
-def _space(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return ""
+    left = set()
+    for pid in psutil.pids():
+        with suppress(OSError):
+            left.add(os.readlink(f"/proc/{pid}/ns/net"))
+    assert not spaces & left
 
 
 def test_nothing_that_was_started_on_a_machine_outlives_it(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """``python -m tests.benchmarks``: all measurements, one after the other, and the table of their figures.
 
-    python -m tests.benchmarks --only loop_cost    # one of them, also as python -m tests.benchmarks.loop_cost
+    python -m tests.benchmarks --only loop_cost    # one of them
     python -m tests.benchmarks --peers PYTHON      # that has tests/benchmarks/requirements.txt
     python -m tests.benchmarks --rounds 1          # whether they run; says nothing
     python -m tests.benchmarks --write             # the table into README.md here, its headlines into docs/bench.md
@@ -27,9 +27,7 @@ from tests.benchmarks.measuring import Figure, Table
 from tests.benchmarks.processes import measured
 
 HERE = Path(__file__).parent
-NOT_MEASUREMENTS = (
-    "__init__", "__main__", "commands", "gpus", "machines", "measuring", "processes", "resident", "swarms"
-)  # fmt: skip
+NOT_MEASUREMENTS = ("__init__", "__main__", "machines", "measuring", "processes", "resident", "swarms")
 BY_NAME = ("swarm_accuracy", "swarm_bytes", "swarm_many")
 """Measured only where --only says so."""
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"

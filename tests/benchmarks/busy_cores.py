@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.busy_cores``: what it saves, and costs, that threads sleep where others want the cores.
+"""What it saves, and costs, that threads sleep where others want the cores.
 
 The same updates with OpenMP's own way of waiting and with ours (`trainkit.distributed.process_group`), on all cores:
 at first alone, then beside four programs a core that never stop. Arms are processes that take turns; what waits for
@@ -132,9 +132,3 @@ def _turn(arm: subprocess.Popen[str], seconds: float) -> float:
 
 def _speed(images: int) -> Callable[[float], str]:
     return lambda seconds: f"{images / seconds:,.0f} images/s"
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "busy_cores"]))

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.checkpoint_cost``: how long a checkpoint keeps training waiting.
+"""How long a checkpoint keeps training waiting.
 
 ResNet-50 with AdamW, 307 MB. Arms: ``torch.save`` of the same tensors into one file (no hash, no fsync, no rename), and
 the kit's save, which returns when it has its copy. Wall time of the one thread that trains; the files are in memory
@@ -99,9 +99,3 @@ def updates() -> None:
     a = torch.ones(1000, 1000)
     for _ in range(4):
         a = torch.tanh(a @ a)
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "checkpoint_cost"]))

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.data_start``: how long a run waits for its data before the first batch.
+"""How long a run waits for its data before the first batch.
 
 A tree of 100,000 empty files is listed, as one rank does it, and read from what that rank tells the others; and the
 first batch is fetched at 90 % of an epoch of 1,281,167 samples that cost nothing. CPU time of this process.
@@ -14,10 +14,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from tests.benchmarks.measuring import Figure, alone, cpu_seconds, fast_folder
+from tests.benchmarks.measuring import Figure, alone, cpu_seconds, fast_folder, loaded
 from trainkit.data.base import DataInfo, Splits
 from trainkit.data.folders import Listing
-from trainkit.data.loader import train_batches
 
 CLASSES, OF_EACH, SAMPLES, ROUNDS = 100, 1000, 1_281_167, 15
 
@@ -66,22 +65,6 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
 def first(splits: Splits, workers: int) -> None:
     """Fetch it, of rank 3 of 8."""
     per_epoch = SAMPLES // 256
-    found = train_batches(
-        splits,
-        seed=0,
-        start_step=per_epoch * 9 // 10,
-        stop_step=per_epoch * 90,
-        global_batch_size=256,
-        micro_batch_size=32,
-        rank=3,
-        world_size=8,
-        workers=workers,
-    )
-    with found as batches:
+    of_rank = {"micro_batch_size": 32, "rank": 3, "world_size": 8, "workers": workers}
+    with loaded(splits, per_epoch * 9 // 10, per_epoch * 90, 256, **of_rank) as batches:
         next(batches)
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "data_start"]))

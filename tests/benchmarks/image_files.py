@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.image_files``: photos a second from JPEG files and from packs, beside torchvision's
+"""Photos a second from JPEG files and from packs, beside torchvision's
 reference.
 
 The reference is what torchvision's own training script does with Pillow: open, RandomResizedCrop to 224, mirror, to a
@@ -10,10 +10,10 @@ CPU time. Before a time is printed the arms must agree in the mean and the devia
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy
 import torch
@@ -23,12 +23,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision import transforms
 
-from tests.benchmarks.measuring import Figure, against, cpu_seconds, take_turns
+from tests.benchmarks.measuring import Figure, against, cpu_seconds, loaded, take_turns
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, pack_data
 from trainkit.data.base import normalize
 from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD
-from trainkit.data.loader import train_batches
 
 PHOTOS, BATCH, ROUNDS = 64, 32, 9
 
@@ -53,30 +52,19 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
         timed = {name: lambda arm=arm: cpu_seconds(lambda: arm(next(epochs))) for name, arm in arms.items()}
         measured = take_turns(timed, rounds)
         sizes = {kind: (root / kind / "image_folder-256.pack/images.bin").stat().st_size for kind in ("raw", "jpeg")}
-    of_one = {kind: f"{size / PHOTOS / 1e3:.0f} kB a photo" for kind, size in sizes.items()}
-    what, photos = "photos of 500x375 to 224 a second and core, from {}, to torchvision's reference with Pillow", rate
-    pixels, jpeg = of_one["raw"], of_one["jpeg"]
+    pixels, jpeg = (f"{sizes[kind] / PHOTOS / 1e3:.0f} kB a photo" for kind in ("raw", "jpeg"))
     headline = "photos a second and core from a pack, to torchvision's reference with Pillow"
+
+    def row(arm: str, source: str, **more: Any) -> Figure:
+        what = f"photos of 500x375 to 224 a second and core, from {source}, to torchvision's reference with Pillow"
+        shown = lambda seconds: f"{PHOTOS / seconds:,.0f}/s"  # noqa: E731
+        return against(measured, arm, what=what, faster=True, tolerance=0.03, shown=shown, **more)
+
     return [
-        versus(measured, "JPEG files", what=what.format("JPEG files"), at_least=2, shown=photos),
-        versus(
-            measured,
-            "pack of pixels",
-            what=what.format(f"a pack of pixels, {pixels}"),
-            at_least=4,
-            shown=photos,
-            headline=headline,
-        ),
-        versus(measured, "pack of JPEG", what=what.format(f"a pack of JPEG, {jpeg}"), shown=photos),
+        row("JPEG files", "JPEG files", at_least=2),
+        row("pack of pixels", f"a pack of pixels, {pixels}", at_least=4, headline=headline),
+        row("pack of JPEG", f"a pack of JPEG, {jpeg}"),
     ]
-
-
-versus = partial(against, faster=True, tolerance=0.03)
-
-
-def rate(seconds: float) -> str:
-    """In words."""
-    return f"{PHOTOS / seconds:,.0f}/s"
 
 
 def write_photos(root: Path) -> list[Path]:
@@ -106,15 +94,9 @@ def packed(root: Path, kind: str) -> Path:
 
 def reference(files: list[Path]) -> Callable[[int], Tensor]:
     """As references/classification of torchvision, without its data loader's processes."""
-    transform = transforms.Compose(
-        [
-            transforms.RandomResizedCrop(224),
-            transforms.RandomHorizontalFlip(),
-            transforms.PILToTensor(),
-            transforms.ConvertImageDtype(torch.float),
-            transforms.Normalize(PHOTO_MEAN, PHOTO_STD),
-        ]
-    )
+    augment = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+    floats = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(PHOTO_MEAN, PHOTO_STD)]
+    transform = transforms.Compose([*augment, *floats])
 
     def read(file: Path) -> Tensor:
         with file.open("rb") as opened:
@@ -134,18 +116,7 @@ def kit(photos: Path, root: Path, pack: int | None) -> Callable[[int], Tensor]:
     steps = PHOTOS // BATCH
 
     def epoch(number: int) -> Tensor:
-        found = train_batches(
-            data,
-            seed=0,
-            start_step=number * steps,
-            stop_step=(number + 1) * steps,
-            global_batch_size=BATCH,
-            micro_batch_size=BATCH,
-            rank=0,
-            world_size=1,
-            workers=0,
-        )
-        with found as batches:
+        with loaded(data, number * steps, (number + 1) * steps, BATCH) as batches:
             return torch.stack([moments(normalize(batch.images, data.info)) for batch in batches])
 
     return epoch
@@ -163,9 +134,3 @@ def assert_alike(arms: dict[str, Callable[[int], Tensor]]) -> None:
     first = next(iter(found.values()))
     worst = max(float((other - first).abs().max()) for other in found.values())
     assert worst <= 0.08, f"the arms do not give the same pixels: {found}"
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "image_files"]))

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.loader_cost``: small images a second and core, to torchvision's own pipeline.
+"""Small images a second and core, to torchvision's own pipeline.
 
 Both arms make batches of CIFAR-10's size on one thread: shifted by up to 4 pixels, mirrored, normalised, float32; and
 then with RandAugment, random erasing, mixup and CutMix as well. torchvision's are PIL images through RandomCrop(32,
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
+from torchvision import transforms
 from torchvision.transforms import v2
 
-from tests.benchmarks.measuring import Figure, against, cpu_seconds, take_turns
+from tests.benchmarks.arms.torchvision_cifar import Pictures
+from tests.benchmarks.measuring import Figure, against, cpu_seconds, loaded, take_turns
 from trainkit.config.schema import AugmentConfig
 from trainkit.data.augment import Augment
 from trainkit.data.base import Splits, normalize
 from trainkit.data.datasets import synthetic
-from trainkit.data.loader import TensorSamples, train_batches
+from trainkit.data.loader import TensorSamples
 
 BATCH, IMAGES, ROUNDS = 256, 5_120, 25
 BATCHES = 4
@@ -59,16 +59,10 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
         what = f"images of 32x32 a second and core, {name}, to torchvision's pipeline"
         headline = "small images a second and core, to torchvision's pipeline" if goal else ""
         figures.append(
-            against(
-                measured, "kit", what=what, at_least=goal, faster=True, tolerance=0.03, shown=rate, headline=headline
-            )
-        )
+            against(measured, "kit", what=what, at_least=goal, faster=True, tolerance=0.03, headline=headline,
+                    shown=lambda seconds: f"{1 / seconds:,.0f}/s")
+        )  # fmt: skip
     return figures
-
-
-def rate(seconds: float) -> str:
-    """In words."""
-    return f"{1 / seconds:,.0f}/s"
 
 
 def took(arm: Arm, times: int, batches: int) -> float:
@@ -77,52 +71,30 @@ def took(arm: Arm, times: int, batches: int) -> float:
     return seconds / (times * batches * BATCH)
 
 
-class Pictures(Dataset[Any]):
-    """As torchvision's CIFAR10 has them: arrays, made into PIL images when they are asked for."""
-
-    def __init__(self, samples: TensorSamples, transform: Callable[[Any], Tensor]) -> None:
-        self.data, self.targets = samples.images.permute(0, 2, 3, 1).numpy(), samples.labels.tolist()
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(Image.fromarray(self.data[index])), self.targets[index]
-
-
 def theirs(splits: Splits, *, more: bool = False) -> Iterator[Tensor]:
     """One epoch of torchvision's."""
     info, train = splits.info, splits.train
     assert isinstance(train, TensorSamples)
-    transforms = torchvision.transforms
-    transform = transforms.Compose(
-        [
-            transforms.RandomCrop(32, padding=4),
-            transforms.RandomHorizontalFlip(),
-            *([transforms.RandAugment(2, 9)] if more else []),
-            transforms.ToTensor(),
-            transforms.Normalize(info.mean, info.std),
-            *([transforms.RandomErasing(0.25, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3))] if more else []),
-        ]
-    )
-    mix = v2.RandomChoice(
-        [v2.MixUp(alpha=0.8, num_classes=info.num_classes), v2.CutMix(alpha=1.0, num_classes=info.num_classes)]
-    )
+    steps = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    steps += [transforms.RandAugment(2, 9)] * more + [transforms.ToTensor(), transforms.Normalize(info.mean, info.std)]
+    steps += [transforms.RandomErasing(0.25, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3))] * more
+    classes = {"num_classes": info.num_classes}
+    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, **classes), v2.CutMix(alpha=1.0, **classes)])
+    images, labels = train.images.permute(0, 2, 3, 1).numpy(), train.labels.tolist()
+    pictures = Pictures(images, labels, transforms.Compose(steps))
 
     def collate(items: list[Any]) -> Any:
         batch = default_collate(items)
         return mix(*batch) if more else batch
 
-    for images, _ in DataLoader(Pictures(train, transform), BATCH, shuffle=True, collate_fn=collate):
+    for images, _ in DataLoader(pictures, BATCH, shuffle=True, collate_fn=collate):
         yield images
 
 
 def ours(splits: Splits, augment: AugmentConfig) -> Iterator[Tensor]:
     """One epoch of the kit's."""
     prepared = Augment(augment, splits.info, lambda images: normalize(images, splits.info))
-    sizes: Any = {"global_batch_size": BATCH, "micro_batch_size": BATCH, "rank": 0, "world_size": 1, "workers": 0}
-    with train_batches(splits, seed=0, start_step=0, stop_step=IMAGES // BATCH, **sizes) as batches:
+    with loaded(splits, 0, IMAGES // BATCH, BATCH) as batches:
         for batch in batches:
             images, _ = prepared(batch)
             yield images
@@ -140,9 +112,3 @@ def statistics_of(arm: Arm) -> Tensor:
 
 def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "loader_cost"]))

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.loop_cost``: what the loop costs on top of a bare PyTorch loop, where batches are given.
+"""What the loop costs on top of a bare PyTorch loop, where batches are given.
 
 Both arms train the same model on the same batch again and again, with AdamW, on one thread, alone and on two ranks with
 DDP. What differs is what the kit's loop does besides (meters, schedule, seeding, looking for what is not finite, the
@@ -26,14 +26,13 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.benchmarks.measuring import CONTROL, Figure, Turn, control_of, describe, ratios, side_by_side
+from tests.benchmarks.measuring import CONTROL, Figure, Turn, control_of, describe, loaded, ratios, side_by_side
 from tests.rank_functions import run_ranks
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.data.base import Batch, normalize
-from trainkit.data.loader import train_batches
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.monitor.loggers import NullLogger
 from trainkit.ranks.env import RankEnv
@@ -144,9 +143,8 @@ class _Work:
         self.config, self.dist, self.make, self.steps, self.in_turn = config, dist, make, steps, in_turn
         self.splits = build_data(config.data)
         self.weights: list[torch.Tensor] = []
-        sizes: Any = {"global_batch_size": 64 * dist.world_size, "micro_batch_size": 64}
-        ranks: Any = {"rank": dist.rank, "world_size": dist.world_size, "workers": 0, "device": dist.device}
-        with train_batches(self.splits, seed=0, start_step=0, stop_step=1, **sizes, **ranks) as batches:
+        of_rank: Any = {"micro_batch_size": 64, "rank": dist.rank, "world_size": dist.world_size, "device": dist.device}
+        with loaded(self.splits, 0, 1, 64 * dist.world_size, **of_rank) as batches:
             self.batch = next(batches)
 
     def model(self) -> nn.Module:
@@ -210,9 +208,3 @@ class NoFiles(Recorder):
 
 def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "loop_cost"]))

@@ -10,9 +10,14 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainkit.data.base import Batch, Splits
 
 CONTROL = "control"
 MEMORY = Path("/dev/shm")
@@ -204,6 +209,14 @@ def describe(values: Sequence[float], shown: Callable[[float], str] = "{:.3f}".f
     spared = len(ordered) // 40
     low, high = ordered[spared], ordered[len(ordered) - 1 - spared]
     return f"{shown(statistics.median(ordered))} ({shown(low)} to {shown(high)}, {len(ordered)} rounds)"
+
+
+def loaded(splits: Splits, first: int, last: int, batch: int, **more: Any) -> AbstractContextManager[Iterator[Batch]]:
+    """The batches of these steps from the kit's loader, in this process and for one rank unless ``more`` says so."""
+    from trainkit.data.loader import train_batches
+
+    sizes: dict[str, Any] = {"global_batch_size": batch, "micro_batch_size": batch, "rank": 0, "world_size": 1}
+    return train_batches(splits, seed=0, start_step=first, stop_step=last, **{**sizes, "workers": 0, **more})
 
 
 def fast_folder(size: int) -> Path | None:

@@ -16,15 +16,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.arms.turns import Job
 from tests.benchmarks.measuring import take_turns
+from tests.benchmarks.processes import PROJECT, environment
 
-PROJECT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 900.0
 """For whatever an arm says next: models are compiled before the first turn."""
 
@@ -39,10 +39,11 @@ class Resident:
         go, self._go = os.pipe()
         self._done, done = os.pipe()
         command = [sys.executable, "-m", f"tests.benchmarks.arms.{name}"]
-        command += [replace(job, parent=os.getpid()).in_words(), str(go), str(done)]
+        command += [json.dumps(asdict(replace(job, parent=os.getpid()))), str(go), str(done)]
+        env = environment(self._log.parent, job.device) | ({"OMP_NUM_THREADS": "1"} if job.device == "cpu" else {})
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, env=_environment(job), cwd=PROJECT, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                command, env=env, cwd=PROJECT, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 pass_fds=(go, done),
             )  # fmt: skip
         os.close(go)
@@ -140,11 +141,3 @@ def assert_same_pixels(told: Mapping[str, Told], tolerance: float) -> None:
     for name, ours in others:
         worst = max(abs(one - other) for one, other in zip(ours["pixels"], theirs["pixels"], strict=True))
         assert worst <= tolerance, f"{name} gives other pixels: {ours['pixels']}, not {theirs['pixels']}"
-
-
-def _environment(job: Job) -> dict[str, str]:
-    folder = Path(job.out).parent
-    none = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TRAINKIT_ATTEMPT")}
-    more = {"TRAINKIT_RUNS": str(folder / "runs"), "XDG_STATE_HOME": str(folder / "state"), "WANDB_MODE": "offline"}
-    where = {} if job.device == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return none | more | where | {"PYTHONPATH": str(PROJECT)}

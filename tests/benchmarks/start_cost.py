@@ -1,20 +1,17 @@
-"""``python -m tests.benchmarks.start_cost``: what a short command costs with `trainkit.workarounds`, and without them.
+"""What a short command costs with `trainkit.workarounds`, and without them.
 
-Both arms are the whole command, a small model trained for a few updates, in a process of its own. CPU time is measured,
-of the process and its children.
+Both arms are the whole command, a small model trained for a few updates, with its CPU time and that of its children.
 """
 
 from __future__ import annotations
 
-import os
-import resource
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.benchmarks.measuring import Figure, against, take_turns
+from tests.benchmarks.processes import environment, ran
 from trainkit.workarounds import SWITCH
 
 ROUNDS = 5
@@ -33,20 +30,5 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
 
 def train(folder: Path, switch: str) -> float:
     """Train in a process of its own; its CPU seconds."""
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TRAINKIT_RUNS": str(folder),
-        "CUDA_VISIBLE_DEVICES": "",
-        SWITCH: switch,
-    }
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", *COMMAND], env=env, stdout=subprocess.DEVNULL, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "start_cost"]))
+    env = {**environment(folder), "OMP_NUM_THREADS": "1", SWITCH: switch}
+    return ran([sys.executable, "-m", *COMMAND], env, folder).cpu

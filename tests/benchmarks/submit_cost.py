@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.submit_cost``: from the command to the first update, on 2 nodes with 2 ranks each.
+"""From the command to the first update, on 2 nodes with 2 ranks each.
 
 One arm is `jobs.submit`; the other is what a user would write by hand, an sbatch script with srun and a bare DDP loop
 over the same digits with a network of the same size. On the development cluster (root, Debian). Wall time is measured.
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from tests.benchmarks.measuring import Figure, against, take_turns
+from tests.benchmarks.processes import PROJECT, environment
 
-PROJECT = Path(__file__).resolve().parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
 ROUNDS = 5
 WHAT = "command to the first update on 2 nodes with 2 ranks each, to an sbatch script with srun and a bare loop"
@@ -69,9 +69,7 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
         return [Figure(WHAT, "", note="not measured: it needs root and SLURM's programs")]
     folder = Path(tempfile.mkdtemp(prefix="submit-cost-"))
     place = {"DEVCLUSTER_DIR": f"{folder}/cluster", "DEVCLUSTER_NET": f"10.229.{os.getpid() % 256}"}
-    bare_env = {**os.environ, **place, "SLURM_CONF": f"{folder}/cluster/etc/slurm.conf", "OMP_NUM_THREADS": "1"}
-    env = {**bare_env, "PYTHONPATH": str(PROJECT), "TRAINKIT_RUNS": str(folder / "runs")}
-    env["XDG_STATE_HOME"] = str(folder / "state")
+    env = {**environment(folder), **place, "SLURM_CONF": f"{folder}/cluster/etc/slurm.conf", "OMP_NUM_THREADS": "1"}
     up = [str(DEVCLUSTER), "up", "--nodes", "2", "--until-exit", str(os.getpid())]
     subprocess.run(up, env=env, check=True, stdout=subprocess.DEVNULL)
     try:
@@ -124,9 +122,3 @@ def wait_for_queue(env: dict[str, str]) -> None:
     """Until no job is left."""
     while subprocess.run(["squeue", "-h"], env=env, capture_output=True, text=True, check=True).stdout:
         time.sleep(0.2)
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "submit_cost"]))

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.swarm_accuracy``: does a swarm of unequal peers reach what one process does?
+"""Does a swarm of unequal peers reach what one process does?
 
 1, 2 and 4 peers of the preset `hivemind`, all together always of the same speed; and the preset `single` in one process
 with as many updates as their samples are, each with several seeds, for runs of one process differ too. A peer's update
@@ -88,9 +88,3 @@ def single(updates: int, seed: int) -> float:
         started.ends(1200)
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         return float(summary["val"]["acc1"])
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "swarm_accuracy"]))

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.swarm_bytes``: what two peers send for a sample that they train on, in four ways.
+"""What two peers send for a sample that they train on, in four ways.
 
 The kit's presets `hivemind` (fp16, and 8 bit) and `hivemind_gradients`, and `hivemind.Optimizer` as it comes
 (`arms/stock_hivemind.py`), without compression and in fp16. Each peer is on a machine of its own, whose network counts
@@ -105,9 +105,3 @@ def stock(seed: str, *, fp16: bool) -> Trained:
             seconds=told[0]["seconds"],
             accuracy=told[0]["accuracy"],
         )
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "swarm_bytes"]))

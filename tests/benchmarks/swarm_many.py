@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.swarm_many``: 4, 16 and 64 light peers, of whom some die and others come in each round.
+"""4, 16 and 64 light peers, of whom some die and others come in each round.
 
 The creator is the real command, on a machine of its own; all others are real peers without records
 (`arms/light_peers.py`) on a second one, so that the creator's network shows what all of them together ask of it. They
@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -218,11 +217,3 @@ def _gigabytes() -> float:
         except psutil.Error:
             continue
     return total / 1e9
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--size"]:  # one swarm alone
-        raise SystemExit(0 if watch(int(sys.argv[2])) else 1)
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "swarm_many"]))

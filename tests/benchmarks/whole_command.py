@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.whole_command``: a training of 460 updates, from the command until the prompt is back.
+"""A training of 460 updates, from the command until the prompt is back.
 
 One arm is the kit with all that a user gets by default (console, JSON lines, TensorBoard, W&B offline, checkpoints with
 hashes, validation, a test at the end); the first is `arms/bare.py`, alone or under torchrun. Peers take part in one
@@ -12,7 +12,6 @@ and memory: of the largest process, which is a rank, and of all of them in sum.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -24,14 +23,13 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.commands import Ran, ran
-from tests.benchmarks.measuring import CONTROL, Figure, against, alone, take_turns
+from tests.benchmarks.measuring import CONTROL, Figure, against, alone, take_turns, wall_seconds
+from tests.benchmarks.processes import PROJECT, Ran, environment, ran
 from trainkit.config.loading import load
 from trainkit.data import build_data
 from trainkit.data.order import global_batch
 from trainkit.models import build_model
 
-PROJECT = Path(__file__).resolve().parents[2]
 ARMS = Path(__file__).parent / "arms"
 STEPS, ROUNDS, SAME, WARM = 460, 9, 40, 20
 PEERS = ("accelerate", "lightning")
@@ -60,8 +58,9 @@ def measure(rounds: int = ROUNDS, peers: str | None = None) -> list[Figure]:
         for ranks in (1, 2):
             same_losses(folder, ranks)
             figures += _of(folder, ranks, rounds, peers)
-    figures.append(alone([_help() for _ in range(7)], what="`submit --help`", shown="{:.2f} s".format, at_most=0.2))
-    return figures
+    asks = partial(subprocess.run, [sys.executable, "-m", "jobs.submit", "--help"], cwd=PROJECT, capture_output=True)
+    times = [wall_seconds(asks) for _ in range(7)]
+    return [*figures, alone(times, what="`submit --help`", shown="{:.2f} s".format, at_most=0.2)]
 
 
 def _of(folder: Path, ranks: int, rounds: int, peers: str | None) -> list[Figure]:
@@ -78,12 +77,13 @@ def _of(folder: Path, ranks: int, rounds: int, peers: str | None) -> list[Figure
     where = f"{ranks} rank{'s' * (ranks > 1)}"
     for name in PEERS if peers is not None else ():
         try:  # it need not work, and its files are in memory from here on
-            peer(folder, ranks, str(peers), name, steps=WARM)
-            once[name] = partial(timed, name, partial(peer, folder, ranks, str(peers), name))
+            trains = partial(script, folder, ranks, f"with_{name}", python=str(peers))
+            trains(steps=WARM)
+            once[name] = partial(timed, name, trains)
         except AssertionError as error:
             print(error, file=sys.stderr, flush=True)
             figures.append(Figure(f"{name}: command to its end, {where}, to bare", "", note="not measured: it fails"))
-    arms = {"bare": partial(timed, "bare", partial(bare, folder, ranks))}
+    arms = {"bare": partial(timed, "bare", partial(script, folder, ranks, "bare"))}
     arms["kit"] = partial(timed, "kit", partial(kit, folder, ranks))
     take_turns(arms, rounds, once=once)
 
@@ -113,13 +113,6 @@ def _of(folder: Path, ranks: int, rounds: int, peers: str | None) -> list[Figure
     return ours + figures
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Of every arm."""
-    none = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TRAINKIT_ATTEMPT")}
-    more = {"TRAINKIT_RUNS": str(folder / "runs"), "XDG_STATE_HOME": str(folder / "state"), "WANDB_MODE": "offline"}
-    return none | more | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PROJECT)}
-
-
 def _measured(command: Ran, training: float, first: float | None = None, last: float | None = None) -> Measured:
     """``first``, ``last``: when the first batch was asked for, and when the last update was made, since 1970."""
     measured = {"seconds": command.seconds, "training": training}
@@ -146,34 +139,25 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def _launched(python: str, script: str, ranks: int) -> list[str]:
-    alone = [python, str(ARMS / script)]
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), alone[1]]
-    return alone if ranks == 1 else torchrun
-
-
-def bare(folder: Path, ranks: int, *more: str, steps: int = STEPS) -> Measured:
-    """By hand, or under torchrun."""
-    out = folder / "bare.json"
-    words = [*_launched(sys.executable, "bare.py", ranks), str(steps), str(out), *more]
+def script(
+    folder: Path, ranks: int, name: str, *more: str, python: str = sys.executable, steps: int = STEPS
+) -> Measured:
+    """A script of `arms`, by hand or under torchrun; Lightning starts its ranks itself."""
+    out = folder / f"{name}.json"
+    words = [str(ARMS / f"{name}.py"), str(steps), str(out), *more]
+    if name == "with_lightning":
+        words.append(str(ranks))
+    elif ranks > 1:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
     try:
-        command = ran(words, environment(folder), folder)
+        command = ran([python, *words], environment(folder), folder)
     except AssertionError as error:
         if _ABORTED_AT_EXIT not in str(error):
             raise
-        print("bare: torch aborted a rank that had ended; once more", file=sys.stderr, flush=True)
-        command = ran(words, environment(folder), folder)
+        print(f"{name}: torch aborted a rank that had ended; once more", file=sys.stderr, flush=True)
+        command = ran([python, *words], environment(folder), folder)
     told = json.loads(out.read_text())
-    return _measured(command, told["train_seconds"], told["first"], told["last"])
-
-
-def peer(folder: Path, ranks: int, python: str, name: str, *, steps: int = STEPS) -> Measured:
-    """The same, of Lightning, which starts its ranks itself, or of accelerate."""
-    out, script = folder / f"{name}-{time.monotonic_ns()}.json", f"with_{name}.py"
-    words = [python, str(ARMS / script)] if name == "lightning" else _launched(python, script, ranks)
-    words += [str(steps), str(out), *([str(ranks)] if name == "lightning" else [])]
-    command = ran(words, environment(folder), folder)
-    return _measured(command, json.loads(out.read_text())["train_seconds"])
+    return _measured(command, told["train_seconds"], told.get("first"), told.get("last"))
 
 
 def same_losses(folder: Path, ranks: int) -> None:
@@ -184,32 +168,19 @@ def same_losses(folder: Path, ranks: int) -> None:
     settings = (*SETTINGS, "data.augment=false", "monitor.log_every=1")
     config = load("single", settings).config
     splits = build_data(config.data)
-    batches = [global_batch(len(splits.train), config.seed, step, 64) for step in range(SAME)]
+    images, labels = zip(*(splits.train[index] for index in range(len(splits.train))), strict=True)
     given = {
-        "images": torch.stack([splits.train[index][0] for index in range(len(splits.train))]),
-        "labels": torch.tensor([splits.train[index][1] for index in range(len(splits.train))]),
-        "batches": batches,
+        "images": torch.stack(images),
+        "labels": torch.tensor(labels),
+        "batches": [global_batch(len(splits.train), config.seed, step, 64) for step in range(SAME)],
         "weights": build_model(config.model, splits.info, config.seed).state_dict(),
     }
     torch.save(given, folder / "same.pt")
-    bare(folder, ranks, str(folder / "same.pt"), steps=SAME)
+    script(folder, ranks, "bare", str(folder / "same.pt"), steps=SAME)
     theirs = json.loads((folder / "bare.json").read_text())["losses"]
     kit(folder, ranks, *settings, steps=SAME, name=f"same-{ranks}")
-    ours = [
-        record["loss"] for record in _lines(folder / f"same-{ranks}" / "metrics.jsonl") if record["split"] == "train"
-    ]
+    records = _lines(folder / f"same-{ranks}" / "metrics.jsonl")
+    ours = [record["loss"] for record in records if record["split"] == "train"]
     assert len(ours) == len(theirs) == SAME
     worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
     assert worst < 1e-4, f"the losses differ by {worst:.1e}"
-
-
-def _help() -> float:
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "jobs.submit", "--help"], cwd=PROJECT, stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    from tests.benchmarks.__main__ import main
-
-    raise SystemExit(main(["--only", "whole_command", *sys.argv[1:]]))

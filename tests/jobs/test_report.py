@@ -49,20 +49,9 @@ def test_the_log_book_of_several_runs_goes_into_a_folder_report(env: dict[str, s
     assert "# Log book of 2 runs" in (tmp_path / "report" / "logbook.md").read_text()
 
 
-def test_out_chooses_the_folder(env: dict[str, str], tmp_path: Path) -> None:
-    assert main(["ddp-0001", "--out", "handin"], env) == 0
-    assert (tmp_path / "handin" / "logbook.md").is_file()
-
-
 def test_a_run_given_twice_is_one_run(env: dict[str, str], tmp_path: Path) -> None:
     assert main(["ddp-0001", str(tmp_path / "runs" / "ddp-0001")], env) == 0
     assert (tmp_path / "runs" / "ddp-0001" / "logbook.md").is_file()
-
-
-def test_an_unknown_run_is_an_error_that_names_the_nearest(env: dict[str, str]) -> None:
-    with pytest.raises(UserError) as caught:
-        main(["ddp-0011"], env)
-    assert "ddp-0001" in caught.value.fix
 
 
 def test_reporting_never_loads_torch(env: dict[str, str], tmp_path: Path) -> None:

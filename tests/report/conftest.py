@@ -21,6 +21,12 @@ def rows_of(parts: Iterable[Part]) -> list[Row]:
     return [row for part in parts if isinstance(part, Table) for row in part.rows]
 
 
+def write_sweep_of(folder: Path, *points: Iterable[str]) -> None:
+    """The ``sweep.json`` of runs 0, 1, ... with these overrides."""
+    told = [{"run": str(number), "overrides": list(overrides)} for number, overrides in enumerate(points)]
+    (folder / "sweep.json").write_text(json.dumps(told))
+
+
 @pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     """Write the folder of a run of 400 steps in 20 epochs, by the project's own functions."""

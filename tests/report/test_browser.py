@@ -12,7 +12,7 @@ import pytest
 
 from tests.rank_functions import run_ranks, train_run
 from tests.report.browser import Browser, chromium
-from tests.report.conftest import write_run
+from tests.report.conftest import write_run, write_sweep_of
 from tests.report.test_write_html import HOSTILE, confusion
 from trainkit.report.facts import collect
 from trainkit.report.write_html import write_page
@@ -83,7 +83,7 @@ def point_at(browser: Browser, chart: str, x: float) -> None:
 
 @pytest.mark.parametrize("which", ["page", "several"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_it_asks_for_nothing_but_itself_and_the_console_stays_empty(
+def test_it_asks_for_nothing_but_itself_and_is_silent(
     browser: Browser, which: str, dark: bool, request: pytest.FixtureRequest
 ) -> None:
     browser.open(request.getfixturevalue(which), dark=dark)
@@ -120,8 +120,7 @@ def test_the_mouse_reads_the_numbers_of_metrics_jsonl(browser: Browser, page: Pa
 def test_the_mouse_reads_a_logarithmic_axis(browser: Browser, tmp_path: Path) -> None:
     rates = ("1e-4", "1e-3", "1e-2", "1e-1")
     runs = [write_run(tmp_path / "s" / str(n), f"optim.lr={rate}", steps=40) for n, rate in enumerate(rates)]
-    points = [{"run": str(n), "overrides": [f"optim.lr={rate}"]} for n, rate in enumerate(rates)]
-    (tmp_path / "s" / "sweep.json").write_text(json.dumps(points))
+    write_sweep_of(tmp_path / "s", *((f"optim.lr={rate}",) for rate in rates))
     browser.open(write_page(collect(runs), tmp_path))
     third = "Number(document.querySelectorAll('figure.chart svg circle')[2].getAttribute('cx'))"
     low, high, left, right = (
@@ -141,7 +140,7 @@ def test_the_read_outs_of_all_curves_move_together(browser: Browser, page: Path)
     assert all(float(head.split(" ")[1]) == pytest.approx(2.0, abs=0.2) for head in heads)
 
 
-def test_keys_move_the_read_out_and_it_is_told_to_who_does_not_see(browser: Browser, page: Path, run: RunDir) -> None:
+def test_keys_move_the_read_out_and_a_screen_reader_is_told(browser: Browser, page: Path, run: RunDir) -> None:
     browser.open(page)
     for _ in range(30):
         browser.press("Tab")
@@ -182,7 +181,7 @@ def contrast(browser: Browser, selector: str, what: str) -> float:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_it_is_light_or_dark_as_the_reader_prefers_and_readable(browser: Browser, several: Path, dark: bool) -> None:
+def test_it_is_light_or_dark_as_preferred_and_readable(browser: Browser, several: Path, dark: bool) -> None:
     browser.open(several, dark=dark)
     assert (luminance(browser.tell("getComputedStyle(document.body).backgroundColor")) < 0.1) == dark
     for selector, what in (("h1", "color"), (".note", "color"), ("thead th", "color"), ("svg .tick", "fill")):

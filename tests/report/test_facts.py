@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from trainkit import fileio
-from trainkit.report.document import Items
 from trainkit.report.facts import Facts, collect
-from trainkit.report.sections import missing
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
@@ -23,16 +20,6 @@ def test_speed_is_the_median_of_the_train_records(make_run: MakeRun) -> None:
     run_dir = make_run(speed=2000.0)
     fileio.append_jsonl(run_dir.metrics, {"step": 5, "split": "train", "images_per_sec": 3.0})  # the slow first step
     assert facts_of(run_dir).images_per_sec == pytest.approx(2010.0)
-
-
-def test_a_record_without_a_speed_does_not_count(make_run: MakeRun) -> None:
-    run_dir = make_run()
-    fileio.append_jsonl(run_dir.metrics, {"step": 401, "split": "train", "images_per_sec": None})
-    assert facts_of(run_dir).images_per_sec == pytest.approx(2010.0)
-
-
-def test_training_time_is_that_of_the_summary(make_run: MakeRun) -> None:
-    assert facts_of(make_run(speed=2000.0)).train_seconds == pytest.approx(64 * 400 / 2000)
 
 
 def test_the_training_time_of_an_interrupted_run_follows_from_its_records(make_run: MakeRun) -> None:
@@ -53,14 +40,6 @@ def test_attempts_and_requeues_are_counted(make_run: MakeRun) -> None:
     assert (facts.restarts("epoch"), facts.restarts("step")) == ([7.5, 15.0], [150.0, 300.0])
 
 
-def test_the_best_evaluation_is_that_of_the_best_checkpoint(make_run: MakeRun) -> None:
-    run_dir = make_run()
-    run_dir.summary.write_text(json.dumps({"best_step": 380}))
-    best = facts_of(run_dir).best_val
-    assert best is not None
-    assert best["step"] == 380
-
-
 def test_without_a_summary_the_best_evaluation_has_the_highest_accuracy(make_run: MakeRun) -> None:
     run_dir = make_run(finished=False)
     fileio.append_jsonl(run_dir.metrics, {"step": 150, "epoch": 7.5, "split": "val", "acc1": 99.99})
@@ -69,46 +48,9 @@ def test_without_a_summary_the_best_evaluation_has_the_highest_accuracy(make_run
     assert best["step"] == 150
 
 
-def test_hardware_is_averaged_by_gpu(make_run: MakeRun) -> None:
-    (host,) = facts_of(make_run(gpus=2)).hosts
-    assert (host.host, host.gpu_indices()) == ("node1", [0, 1])
-    usage = host.gpu(1, "util_percent")
-    assert usage is not None
-    assert (usage.mean, usage.highest) == (91.0, 91.0)
-    assert host.gpu(1, "temperature_c") is None
-
-
 def test_dataparallel_counts_the_gpus_that_it_drives(make_run: MakeRun) -> None:
     assert facts_of(make_run(preset="dp", ranks=1, gpus=4)).processors == 4
     assert facts_of(make_run("ddp-0002", ranks=2, gpus=4)).processors == 2
-
-
-def test_torn_lines_are_passed_over(make_run: MakeRun) -> None:
-    run_dir = make_run()
-    for path in (run_dir.metrics, run_dir.events, run_dir.hardware("node1")):
-        with path.open("a") as file:
-            file.write('{"time": 1.7e9, "step": 9999, "spl')
-    facts = facts_of(run_dir)
-    assert max(record["step"] for record in facts.train) == 400
-    assert not any(missing(facts))
-
-
-def test_an_empty_run_lists_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("not: [valid")
-    facts = facts_of(RunDir(tmp_path))
-    (listed,) = missing(facts)
-    assert isinstance(listed, Items)
-    assert [line[0].split(":")[0] for line in listed.lines] == [
-        "training metrics",
-        "validation metrics",
-        "test metrics",
-        "final numbers (summary.json)",
-        "hardware samples",
-    ]
-    assert facts.setting("train.epochs") is None
-    assert facts.train_seconds is None
-    assert facts.wall_seconds is None
-    assert facts.max_memory_mb is None
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from html.parser import HTMLParser
@@ -22,7 +19,7 @@ from trainkit.errors import UserError
 from trainkit.report.document import Table
 from trainkit.report.facts import collect
 from trainkit.report.write_html import table, write_page
-from trainkit.report.write_markdown import write_logbook
+from trainkit.report.write_markdown import write_comparison, write_logbook
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
@@ -91,11 +88,6 @@ def test_several_runs_are_overlaid_and_what_differs_between_them_is_said(make_ru
     assert {"Loss, ddp-0001 val", "Loss, ddp-0002 val"} <= set(page.series())
     assert "comparison" in page.sections()
     assert re.search(r"optim\.lr\s+0\.002\s+0\.007", page.text)
-
-
-def test_what_does_not_compare_is_said_beside_the_comparison(make_run: MakeRun) -> None:
-    page = page_of(make_run(), make_run("ddp-0002", steps=200))
-    assert "ddp-0002 has no time ratio: it saw 12,800 images and not 25,600." in page.text
 
 
 def test_slow_runs_have_the_decimals_that_the_comparison_has(make_run: MakeRun) -> None:
@@ -168,11 +160,8 @@ def test_classes_are_told_with_what_they_are_taken_for(make_run: MakeRun) -> Non
     page = page_of(run)
     assert "Confusion matrix of 3 classes: 2 of 24 told wrong" in str(page.named("svg"))
     assert re.search(r"cat\s+dog\s+2\s+20\.0 %", page.text)
-    labels = [str(attributes.get("aria-label")) for attributes in page.named("svg")]
-    assert (
-        next(label for label in labels if "by class" in label)
-        == "Accuracy by class: cat 80.0 % of 10; dog 100.0 % of 5; owl 100.0 % of 9"
-    )
+    labels = [attributes.get("aria-label") for attributes in page.named("svg")]
+    assert "Accuracy by class: cat 80.0 % of 10; dog 100.0 % of 5; owl 100.0 % of 9" in labels
 
 
 def test_of_several_runs_each_says_of_which_step_its_classes_are(make_run: MakeRun) -> None:
@@ -243,7 +232,8 @@ def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("not: [valid")
     page = page_of(RunDir(tmp_path))
     assert page.sections() == ["missing", "files"]
-    assert "training metrics" in page.text
+    missing = "training metrics|validation metrics|test metrics|final numbers \\(summary.json\\)|hardware samples"
+    assert len(re.findall(f"(?:{missing}):", page.text)) == 5
 
 
 def test_a_page_of_somebody_else_is_not_replaced(make_run: MakeRun, tmp_path: Path) -> None:
@@ -252,20 +242,6 @@ def test_a_page_of_somebody_else_is_not_replaced(make_run: MakeRun, tmp_path: Pa
         write_page(collect([make_run()]), tmp_path)
     assert "--out" in caught.value.fix
     assert (tmp_path / "report.html").read_text() == "<h1>mine</h1>"
-
-
-def test_the_page_needs_neither_torch_nor_matplotlib(make_run: MakeRun, tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from trainkit.report.write_html import write_page;"
-        "from trainkit.report.facts import collect;"
-        "from trainkit.run.folder import RunDir;"
-        "write_page(collect([RunDir(Path(sys.argv[1]))]), Path(sys.argv[2]));"
-        "print([m for m in ('torch', 'matplotlib', 'PIL') if m in sys.modules])"
-    )
-    command = [sys.executable, "-c", code, str(make_run().path), str(tmp_path)]
-    project = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=project, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_failure_that_a_later_attempt_has_outlived_is_no_alarm(make_run: MakeRun) -> None:
@@ -290,17 +266,12 @@ def test_of_many_runs_the_curves_of_the_best_are_overlaid(make_run: MakeRun) -> 
     assert drawn == {f"ddp-{at:04}" for at in range(4, 12)}
 
 
-def test_a_run_whose_images_are_other_work_is_no_part_of_the_scaling(make_run: MakeRun) -> None:
+def test_a_run_that_does_not_compare_is_no_part_of_the_scaling(make_run: MakeRun) -> None:
     runs = [make_run(ranks=1, speed=1000.0), make_run("ddp-0002", ranks=2, speed=1900.0)]
-    page = page_of(*runs, make_run("ddp-0003", "data.name=cifar10", ranks=4, speed=9e5))
+    runs += [make_run("ddp-0003", ranks=4, speed=2e4), make_run("ddp-0004", ranks=8, taken=93.0)]
+    page = page_of(*runs, make_run("ddp-0005", "data.name=cifar10", ranks=4, speed=9e5))
     assert list(page.series()["Speed-up, measured"]) == [1, 2]
-    assert "Without ddp-0003: data.name cifar10 and not digits." in page.text
-
-
-def test_a_run_that_was_held_up_is_no_part_of_the_scaling(make_run: MakeRun) -> None:
-    runs = [make_run(ranks=1, speed=1000.0), make_run("ddp-0002", ranks=2, speed=1900.0)]
-    page = page_of(*runs, make_run("ddp-0003", ranks=4, speed=2e4), make_run("ddp-0004", ranks=8, taken=93.0))
-    assert list(page.series()["Speed-up, measured"]) == [1, 2]
+    assert "Without ddp-0005: data.name cifar10 and not digits." in page.text
     assert "Without ddp-0003: it came to 19.8" in page.text
     assert "Without ddp-0004: of ddp-0004 the CPUs were taken" in page.text
 
@@ -315,29 +286,6 @@ def test_of_many_gpus_the_mean_has_the_label(make_run: MakeRun) -> None:
     assert "GPU 3 9" not in page.text
 
 
-@pytest.mark.long
-def test_a_record_of_a_million_lines_is_reported_in_seconds(make_run: MakeRun) -> None:
-    run = make_run(steps=10)
-    line = (
-        '{"time": 1.7e9, "step": %d, "epoch": %.4f, "split": "train", "loss": %.4f, "acc1": 50.5, "acc5": 90.25, "lr": '
-    )
-    line += '0.002, "images_per_sec": 2000.5, "seconds_data": 0.0012, "seconds_forward": 0.0123, "grad_norm": 1.2}\n'
-    with run.metrics.open("w") as file:
-        for first in range(1, 1_000_001, 10_000):
-            file.write("".join([line % (at, at / 1000, 1 / at) for at in range(first, first + 10_000)]))
-    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "XDG_STATE_HOME": str(run.path), "HOME": str(run.path)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "jobs.report", str(run.path)], env=env, stdout=subprocess.DEVNULL
-    ) as done:
-        _, status, usage = os.wait4(done.pid, 0)
-        done.returncode = os.waitstatus_to_exitcode(status)
-    assert done.returncode == 0
-    assert usage.ru_utime + usage.ru_stime < 5.0
-    loss = Document((run.path / "report.html").read_text()).series()["Loss, train"]
-    assert max(loss) == pytest.approx(1000.0)
-    assert 400 < len(loss) < 1000
-
-
 ODD: list[Any] = [
     *(0, 1, -1, 1e18, -1e18, 5e-324, 1e-300, 0.5, 100, 2**53 - 1, float("nan"), float("inf"), 10**30, 1e-17, -5),
     *(None, "x", [1], {"a": 1}, True, "<b>", 1.8e9),
@@ -350,8 +298,10 @@ CONFIGS = (
 METRICS = "time epoch loss acc1 acc5 lr images_per_sec seconds_data seconds_forward round peers parts parts_expected"
 EVENT = "time attempt step total_steps steps_per_epoch world_size hosts signals rank host node state why error job_id"
 KINDS = "submitted started handed_back requeued failed ended saved nonfinite skipped excluded cancelled rolled_back"
+KINDS += " probed"
 SAMPLE = "time cpu_percent memory_used_mb memory_total_mb process_memory_mb"
 SUMMARY = "outcome steps best_step train_seconds max_memory_mb micro_batch_size grad_accum_steps seconds params energy"
+SUMMARY += " mfu advice max_memory_mb_of_ranks"
 COUNTS: list[Any] = [[[0, 1, 3], [1, 1, 2]], [[0, 9, 1]], [[0, 0]], 3, [[0, 0, 0]], [["a", 1, 1]], [[0, 0, 2**52]]]
 NAMES: list[Any] = [["a", "b", "c"], 3, None, [None, {}, "<"], []]
 
@@ -383,14 +333,14 @@ def write_odd_run(path: Path, rng: random.Random) -> RunDir:
     run.confusion.write_text(json.dumps(counts))
     image = {"label": odd(), "told": odd(), "confidence": odd(), "png": rng.choice(["aa", 3, "iVBORw0KGgo=", ""])}
     run.mistakes("val").write_text(json.dumps({"step": odd(), "images": rng.choice([3, [], [image]])}))
-    run.summary.write_text(
-        json.dumps(rng.choice([record(SUMMARY), {"seconds": {"data": odd()}, "outcome": "finished"}]))
-    )
+    summary = rng.choice([record(SUMMARY), {"seconds": {"data": odd()}, "outcome": "finished"}])
+    run.summary.write_text(json.dumps(summary))
+    run.manifest.write_text(json.dumps(record("command packages git host python fingerprint platform")))
     return run
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_of_any_record_of_a_stranger_there_is_a_report_with_places_that_exist(seed: int, tmp_path: Path) -> None:
+def test_of_any_record_there_is_a_report_with_places_that_exist(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     for case in range(20):
         runs = [write_odd_run(tmp_path / str(case) / f"run-{at}", rng) for at in range(rng.randint(1, 3))]
@@ -399,5 +349,6 @@ def test_of_any_record_of_a_stranger_there_is_a_report_with_places_that_exist(se
         with suppress(UserError):  # nothing of it has begun
             drawn = [path for path in write_logbook(collect(runs), tmp_path / str(case)) if path.suffix == ".svg"]
             texts += [path.read_text() for path in drawn if ElementTree.parse(path)]
+            write_comparison(collect(runs), tmp_path / str(case))
         for text in texts:
             assert re.findall(r' (?:d|x|y|x1|x2|cx|cy|width|data-[a-z]+)="[^"]*\b(?:nan|inf)\b[^"]*"', text) == []

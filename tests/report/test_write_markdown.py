@@ -7,12 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.report.conftest import rows_of
+from tests.report.conftest import rows_of, write_sweep_of
 from trainkit import fileio
 from trainkit.config.task import LOSS
 from trainkit.errors import UserError
@@ -106,14 +105,6 @@ def test_a_run_that_diverged_is_reported(make_run: MakeRun, tmp_path: Path) -> N
     assert "190 of 400 steps. **It has diverged: loss nan from step 30, 17 of 190 updates skipped.**" in text
 
 
-def test_a_run_of_a_single_evaluation_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
-    assert len(pictures(written([make_run(steps=20)], tmp_path / "out"))) == 3
-
-
-def test_the_long_curve_of_a_real_training_is_drawn(make_run: MakeRun, tmp_path: Path) -> None:
-    assert len(pictures(written([make_run(steps=20_000, restarts=(150,))], tmp_path / "out"))) == 3
-
-
 def test_runs_of_one_name_do_not_overwrite_each_others_plots(make_run: MakeRun, tmp_path: Path) -> None:
     text = written([make_run("a/ddp-0001"), make_run("b/ddp-0001")], tmp_path / "out")
     assert len(set(pictures(text))) == len(pictures(text)) == 8
@@ -137,11 +128,6 @@ def test_of_very_many_runs_those_named_first_have_pictures(
     assert text.count("### Cost") == 3, "their text is there"
     assert f"of the first 1; every other has its own by `python -m jobs.report {second.path}`." in text
     assert [name for name in pictures(text) if name.startswith("a-")]
-
-
-def test_a_second_report_replaces_the_first(make_run: MakeRun, tmp_path: Path) -> None:
-    run_dir = make_run()
-    assert written([run_dir], tmp_path / "out") == written([run_dir], tmp_path / "out")
 
 
 def test_a_log_book_that_somebody_wrote_is_never_replaced(make_run: MakeRun, tmp_path: Path) -> None:
@@ -256,8 +242,7 @@ def test_every_attempt_has_a_row_that_says_how_it_ended(make_run: MakeRun, tmp_p
 
 def test_the_runs_of_a_sweep_are_named_by_what_was_swept(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [make_run(f"ddp-0001/{index}", f"optim.lr={lr}") for index, lr in enumerate(("1e-3", "3e-3"))]
-    points = [{"run": str(i), "overrides": [f"optim.lr={lr}", "seed=0"]} for i, lr in enumerate(("1e-3", "3e-3"))]
-    (tmp_path / "runs" / "ddp-0001" / "sweep.json").write_text(json.dumps(points))
+    write_sweep_of(runs[0].path.parent, ("optim.lr=1e-3", "seed=0"), ("optim.lr=3e-3", "seed=0"))
     fileio.append_jsonl(runs[1].metrics, {"step": 400, "epoch": 20.0, "split": "val", "loss": 0.01, "acc1": 99.9})
     text = write_sweep(runs[0].path.parent, collect(runs), tmp_path / "out")[0].read_text()
     assert re.findall("(?m)^## (.*)", text) == ["Results", "Curves", "lr=3e-3", "lr=1e-3"], "the best first"
@@ -289,45 +274,6 @@ def test_a_run_whose_checkpoints_are_in_a_bucket_says_where(make_run: MakeRun, t
     assert "bucket" not in written([run], tmp_path / "before")
     (run.path / "remote.json").write_text('{"url": "s3://mine/vit/ddp-0001", "id": "7"}')
     assert "- in the bucket: `s3://mine/vit/ddp-0001`, with the best weights\n" in written([run], tmp_path / "after")
-
-
-ODD_EVENTS: list[Any] = [
-    {"event": "started", "time": 1.7e9, "attempt": 0, "step": "x", "world_size": "many", "hosts": [1], "device": {}},
-    {"event": "started", "time": "x", "step": -5, "world_size": 0, "hosts": "abc", "versions": {"torch": 1}},
-    {"event": "started", "time": 1.7e9 + 5, "attempt": 1, "step": 10, "world_size": 0, "hosts": ["n1"], "device": "|"},
-    {"event": "handed_back", "attempt": 1, "signals": "abc", "time": 1.7e9 + 9},
-    {"event": "failed", "attempt": 1, "error": "```\n# no heading | x"},
-    {"event": "probed", "micro_batch_size": "x", "world_size": 0},
-    {"event": "probed", "micro_batch_size": 3, "world_size": 2, "peak_mb": "x"},
-    {"event": "skipped", "step": 2}, {"event": "nonfinite", "step": 1e99},
-    {"event": "rolled_back", "step": 3, "from_step": "x"}, {"event": 5}, {"event": "submitted", "job_id": {}},
-]  # fmt: skip
-ODD_RECORDS: list[Any] = [
-    {"step": 1, "split": "train", "loss": "x", "epoch": "y", "time": "z", "lr": [1], "images_per_sec": {}},
-    {"step": 2, "split": "train", "loss": 1e300, "epoch": -1, "images_per_sec": -5},
-    {"step": 3, "split": "val", "acc1": 1e9, "loss": None}, {"step": 4, "split": "test", "loss": []},
-    {"step": 5, "split": "train", "epoch": 1e8, "loss": 1e17, "acc1": 0, "lr": 0, "images_per_sec": 0}, [1], None,
-]  # fmt: skip
-ODD_SUMMARY: dict[str, Any] = {
-    "steps": "x", "best_step": [1], "train_seconds": "y", "seconds": {"start": "x"}, "max_memory_mb_of_ranks": {"a": 1},
-    "energy": [1], "mfu": "x", "advice": [1, 2], "outcome": "finished", "micro_batch_size": True,
-}  # fmt: skip
-ODD_CONFIG = "model: 3\ndata: [1]\ntrain: {global_batch_size: x}\nlaunch: {nodes: abc}\nstrategy: {name: [1]}\n"
-
-
-def test_a_foreign_folder_with_values_of_any_type_is_reported(make_run: MakeRun, tmp_path: Path) -> None:
-    odd, usual = make_run("odd-0001", steps=0, finished=False), make_run("ddp-0002")
-    odd.config.write_text(ODD_CONFIG)
-    odd.events.write_text("\n".join(map(json.dumps, ODD_EVENTS)))
-    odd.metrics.write_text("\n".join(map(json.dumps, ODD_RECORDS)))
-    odd.summary.write_text(json.dumps(ODD_SUMMARY))
-    odd.manifest.write_text(json.dumps({"command": "rm -rf /", "python": 3, "packages": [1], "git": [1], "host": {}}))
-    text = written([odd], tmp_path / "out")
-    assert "| 1 | 2023-11-14 " in text
-    assert "\n# no heading" not in text
-    for reference in ([odd, usual], [usual, odd]):
-        table, _ = write_comparison(collect(reference), tmp_path / "both")
-        assert "| odd-0001 |" in table
 
 
 def test_a_pipe_in_the_place_of_the_record_is_no_record_and_is_not_waited_for(
@@ -374,8 +320,7 @@ def test_page_and_log_book_have_the_same_sections(make_run: MakeRun, tmp_path: P
 
 def test_a_task_is_told_by_its_own_metrics(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [make_run(f"s/{number}", f"optim.lr={number + 1}e-3", steps=0, finished=False) for number in range(2)]
-    points = [{"run": str(number), "overrides": [f"optim.lr={number + 1}e-3"]} for number in range(2)]
-    (runs[0].path.parent / "sweep.json").write_text(json.dumps(points))
+    write_sweep_of(runs[0].path.parent, ("optim.lr=1e-3",), ("optim.lr=2e-3",))
     for run, best in zip(runs, (2.0, 1.5), strict=True):
         mean_error = Metric("px", higher_is_better=False, label="Mean error")
         describe(run, TaskMetrics("mae", {"loss": LOSS, "mae": mean_error}))

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from trainkit import fileio
 from trainkit.config.loading import flatten
+from trainkit.report import document as doc
 from trainkit.report.charts import COLOURS, GREY, Axes, Bar, Picture, Series, bar_chart, line_chart
-from trainkit.report.document import (
-    NONE,
-    TIMES,
-    Charts,
-    Fold,
-    Heading,
-    Items,
-    Part,
-    Row,
-    Section,
-    Table,
-    Text,
-    duration,
-    memory,
-    number,
-    plural,
-    rate,
-    text,
-)
+from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text
 from trainkit.report.facts import Facts, name_of
 
 _WORK = ("model.", "data.name", "data.image_size", "data.pack")
@@ -54,101 +37,165 @@ def is_about_speed(keys: Iterable[str]) -> bool:
     return any(key.startswith(_FOR_SPEED) for key in keys)
 
 
-def comparison(runs: Sequence[Facts]) -> Section:
+class _Pair:
+    """A run beside the first: their ratios, and why they have none."""
+
+    def __init__(self, facts: Facts, first: Facts) -> None:
+        self.facts, self.first = facts, first
+        self.differ = [
+            (key, f"{key} {text(own)} and not {text(theirs)}") for key, own, theirs in _different(facts, first)
+        ]
+        work = (said for key, said in self.differ if key.startswith(_WORK) and key not in _NO_WORK)
+        self.other_work = ", ".join(work)
+        self.more = facts.processors / first.processors if facts.processors and first.processors else None
+        speed, reference = facts.images_per_sec, first.images_per_sec
+        ratio = speed / reference if speed and reference else None
+        self.no_speed_up = self.other_work or self._hindered(ratio)
+        self.speed_up = None if self.no_speed_up else ratio
+        self.other_length = self._other_length()
+
+    def _hindered(self, ratio: float | None) -> str:
+        for item in (self.first, self.facts):
+            if hindered := item.hindered_by:
+                return f"of {item.label} {hindered}"
+            if 0 < len(item.speeds) < _FEWEST:
+                return f"{item.label} has {plural(len(item.speeds), 'train record')}, and the first updates are slow"
+        if ratio and self.more and self.more > 1 and ratio > self.more * _MOST_EFFICIENT:
+            return (
+                f"it came to {ratio:.2f}{TIMES} the speed with {self.more:g}{TIMES} the processors, so something held"
+                f" {self.first.label} up"
+            )
+        return ""
+
+    def _other_length(self) -> str:
+        """Why the times of the two are not compared; empty where they are."""
+        pair = (self.first, self.facts)
+        if unfinished := [item.label for item in pair if not item.finished]:
+            return f"{' and '.join(unfinished)} did not come to the end"
+        if paused := [(item.label, still) for item in pair if (still := item.still_seconds)]:
+            return ", ".join(f"{label} stood still for {duration(still)} of its training" for label, still in paused)
+        theirs, own = (item.steps * item.count("train.global_batch_size") for item in pair)
+        return "" if own == theirs else f"it saw {own:,} images and not {theirs:,}"
+
+    def other_pass(self) -> str:
+        """Why the memory of the two is not compared; empty where it is."""
+        own, theirs = (item.started("micro_batch_size") for item in (self.facts, self.first))
+        kind, their_kind = (item.started("device") for item in (self.facts, self.first))
+        if None in (kind, their_kind) or (own is None) != (theirs is None):
+            return "one of the two has not told its device or the images of a pass"
+        different = [] if own == theirs else [f"a rank takes {own} images in one pass and not {theirs}"]
+        if kind != their_kind:
+            different.append(f"it ran on {kind} and not {their_kind}")
+        # On a CPU the memory is that of the process, which tried larger batches first.
+        both = (self.first, self.facts)
+        tried = [item.label for item in both if any(event.get("event") == "probed" for event in item.events)]
+        if kind == "cpu" and tried:
+            different.append(f"train.micro_batch_size=auto has tried sizes in the process of {' and '.join(tried)}")
+        return ", ".join(different)
+
+    def _also_differs(self) -> str:
+        """Other settings than strategy and ranks that change the speed."""
+        found = [
+            said for key, said in self.differ
+            if is_about_speed([key]) and not key.startswith(("strategy.", "launch.")) and key != "data.root"
+        ]  # fmt: skip
+        for key in ("precision", "device"):
+            mine, other = self.facts.started(key), self.first.started(key)
+            if mine and other and mine != other and not any(f".{key} " in said for said in found):
+                found.append(f"{key} {mine} and not {other}")
+        return ", ".join(found)
+
+    def sentences(self) -> Iterator[str]:
+        """What does not compare, and why."""
+        label = self.facts.label
+        if not (self.facts.begun and self.first.begun):
+            return
+        if self.other_work:
+            yield f"{label} is not compared in speed, time and memory: {self.other_work}."
+            return
+        if self.no_speed_up:
+            yield f"{label} has no speed-up: {self.no_speed_up}."
+        elif also := self._also_differs():
+            yield f"The speed-up of {label} is also that of other settings: {also}."
+        if self.other_length:
+            yield f"{label} has no time ratio: {self.other_length}."
+        if passes := self.other_pass():
+            yield f"{label} has no memory saved: {passes}."
+
+    def row(self) -> doc.Row:
+        """The cells of `comparison_table`."""
+        facts, first, metric = self.facts, self.first, self.facts.headline
+        unit, seconds, theirs = f" {metric.unit}".rstrip(), facts.train_seconds, first.train_seconds
+        same_time = seconds and theirs and not (self.no_speed_up or self.other_length)
+        used, first_used = (max(item.memory_of_ranks, default=None) for item in (facts, first))
+        same_pass = facts is not first and not self.other_work and not self.other_pass()
+        saved = round(100 * (1 - used / first_used)) if same_pass and used and first_used else None
+        efficiency = self.speed_up / self.more * 100 if self.speed_up and self.more else None
+        return (
+            facts.label,
+            text(facts.setting("strategy.name")),
+            text(facts.processors),
+            str(facts.steps) if facts.begun else NONE,
+            number(facts.best, metric.spec, unit),
+            number(facts.tested, metric.spec, unit),
+            duration(seconds),
+            rate(facts.images_per_sec),
+            number(self.speed_up, ".2f", TIMES),
+            number(efficiency, ".0f", " %"),
+            number(theirs / seconds if same_time and seconds and theirs else None, ".2f", TIMES),
+            memory(used),
+            number(saved, "+", " %"),
+        )
+
+
+def _different(facts: Facts, first: Facts) -> Iterator[tuple[str, Any, Any]]:
+    """Settings of which the two have other values, with both."""
+    own, theirs = dict(flatten(facts.config)), dict(flatten(first.config))
+    for key in dict.fromkeys([*own, *theirs]):
+        if own.get(key) != theirs.get(key):
+            yield key, own.get(key), theirs.get(key)
+
+
+def comparison(runs: Sequence[Facts]) -> doc.Section:
     """Every run against the first."""
     first = runs[0].label
+    parts: list[doc.Part] = [comparison_table(runs), doc.Items([[sentence] for sentence in not_comparable(runs)])]
+    if simulated := [facts.label for facts in runs if facts.is_simulated]:
+        nodes = f"The nodes of {', '.join(simulated)} were simulated on one machine, whose processors their ranks share"
+        parts.append(doc.Text([f"{nodes}: speed-up and efficiency say nothing of real nodes."]))
+    chart = _throughput(runs[:MOST_DRAWN])
+    parts.append(doc.Charts("throughput", [chart], "images per second of every run", wide=True))
     header, different = differences(runs)
-    simulated = [facts.label for facts in runs if is_simulated(facts)]
-    shared = (
-        f"The nodes of {', '.join(simulated)} were simulated on one machine, whose processors their ranks share:"
-        " speed-up and efficiency say nothing of real nodes."
-    )
-    parts: list[Part] = [
-        comparison_table(runs),
-        Items([[sentence] for sentence in not_comparable(runs)]),
-        Charts("throughput", [_throughput(runs[:MOST_DRAWN])], "images per second of every run", wide=True),
-    ]
-    if simulated:
-        parts.insert(2, Text([shared]))
     if different:
-        parts += [Heading("Settings that differ"), Table(header, different)]
+        parts += [doc.Heading("Settings that differ"), doc.Table(header, different)]
     note = (
         f"Speed-up: images/s relative to {first}. Efficiency: speed-up divided by how many times more processors there"
         " are (ranks, or GPUs under DataParallel). Time ratio: training time of"
         f" {first} divided by that of the run, where both saw the same number of images to the end. Memory saved: of"
         f" the rank that needs most, relative to {first}, where a rank takes as many images in one pass."
     )
-    return Section("comparison", "Comparison", parts if len(runs) > 1 else (), note)
+    return doc.Section("comparison", "Comparison", parts if len(runs) > 1 else (), note)
 
 
-def comparison_table(runs: Sequence[Facts]) -> Table:
+def comparison_table(runs: Sequence[Facts]) -> doc.Table:
     """One row a run, set against the first."""
     name = runs[0].described.headline
     header = (
         "run", "strategy", "processors", "steps", f"val {name}", f"test {name}", "training time", "images/s",
         "speed-up", "efficiency", "time ratio", "peak memory of a rank", "memory saved",
     )  # fmt: skip
-    return Table(header, [_compared(facts, runs[0]) for facts in runs], 2)
+    return doc.Table(header, [_Pair(facts, runs[0]).row() for facts in runs], 2)
 
 
 def not_comparable(runs: Sequence[Facts]) -> list[str]:
     """Which runs were not set against the first, and why, in sentences; of many the first ones."""
-    found = _not_comparable(runs)
+    found = [f"{facts.label} has not begun." for facts in runs if not facts.begun]
+    found += [sentence for facts in runs[1:] for sentence in _Pair(facts, runs[0]).sentences()]
     more = len(found) - _MOST_SENTENCES
     return [*found[:_MOST_SENTENCES], f"And {more} more like these."] if more > 0 else found
 
 
-def _not_comparable(runs: Sequence[Facts]) -> list[str]:
-    found = [f"{facts.label} has not begun." for facts in runs if not facts.begun]
-    for facts in runs[1:]:
-        if not (facts.begun and runs[0].begun):
-            continue
-        if work := other_work(facts, runs[0]):
-            found.append(f"{facts.label} is not compared in speed, time and memory: {', '.join(work)}.")
-            continue
-        if why := no_speed_up(facts, runs[0]):
-            found.append(f"{facts.label} has no speed-up: {why}.")
-        elif also := _also_differs(facts, runs[0]):
-            found.append(f"The speed-up of {facts.label} is also that of other settings: {', '.join(also)}.")
-        if time := _other_length(facts, runs[0]):
-            found.append(f"{facts.label} has no time ratio: {', '.join(time)}.")
-        if passes := _other_pass(facts, runs[0]):
-            found.append(f"{facts.label} has no memory saved: {', '.join(passes)}.")
-    return found
-
-
-def no_speed_up(facts: Facts, first: Facts) -> str:
-    """Why the speeds of two runs are not compared; empty where they are."""
-    if work := other_work(facts, first):
-        return ", ".join(work)
-    for item in (first, facts):
-        if hindered := item.hindered_by:
-            return f"of {item.label} {hindered}"
-        if 0 < len(item.speeds) < _FEWEST:
-            return f"{item.label} has {plural(len(item.speeds), 'train record')}, and the first updates are slow"
-    speed, reference = facts.images_per_sec, first.images_per_sec
-    more = facts.processors / first.processors if facts.processors and first.processors else None
-    if speed and reference and more and more > 1 and speed / reference > more * _MOST_EFFICIENT:
-        return (
-            f"it came to {speed / reference:.2f}{TIMES} the speed with {more:g}{TIMES} the processors, so something"
-            f" held {first.label} up"
-        )
-    return ""
-
-
-def _also_differs(facts: Facts, first: Facts) -> list[str]:
-    """Other settings than strategy and ranks that change the speed."""
-    own, theirs = dict(flatten(facts.config)), dict(flatten(first.config))
-    keys = [key for key in _keys(own, theirs) if is_about_speed([key]) and not key.startswith(("strategy.", "launch."))]
-    found = [f"{key} {text(own.get(key))} and not {text(theirs.get(key))}" for key in keys if key != "data.root"]
-    for key in ("precision", "device"):
-        mine, other = facts.started(key), first.started(key)
-        if mine and other and mine != other and not any(name.endswith(f".{key}") for name in keys):
-            found.append(f"{key} {mine} and not {other}")
-    return found
-
-
-def differences(runs: Sequence[Facts]) -> tuple[Row, list[Row]]:
+def differences(runs: Sequence[Facts]) -> tuple[doc.Row, list[doc.Row]]:
     """Header and rows of the settings that are not the same in all runs: a column a run, of many runs a row each."""
     ignored = ("launch.", "monitor.", "collaborative.", "data.root", "data.workers")
     flat = [dict(flatten(facts.config)) for facts in runs]
@@ -166,118 +213,33 @@ def differences(runs: Sequence[Facts]) -> tuple[Row, list[Row]]:
     return header, turned
 
 
-def _compared(facts: Facts, first: Facts) -> Row:
-    same_work, same_speed = not other_work(facts, first), not no_speed_up(facts, first)
-    speed, reference = facts.images_per_sec, first.images_per_sec
-    speed_up = speed / reference if same_speed and speed and reference else None
-    more = facts.processors / first.processors if facts.processors and first.processors else None
-    seconds, first_seconds = facts.train_seconds, first.train_seconds
-    same_length = same_work and not _other_length(facts, first)
-    ratio = first_seconds / seconds if same_speed and same_length and seconds and first_seconds else None
-    used, first_used = (max(item.memory_of_ranks, default=None) for item in (facts, first))
-    same_pass = same_work and not _other_pass(facts, first) and facts is not first
-    saved = 100 * (1 - used / first_used) if same_pass and used and first_used else None
-    metric = facts.headline
-    return (
-        facts.label,
-        text(facts.setting("strategy.name")),
-        text(facts.processors),
-        str(facts.steps) if facts.begun else NONE,
-        number(facts.best, metric.spec, f" {metric.unit}".rstrip()),
-        number(facts.tested, metric.spec, f" {metric.unit}".rstrip()),
-        duration(seconds),
-        rate(speed),
-        number(speed_up, ".2f", TIMES),
-        number(speed_up / more * 100 if speed_up and more else None, ".0f", " %"),
-        number(ratio, ".2f", TIMES),
-        memory(used),
-        number(saved if saved is None else round(saved), "+", " %"),
-    )
-
-
-def other_work(facts: Facts, first: Facts) -> list[str]:
-    """Settings by which an image is another amount of work."""
-    own, theirs = _work(facts), _work(first)
-    return [f"{key} {text(own.get(key))} and not {text(theirs.get(key))}" for key in _keys(own, theirs)]
-
-
-def _other_length(facts: Facts, first: Facts) -> list[str]:
-    """Why the times of two runs are not compared."""
-    if unfinished := [item.label for item in (first, facts) if not item.finished]:
-        return [f"{' and '.join(unfinished)} did not come to the end"]
-    still = [(item.label, item.still_seconds) for item in (first, facts)]
-    if paused := [
-        f"{label} stood still for {duration(seconds)} of its training" for label, seconds in still if seconds
-    ]:
-        return paused
-    own, theirs = _images(facts), _images(first)
-    return [] if own == theirs else [f"it saw {own:,} images and not {theirs:,}"]
-
-
-def _other_pass(facts: Facts, first: Facts) -> list[str]:
-    """Why the memory of two runs is not compared."""
-    own, theirs = (item.started("micro_batch_size") for item in (facts, first))
-    kinds = [item.started("device") for item in (facts, first)]
-    if None in kinds or (own is None) != (theirs is None):
-        return ["one of the two has not told its device or the images of a pass"]
-    different = [] if own == theirs else [f"a rank takes {own} images in one pass and not {theirs}"]
-    if kinds[0] != kinds[1]:
-        different.append(f"it ran on {kinds[0]} and not {kinds[1]}")
-    # On a CPU the memory is that of the process, which tried larger batches first.
-    tried = [item.label for item in (facts, first) if any(e.get("event") == "probed" for e in item.events)]
-    if kinds[0] == "cpu" and tried:
-        different.append(f"train.micro_batch_size=auto has tried sizes in the process of {' and '.join(tried)}")
-    return different
-
-
-def _images(facts: Facts) -> int:
-    return facts.steps * facts.count("train.global_batch_size")
-
-
-def _work(facts: Facts) -> dict[str, Any]:
-    flat = dict(flatten(facts.config))
-    return {key: value for key, value in flat.items() if key.startswith(_WORK) and key not in _NO_WORK}
-
-
-def _keys(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    return [key for key in dict.fromkeys([*own, *theirs]) if own.get(key) != theirs.get(key)]
-
-
-def is_simulated(facts: Facts) -> bool:
-    """Whether several nodes were one machine."""
-    hosts, nodes = facts.started("hosts"), facts.setting("launch.nodes")
-    return isinstance(hosts, list) and len(hosts) == 1 and isinstance(nodes, int) and nodes > 1
-
-
 def _throughput(runs: Sequence[Facts]) -> Picture | None:
     """A bar a run; no ratio where speeds do not compare."""
     known = [(facts, speed) for facts in runs if (speed := facts.images_per_sec)]
-    if not known:
-        return None
-    reference, reference_speed = known[0]
     bars = []
     for facts, speed in known:
-        same = reference is runs[0] and facts is not reference and not no_speed_up(facts, reference)
-        more = facts.processors / reference.processors if facts.processors and reference.processors else 1.0
-        ratio = f"  {speed / reference_speed:.2f}{TIMES}" if same else ""
-        mark = reference_speed * more if same and more != 1 else None
-        bars.append(Bar(facts.label, speed, rate(speed) + ratio, GREY if facts is reference else 0, mark=mark))
+        reference, reference_speed = known[0]
+        pair = _Pair(facts, reference) if reference is runs[0] and facts is not reference else None
+        ratio = pair.speed_up if pair is not None else None
+        mark = reference_speed * pair.more if ratio and pair and pair.more and pair.more != 1 else None
+        told = rate(speed) + (f"  {ratio:.2f}{TIMES}" if ratio else "")
+        bars.append(Bar(facts.label, speed, told, GREY if facts is reference else 0, mark=mark))
     unit = "images/s, median" + "; |: linear scaling" * any(bar.mark for bar in bars)
     return bar_chart("Training throughput", unit, bars)
 
 
-def scaling(runs: Sequence[Facts]) -> Section:
+def scaling(runs: Sequence[Facts]) -> doc.Section:
     """Speed-up and efficiency against the run with the fewest processors, where not all have as many.
 
     Of several runs with as many processors the median counts; those that do not compare are left out.
     """
     known = [(facts, many, speed) for facts in runs if (many := facts.processors) and (speed := facts.images_per_sec)]
     known.sort(key=lambda item: item[1])
-    reasons = {facts.label: no_speed_up(facts, known[0][0]) for facts, _, _ in known}
+    reasons = {facts.label: _Pair(facts, known[0][0]).no_speed_up for facts, _, _ in known}
     told = [item for item in known if not reasons[item[0].label]]
     speeds = {many: statistics.median(speed for _, other, speed in told if other == many) for _, many, _ in told}
     if len(speeds) < 2:
-        return Section("scaling", "Scaling", ())
+        return doc.Section("scaling", "Scaling", ())
     fewest, most = min(speeds), max(speeds)
     up = [(float(many), speed / speeds[fewest]) for many, speed in speeds.items()]
     share = [(many, 100 * ratio * fewest / many) for many, ratio in up]
@@ -294,8 +256,8 @@ def scaling(runs: Sequence[Facts]) -> Section:
     ]  # fmt: skip
     note = f"Median images/s against {told[0][0].label}, the smallest. Processors: ranks, or GPUs under DataParallel."
     note += "".join(f" Without {label}: {reason}." for label, reason in reasons.items() if reason)
-    table = Table(("run", "processors", "images/s", "speed-up", "efficiency"), rows, 1)
-    return Section("scaling", "Scaling", [Charts("scaling", charts, "speed-up and efficiency"), table], note)
+    table = doc.Table(("run", "processors", "images/s", "speed-up", "efficiency"), rows, 1)
+    return doc.Section("scaling", "Scaling", [doc.Charts("scaling", charts, "speed-up and efficiency"), table], note)
 
 
 def outcome(runs: Sequence[Facts]) -> list[str]:
@@ -320,54 +282,50 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
     return lines
 
 
-def swept(runs: Sequence[Facts]) -> Section:
+def swept(runs: Sequence[Facts]) -> doc.Section:
     """The results of a sweep; ``runs`` has the best first."""
     every, *means = sweep_tables(runs)
     keys = [key for key in runs[0].point if key != "seed"]
-    charts = Charts("results", [_against(key, runs) for key in keys], "results against what was swept")
-    parts: list[Part] = [*means, *[charts] * bool(charts)]
+    charts = doc.Charts("results", [_against(key, runs) for key in keys], "results against what was swept")
+    parts: list[doc.Part] = [*means, *[charts] * bool(charts)]
     if len(runs) > _MOST_ROWS and parts:  # they would push what they come to off the screen
-        parts.append(Fold(f"All {len(runs)} runs", [every]))
+        parts.append(doc.Fold(f"All {len(runs)} runs", [every]))
     else:
         parts.insert(0, every)
     note = "The best by validation first." if runs[0].best is not None else ""
-    return Section("results", "Results", parts, note + " Dots: single runs; lines: their means." * bool(charts))
+    return doc.Section("results", "Results", parts, note + " Dots: single runs; lines: their means." * bool(charts))
 
 
-def sweep_tables(runs: Sequence[Facts]) -> list[Table]:
+def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
     """All runs; and, where seeds were swept, the means over them."""
     keys = list(dict.fromkeys(key for facts in runs for key in facts.point))
-    name, spec = runs[0].described.headline, runs[0].headline.spec
-    rows: list[Row] = []
-    groups: dict[Row, list[Facts]] = {}
+    others = [key for key in keys if key != "seed"]
+    name, metric = runs[0].described.headline, runs[0].headline
+    rows: list[doc.Row] = []
+    groups: dict[doc.Row, list[Facts]] = {}
     for facts in runs:
-        best = (number(facts.best, spec), number((facts.best_val or {}).get("epoch"), ".1f"))
-        rest = (number(facts.tested, spec), duration(facts.train_seconds), _remark(facts))
+        best = (number(facts.best, metric.spec), number((facts.best_val or {}).get("epoch"), ".1f"))
+        rest = (number(facts.tested, metric.spec), duration(facts.train_seconds), _remark(facts))
         rows.append((facts.run_dir.path.name, *(facts.point.get(key, NONE) for key in keys), *best, *rest))
-        groups.setdefault(tuple(facts.point.get(key, NONE) for key in keys if key != "seed"), []).append(facts)
-    tables = [Table(("folder", *keys, f"val {name}", "epoch", f"test {name}", "training time", ""), rows, 1)]
+        groups.setdefault(tuple(facts.point.get(key, NONE) for key in others), []).append(facts)
+    tables = [doc.Table(("folder", *keys, f"val {name}", "epoch", f"test {name}", "training time", ""), rows, 1)]
     if "seed" in keys:
-
-        def mean(group: Sequence[Facts]) -> float:
-            known = [facts.best for facts in group if facts.best is not None]
-            sign = -1 if runs[0].headline.higher_is_better else 1
-            return sign * statistics.fmean(known) if known else float("inf")
-
-        means = [
-            (*values, str(len(group)), spread([f.best for f in group], spec), spread([f.tested for f in group], spec))
-            for values, group in sorted(groups.items(), key=lambda item: mean(item[1]))
-        ]
-        others = [key for key in keys if key != "seed"]
-        tables.append(Table((*others, "seeds", f"val {name}, mean ± sd", f"test {name}, mean ± sd"), means, 1))
+        ordered = []
+        for values, group in groups.items():
+            bests, tests = [facts.best for facts in group], [facts.tested for facts in group]
+            known = [value for value in bests if value is not None]
+            mean = statistics.fmean(known) * (-1 if metric.higher_is_better else 1) if known else float("inf")
+            cells = (*values, str(len(group)), spread(bests, metric.spec), spread(tests, metric.spec))
+            ordered.append((mean, cells))
+        means = [cells for _, cells in sorted(ordered, key=lambda item: item[0])]
+        tables.append(doc.Table((*others, "seeds", f"val {name}, mean ± sd", f"test {name}, mean ± sd"), means, 1))
     return tables
 
 
 def _remark(facts: Facts) -> str:
     if facts.finished:
         return "diverged" if facts.setbacks.diverged else ""
-    last: Mapping[str, object] = next(
-        (event for event in reversed(facts.events) if event.get("event") in ("failed", "ended")), {}
-    )
+    last = facts.last_event("failed", "ended")
     if last.get("event") == "failed" or last.get("state") not in (None, "COMPLETED"):
         return str(last.get("state", "FAILED"))
     return f"{facts.steps} steps so far" if facts.begun else "not begun"
@@ -384,13 +342,16 @@ def spread(values: Sequence[float | None], spec: str = ".2f") -> str:
 
 def _against(key: str, runs: Sequence[Facts]) -> Picture | None:
     """The headline against one swept setting, a line for each choice of the others; seeds are averaged."""
-    values = [_as_number(facts.point.get(key)) for facts in runs]
+    try:
+        values = [float(facts.point.get(key, "")) for facts in runs]
+    except ValueError:
+        return None
     placed = [
         (x, facts.best, name_of({k: v for k, v in facts.point.items() if k not in (key, "seed")}))
         for x, facts in zip(values, runs, strict=True)
-        if x is not None and facts.best is not None
+        if facts.best is not None
     ]
-    if len({x for x, _, _ in placed}) < 2 or None in values:
+    if len({x for x, _, _ in placed}) < 2 or not all(map(fileio.is_number, values)):
         return None
     series, name, metric = [], runs[0].described.headline, runs[0].headline
     for colour, choice in enumerate(list(dict.fromkeys(name for _, _, name in placed))[:COLOURS]):
@@ -402,11 +363,3 @@ def _against(key: str, runs: Sequence[Facts]) -> Picture | None:
                 series += [Series(f"{choice} single run".strip(), [(at, y)], colour, faint=True) for y in ys]
     title = f"{metric.label}, validation"
     return line_chart(Axes(title, metric.unit, key, f"swept {key}", x_may_be_log=True), series)
-
-
-def _as_number(value: str | None) -> float | None:
-    try:
-        number = float(value or "")
-    except ValueError:
-        return None
-    return number if fileio.is_number(number) else None

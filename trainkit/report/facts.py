@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit import fileio, plugins, terminal
 from trainkit.config import yaml
@@ -54,8 +54,7 @@ def cpus_taken(taken: float | None, load: float | None = None) -> str:
     return f"the CPUs were taken: others had {taken:.0f} % of the time that it wanted{told}"
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Mean and highest value of one hardware reading over a run."""
 
     mean: float
@@ -64,41 +63,36 @@ class Usage:
 
 @dataclass(frozen=True)
 class HostSamples:
-    """Hardware samples of one host."""
+    """Hardware samples of one host: of the machine, and of each of its GPUs by NVML's index."""
 
     host: str
     samples: list[dict[str, Any]]
 
-    def machine(self, key: str) -> Usage | None:
-        """Usage of a reading of the machine: ``cpu_percent``, ``memory_used_mb`` ..."""
-        return _usage(sample.get(key) for sample in self.samples)
-
-    def gpu_indices(self) -> list[int]:
-        """The sampled GPUs, by NVML's index."""
-        return sorted({gpu["index"] for sample in self.samples for gpu in _gpus(sample)})
-
-    def gpu(self, index: int, key: str) -> Usage | None:
-        """Usage of a reading of one GPU: ``util_percent``, ``memory_used_mb``, ``power_w`` ..."""
-        return _usage(gpu.get(key) for sample in self.samples for gpu in _gpus(sample) if gpu["index"] == index)
-
-    def series(self, key: str, gpu: int | None = None) -> list[tuple[float, float]]:
-        """(time, value) of a reading of the machine, or of one GPU."""
-        points = []
+    @cached_property
+    def _curves(self) -> dict[tuple[int | None, str], list[tuple[float, float]]]:
+        found: dict[tuple[int | None, str], list[tuple[float, float]]] = {}
         for sample in self.samples:
-            holders = [sample] if gpu is None else [found for found in _gpus(sample) if found["index"] == gpu]
-            points += [(sample["time"], holder[key]) for holder in holders if fileio.is_number(holder.get(key))]
-        return points
+            gpus = sample.get("gpus")
+            holders = [item for item in gpus if isinstance(item, dict)] if isinstance(gpus, list) else []
+            for holder in (sample, *(gpu for gpu in holders if fileio.is_whole(gpu.get("index")))):
+                index = None if holder is sample else holder["index"]
+                for key, value in holder.items():
+                    if fileio.is_number(value):
+                        found.setdefault((index, key), []).append((sample["time"], value))
+        return found
 
+    def gpus(self) -> list[int]:
+        """The sampled GPUs."""
+        return sorted({index for index, _ in self._curves if index is not None})
 
-def _gpus(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    gpus = sample.get("gpus")
-    readable = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-    return [gpu for gpu in readable if fileio.is_whole(gpu.get("index"))]
+    def curve(self, key: str, gpu: int | None = None) -> list[tuple[float, float]]:
+        """(time, value) of a reading: ``cpu_percent``, ``memory_used_mb``; of a GPU ``power_w`` ..."""
+        return self._curves.get((gpu, key), [])
 
-
-def _usage(values: Iterable[Any]) -> Usage | None:
-    numbers = [float(value) for value in values if fileio.is_number(value)]
-    return Usage(statistics.fmean(numbers), max(numbers)) if numbers else None
+    def usage(self, key: str, gpu: int | None = None) -> Usage | None:
+        """Mean and highest value of a reading."""
+        values = [float(value) for _, value in self.curve(key, gpu)]
+        return Usage(statistics.fmean(values), max(values)) if values else None
 
 
 @dataclass
@@ -234,6 +228,10 @@ class Facts:
                 found.append((host, "\n".join(terminal.one_line(line, 200) for line in lines)))
         return found
 
+    def last_event(self, *kinds: str) -> Mapping[str, Any]:
+        """The newest event of these kinds; empty if there is none."""
+        return next((event for event in reversed(self.events) if event.get("event") in kinds), {})
+
     def started(self, key: str) -> Any:
         """A field of the newest ``started`` event, or of the summary, or None."""
         for event in reversed(self.events):
@@ -265,6 +263,12 @@ class Facts:
     def begun(self) -> bool:
         """Whether its ranks have met. Before that nothing is measured."""
         return self.started("world_size") is not None or bool(self.train or self.val)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether several nodes were one machine."""
+        hosts, nodes = self.started("hosts"), self.setting("launch.nodes")
+        return isinstance(hosts, list) and len(hosts) == 1 and isinstance(nodes, int) and nodes > 1
 
     @property
     def finished(self) -> bool:
@@ -381,7 +385,7 @@ class Facts:
     def processors(self) -> int | None:
         """How many ranks share the work, or GPUs where one process drives several by DataParallel."""
         if _takes_all_gpus(str(self.setting("strategy.name"))):
-            return sum(len(host.gpu_indices()) for host in self.hosts) or 1
+            return sum(len(host.gpus()) for host in self.hosts) or 1
         world_size = self.started("world_size")
         return world_size if isinstance(world_size, int) else None
 
@@ -395,9 +399,9 @@ class Facts:
         each = -(-ranks // len(hosts)) if known else 0
         if each * (threads or 0) > (cpus or 0):
             return f"{each} ranks of {threads} thread{'s' * (threads != 1)} shared {cpus} CPU{'s' * (cpus != 1)}"
-        told = [taken.mean for host in self.hosts if (taken := host.machine("cpu_taken"))]
-        load = max((load.mean for host in self.hosts if (load := host.machine("load"))), default=0.0)
-        return cpus_taken(max(told, default=None), load)
+        taken = [usage.mean for host in self.hosts if (usage := host.usage("cpu_taken"))]
+        load = [usage.mean for host in self.hosts if (usage := host.usage("load"))]
+        return cpus_taken(max(taken, default=None), max(load, default=0.0))
 
 
 def collect(runs: Sequence[RunDir]) -> list[Facts]:

@@ -1,9 +1,12 @@
-"""Sections with charts over time: curves, time line, where the time went, hardware."""
+"""Sections with charts: curves, time line, where the time went, hardware; and of tasks with classes which is taken for
+which, and the images that were told wrong most confidently."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise
 from statistics import fmean, median
@@ -11,85 +14,59 @@ from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.ranks.env import fold
-from trainkit.report.charts import (
-    COLOURS,
-    GREY,
-    Axes,
-    Picture,
-    Point,
-    Series,
-    join,
-    line_chart,
-    linear_ticks,
-    shown,
-    tag,
-    time_unit,
-)
-from trainkit.report.document import (
-    NONE,
-    Block,
-    Charts,
-    Fold,
-    Part,
-    Row,
-    Section,
-    Table,
-    Text,
-    duration,
-    memory,
-    number,
-    plural,
-    rate,
-    text,
-)
-from trainkit.report.facts import Facts, HostSamples, Span, Usage, spans
+from trainkit.report import charts
+from trainkit.report import document as doc
+from trainkit.report.charts import COLOURS, GREY, Axes, Bar, Html, Picture, Point, Series, line_chart, tag
+from trainkit.report.document import NONE, duration, memory, number, plural, rate, text
+from trainkit.report.facts import Facts, HostSamples, spans
 
-MOST = COLOURS
-"""Runs that are overlaid: nobody tells more colours apart."""
 _FEW_EPOCHS = 2.0
 """An axis of so few epochs would have two numbers: steps are drawn."""
 _MOST_LANES, _MOST_ROWS, _MOST_MARKS, _MOST_HOSTS, _MOST_LABELS = 40, 100, 300, 8, 4
+_MOST_RUNS, _MOST_DRAWN, _MOST_NAMED, _MOST_BARS, _MOST_PAIRS = 4, 100, 30, 20, 10
+_MOST_IMAGES, _MOST_OF_ONE, _LARGEST_IMAGE = 48, 8, 1 << 18
 
 
-def curves(runs: Sequence[Facts]) -> Section:
-    """Of one run train and val in two colours; of several each in its own."""
+def curves(runs: Sequence[Facts]) -> doc.Section:
+    """Of one run train and val in two colours; of several, at most as many as there are colours, each in its own."""
     known = [facts for facts in runs if facts.train or facts.val]
-    drawn = known if len(known) <= MOST else sorted(known, key=lambda facts: facts.rank)[:MOST]
-    longest = max((r["epoch"] for f in drawn for r in (*f.train, *f.val) if "epoch" in r), default=0.0)
-    by = "epoch" if longest > _FEW_EPOCHS else "step"
-    one = len(drawn) == 1
+    drawn = known if len(known) <= COLOURS else sorted(known, key=lambda facts: facts.rank)[:COLOURS]
+    records = [record for facts in drawn for record in (*facts.train, *facts.val)]
+    by = "epoch" if max((r["epoch"] for r in records if "epoch" in r), default=0.0) > _FEW_EPOCHS else "step"
+    x_to, one = max((r[by] for r in records if by in r), default=1.0), len(drawn) == 1
     marks = [(x, GREY if one else colour) for colour, facts in enumerate(drawn) for x in facts.restarts(by)]
-    x_to = max((r[by] for f in drawn for r in (*f.train, *f.val) if by in r), default=1.0)
     described = {name: each for facts in drawn for name, each in facts.described.metrics.items()}
-    charts = []
+    pictures = []
     for key in [*described, "lr", "images_per_sec"]:
         metric = described.get(key)
-        of_train = [_series(f.drawn, by, key, f, "train", colour, one) for colour, f in enumerate(drawn)]
-        of_val = [_series(f.val, by, key, f, "val", colour, one) for colour, f in enumerate(drawn)] if metric else []
-        series = [*of_train, *of_val]
+        series = [_series(f.drawn, by, key, f, "train", colour, one) for colour, f in enumerate(drawn)]
+        of_train = len(series)
+        series += [_series(f.val, by, key, f, "val", colour, one) for colour, f in enumerate(drawn) if metric]
         if not any(item.label for item in series):  # of runs that were never validated
             series = [replace(item, faint=False, label=_end_value(key, item.points, facts))
-                      for item, facts in zip(of_train, drawn, strict=True)]  # fmt: skip
+                      for item, facts in zip(series[:of_train], drawn, strict=True)]  # fmt: skip
         title = metric.label if metric else "Learning rate" if key == "lr" else "Throughput"
-        unit = (metric.unit if metric else "images/s" if key == "images_per_sec" else "") if key != "loss" else ""
-        lost = "not finite" if key == "loss" else ""
-        axes = Axes(title, unit, by, "curves", low=None if metric else 0.0, may_be_log=key == "loss", lost=lost)
-        charts.append(line_chart(axes, series, x_from=0.0, x_to=x_to, marks=marks))
-    notes = ["Dotted lines: a later attempt went on."] if marks else []
-    if one and any(facts.best is not None for facts in drawn):
-        notes.insert(0, "Ring: the best checkpoint.")
+        unit = metric.unit if metric and key != "loss" else "images/s" if key == "images_per_sec" else ""
+        lost, low = "not finite" if key == "loss" else "", None if metric else 0.0
+        axes = Axes(title, unit, by, "curves", low=low, may_be_log=key == "loss", lost=lost)
+        pictures.append(line_chart(axes, series, x_from=0.0, x_to=x_to, marks=marks))
+    notes = []
     if not one and any(facts.val for facts in drawn):
-        notes.insert(0, "Thick: validation. Thin: training.")
-    if every := max((facts.metrics.every for facts in drawn if facts.metrics.every > 1), default=0):
+        notes.append("Thick: validation. Thin: training.")
+    if one and drawn[0].best is not None:
+        notes.append("Ring: the best checkpoint.")
+    if marks:
+        notes.append("Dotted lines: a later attempt went on.")
+    if (every := max((facts.metrics.every for facts in drawn), default=1)) > 1:
         notes.append(
             f"Of the train records one in {every} is in the curves, medians and estimates here; in the curves also"
             " those with the largest and the smallest loss of each stretch, and the first that is no number."
         )
-    if len(known) > MOST:
-        notes.append(f"The best {MOST} of {len(known)} runs, by validation.")
+    if len(known) > COLOURS:
+        notes.append(f"The best {COLOURS} of {len(known)} runs, by validation.")
     legend = [] if one else [(facts.label, colour) for colour, facts in enumerate(drawn)]
-    whole = Charts("curves", charts, "loss, metrics, learning rate and throughput", legend)
-    return Section("curves", "Curves", [whole] if whole else [], " ".join(notes))
+    whole = doc.Charts("curves", pictures, "loss, metrics, learning rate and throughput", legend)
+    return doc.Section("curves", "Curves", [whole] if whole else [], " ".join(notes))
 
 
 def _series(
@@ -143,17 +120,28 @@ _WORDS = {
 } | {kind: words for kind, (_, _, words) in _GLYPHS.items()}  # fmt: skip
 
 
-@dataclass
 class _Lane:
     """A run's time, from its first submission."""
 
-    facts: Facts
-    began: float
-    ended: float
-    attempts: list[Span]
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.attempts = facts, spans(facts)
+        self.events = [event for event in facts.events if fileio.is_time(event.get("time"))]
+        starts = [event["time"] for event in self.events if event["event"] in ("submitted", "started")]
+        last = [record["time"] for record in (*facts.train[-1:], *facts.val[-1:]) if fileio.is_time(record.get("time"))]
+        self.exists = bool(starts)
+        self.began = min(starts, default=0.0)
+        self.ended = max([*last, *(event["time"] for event in self.events)], default=0.0)
 
-    def events(self, kinds: Iterable[str]) -> list[dict[str, Any]]:
-        return [e for e in self.facts.events if e["event"] in kinds and fileio.is_time(e.get("time"))]
+    def marks(self, longest: float) -> list[dict[str, Any]]:
+        """Events that are shown, no two on each other: of several in one place a failure, else the first."""
+        kept: list[dict[str, Any]] = []
+        marked = (event for event in self.events if event["event"] in _GLYPHS)
+        for event in sorted(marked, key=lambda event: float(event["time"])):
+            if not kept or event["time"] - kept[-1]["time"] >= 0.015 * longest:
+                kept.append(event)
+            elif event["event"] == "failed":
+                kept[-1] = event
+        return kept[:_MOST_MARKS]
 
     def in_words(self) -> str:
         facts, whole = self.facts, self.ended - self.began
@@ -166,44 +154,32 @@ class _Lane:
         return ", ".join(words + [plural(facts.requeues, "requeue")] * (facts.requeues > 0)) + "."
 
 
-def timeline(runs: Sequence[Facts]) -> Section:
+def timeline(runs: Sequence[Facts]) -> doc.Section:
     """When each run waited, ran, saved and was interrupted: a lane a run, and its events in words."""
-    lanes = [lane for facts in runs if (lane := _lane(facts))]
-    longest = max((lane.ended - lane.began for lane in lanes), default=0.0)
-    drawn = lanes[:_MOST_LANES]
-    pictures = [
-        _picture(lane, longest, f"{lane.facts.label}: {lane.in_words()}" if len(runs) > 1 else lane.in_words())
-        for lane in drawn
-    ]
-    marked = {event["event"] for lane in drawn for event in _apart(lane.events(_GLYPHS), longest)}
+    lanes = [lane for facts in runs if (lane := _Lane(facts)).exists]
+    longest, drawn = max((lane.ended - lane.began for lane in lanes), default=0.0), lanes[:_MOST_LANES]
+    titles = [f"{lane.facts.label}: " * (len(runs) > 1) + lane.in_words() for lane in drawn]
+    pictures = [_drawn(lane, longest, title) for lane, title in zip(drawn, titles, strict=True)]
+    marked = {event["event"] for lane in drawn for event in lane.marks(longest)}
     note = "From the first submission. Bars: training; dotted: waiting; ticks: checkpoints. " + " ".join(
         f"{glyph} {words}." for kind, (glyph, _, words) in _GLYPHS.items() if kind in marked
     )
-    tables: list[Part] = [
-        Table(("after", "event", ""), rows, caption=lane.facts.label if len(lanes) > 1 else "What happened")
+    tables: list[doc.Part] = [
+        doc.Table(("after", "event", ""), rows, caption=lane.facts.label if len(lanes) > 1 else "What happened")
         for lane in drawn
         if (rows := _happened(lane))
     ]
     if len(tables) > 3:
-        tables = [Fold("What happened, run by run", tables)]
-    charts = Charts("timeline", pictures, "when it waited, ran and saved", wide=True)
-    return Section("timeline", "Time line", [charts, *tables] if lanes else [], note)
+        tables = [doc.Fold("What happened, run by run", tables)]
+    whole = doc.Charts("timeline", pictures, "when it waited, ran and saved", wide=True)
+    return doc.Section("timeline", "Time line", [whole, *tables] if lanes else [], note)
 
 
-def _lane(facts: Facts) -> _Lane | None:
-    events = [event for event in facts.events if fileio.is_time(event.get("time"))]
-    told = [record["time"] for record in (*facts.train[-1:], *facts.val[-1:]) if fileio.is_time(record.get("time"))]
-    starts = [event["time"] for event in events if event["event"] in ("submitted", "started")]
-    if not starts:
-        return None
-    return _Lane(facts, min(starts), max([*told, *(event["time"] for event in events)]), spans(facts))
-
-
-def _picture(lane: _Lane, longest: float, title: str) -> Picture:
+def _drawn(lane: _Lane, longest: float, title: str) -> Picture:
     def at(time: float) -> str:
         return f"{100 * min(1.0, max(0.0, (time - lane.began) / (longest or 1.0))):.2f}%"
 
-    marks = _apart(lane.events(_GLYPHS), longest)
+    marks = lane.marks(longest)
     top = 16 if marks else 2
     middle, foot = top + 11, top + 22
     found = []
@@ -217,49 +193,38 @@ def _picture(lane: _Lane, longest: float, title: str) -> Picture:
         goes_on = span is lane.attempts[-1] and not span.how
         style = "attempt c0" if span.went_well or goes_on else "attempt c1"
         found.append(tag("rect", x=at(span.began), y=top, width=width, height=22, rx=2, class_=style))
-    saved = [event["time"] for event in lane.events(("saved",))]
+    saved = [event["time"] for event in lane.events if event["event"] == "saved"]
     for time in saved[:: max(1, len(saved) // _MOST_MARKS)]:
         found.append(tag("line", x1=at(time), x2=at(time), y1=foot - 6, y2=foot, class_="saved c0"))
     for event in marks:
         glyph, colour, words = _GLYPHS[event["event"]]
         said = tag("title", f"{words}, after {duration(event['time'] - lane.began)}")
         found.append(tag("text", glyph, said, x=at(event["time"]), y=12, class_=f"glyph c{colour}"))
-    unit, seconds = time_unit(longest)
-    for tick in linear_ticks(0.0, longest / seconds, 6) if longest > 0 else ():
+    unit, seconds = charts.time_unit(longest)
+    for tick in charts.linear_ticks(0.0, longest / seconds, 6) if longest > 0 else ():
         share = 100 * tick * seconds / longest
-        anchor = "" if share < 3 else " end" if share > 96 else " middle"
-        found.append(tag("text", f"{shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_="tick" + anchor))
-    return Picture(title, "", join(found), f"Time line of {lane.facts.label}: {lane.in_words()}", foot + 18)
+        style = "tick" + ("" if share < 3 else " end" if share > 96 else " middle")
+        found.append(tag("text", f"{charts.shown(tick)} {unit}", x=f"{share:.2f}%", y=foot + 13, class_=style))
+    return Picture(title, "", charts.join(found), f"Time line of {lane.facts.label}: {lane.in_words()}", foot + 18)
 
 
-def _apart(events: Sequence[dict[str, Any]], longest: float) -> list[dict[str, Any]]:
-    """Those that are shown, no two marks on each other: of several in one place a failure, else the first."""
-    kept: list[dict[str, Any]] = []
-    for event in sorted(events, key=lambda event: float(event["time"])):
-        if kept and event["time"] - kept[-1]["time"] < 0.015 * longest:
-            if event["event"] == "failed":
-                kept[-1] = event
-            continue
-        kept.append(event)
-    return kept[:_MOST_MARKS]
-
-
-def _happened(lane: _Lane) -> list[Row]:
+def _happened(lane: _Lane) -> list[doc.Row]:
     told: list[dict[str, Any]] = []
-    for event in lane.events(_WORDS):
-        is_end = event["event"] == "ended"  # which the ranks and the command that looks after them may both write
-        if not (is_end and told and told[-1]["event"] == "ended" and told[-1].get("state") == event.get("state")):
+    for event in lane.events:
+        # The ranks and the command that looks after them may both write that it has ended.
+        again = event["event"] == "ended" and told and told[-1]["event"] == "ended"
+        if event["event"] in _WORDS and not (again and told[-1].get("state") == event.get("state")):
             told.append(event)
     left_out = max(0, len(told) - _MOST_ROWS)
     listed = told[: _MOST_ROWS // 2] + told[-_MOST_ROWS // 2 :] if left_out else told
-    rows: list[Row] = [
+    rows: list[doc.Row] = [
         (duration(max(0.0, event["time"] - lane.began)), _WORDS[event["event"]], _details(event)) for event in listed
     ]
     if left_out:
         rows.insert(_MOST_ROWS // 2, ("", f"{left_out} more", ""))
     if rows:
         when = datetime.fromtimestamp(lane.began).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-        rows[0] = (*rows[0][:2], ", ".join(part for part in (rows[0][2], when) if part))
+        rows[0] = (*rows[0][:2], ", ".join(filter(None, (rows[0][2], when))))
     return rows
 
 
@@ -281,21 +246,17 @@ def _details(event: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def attempts(facts: Facts) -> list[Part]:
+def attempts(facts: Facts) -> list[doc.Part]:
     """When each attempt ran, on what, and how it ended."""
     rows = [
         (
-            str(span.number),
-            f"{datetime.fromtimestamp(span.began).astimezone():%Y-%m-%d %H:%M:%S}",
-            fold(span.hosts) if span.hosts else NONE,
-            text(span.ranks),
-            f"{span.from_step} to {span.to_step}",
-            duration(span.seconds),
-            terminal.one_line(span.how, 200) or "killed without a word, or goes on",
+            str(span.number), f"{datetime.fromtimestamp(span.began).astimezone():%Y-%m-%d %H:%M:%S}",
+            fold(span.hosts) if span.hosts else NONE, text(span.ranks), f"{span.from_step} to {span.to_step}",
+            duration(span.seconds), terminal.one_line(span.how, 200) or "killed without a word, or goes on",
         )
         for span in spans(facts)[-2 * _MOST_ROWS :]
-    ]
-    return [Table(("attempt", "began", "on", "ranks", "steps", "time", "ended"), rows)]
+    ]  # fmt: skip
+    return [doc.Table(("attempt", "began", "on", "ranks", "steps", "time", "ended"), rows)]
 
 
 # Parts of an update: computing is blue, waiting is not.
@@ -310,36 +271,34 @@ _MEANING = {
 }  # fmt: skip
 
 
-def spent(runs: Sequence[Facts]) -> Section:
+def spent(runs: Sequence[Facts]) -> doc.Section:
     """Where the time of rank 0 went."""
-    told = [(facts, parts) for facts in runs if (parts := facts.spent)]
-    names = list(dict.fromkeys(name for _, parts in told for name in parts))
-    bars = [
-        _stacked(f"{facts.label}, {duration(sum(parts.values()))}" if len(told) > 1 else "", parts, facts.label)
-        for facts, parts in told
-    ]
-    rows: list[Row] = []
-    for name in names:
-        cells = []
-        for _, parts in told:
-            share = 100 * parts.get(name, 0.0) / sum(parts.values())
-            cells += [number(parts.get(name), ",.1f"), number(share if name in parts else None, ".1f", " %")]
-        rows.append((name + (f": {_MEANING[name]}" if name in _MEANING else ""), *cells))
-    sums = [cell for _, parts in told for cell in (number(sum(parts.values()), ",.1f"), "100 %")]
-    rows += [("all", *sums)] * bool(rows)
-    heads = [head for facts, _ in told for head in (f"{facts.label}, s" if len(told) > 1 else "seconds", "of all")]
+    known = [(facts.label, facts.spent, sum(facts.spent.values())) for facts in runs if facts.spent]
+    names = list(dict.fromkeys(name for _, parts, _ in known for name in parts))
+    several = len(known) > 1
+    bars = [_stacked(f"{label}, {duration(total)}" * several, parts, label, total) for label, parts, total in known]
+    rows: list[doc.Row] = []
+    for name in [*names, "all"] if known else ():
+        cells = [name + (f": {_MEANING[name]}" if name in _MEANING else "")]
+        for _, parts, total in known:
+            if name == "all":
+                cells += [number(total, ",.1f"), "100 %"]
+            else:
+                share = 100 * parts.get(name, 0.0) / total
+                cells += [number(parts.get(name), ",.1f"), number(share if name in parts else None, ".1f", " %")]
+        rows.append(tuple(cells))
+    heads = [head for label, *_ in known for head in (f"{label}, s" if several else "seconds", "of all")]
     note = "Time of rank 0 over all attempts; at any moment it is spent on exactly one thing."
     legend = [(name, _PARTS.get(name, GREY)) for name in names]
-    charts = Charts("time", bars, "where the time of rank 0 went", legend, wide=True)
-    return Section("time", "Where the time went", [charts, Table(("part", *heads), rows, 1)] if told else [], note)
+    whole = doc.Charts("time", bars, "where the time of rank 0 went", legend, wide=True)
+    whole_table = doc.Table(("part", *heads), rows, 1)
+    return doc.Section("time", "Where the time went", [whole, whole_table] if known else [], note)
 
 
-def _stacked(title: str, parts: Mapping[str, float], run: str) -> Picture:
-    total, before = sum(parts.values()), 0.0
-    found = []
+def _stacked(title: str, parts: Mapping[str, float], run: str, total: float) -> Picture:
+    before, found = 0.0, []
     for name, seconds in parts.items():
-        share = 100 * seconds / total
-        quiet = name not in _PARTS
+        share, quiet = 100 * seconds / total, name not in _PARTS
         said = tag("title", f"{name} {seconds:,.1f} s, {share:.1f} %")
         style = f"part c{_PARTS.get(name, GREY)}" + " quiet" * quiet
         found.append(tag("rect", said, x=f"{before:.3f}%", y=0, width=f"{share:.3f}%", height=26, class_=style))
@@ -348,48 +307,32 @@ def _stacked(title: str, parts: Mapping[str, float], run: str) -> Picture:
             found.append(tag("text", f"{name} {share:.0f} %", x=f"{before + share / 2:.3f}%", y=17, class_=style))
         before += share
     words = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in parts.items())
-    return Picture(title, "", join(found), f"{run}: {words}", 26)
+    return Picture(title, "", charts.join(found), f"{run}: {words}", 26)
 
 
-HARDWARE = ("device", "utilisation, mean", "highest", "memory, highest", "power, mean", "temperature, highest")
-
-
-def hardware(facts: Facts) -> list[Part]:
-    """All devices, and curves of each node."""
-    charts = [chart for host in facts.hosts[:_MOST_HOSTS] for chart in _host(host, facts.label)]
-    parts: list[Part] = [
-        Table(HARDWARE, hardware_rows(facts), 1),
-        Charts("hardware", charts, "use of the hardware over time"),
-    ]
-    if len(facts.hosts) > _MOST_HOSTS:
-        parts.append(Text([f"Curves of {_MOST_HOSTS} of {len(facts.hosts)} nodes."]))
-    parts += [
-        Fold(f"GPUs of {host}, as nvidia-smi has them", [Block(shown)])
-        for host, shown in facts.gpus_shown[:_MOST_HOSTS]
-    ]
-    if facts.started("device") == "cpu":
-        parts.append(Text(["No GPU took part: there is nothing for nvidia-smi to show."]))
-    return parts
-
-
-def hardware_rows(facts: Facts) -> list[Row]:
-    """A row for every GPU and for every host's CPUs; the columns are those of `HARDWARE`."""
-    rows = []
+def hardware(facts: Facts) -> list[doc.Part]:
+    """A row for every GPU and for every host's CPUs, and curves of each node."""
+    header = ("device", "utilisation, mean", "highest", "memory, highest", "power, mean", "temperature, highest")
+    rows: list[doc.Row] = []
     for host in facts.hosts:
-        for index in host.gpu_indices():
-            util, used, total = (host.gpu(index, key) for key in ("util_percent", "memory_used_mb", "memory_total_mb"))
-            power, heat = host.gpu(index, "power_w"), host.gpu(index, "temperature_c")
+        for device, gpu in [*((f"GPU {index} of", index) for index in host.gpus()), ("CPUs of", None)]:
+            use = host.usage("cpu_percent" if gpu is None else "util_percent", gpu)
+            used, total = (host.usage(f"memory_{key}_mb", gpu) for key in ("used", "total"))
+            power, heat = (host.usage(key, gpu) if gpu is not None else None for key in ("power_w", "temperature_c"))
+            held = memory(used and used.highest) + (f" of {memory(total.highest)}" if used and total else "")
+            mean, highest = (number(value, ".0f", " %") for value in use or (None, None))
             watts, celsius = number(power and power.mean, ".0f", " W"), number(heat and heat.highest, ".0f", " °C")
-            rows.append(_use(f"GPU {index} of {host.host}", util, used, total, watts, celsius))
-        util, used, total = (host.machine(key) for key in ("cpu_percent", "memory_used_mb", "memory_total_mb"))
-        rows.append(_use(f"CPUs of {host.host}", util, used, total, NONE, NONE))
-    return rows
-
-
-def _use(device: str, util: Usage | None, used: Usage | None, total: Usage | None, *more: str) -> Row:
-    mean, highest = (number(util and value, ".0f", " %") for value in (util and util.mean, util and util.highest))
-    held = memory(used and used.highest) + (f" of {memory(total.highest)}" if used and total else "")
-    return (device, mean, highest, held, *more)
+            rows.append((f"{device} {host.host}", mean, highest, held, watts, celsius))
+    pictures = [picture for host in facts.hosts[:_MOST_HOSTS] for picture in _host(host, facts.label)]
+    drawn = doc.Charts("hardware", pictures, "use of the hardware over time")
+    parts: list[doc.Part] = [doc.Table(header, rows, 1), drawn]
+    if len(facts.hosts) > _MOST_HOSTS:
+        parts.append(doc.Text([f"Curves of {_MOST_HOSTS} of {len(facts.hosts)} nodes."]))
+    for host_name, shown in facts.gpus_shown[:_MOST_HOSTS]:
+        parts.append(doc.Fold(f"GPUs of {host_name}, as nvidia-smi has them", [doc.Block(shown)]))
+    if facts.started("device") == "cpu":
+        parts.append(doc.Text(["No GPU took part: there is nothing for nvidia-smi to show."]))
+    return parts
 
 
 def _host(host: HostSamples, run: str) -> list[Picture | None]:
@@ -397,15 +340,15 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
     began, seconds = min(times), max(times) - min(times)
     if seconds <= 0:
         return []
-    unit, scale = time_unit(seconds)
+    unit, scale = charts.time_unit(seconds)
 
     def line(name: str, key: str, colour: int, gpu: int | None = None, by: float = 1.0) -> Series:
-        points = sorted(((time - began) / scale, value / by) for time, value in host.series(key, gpu))
+        points = sorted(((time - began) / scale, value / by) for time, value in host.curve(key, gpu))
         label = f"{name} {points[-1][1]:{'.1f' if by > 1 else '.0f'}}" if points else ""
         return Series(name, points, colour % COLOURS, label=label, lost=_pauses(points))
 
     def of_gpus(key: str, by: float = 1.0) -> list[Series]:
-        lines = [line(f"GPU {index}", key, at, index, by) for at, index in enumerate(host.gpu_indices())]
+        lines = [line(f"GPU {index}", key, at, index, by) for at, index in enumerate(host.gpus())]
         if len(lines) <= _MOST_LABELS:
             return lines
         values: dict[float, list[float]] = {}
@@ -422,13 +365,11 @@ def _host(host: HostSamples, run: str) -> list[Picture | None]:
         ("memory", "GB", [*of_gpus("memory_used_mb", 1024.0), *machine], None),
         ("power", "W", of_gpus("power_w"), None),
     )
+    group, x_to = f"{run} {host.host}", seconds / scale
     return [
-        line_chart(
-            Axes(f"{host.host} · {what}", of, unit, f"{run} {host.host}", low=0.0, high=high), lines,
-            x_from=0.0, x_to=seconds / scale,
-        )
+        line_chart(Axes(f"{host.host} · {what}", of, unit, group, low=0.0, high=high), lines, x_from=0.0, x_to=x_to)
         for what, of, lines, high in kinds
-    ]  # fmt: skip
+    ]
 
 
 def _pauses(points: Sequence[Point]) -> list[float]:
@@ -437,3 +378,128 @@ def _pauses(points: Sequence[Point]) -> list[float]:
         return []
     usual = median(after[0] - before[0] for before, after in pairwise(points))
     return [(a[0] + b[0]) / 2 for a, b in pairwise(points) if b[0] - a[0] > 3 * usual > 0]
+
+
+class _Counts:
+    """``confusion.json``, as far as it can be true."""
+
+    def __init__(self, facts: Facts) -> None:
+        read = fileio.read_object(facts.run_dir.confusion)
+        self.names = [terminal.one_line(name, 60) for name in _list(read.get("classes"))[:4000]]
+        self.where = terminal.one_line(read.get("split", "?"), 20) + _at_step(read)
+        self.pairs: dict[tuple[int, int], int] = {}
+        """(class, what it was taken for) -> how often."""
+        self.totals, self.right = [0] * len(self.names), [0] * len(self.names)
+        for item in _list(read.get("raw")) or _list(read.get("ema")):
+            if not (isinstance(item, list) and len(item) == 3 and all(map(fileio.is_whole, item))):
+                continue
+            label, told, count = item
+            if label < len(self.names) and told < len(self.names) and count:
+                self.pairs[label, told] = self.pairs.get((label, told), 0) + count
+                self.totals[label] += count
+                self.right[label] += count if label == told else 0
+
+
+def classes(runs: Sequence[Facts]) -> doc.Section:
+    """Which class is taken for which, and how often each is told right."""
+    told = [(facts, counts) for facts in runs[:_MOST_RUNS] if (counts := _Counts(facts)).pairs]
+    parts: list[doc.Part] = []
+    for facts, counts in told:
+        parts += [doc.Heading(f"{facts.label}, {counts.where}")] * (len(runs) > 1)
+        wrong = sorted((pair for pair in counts.pairs if pair[0] != pair[1]), key=lambda pair: -counts.pairs[pair])
+        rows = [
+            (counts.names[label], counts.names[other], f"{times:,}", f"{100 * times / counts.totals[label]:.1f} %")
+            for label, other in wrong[:_MOST_PAIRS]
+            for times in [counts.pairs[label, other]]
+        ]
+        known = zip(counts.names, counts.totals, counts.right, strict=True)
+        found = sorted((right / total, name, total) for name, total, right in known if total)
+        worst = found if len(found) <= _MOST_NAMED else found[:_MOST_BARS]
+        title = "Accuracy by class" if len(worst) == len(found) else f"The {len(worst)} worst of {len(found)} classes"
+        bars = [Bar(name, 100 * share, f"{100 * share:.1f} % of {total:,}") for share, name, total in worst]
+        pictures = [_matrix(counts), charts.bar_chart(title, "worst first", bars, high=100)]
+        parts.append(doc.Charts("classes", pictures, "classes"))
+        parts.append(doc.Table(("class", "taken for", "times", "of the class"), rows, 2, "Most often confused"))
+        parts += [doc.Text(["None was told wrong."])] * (not rows)
+        if len(worst) < len(found):
+            every = [(name, f"{total:,}", f"{100 * share:.1f} %") for share, name, total in found]
+            table = doc.Table(("class", "images", "told right"), every, 1)
+            parts.append(doc.Fold(f"All {len(found)} classes", [table]))
+    note = f"Of the best weights, on {told[0][1].where}." if len(runs) == 1 and told else "Of the best weights."
+    note += f" The first {_MOST_RUNS} runs." * (len(runs) > _MOST_RUNS)
+    return doc.Section("classes", "Classes", parts, note)
+
+
+def _at_step(read: Mapping[str, Any]) -> str:
+    return f", step {read['step']}" if fileio.is_whole(read.get("step")) else ""
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _matrix(counts: _Counts) -> Picture | None:
+    many = len(counts.names)
+    if many > _MOST_DRAWN:
+        return None
+    named, longest = many <= _MOST_NAMED, max(map(len, counts.names))
+    margin = min(6.5 * min(longest, 14) + 10, 100) if named else 6
+    size = (400 - margin) / many
+    found: list[Html] = []
+    for at, name in enumerate(counts.names if named else ()):
+        short, middle, edge = name if len(name) <= 14 else name[:13] + "…", margin + (at + 0.5) * size, margin - 5
+        found.append(tag("text", short, x=f"{edge:.1f}", y=f"{middle:.1f}", dy="0.35em", class_="tick end"))
+        place = {"class_": "tick middle"}
+        if longest > 2:
+            place = {"class_": "tick", "dy": "0.3em", "transform": f"rotate(-90 {middle:.1f} {edge:.1f})"}
+        found.append(tag("text", short, x=f"{middle:.1f}", y=f"{edge:.1f}", **place))
+    for (label, told), count in sorted(counts.pairs.items()):
+        share, right = count / counts.totals[label], label == told
+        opacity = 0.12 + 0.88 * share if right else 0.3 + 0.7 * share
+        taken = "told right" if right else f"taken for {counts.names[told]}"
+        words = f"{counts.names[label]} {taken}: {count:,} of {counts.totals[label]:,}"
+        x, y = margin + told * size, margin + label * size
+        found.append(
+            tag("rect", tag("title", words) if named else None, x=f"{x:.1f}", y=f"{y:.1f}", width=f"{size:.2f}",
+                height=f"{size:.2f}", fill_opacity=f"{opacity:.2f}", class_="cell c0" if right else "cell c1")
+        )  # fmt: skip
+        if size >= 22 and count < 10 ** int(size / 7):
+            style = "count over" if opacity > 0.6 else "count"
+            found.append(
+                tag("text", count, x=f"{x + size / 2:.1f}", y=f"{y + size / 2:.1f}", dy="0.35em", class_=style)
+            )
+    whole, corner = f"{400 - margin:.1f}", f"{margin:.1f}"
+    found.append(tag("rect", x=corner, y=corner, width=whole, height=whole, class_="frame"))
+    total = sum(counts.totals)
+    words = f"Confusion matrix of {many} classes: {total - sum(counts.right)} of {total} told wrong"
+    return Picture("Confusion matrix", "rows: the class; columns: taken for", charts.join(found), words, 400, 400)
+
+
+def mistakes(runs: Sequence[Facts]) -> doc.Section:
+    """The images that were told wrong most confidently."""
+    parts: list[doc.Part] = []
+    for facts in runs[:_MOST_RUNS]:
+        for split in ("val", "test"):
+            read = fileio.read_object(facts.run_dir.mistakes(split))
+            most = _MOST_IMAGES if len(runs) == 1 else _MOST_OF_ONE
+            photos = [photo for item in _list(read.get("images"))[:most] if (photo := _photo(item))]
+            if photos or read.get("images") == []:
+                parts.append(doc.Heading(f"{facts.label}, " * (len(runs) > 1) + split + _at_step(read)))
+                parts.append(doc.Gallery(photos) if photos else doc.Text(["None was told wrong."]))
+    note = "The class that the model was surest of, and was wrong; each with the probability that it gave to it."
+    return doc.Section("mistakes", "Most confidently wrong", parts, note)
+
+
+def _photo(item: Any) -> doc.Photo | None:
+    """One image with what it is and what it was taken for; None for what is no small PNG."""
+    if not isinstance(item, dict) or not isinstance(png := item.get("png"), str) or len(png) > _LARGEST_IMAGE:
+        return None
+    try:
+        content = base64.b64decode(png, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    known = content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) >= 33
+    if not known or not fileio.is_number(item.get("confidence")):
+        return None
+    label, told = (terminal.one_line(item.get(key, "?"), 60) for key in ("label", "told"))
+    return doc.Photo(png, label, told, item["confidence"], int.from_bytes(content[16:20], "big") > 40)

@@ -10,41 +10,24 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainkit import fileio, terminal
 from trainkit.config.loading import flatten, load
 from trainkit.config.schema import OptimConfig
 from trainkit.errors import TrainkitError
 from trainkit.ranks.env import fold
-from trainkit.report.comparison import comparison, is_about_speed, is_simulated, scaling, swept
-from trainkit.report.document import (
-    MEASURE,
-    NONE,
-    TIMES,
-    Block,
-    Code,
-    Items,
-    Part,
-    Row,
-    Section,
-    Table,
-    Text,
-    duration,
-    memory,
-    number,
-    of_each,
-    plural,
-    rate,
-    text,
-)
+from trainkit.report import document as doc
+from trainkit.report.comparison import comparison, is_about_speed, scaling, swept
+from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text
 from trainkit.report.facts import Facts, processor_hours
-from trainkit.report.figures import attempts, curves, hardware, spent, timeline
-from trainkit.report.per_class import classes, mistakes
+from trainkit.report.figures import attempts, classes, curves, hardware, mistakes, spent, timeline
 
 _NOT_OF_THE_TRAINING = ("launch.", "monitor.", "collaborative.initial_peers", "data.root")
 _MOST_SHOWN, _MOST_NAMES = 200, 100
 
 
-def of_several(runs: Sequence[Facts]) -> list[Section]:
+def of_several(runs: Sequence[Facts]) -> list[doc.Section]:
     """Sections that set runs against each other; of a sweep, whose best run is the first, with its results."""
     if not is_sweep(runs):
         return [section(runs) for section in SEVERAL]
@@ -52,7 +35,7 @@ def of_several(runs: Sequence[Facts]) -> list[Section]:
     return [swept(runs), *([section(runs) for section in SEVERAL] if about_speed else [])]
 
 
-def of_runs(runs: Sequence[Facts]) -> list[Section]:
+def of_runs(runs: Sequence[Facts]) -> list[doc.Section]:
     """Sections on each run."""
     return [section(runs) for section in RUNS]
 
@@ -75,8 +58,7 @@ def headline(facts: Facts) -> tuple[str, str]:
     total = facts.started("total_steps")
     of = f" of {total:,}" if isinstance(total, int) else ""
     # A failure after which a further attempt has started is on the time line.
-    kinds = ("failed", "handed_back", "started")
-    last: Mapping[str, Any] = next((e for e in reversed(facts.events) if e.get("event") in kinds), {})
+    last = facts.last_event("failed", "handed_back", "started")
     if last.get("event") == "failed":
         words = (str(last.get("error") or "").splitlines() or ["unknown"])[0].rstrip(".")
         alarm = f"It has failed on rank {last.get('rank', '?')}: {words}. {alarm}".rstrip()
@@ -85,48 +67,31 @@ def headline(facts: Facts) -> tuple[str, str]:
     return f"Not finished: {facts.steps:,}{of} steps.", alarm
 
 
-def asked(facts: Facts) -> list[Part]:
+def _known(header: doc.Row, rows: Sequence[doc.Row]) -> list[doc.Part]:
+    """A table of what the run has."""
+    return [doc.Table(header, [row for row in rows if row[1] != NONE])]
+
+
+def asked(facts: Facts) -> list[doc.Part]:
     """The command that made the run, and what it changed of the preset."""
-    command, preset = command_of(facts)
-    changed = changed_rows(facts)
-    parts: list[Part] = [Block(command)] if command else []
-    parts.append(Table(("setting", "this run", "the preset"), changed))
-    if command and preset and not changed:
-        parts.append(Text(["All other settings are those of the preset ", Code(preset), "."]))
-    return parts
-
-
-def command_of(facts: Facts) -> tuple[str, str]:
-    """The command that made the run, and its preset; empty where they are not known."""
-    words = _command(facts)
-    names = [word for word in words[3:] if not word.startswith("-") and "=" not in word]
-    return shlex.join(words), next((name for name in names if _preset(name) is not None), "")
-
-
-def given(facts: Facts) -> dict[str, str]:
-    """Settings given by the command, or by the sweep for this run, as they were written."""
-    found = _command(facts)
-    of_flags = {word for before, word in pairwise(found) if before.startswith("-")}  # --sweep optim.lr=1e-3,3e-3
-    pairs = (word.partition("=") for word in found if re.match(r"[a-z_.]+=", word) and word not in of_flags)
-    return {key: value for key, _, value in pairs} | facts.point
-
-
-def _command(facts: Facts) -> list[str]:
-    return [word for word in _list(facts.manifest.get("command")) if isinstance(word, str)]
-
-
-def changed_rows(facts: Facts) -> list[Row]:
-    """Settings that differ from the preset, or were given: with the value of this run and that of the preset."""
-    own = dict(flatten(facts.config))
-    preset = command_of(facts)[1]
-    theirs = _preset(preset) if preset else None
+    command = [word for word in _list(facts.manifest.get("command")) if isinstance(word, str)]
+    names = [word for word in command[3:] if not word.startswith("-") and "=" not in word]
+    preset = next((name for name in names if _preset(name) is not None), "")
+    theirs, own = _preset(preset) if preset else None, dict(flatten(facts.config))
+    of_flags = {word for before, word in pairwise(command) if before.startswith("-")}  # --sweep optim.lr=1e-3,3e-3
+    given = [word.partition("=")[0] for word in command if re.match(r"[a-z_.]+=", word) and word not in of_flags]
     keys = [key for key in own if theirs is not None and own[key] != theirs.get(key)]
     # The keys of a mapping that was given are settings.
-    keys += [key for key in given(facts) if not any(name.startswith(f"{key}.") for name in own)]
+    keys += [key for key in [*given, *facts.point] if not any(name.startswith(f"{key}.") for name in own)]
     keys = [key for key in dict.fromkeys(keys) if not key.startswith(_NOT_OF_THE_TRAINING)]
-    return [
+    rows = [
         (key, _line(own.get(key)), NONE if theirs is None else _line(theirs.get(key))) for key in keys[:_MOST_SHOWN]
     ]
+    parts: list[doc.Part] = [doc.Block(shlex.join(command))] if command else []
+    parts.append(doc.Table(("setting", "this run", "the preset"), rows))
+    if preset and not rows:
+        parts.append(doc.Text(["All other settings are those of the preset ", doc.Code(preset), "."]))
+    return parts
 
 
 @cache
@@ -138,11 +103,11 @@ def _preset(name: str) -> dict[str, Any] | None:
         return None
 
 
-def where(facts: Facts) -> list[Part]:
+def where(facts: Facts) -> list[doc.Part]:
     """Nodes, GPUs, jobs, software."""
     hosts = [host for host in facts.started("hosts") or () if isinstance(host, str)]
     device, host = facts.started("device"), facts.manifest.get("host")
-    simulated = f"{facts.count('launch.nodes')} simulated on one machine: " if is_simulated(facts) else ""
+    simulated = f"{facts.count('launch.nodes')} simulated on one machine: " if facts.is_simulated else ""
     jobs = [event for event in facts.events if event.get("event") == "submitted"]
     ids = ", ".join(dict.fromkeys(f"{event.get('executor', '?')} {event.get('job_id', '?')}" for event in jobs))
     versions = {"Python": facts.manifest.get("python")}
@@ -157,10 +122,10 @@ def where(facts: Facts) -> list[Part]:
         ("system", _line(facts.manifest.get("platform"))),
         ("software", ", ".join(f"{name} {it}" for name, it in versions.items() if isinstance(it, str)) or NONE),
     ]
-    return [Table(("", "what"), _known(rows))]
+    return _known(("", "what"), rows)
 
 
-def settings(facts: Facts) -> list[Part]:
+def settings(facts: Facts) -> list[doc.Part]:
     """What the run was told to do, in a few lines."""
     get, params = facts.setting, facts.started("params")
     rows = [
@@ -178,36 +143,38 @@ def settings(facts: Facts) -> list[Part]:
         ("seed", text(get("seed"))),
         ("code", _commit(facts)),
     ]
-    return [Table(("setting", "value"), _known(rows))]
+    return _known(("setting", "value"), rows)
 
 
-def results(facts: Facts) -> list[Part]:
+def results(facts: Facts) -> list[doc.Part]:
     """The best and the last validation and the test."""
-    found = []
-    best, last = facts.best_val, facts.val[-1] if facts.val else None
-    for name, record in (("val, best checkpoint", best), ("val, last", last), ("test, best checkpoint", facts.test)):
-        if record is None:
-            continue
-        at = record
-        if record is facts.test:
-            step = facts.summary.get("best_step")
-            at = best if best is not None and best["step"] == step else {"step": step}
+    found: list[doc.Row] = []
+    best, last, metrics = facts.best_val, facts.val[-1] if facts.val else None, facts.described.metrics
+    step = facts.summary.get("best_step")
+    tested = best if best is not None and best["step"] == step else {"step": step}
+    records = (("val, best checkpoint", best, best), ("val, last", last, last))
+    for name, record, at in (*records, ("test, best checkpoint", facts.test, tested)):
         for prefix, whose in (("", ""), ("ema_", ", averaged weights")):
-            if not prefix or "ema_loss" in record:
-                values = (
-                    number(record.get(prefix + key), metric.spec, f" {metric.unit}".rstrip())
-                    for key, metric in facts.described.metrics.items()
-                )
-                found.append((name + whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
-    return [Table(("split", "step", "epoch", *facts.described.metrics), found, 1)]
+            if record is None or at is None or (prefix and "ema_loss" not in record):
+                continue
+            values = (
+                number(record.get(prefix + key), metric.spec, f" {metric.unit}".rstrip())
+                for key, metric in metrics.items()
+            )
+            found.append((name + whose, text(at.get("step")), number(at.get("epoch"), ".1f"), *values))
+    return [doc.Table(("split", "step", "epoch", *metrics), found, 1)]
 
 
-def cost(facts: Facts) -> list[Part]:
+def cost(facts: Facts) -> list[doc.Part]:
     """Time, speed, memory, energy, restarts."""
     estimated = "" if fileio.is_number(facts.summary.get("train_seconds")) else " (estimated from the records)"
     seconds, ranks, speed = facts.train_seconds, facts.memory_of_ranks, facts.images_per_sec
     kept = [value for value in _list(facts.summary.get("max_memory_reserved_mb_of_ranks")) if fileio.is_number(value)]
-    of_process = " (of its process, on the CPU)" if facts.max_memory_mb and facts.started("device") == "cpu" else ""
+    on_cpu, hours = facts.started("device") == "cpu", processor_hours(facts)
+    of_process = " (of its process, on the CPU)" if facts.max_memory_mb and on_cpu else ""
+    gpu_hours = number(hours, ".3g")
+    if on_cpu and hours is not None:
+        gpu_hours = f"none; {gpu_hours} rank-hours on the CPU"
     rows = [
         ("training time", duration(seconds) + estimated if seconds is not None else NONE),
         ("wall-clock time, ranks first met to end", duration(facts.wall_seconds)),
@@ -216,61 +183,50 @@ def cost(facts: Facts) -> list[Part]:
         ("peak memory of rank 0", memory(facts.max_memory_mb) + of_process),
         ("peak memory of every rank", _each(ranks) if len(ranks) > 1 else NONE),
         ("and reserved by its allocator", _each(kept) if kept else NONE),
-        ("GPU utilisation, mean", _utilisation(facts)),
+        ("GPU utilisation, mean", _utilisation(facts, on_cpu)),
         ("model FLOPs utilisation", number(facts.summary.get("mfu"), ".1f", " %")),
-        ("GPU-hours", _gpu_hours(facts)),
+        ("GPU-hours", gpu_hours),
         ("energy", _energy(facts.summary.get("energy"))),
         ("updates that came to nothing", facts.setbacks.in_words() or NONE),
         ("would be faster", text(facts.summary.get("advice"))),
         ("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE),
     ]
-    return [Table(MEASURE, _known(rows))]
+    return _known(doc.MEASURE, rows)
 
 
-def rounds(facts: Facts) -> list[Part]:
-    """Of a collaborative run: its rounds, and who has contributed how much."""
-    header = ("name", "samples", "of all", "rounds", "hours", "received from it")
-    return [Table(MEASURE, _rounds(facts)), Table(header, _contributed(facts), 1, "Contributions")]
-
-
-def _contributed(facts: Facts) -> list[Row]:
-    """Most samples first."""
-    total = sum(item.samples for item in facts.contributions)
-
-    def row(name: str, samples: float, *more: str) -> Row:
-        return (name, number(samples, ",.0f"), number(100 * samples / total, ".1f", " %"), *more)
-
-    found = []
-    for item in facts.contributions[:_MOST_NAMES]:
-        received = terminal.size(item.bytes) if item.bytes else NONE
-        found.append(row(item.name, item.samples, f"{item.rounds:,}", number(item.seconds / 3600, ",.2f"), received))
-    if more := facts.contributions[_MOST_NAMES:]:
-        found.append(row(f"{len(more)} more", sum(item.samples for item in more), NONE, NONE, NONE))
-    return found
-
-
-def _rounds(facts: Facts) -> list[Row]:
-    """Rounds of this peer, and what it has sent and received in them."""
+def rounds(facts: Facts) -> list[doc.Part]:
+    """Of a collaborative run: its rounds and what was sent in them, and who has contributed how much."""
     told = [record for record in facts.train if fileio.is_number(record.get("round"))]
-    if not told:
-        return []
+    rows: list[doc.Row] = []
 
     def total(key: str) -> float:
         return float(sum(record[key] for record in told if fileio.is_number(record.get(key))))
 
-    planned, groups = facts.setting("collaborative.rounds"), [record.get("peers") for record in told]
-    together = [group for group in groups if fileio.is_number(group) and group > 1]
-    expected = total("parts_expected")
-    return [
-        ("rounds", f"{told[-1]['round']:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")),
-        ("averaged with others", f"{len(together):,}, by up to {max(together)} peers" if together else "none"),
-        ("parts received", number(100 * total("parts") / expected, ".1f", " %") if expected else NONE),
-        ("sent", terminal.size(int(total("bytes_up")))),
-        ("received", terminal.size(int(total("bytes_down")))),
-    ]
+    if told:
+        planned, groups = facts.setting("collaborative.rounds"), [record.get("peers") for record in told]
+        together = [group for group in groups if fileio.is_number(group) and group > 1]
+        expected = total("parts_expected")
+        rows = [
+            ("rounds", f"{told[-1]['round']:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")),
+            ("averaged with others", f"{len(together):,}, by up to {max(together)} peers" if together else "none"),
+            ("parts received", number(100 * total("parts") / expected, ".1f", " %") if expected else NONE),
+            ("sent", terminal.size(int(total("bytes_up")))),
+            ("received", terminal.size(int(total("bytes_down")))),
+        ]
+    shown, more = facts.contributions[:_MOST_NAMES], facts.contributions[_MOST_NAMES:]
+    samples = sum(item.samples for item in facts.contributions)
+    given = [
+        (item.name, item.samples, f"{item.rounds:,}", number(item.seconds / 3600, ",.2f"),
+         terminal.size(item.bytes) if item.bytes else NONE)
+        for item in shown
+    ]  # fmt: skip
+    given += [(f"{len(more)} more", sum(item.samples for item in more), NONE, NONE, NONE)] * bool(more)
+    header = ("name", "samples", "of all", "rounds", "hours", "received from it")
+    table = [(name, number(own, ",.0f"), number(100 * own / samples, ".1f", " %"), *rest) for name, own, *rest in given]
+    return [doc.Table(doc.MEASURE, rows), doc.Table(header, table, 1, "Contributions")]
 
 
-def missing(facts: Facts) -> list[Part]:
+def missing(facts: Facts) -> list[doc.Part]:
     """What a reader may look for and the run does not have, each with the reason."""
     found: list[Sequence[str]] = []
     if not facts.train:
@@ -278,10 +234,10 @@ def missing(facts: Facts) -> list[Part]:
     if not facts.val:
         found.append(["validation metrics: no evaluation was reached"])
     if facts.test is None:
-        found.append(["test metrics: ", Code(terminal.command("evaluate", facts.run_dir.path)), " measures them"])
+        found.append(["test metrics: ", doc.Code(terminal.command("evaluate", facts.run_dir.path)), " measures them"])
     has_classes = facts.run_dir.confusion.exists() or not facts.run_dir.task.exists()
     if facts.val and has_classes and not facts.run_dir.mistakes("val").exists():
-        measure = Code(terminal.command("evaluate", facts.run_dir.path, "--split", "val"))
+        measure = doc.Code(terminal.command("evaluate", facts.run_dir.path, "--split", "val"))
         found.append(["images that were told wrong: ", measure, " keeps them"])
     if not facts.summary:
         found.append(["final numbers (summary.json): the run has not ended, or was stopped; times are estimates"])
@@ -289,50 +245,47 @@ def missing(facts: Facts) -> list[Part]:
         found.append(["energy: no GPU has told it, and processors tell it to root alone, where they do (RAPL)"])
     if not facts.hosts:
         found.append(["hardware samples: no system-<host>.jsonl with a whole line in it"])
-    return [Items(found)]
+    return [doc.Items(found)]
 
 
-def places(facts: Facts) -> list[Part]:
+def places(facts: Facts) -> list[doc.Part]:
     """Where the files of the run are."""
     run_dir = facts.run_dir
-    lines: list[Sequence[str]] = [["run folder: ", Code(terminal.path(run_dir.path))]]
+    lines: list[Sequence[str]] = [["run folder: ", doc.Code(terminal.path(run_dir.path))]]
     best = run_dir.checkpoints / "best"
     if os.path.islink(best) and (step := re.fullmatch("step-([0-9]+)", os.readlink(best))):
-        lines.append(["best checkpoint: ", Code(terminal.path(best)), f" (step {int(step[1])})"])
+        lines.append(["best checkpoint: ", doc.Code(terminal.path(best)), f" (step {int(step[1])})"])
     place = fileio.plain(fileio.read_object(run_dir.path / "remote.json")).get("url")
     if isinstance(place, str):
-        lines.append(["in the bucket: ", Code(place), ", with the best weights"])
+        lines.append(["in the bucket: ", doc.Code(place), ", with the best weights"])
     if os.path.isdir(run_dir.code):
-        lines.append(["code as it ran: ", Code(terminal.path(run_dir.code))])
+        lines.append(["code as it ran: ", doc.Code(terminal.path(run_dir.code))])
     if run_dir.tensorboard.is_dir():
-        lines.append(["curves: ", Code(f"tensorboard --logdir {terminal.path(run_dir.tensorboard)}")])
+        lines.append(["curves: ", doc.Code(f"tensorboard --logdir {terminal.path(run_dir.tensorboard)}")])
     if any(run_dir.wandb.glob("offline-run-*")):
-        lines.append(["upload to Weights & Biases: ", Code(f"wandb sync {terminal.path(run_dir.wandb)}/offline-run-*")])
-    return [Items([*lines, ["repeat it: ", Code(terminal.command("submit", run_dir.config, "--again"))]])]
+        upload = f"wandb sync {terminal.path(run_dir.wandb)}/offline-run-*"
+        lines.append(["upload to Weights & Biases: ", doc.Code(upload)])
+    return [doc.Items([*lines, ["repeat it: ", doc.Code(terminal.command("submit", run_dir.config, "--again"))]])]
 
 
-SEVERAL: Sequence[Callable[[Sequence[Facts]], Section]] = (comparison, scaling)
-RUNS: Sequence[Callable[[Sequence[Facts]], Section]] = (
+SEVERAL: Sequence[Callable[[Sequence[Facts]], doc.Section]] = (comparison, scaling)
+RUNS: Sequence[Callable[[Sequence[Facts]], doc.Section]] = (
     curves,
-    of_each("splits", "Results by split", results),
-    of_each("asked", "What was asked", asked),
-    of_each("where", "Where it ran", where),
-    of_each("settings", "Settings", settings),
-    of_each("cost", "Cost", cost),
+    doc.of_each("splits", "Results by split", results),
+    doc.of_each("asked", "What was asked", asked),
+    doc.of_each("where", "Where it ran", where),
+    doc.of_each("settings", "Settings", settings),
+    doc.of_each("cost", "Cost", cost),
     timeline,
-    of_each("attempts", "Attempts", attempts),
+    doc.of_each("attempts", "Attempts", attempts),
     spent,
-    of_each("hardware", "Hardware", hardware),
+    doc.of_each("hardware", "Hardware", hardware),
     classes,
     mistakes,
-    of_each("rounds", "Rounds and who contributed", rounds),
-    of_each("missing", "Not recorded", missing),
-    of_each("files", "Files", places),
+    doc.of_each("rounds", "Rounds and who contributed", rounds),
+    doc.of_each("missing", "Not recorded", missing),
+    doc.of_each("files", "Files", places),
 )
-
-
-def _known(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row[1] != NONE]
 
 
 def _named(section: Any, hide: tuple[str, ...] = ()) -> str:
@@ -374,13 +327,14 @@ def _batch(facts: Facts) -> str:
 
 
 def _optimizer(optim: Any) -> str:
-    """Its name, learning rate and decay, and all options that are set."""
+    """Its name, learning rate and decay, and the options that it is given."""
     if not isinstance(optim, dict):
         return NONE
-    keys = ["lr", "weight_decay"]
-    others = [key for key, value in optim.items() if key not in ("name", *keys, "layer_decay") and value is not None]
-    own = OptimConfig.OURS.get(str(optim.get("name")), others)
-    keys += [*own, *["layer_decay"] * (optim.get("layer_decay", 1) != 1)]
+    try:
+        given = list(OptimConfig.model_validate(optim).given())
+    except ValidationError:
+        given = [key for key in optim if key not in ("name", "lr", "weight_decay", "layer_decay")]
+    keys = ["lr", "weight_decay", *given, *["layer_decay"] * (optim.get("layer_decay", 1) != 1)]
     return f"{optim.get('name')}, " + ", ".join(f"{key} {optim[key]}" for key in keys if key in optim)
 
 
@@ -415,7 +369,7 @@ def _commit(facts: Facts) -> str:
 
 def _largest_batch(facts: Facts) -> str:
     """What ``train.micro_batch_size=auto`` has found: whether a given size is the largest is not known."""
-    found: dict[str, Any] = next((event for event in reversed(facts.events) if event.get("event") == "probed"), {})
+    found = facts.last_event("probed")
     micro, ranks = found.get("micro_batch_size"), found.get("world_size")
     if not fileio.is_whole(micro) or not fileio.is_whole(ranks) or not ranks:
         return NONE
@@ -432,18 +386,11 @@ def _each(ranks: Sequence[float]) -> str:
     return ", ".join(map(memory, ranks))
 
 
-def _utilisation(facts: Facts) -> str:
-    used = [usage.mean for host in facts.hosts for i in host.gpu_indices() if (usage := host.gpu(i, "util_percent"))]
+def _utilisation(facts: Facts, on_cpu: bool) -> str:
+    used = [usage.mean for host in facts.hosts for i in host.gpus() if (usage := host.usage("util_percent", i))]
     if used:
         return f"{sum(used) / len(used):.0f} % of {plural(len(used), 'GPU')}"
-    return "no GPU: trained on the CPU" if facts.started("device") == "cpu" else NONE
-
-
-def _gpu_hours(facts: Facts) -> str:
-    hours = processor_hours(facts)
-    if hours is None:
-        return NONE
-    return f"none; {hours:.3g} rank-hours on the CPU" if facts.started("device") == "cpu" else f"{hours:.3g}"
+    return "no GPU: trained on the CPU" if on_cpu else NONE
 
 
 def _energy(energy: Any) -> str:

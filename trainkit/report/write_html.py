@@ -13,27 +13,10 @@ from datetime import datetime
 from pathlib import Path
 
 from trainkit import fileio, terminal
+from trainkit.report import document as doc
 from trainkit.report.charts import COLOURS, STYLE, Html, Picture, join, tag
 from trainkit.report.comparison import outcome
-from trainkit.report.document import (
-    NONE,
-    Block,
-    Charts,
-    Code,
-    Fold,
-    Heading,
-    Items,
-    Part,
-    Photo,
-    Section,
-    Table,
-    Text,
-    duration,
-    memory,
-    number,
-    rate,
-    text,
-)
+from trainkit.report.document import NONE, duration, memory, number, rate, text
 from trainkit.report.facts import Facts
 from trainkit.report.sections import headline, is_sweep, of_runs, of_several
 from trainkit.report.write_markdown import written_to
@@ -130,39 +113,39 @@ def _figures(facts: Facts) -> Html:
     return tag("dl", *shown, class_="figures")
 
 
-def _section(section: Section) -> Html:
+def _section(section: doc.Section) -> Html:
     note = tag("p", section.note, class_="note") if section.note else None
     heading = tag("h2", section.title, id=f"{section.name}-title")
     parts = map(_part, section.parts)
     return tag("section", heading, note, *parts, id=section.name, aria_labelledby=f"{section.name}-title")
 
 
-def _part(part: Part) -> Html | None:
+def _part(part: doc.Part) -> Html | None:
     if not part:
         return None
-    if isinstance(part, Table):
+    if isinstance(part, doc.Table):
         return table(part)
-    if isinstance(part, Charts):
+    if isinstance(part, doc.Charts):
         block = " block" * part.wide
         keys = [tag("li", tag("span", class_=f"swatch c{c}{block}"), name) for name, c in part.legend]
         legend = tag("ul", *keys, class_="legend", aria_label="colours") if keys else None
         pictures = [_figure(picture) for picture in part.pictures if picture is not None]
         return join([legend, tag("div", *pictures, class_="lanes" if part.wide else "charts")])
-    if isinstance(part, Items):
+    if isinstance(part, doc.Items):
         return tag("ul", *(tag("li", *map(_word, words)) for words in part.lines))
-    if isinstance(part, Text):
+    if isinstance(part, doc.Text):
         return tag("p", *map(_word, part.words), class_="note")
-    if isinstance(part, Block):
+    if isinstance(part, doc.Block):
         return tag("pre", part.text, tabindex=0)
-    if isinstance(part, Heading):
+    if isinstance(part, doc.Heading):
         return tag("h3", part.text)
-    if isinstance(part, Fold):
+    if isinstance(part, doc.Fold):
         return tag("details", tag("summary", part.title), *map(_part, part.parts))
     return tag("div", *map(_photo, part.photos), class_="gallery")
 
 
 def _word(word: str) -> Html | str:
-    return tag("code", word) if isinstance(word, Code) else word
+    return tag("code", word) if isinstance(word, doc.Code) else word
 
 
 def _figure(picture: Picture) -> Html:
@@ -172,7 +155,7 @@ def _figure(picture: Picture) -> Html:
     return tag("figure", caption, tag("div", picture.svg(), class_="plot"), class_="chart" if has_readout else None)
 
 
-def table(part: Table) -> Html:
+def table(part: doc.Table) -> Html:
     """A table that scrolls by itself where it is wider than the page."""
 
     def style(at: int, cell: str) -> str | None:
@@ -189,7 +172,7 @@ def table(part: Table) -> Html:
     return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
-def _photo(photo: Photo) -> Html:
+def _photo(photo: doc.Photo) -> Html:
     sure = f"{100 * photo.confidence:.1f} %"
     words = f"{photo.label}, taken for {photo.told} with {sure}"
     style = "photo" if photo.is_large else None

@@ -6,15 +6,14 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
+from trainkit.report import document as doc
 from trainkit.report.charts import COLOURS, drawing
 from trainkit.report.comparison import MOST_DRAWN, comparison_table, outcome, sweep_tables
-from trainkit.report.document import Block, Charts, Code, Fold, Heading, Items, Part, Section, Table, Text
 from trainkit.report.facts import Facts
 from trainkit.report.figures import curves
 from trainkit.report.sections import SEVERAL, headline, of_runs, of_several
@@ -27,72 +26,6 @@ _BY = "<!-- Written by `python -m jobs.report`"
 MARK = f"{_BY}. A new report replaces this file: copy it before you edit it. -->"
 
 
-@dataclass(frozen=True)
-class _Book:
-    """A log book that is being written."""
-
-    out: Path
-    written: list[Path] = field(default_factory=list)
-
-    def section(self, section: Section, heading: str, slug: str = "") -> str:
-        """A section as Markdown; its charts are drawn into files, unless ``slug`` is "-"."""
-        parts = [self._part(part, heading, slug) for part in section.parts if part]
-        note = terminal.literal(section.note) if section.note else ""
-        return "\n\n".join([f"{heading} {section.title}", *filter(None, [note, *parts])]) if any(parts) else ""
-
-    def comparison(self, runs: Sequence[Facts]) -> list[str]:
-        """The sections that set runs against each other, and their curves."""
-        sections = [section(runs) for section in SEVERAL]
-        return [self.section(section, "##") for section in (*sections, curves(runs[:MOST_DRAWN]))]
-
-    def run(self, facts: Facts, title: str, heading: str, slug: str) -> list[str]:
-        """The sections on one run."""
-        started = next((e["time"] for e in facts.events if e.get("event") == "started" and "time" in e), None)
-        when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
-        told, alarm = headline(facts)
-        alarm = f" **{terminal.literal(alarm)}**" if alarm else ""
-        sections = [self.section(section, heading, slug) for section in of_runs([facts])]
-        return [f"{title}{terminal.literal(facts.label)}", f"{terminal.literal(told)}{alarm}{when}", *sections]
-
-    def slug(self, label: str) -> str:
-        """A run's name for its files; of two that would be alike, each has its own."""
-        slug = re.sub(r"[^A-Za-z0-9_.]+", "-", label)[:_LONGEST_SLUG].strip("-.") or "run"
-        taken = {path.name.rpartition("-")[0] for path in self.written}
-        return next(name for n in itertools.count(1) if (name := f"{slug}-{n}" if n > 1 else slug) not in taken)
-
-    def _part(self, part: Part, heading: str, slug: str) -> str:
-        if isinstance(part, Table):
-            name = f"{terminal.literal(part.caption)}:\n\n" if part.caption else ""
-            return name + _table(part)
-        if isinstance(part, Charts):
-            return "" if slug == "-" else self._charts(part, slug)
-        if isinstance(part, Items):
-            return "\n".join(f"- {_words(line)}" for line in part.lines)
-        if isinstance(part, Text):
-            return _words(part.words)
-        if isinstance(part, Block):
-            return terminal.block(part.text)
-        if isinstance(part, Heading):
-            return f"{heading}# {terminal.literal(part.text)}"
-        if isinstance(part, Fold):
-            inner = [self._part(item, heading, slug) for item in part.parts if item]
-            return "\n\n".join([f"{terminal.literal(part.title)}:", *inner])
-        rows = [(photo.label, photo.told, f"{100 * photo.confidence:.1f} %") for photo in part.photos]
-        return _table(Table(("class", "taken for", "sure"), rows, 2))
-
-    def _charts(self, part: Charts, slug: str) -> str:
-        path = self.out / (f"{slug}-{part.name}.svg" if slug else f"{part.name}.svg")
-        text = drawing(part.pictures, legend=part.legend, columns=1 if part.wide else 2)
-        fileio.write(path, text.encode(errors="replace"), run_at(self.out))
-        self.written.append(path)
-        return f"![{terminal.literal(part.title)}]({path.name})"
-
-    def write(self, name: str, parts: Sequence[str]) -> list[Path]:
-        path = self.out / name
-        fileio.write(path, "\n\n".join([MARK, *filter(None, parts)]) + "\n", run_at(self.out))
-        return [path, *self.written]
-
-
 def write_logbook(runs: Sequence[Facts], out: Path) -> list[Path]:
     """Write ``out/logbook.md`` and its charts; the paths of what was written, the log book first.
 
@@ -102,17 +35,19 @@ def write_logbook(runs: Sequence[Facts], out: Path) -> list[Path]:
         UserError: no metrics in any of the runs; ``out`` cannot be written; a ``logbook.md`` there is somebody else's.
     """
     _require_something(runs)
-    book = _Book(out)
     with written_to(out / "logbook.md"):
+        book = _Book(out)
         if len(runs) == 1:
-            return book.write("logbook.md", book.run(runs[0], "# Log book: ", "##", book.slug(runs[0].label)))
-        parts = [f"# Log book of {len(runs)} runs", *book.comparison(runs)]
+            book.run(runs[0], "# Log book: ", "##", draw=True)
+            return book.write("logbook.md")
+        book.lines.append(f"# Log book of {len(runs)} runs")
+        book.compare(runs)
         if rest := runs[MOST_DRAWN:]:
             one = terminal.code(terminal.command("report", rest[0].run_dir.path))
-            parts.append(f"Here are pictures of the first {MOST_DRAWN}; every other has its own by {one}.")
+            book.lines.append(f"Here are pictures of the first {MOST_DRAWN}; every other has its own by {one}.")
         for number, facts in enumerate(runs):
-            parts += book.run(facts, "## ", "###", book.slug(facts.label) if number < MOST_DRAWN else "-")
-        return book.write("logbook.md", parts)
+            book.run(facts, "## ", "###", draw=number < MOST_DRAWN)
+        return book.write("logbook.md")
 
 
 def write_sweep(sweep: Path, runs: Sequence[Facts], out: Path) -> list[Path]:
@@ -121,17 +56,18 @@ def write_sweep(sweep: Path, runs: Sequence[Facts], out: Path) -> list[Path]:
     Raises UserError where it cannot be written.
     """
     found = sorted(runs, key=lambda facts: facts.rank)
-    best, book = found[:COLOURS], _Book(out)
     with written_to(out / "logbook.md"):
-        parts = [f"# Log book of the sweep {terminal.literal(terminal.one_line(sweep.name))}"]
-        parts += [terminal.literal(" ".join(outcome(found)))]
-        parts += [book.section(section, "##") for section in (*of_several(found), curves(best))]
+        book = _Book(out)
+        name = terminal.literal(terminal.one_line(sweep.name))
+        book.lines += [f"# Log book of the sweep {name}", terminal.literal(" ".join(outcome(found)))]
+        for section in (*of_several(found), curves(found[:COLOURS])):
+            book.section(section, "##")
         if rest := found[COLOURS:]:
             one = terminal.code(terminal.command("report", rest[0].run_dir.path))
-            parts.append(f"Here are the best {len(best)} of them; every other has its log book by {one}.")
-        for facts in best:
-            parts += book.run(facts, "## ", "###", book.slug(facts.label))
-        return book.write("logbook.md", parts)
+            book.lines.append(f"Here are the best {COLOURS} of them; every other has its log book by {one}.")
+        for facts in found[:COLOURS]:
+            book.run(facts, "## ", "###", draw=True)
+        return book.write("logbook.md")
 
 
 def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]:
@@ -140,9 +76,10 @@ def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]
     Raises UserError as `write_logbook` does.
     """
     _require_something(runs)
-    book = _Book(out)
     with written_to(out / "comparison.md"):
-        return _table(comparison_table(runs)), book.write("comparison.md", book.comparison(runs))
+        book = _Book(out)
+        book.compare(runs)
+        return _table(comparison_table(runs)), book.write("comparison.md")
 
 
 def write_results(runs: Sequence[Facts], out: Path) -> str:
@@ -156,17 +93,78 @@ def write_results(runs: Sequence[Facts], out: Path) -> str:
     return text
 
 
-def _table(part: Table) -> str:
+class _Book:
+    """A file in Markdown that is being written, with the charts beside it that are written already."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.lines, self.written = out, [MARK], list[Path]()
+
+    def write(self, name: str) -> list[Path]:
+        """Write it; its path, and those of the charts."""
+        fileio.write(self.out / name, "\n\n".join(filter(None, self.lines)) + "\n", run_at(self.out))
+        return [self.out / name, *self.written]
+
+    def compare(self, runs: Sequence[Facts]) -> None:
+        """The sections that set runs against each other, and their curves."""
+        for section in [*(section(runs) for section in SEVERAL), curves(runs[:MOST_DRAWN])]:
+            self.section(section, "##")
+
+    def run(self, facts: Facts, title: str, heading: str, *, draw: bool) -> None:
+        """The sections on one run. Its charts have names of their own, also where two runs' would be alike."""
+        started = next((e["time"] for e in facts.events if e.get("event") == "started" and "time" in e), None)
+        when = f" Started {datetime.fromtimestamp(started).astimezone():%Y-%m-%d %H:%M %Z}." if started else ""
+        told, alarm = headline(facts)
+        alarm = f" **{terminal.literal(alarm)}**" if alarm else ""
+        self.lines += [f"{title}{terminal.literal(facts.label)}", f"{terminal.literal(told)}{alarm}{when}"]
+        slug = re.sub(r"[^A-Za-z0-9_.]+", "-", facts.label)[:_LONGEST_SLUG].strip("-.") or "run"
+        taken = {path.name.rpartition("-")[0] for path in self.written}
+        own = next(name for n in itertools.count(1) if (name := f"{slug}-{n}" if n > 1 else slug) not in taken)
+        for section in of_runs([facts]):
+            self.section(section, heading, f"{own}-" if draw else None)
+
+    def section(self, section: doc.Section, heading: str, prefix: str | None = "") -> None:
+        """A section, unless it is empty; ``prefix``: of the names of its charts, which None leaves out."""
+        parts = [self._part(part, heading, prefix) for part in section.parts if part]
+        if any(parts):
+            self.lines += [f"{heading} {section.title}", terminal.literal(section.note), *parts]
+
+    def _part(self, part: doc.Part, heading: str, prefix: str | None) -> str:
+        if isinstance(part, doc.Table):
+            return (f"{terminal.literal(part.caption)}:\n\n" if part.caption else "") + _table(part)
+        if isinstance(part, doc.Charts):
+            return "" if prefix is None else self._charts(part, self.out / f"{prefix}{part.name}.svg")
+        if isinstance(part, doc.Items):
+            return "\n".join(f"- {_words(line)}" for line in part.lines)
+        if isinstance(part, doc.Text):
+            return _words(part.words)
+        if isinstance(part, doc.Block):
+            return terminal.block(part.text)
+        if isinstance(part, doc.Heading):
+            return f"{heading}# {terminal.literal(part.text)}"
+        if isinstance(part, doc.Fold):
+            inner = [self._part(item, heading, prefix) for item in part.parts if item]
+            return "\n\n".join([f"{terminal.literal(part.title)}:", *inner])
+        rows = [(photo.label, photo.told, f"{100 * photo.confidence:.1f} %") for photo in part.photos]
+        return _table(doc.Table(("class", "taken for", "sure"), rows, 2))
+
+    def _charts(self, part: doc.Charts, path: Path) -> str:
+        text = drawing(part.pictures, legend=part.legend, columns=1 if part.wide else 2)
+        fileio.write(path, text.encode(errors="replace"), run_at(self.out))
+        self.written.append(path)
+        return f"![{terminal.literal(part.title)}]({path.name})"
+
+
+def _table(part: doc.Table) -> str:
     return terminal.markdown_table(part.header, part.rows, numbers_from=part.numbers_from)
 
 
 def _words(words: Sequence[str]) -> str:
-    return "".join(terminal.code(word) if isinstance(word, Code) else terminal.literal(word) for word in words)
+    return "".join(terminal.code(word) if isinstance(word, doc.Code) else terminal.literal(word) for word in words)
 
 
 def _require_something(found: Sequence[Facts]) -> None:
     """Raises UserError where none of the runs has begun."""
-    if not any(facts.train or facts.val or facts.test or facts.started("world_size") for facts in found):
+    if not any(facts.begun or facts.test for facts in found):
         raise UserError(
             f"Nothing to report on in {', '.join(facts.label for facts in found)}.",
             why="No training has begun: there are neither metrics nor a start.",

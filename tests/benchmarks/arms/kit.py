@@ -20,8 +20,7 @@ import torch
 
 from jobs import train
 from tests.benchmarks.arms.torchvision_cifar import MEAN, STD
-from tests.benchmarks.arms.turns import Job, Over, Report, Turns, limit_memory, made
-from tests.benchmarks.processes import end_with
+from tests.benchmarks.arms.turns import Job, Over, Report, Turns, limit_memory, made, run
 from trainkit.data.base import Batch, DataInfo, Splits, normalize
 from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD
 from trainkit.data.loader import on_gpu, train_batches
@@ -61,19 +60,19 @@ def same(image):
 
 
 def main(job: Job, turns: Turns) -> int:
-    run, report = Path(f"{job.out}.run"), Report(job)
+    folder, report = Path(f"{job.out}.run"), Report(job)
     own = partial(timed, job, turns, report)
     limit_memory(job)
     with mock.patch("trainkit.training.loop.train_batches", own):
         try:
-            train.main(["single", "--run-dir", str(run), *settings(job)], os.environ)
+            train.main(["single", "--run-dir", str(folder), *settings(job)], os.environ)
             raise AssertionError("it ended by itself")
         except Over:
             pass
         except TrainkitError as error:
             print(error, file=sys.stderr, flush=True)
             return error.exit_code
-    records = read_metrics(RunDir(run), "train")
+    records = read_metrics(RunDir(folder), "train")
     report.losses, report.steps = [record["loss"] for record in records], [record["step"] for record in records]
     report.write(memory_mb=[gauge.peak() / 2**20 for gauge in report.gauges])
     return 0
@@ -120,6 +119,4 @@ def timed(job: Job, turns: Turns, report: Report, splits: Splits, *, device, **o
 
 
 if __name__ == "__main__":
-    told = Job.told(sys.argv[1])
-    end_with(told.parent)
-    raise SystemExit(main(told, Turns.by_pipes(told, *map(int, sys.argv[2:]))))
+    run(main)

@@ -15,7 +15,6 @@ changes. Pinned memory, which there is an option, is on. It knows nothing of tra
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -30,8 +29,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import AverageMeter
 
-from tests.benchmarks.arms.turns import Job, Over, Report, Turns, limit_memory, made
-from tests.benchmarks.processes import end_with
+from tests.benchmarks.arms.turns import Job, Over, Report, Turns, limit_memory, made, run
 
 MOMENTUM, DECAY, SMOOTHING = 0.9, 2e-5, 0.1
 LOG_EVERY = 50
@@ -117,6 +115,4 @@ def train(model, batches, optimizer, loss_fn, scheduler, autocast, report) -> No
 
 
 if __name__ == "__main__":
-    told = Job.told(sys.argv[1])
-    end_with(told.parent)
-    main(told, Turns.by_pipes(told, *map(int, sys.argv[2:])))
+    run(main)

@@ -10,7 +10,6 @@ trainkit.
 from __future__ import annotations
 
 import pickle
-import sys
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import cycle
@@ -25,8 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 from torchvision.models import resnet18
 
-from tests.benchmarks.arms.turns import Job, Over, Report, Turns, made
-from tests.benchmarks.processes import end_with
+from tests.benchmarks.arms.turns import Job, Over, Report, Turns, made, run
 
 MOMENTUM = 0.9
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -43,12 +41,8 @@ def network(info=None) -> nn.Module:
 class Pictures(Dataset):
     """As torchvision's CIFAR10 has them: arrays, made into PIL images when they are asked for."""
 
-    def __init__(self, folder: Path, transform) -> None:
-        files = [pickle.loads(file.read_bytes(), encoding="latin1") for file in sorted(folder.glob("data_batch_*"))]
-        images = numpy.concatenate([file["data"] for file in files]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        some = len(images) * 9 // 10  # the others are for validation
-        self.images, self.labels = images[:some], [label for file in files for label in file["labels"]][:some]
-        self.transform = transform
+    def __init__(self, images, labels, transform) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,23 +56,17 @@ def batches_of(job: Job):
     if job.data is None:
         normalize = transforms.Normalize(MEAN, STD)
         return ((normalize(images / 255), labels) for images, labels in cycle(made(job)))
-    transform = transforms.Compose(
-        [
-            transforms.RandomCrop(32, padding=4),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize(MEAN, STD),
-        ]
-    )
+    shifted = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    transform = transforms.Compose([*shifted, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+    paths = sorted((Path(job.data) / "cifar-10-batches-py").glob("data_batch_*"))
+    files = [pickle.loads(path.read_bytes(), encoding="latin1") for path in paths]
+    images = numpy.concatenate([file["data"] for file in files]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    labels = [label for file in files for label in file["labels"]]
+    some = len(images) * 9 // 10  # the others are for validation
     loader = DataLoader(
-        Pictures(Path(job.data) / "cifar-10-batches-py", transform),
-        batch_size=job.batch,
-        shuffle=True,
-        drop_last=True,
-        num_workers=job.workers,
-        persistent_workers=job.workers > 0,
-        pin_memory=job.device == "cuda",
-    )
+        Pictures(images[:some], labels[:some], transform), batch_size=job.batch, shuffle=True, drop_last=True,
+        num_workers=job.workers, persistent_workers=job.workers > 0, pin_memory=job.device == "cuda",
+    )  # fmt: skip
     return (batch for _ in cycle([0]) for batch in loader)
 
 
@@ -109,6 +97,4 @@ def main(job: Job, turns: Turns) -> None:
 
 
 if __name__ == "__main__":
-    told = Job.told(sys.argv[1])
-    end_with(told.parent)
-    main(told, Turns.by_pipes(told, *map(int, sys.argv[2:])))
+    run(main)

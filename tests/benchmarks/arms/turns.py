@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.benchmarks.processes import end_with
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,6 @@ class Job:
     more: tuple[str, ...] = ()
     """Further settings of the kit's."""
 
-    @classmethod
-    def told(cls, text: str) -> Job:
-        """From its JSON."""
-        known = json.loads(text)
-        return cls(**{**known, "more": tuple(known["more"])})
-
-    def in_words(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
-
 
 class Over(Exception):
     """All turns have been had."""
@@ -76,16 +69,6 @@ class Turns:
 
     def __init__(self, job: Job, go: Callable[[], object], done: Callable[[str], object]) -> None:
         self._job, self._go, self._done, self._began = job, go, done, 0.0
-
-    @classmethod
-    def by_pipes(cls, job: Job, go: int, done: int) -> Turns:
-        """By file descriptors. A measurement that is gone gives no turns."""
-
-        def wait() -> None:
-            if not os.read(go, 1):
-                raise SystemExit(1)
-
-        return cls(job, wait, lambda line: os.write(done, f"{line}\n".encode()))
 
     def before(self, number: int) -> None:
         """Wait for a turn if it is the batch for it, and say how long the last one took. Raises `Over` at the end."""
@@ -120,6 +103,18 @@ class Turns:
             torch.cuda.synchronize()
 
 
+def run(main: Callable[[Job, Turns], int | None]) -> None:
+    """Do in this process what `tests.benchmarks.resident` asks of an arm: ``python -m <arm> JOB GO DONE``."""
+    job, go, done = Job(**json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    end_with(job.parent)
+
+    def wait() -> None:
+        if not os.read(go, 1):  # a measurement that is gone gives no turns
+            raise SystemExit(1)
+
+    raise SystemExit(main(job, Turns(job, wait, lambda line: os.write(done, f"{line}\n".encode()))))
+
+
 class Report:
     """What an arm has to say of its work: the loss of its updates, and mean and deviation of what its model saw."""
 
@@ -147,13 +142,11 @@ class Report:
 def made(job: Job) -> list[tuple[Tensor, Tensor]]:
     """Batches of noise, the same in every arm: uint8 [N, 3, H, W] and int64 [N], in pinned memory for a GPU."""
     random = torch.Generator().manual_seed(0)
-    found = []
+    size, found = (job.batch, 3, job.image_size, job.image_size), []
     for _ in range(4):
-        size = (job.batch, 3, job.image_size, job.image_size)
         images = torch.randint(0, 256, size, generator=random, dtype=torch.uint8)
         labels = torch.randint(0, job.num_classes, (job.batch,), generator=random)
-        pinned = job.device == "cuda"
-        found.append((images.pin_memory(), labels.pin_memory()) if pinned else (images, labels))
+        found.append((images.pin_memory(), labels.pin_memory()) if job.device == "cuda" else (images, labels))
     return found
 
 
