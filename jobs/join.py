@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -62,13 +63,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             fix="Add --public, or leave it out.",
         )
 
-    from trainkit.swarm.local_ranks import deaf_to_signals, follow_rank_0, ranks_of_peer
+    from trainkit.swarm.local_ranks import follow_rank_0, ranks_of_peer
 
     with ranks_of_peer(args.nproc, "join", argv, env) as (ranks, secret):
         if entry is None or not ranks.is_main:
             from trainkit.training.build import wants_gpu
 
-            deaf_to_signals()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # rank 0's business
+                signal.signal(number, signal.SIG_IGN)
             follow_rank_0(ranks, secret, use_gpu=wants_gpu(load("hivemind", overrides).config))
             return 0
         return take_part(args, entry, replace(place, env=ranks, secret=secret), overrides, env)
@@ -205,8 +207,7 @@ def loaded_rank(
     require_collaborative(loaded.config)
     if not RankEnv.from_mapping(env).is_main:
         return loaded, entry.text  # rank 0 tells the others
-    run = reader.run_at(entry)
-    return reader.as_peer(run, entry.addresses, overrides, flags={}, env=env, allow_code=allow_code), entry.text
+    return reader.as_peer(entry, overrides, flags={}, env=env, allow_code=allow_code), entry.text
 
 
 if __name__ == "__main__":

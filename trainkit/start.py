@@ -309,9 +309,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
         )
     require_collaborative(load(request.preset).config)
     entry = warned(entry_of([request.join] if request.join else [], env, name="submit"))
-    run = reader.run_at(entry)
-    peers = entry.addresses
-    loaded = reader.as_peer(run, peers, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)
+    loaded = reader.as_peer(entry, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)
     # Jobs have the token from their environment, so that it is in no command line and in no folder.
     return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else env
 

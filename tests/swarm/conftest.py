@@ -128,8 +128,8 @@ class Commands:
             "from trainkit.swarm.admission import with_token\n"
             "from trainkit.swarm.agreement import meeting_place\n"
             "from trainkit.swarm.reader import open_reader\n"
-            "with open_reader(with_token(sys.argv[1])) as asked:\n"
-            "    (manifest,) = asked.read().manifests.values()\n"
+            "with open_reader(with_token(sys.argv[1])) as read:\n"
+            "    (manifest,) = read().manifests.values()\n"
             "    print(meeting_place(manifest.run_id, manifest.facts))\n"
         )
         env = {**os.environ, "PYTHONPATH": str(PROJECT)}

@@ -24,7 +24,7 @@ from trainkit.swarm.address import Memory
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
 from trainkit.swarm.spec import Hooks, PeerSpec
-from trainkit.swarm.sync_diloco import Given
+from trainkit.swarm.sync_diloco import Average, Given
 from trainkit.swarm.sync_gradients import GatheringParts, GradientState
 from trainkit.swarm.team import Team
 from trainkit.training.build import alone, build
@@ -102,7 +102,7 @@ class Swarm:
         used = "average" if self.others and self.fails <= 0 else "own" if leads else "nothing"
         self.fails -= 1
         if used != "nothing":
-            self.common.step(given.vector, self.common.round + 1, given, arrived=everything, counted=everything)
+            self.common.step(Average(given.vector, self.common.round + 1, everything, everything), given)
         strays = used == "nothing" and self.strays and not self.adopted
         return Round(2 if used == "average" else 0, used, "" if used == "average" else "no others", 0.0, strays)
 

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.swarm.link import PART
-from trainkit.swarm.sync_diloco import Given, OuterState
+from trainkit.swarm.sync_diloco import Average, Given, OuterState
 
 
 def state(*, lr: float = 1.0, momentum: float = 0.0) -> tuple[nn.Module, OuterState]:
@@ -18,8 +18,13 @@ def state(*, lr: float = 1.0, momentum: float = 0.0) -> tuple[nn.Module, OuterSt
     return model, OuterState(model, lr=lr, momentum=momentum)
 
 
-def flat(model: nn.Module) -> torch.Tensor:
+def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def common(outer: OuterState) -> Tensor:
+    """The weights that the peers have in common."""
+    return outer.theta[: outer.num_parameters].clone()
 
 
 def move(model: nn.Module, by: float) -> None:
@@ -28,31 +33,34 @@ def move(model: nn.Module, by: float) -> None:
             parameter.add_(by)
 
 
-def step(outer: OuterState, average: torch.Tensor, given: Given, **facts: Any) -> None:
+def step(
+    outer: OuterState,
+    vector: Tensor,
+    given: Given,
+    *,
+    arrived: Sequence[bool] = (),
+    counted: Sequence[bool] = (),
+    trained_on: bool = False,
+) -> None:
     """Make the outer step, by default with everything in it."""
     everything = [True] * len(given.weights)
-    outer.step(average, outer.round + 1, given, **{"arrived": everything, "counted": everything, **facts})
-
-
-def test_the_pseudo_gradient_points_back_to_where_the_round_began() -> None:
-    model, outer = state()
-    move(model, 0.5)
-    assert torch.allclose(outer.give(8).vector[: outer.num_parameters], torch.full((outer.num_parameters,), -0.5))
+    average = Average(vector, outer.round + 1, arrived or everything, counted or everything)
+    outer.step(average, given, trained_on=trained_on)
 
 
 def test_alone_with_lr_1_and_no_momentum_the_peer_keeps_what_it_has_learned() -> None:
     model, outer = state()
     move(model, 0.5)
-    learned = [parameter.detach().clone() for parameter in model.parameters()]
-    given = outer.give(8)
+    learned, given = flat(model), outer.give(8)
+    # It points back to where the round began.
+    assert torch.allclose(given.vector[: outer.num_parameters], torch.tensor(-0.5))
     step(outer, given.vector, given)
-    for parameter, expected in zip(model.parameters(), learned, strict=True):
-        assert torch.allclose(parameter, expected)
+    assert torch.allclose(flat(model), learned)
 
 
 def test_the_outer_step_is_sgd_with_nesterov_momentum() -> None:
     model, outer = state(lr=0.7, momentum=0.9)
-    reference = outer.theta[: outer.num_parameters].clone().requires_grad_()
+    reference = common(outer).requires_grad_()
     sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
     for number in range(3):
         move(model, 0.1 * (number + 1))
@@ -60,10 +68,10 @@ def test_the_outer_step_is_sgd_with_nesterov_momentum() -> None:
         reference.grad = given.vector[: outer.num_parameters].clone()
         sgd.step()
         step(outer, given.vector, given)
-        assert torch.allclose(outer.theta[: outer.num_parameters], reference.detach(), atol=1e-6)
+        assert torch.allclose(common(outer), reference.detach(), atol=1e-6)
 
 
-def test_what_is_not_finite_has_no_say_and_the_model_starts_anew_from_the_common_weights() -> None:
+def test_what_is_not_finite_has_no_say_and_the_model_starts_anew() -> None:
     model, outer = state()
     before = outer.theta.clone()
     move(model, math.nan)
@@ -71,10 +79,10 @@ def test_what_is_not_finite_has_no_say_and_the_model_starts_anew_from_the_common
     assert (given.usable, set(given.weights), float(given.vector[: outer.num_parameters].norm())) == (False, {0.0}, 0.0)
     step(outer, given.vector, given)
     assert torch.equal(outer.theta, before)
-    assert torch.equal(flat(model), before[: outer.num_parameters])
+    assert torch.equal(flat(model), common(outer))
 
 
-def test_an_average_that_arrives_late_takes_the_own_part_back_and_keeps_what_was_learned_since() -> None:
+def test_a_late_average_takes_the_own_part_back_and_keeps_what_was_learned_since() -> None:
     (model, outer), (in_time, same) = state(lr=0.7, momentum=0.9), state(lr=0.7, momentum=0.9)
     for one in (model, in_time):
         move(one, 0.5)
@@ -89,45 +97,36 @@ def test_an_average_that_arrives_late_takes_the_own_part_back_and_keeps_what_was
     assert torch.allclose(outer.give(8).vector[: outer.num_parameters], torch.tensor(-0.01), atol=1e-6)
 
 
-def test_running_statistics_of_a_model_that_has_trained_on_are_its_own() -> None:
-    model, outer = state()
-    move(model, 0.5)
-    given = outer.give(8)
-    model(torch.randn(64, 4))
-    own = model[1].running_mean.clone()  # type: ignore[index]
-    step(outer, torch.zeros_like(outer.theta), given, trained_on=True)
-    assert torch.equal(model[1].running_mean, own)  # type: ignore[index]
-    assert torch.equal(outer.theta[outer.num_parameters : outer.num_parameters + 3], torch.zeros(3))
-
-
 @pytest.mark.parametrize("trained_on", [False, True])
-def test_what_was_not_counted_is_the_mean_of_a_later_contribution_with_the_samples_of_both(trained_on: bool) -> None:
+def test_what_was_not_counted_is_in_the_mean_of_a_later_contribution(trained_on: bool) -> None:
+    """With the samples of both rounds."""
     model, outer = state()
     move(model, 0.5)
-    given = outer.give(8)
     others = torch.full_like(outer.theta, 0.2)
-    step(outer, others, given, counted=[False], trained_on=trained_on)
-    start = outer.theta[: outer.num_parameters]
-    assert torch.allclose(flat(model), start + 0.5, atol=1e-6)  # it has followed the others, and keeps its own
+    step(outer, others, outer.give(8), counted=[False], trained_on=trained_on)
+    assert torch.allclose(flat(model), common(outer) + 0.5, atol=1e-6)  # it has followed the others, and keeps its own
     move(model, 0.3)
     given = outer.give(4)
     assert given.weights == (12.0,)
     assert torch.allclose(given.vector[: outer.num_parameters], torch.tensor(-0.4), atol=1e-6)
     step(outer, others, given, trained_on=trained_on)
-    assert torch.allclose(flat(model), outer.theta[: outer.num_parameters], atol=1e-6)
+    assert torch.allclose(flat(model), common(outer), atol=1e-6)
     move(model, 0.1)
     assert outer.give(4).weights == (4.0,)
 
 
-def test_of_a_part_that_did_not_arrive_the_common_weights_and_their_momentum_stay() -> None:
+def test_where_nothing_has_arrived_common_weights_and_momentum_stay() -> None:
     model = nn.Linear(PART // 64, 128, bias=False)  # two parts
     outer = OuterState(model, lr=1.0, momentum=0.9)
     before = outer.theta.clone()
-    given = outer.give(8)
-    step(outer, torch.ones_like(outer.theta), given, arrived=[False, True])
+    step(outer, torch.ones_like(outer.theta), outer.give(8), arrived=[False, True])
     assert torch.equal(outer.theta[:PART], before[:PART])
     assert float(outer.momentum[:PART].norm()) == 0.0
     assert not torch.equal(outer.theta[PART:], before[PART:])
+    before = outer.theta.clone()
+    step(outer, torch.ones_like(outer.theta), outer.give(0), arrived=[False, False], counted=[False, False])
+    assert torch.equal(outer.theta, before)
+    assert outer.round == 2
 
 
 def test_the_model_as_the_peers_have_it_in_common_is_lent_and_given_back() -> None:
@@ -135,43 +134,44 @@ def test_the_model_as_the_peers_have_it_in_common_is_lent_and_given_back() -> No
     move(model, 0.5)
     own = flat(model)
     with outer.in_model():
-        assert torch.equal(flat(model), outer.theta[: outer.num_parameters])
+        assert torch.equal(flat(model), common(outer))
     assert torch.equal(flat(model), own)
-
-
-def test_a_round_without_an_average_leaves_the_common_weights() -> None:
-    _, outer = state()
-    before = outer.theta.clone()
-    given = outer.give(0)
-    step(outer, given.vector, given, arrived=[False], counted=[False])
-    assert torch.equal(outer.theta, before)
-    assert outer.round == 1
 
 
 def test_running_statistics_are_averaged_as_they_are() -> None:
     model, outer = state()
+    mean, variance = model.get_buffer("1.running_mean"), model.get_buffer("1.running_var")
     model(torch.randn(64, 4))
     given = outer.give(8)
-    assert torch.allclose(given.vector[outer.num_parameters : outer.num_parameters + 3], model[1].running_mean)  # type: ignore[index]
+    assert torch.allclose(given.vector[outer.num_parameters : outer.num_parameters + 3], mean)
     given.vector[outer.num_parameters :] = 2.0
     step(outer, given.vector, given)
-    assert torch.equal(model[1].running_var, torch.full((3,), 2.0))  # type: ignore[index]
+    assert torch.equal(variance, torch.full((3,), 2.0))
+
+
+def test_running_statistics_of_a_model_that_has_trained_on_are_its_own() -> None:
+    model, outer = state()
+    mean, given = model.get_buffer("1.running_mean"), outer.give(8)
+    model(torch.randn(64, 4))
+    own = mean.clone()
+    step(outer, torch.zeros_like(outer.theta), given, trained_on=True)
+    assert torch.equal(mean, own)
+    assert torch.equal(outer.theta[outer.num_parameters : outer.num_parameters + 3], torch.zeros(3))
 
 
 def test_another_peers_state_is_taken_over_whole() -> None:
-    _, donor = state()
-    model, outer = state()
+    (_, donor), (model, outer) = state(), state()
     donor.theta += 1.0
     donor.momentum += 2.0
     outer.load(donor.theta, donor.momentum, 4)
     assert torch.equal(outer.theta, donor.theta)
     assert torch.equal(outer.momentum, donor.momentum)
     assert outer.round == 4
-    assert torch.equal(torch.cat([p.reshape(-1) for p in model.parameters()]), donor.theta[: donor.num_parameters])
+    assert torch.equal(flat(model), common(donor))
 
 
 @pytest.mark.parametrize("broken", ["shape", "nan"])
-def test_a_state_that_does_not_fit_or_is_not_finite_is_refused_and_changes_nothing(broken: str) -> None:
+def test_a_state_that_does_not_fit_or_is_not_finite_changes_nothing(broken: str) -> None:
     _, outer = state()
     before = outer.theta.clone()
     theta = outer.theta[:-1] if broken == "shape" else torch.full_like(outer.theta, math.nan)
@@ -180,14 +180,12 @@ def test_a_state_that_does_not_fit_or_is_not_finite_is_refused_and_changes_nothi
     assert torch.equal(outer.theta, before)
 
 
-def test_peers_with_the_same_weights_have_the_same_probe() -> None:
-    probes = [state()[1].probe() for _ in range(3)]
-    assert all(torch.equal(first, second) for first, second in pairwise(probes))
-
-
-def test_weights_that_differ_anywhere_have_another_probe_in_every_round() -> None:
+def test_peers_with_the_same_weights_have_the_same_probe_and_no_others() -> None:
+    """Weights that differ anywhere have another one in every round."""
     from trainkit.swarm.averager import has_drifted
 
+    probes = [state()[1].probe() for _ in range(3)]
+    assert all(torch.equal(first, second) for first, second in pairwise(probes))
     for place in range(0, state()[1].theta.numel(), 97):
         ours, theirs = state()[1], state()[1]
         theirs.theta[place] += 0.1 * float(theirs.theta.norm())

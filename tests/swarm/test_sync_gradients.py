@@ -19,6 +19,7 @@ from trainkit.data.loader import Batches, train_batches
 from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model
 from trainkit.ranks.env import RankEnv
+from trainkit.swarm.sync_diloco import Average
 from trainkit.swarm.sync_gradients import GatheringParts, GradientState
 from trainkit.swarm.team import data_seed
 from trainkit.training.build import alone, build
@@ -95,7 +96,7 @@ def agree(peers: list[Peer]) -> list[Tensor]:
     assert isinstance(average, Tensor)
     for peer, one in zip(peers, given, strict=True):
         everything = [True] * len(one.weights)
-        peer.common.step(average.clone(), peer.common.round + 1, one, arrived=everything, counted=everything)
+        peer.common.step(Average(average.clone(), peer.common.round + 1, everything, everything), one)
     return [peer.common.theta.clone() for peer in peers]
 
 
@@ -150,7 +151,7 @@ def test_a_round_that_fails_changes_no_weights_and_keeps_the_gradients_for_the_n
     peers[0].gather()
     before, given = common.theta.clone(), common.give(common.samples)
     nothing = [False] * len(given.weights)
-    common.step(given.vector, common.round + 1, given, arrived=nothing, counted=nothing)
+    common.step(Average(given.vector, common.round + 1, nothing, nothing), given)
     assert (common.round, common.samples) == (0, 2 * MICRO)
     assert torch.equal(common.theta, before)
     assert torch.equal(common.give(common.samples).vector, given.vector)

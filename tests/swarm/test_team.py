@@ -22,7 +22,7 @@ from trainkit.errors import UserError
 from trainkit.models import build_model
 from trainkit.ranks.env import RankEnv
 from trainkit.swarm import team
-from trainkit.swarm.sync_diloco import OuterState
+from trainkit.swarm.sync_diloco import Average, OuterState
 from trainkit.training.update import Updater
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -75,7 +75,7 @@ def rank(env: RankEnv, overrides: tuple[str, ...], die: int = -1) -> dict[str, A
                 given = common.give(8)
                 found[f"moved {number}"] = float(given.moved.norm())
                 everything = [True] * len(given.weights)
-                common.step(given.vector, number + 1, given, arrived=everything, counted=everything)
+                common.step(Average(given.vector, number + 1, everything, everything), given)
             peer.before_update(0.0, 99)  # after which all have the weights of the round's end
             update(batches, lr=0.0, seed=99)
         return {**found, "weights": digest(model), "theta": common.theta.tolist()}

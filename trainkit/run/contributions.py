@@ -82,9 +82,9 @@ class Contributions:
         """Write the file anew; a reader finds it whole. Raises OSError."""
         fileio.write(file_of(run), json.dumps({"contributions": self.rows()}, allow_nan=False) + "\n", run.path)
 
-    def rows(self, most: int = MOST_NAMES + 1) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """As plain values, best first."""
-        return [asdict(item) for item in self.best_first()[:most]]
+        return [asdict(item) for item in self.best_first()]
 
 
 def file_of(run: RunDir) -> Path:
@@ -96,18 +96,11 @@ def typed(rows: Any) -> list[Contribution]:
     """Of what a file or a message holds, that which can be one, each name once; text is one line."""
     found: dict[str, Contribution] = {}
     for row in rows[: MOST_NAMES + 1] if isinstance(rows, list | tuple) else ():
-        if isinstance(row, Mapping) and isinstance(row.get("name"), str):
-            numbers = {key: row.get(key) for key in ("rounds", "samples", "seconds", "bytes")}
-            if all(fileio.is_number(value) and value >= 0 for value in numbers.values()):
-                name = terminal.name(row["name"])
-                found.setdefault(
-                    name,
-                    Contribution(
-                        name,
-                        int(row["rounds"]),
-                        float(row["samples"]),
-                        float(row["seconds"]),
-                        int(row["bytes"]),
-                    ),
-                )
+        if not isinstance(row, Mapping) or not isinstance(row.get("name"), str):
+            continue
+        numbers: list[Any] = [row.get(key) for key in ("rounds", "samples", "seconds", "bytes")]
+        if all(fileio.is_number(value) and value >= 0 for value in numbers):
+            rounds, samples, seconds, size = numbers
+            name = terminal.name(row["name"])
+            found.setdefault(name, Contribution(name, int(rounds), float(samples), float(seconds), int(size)))
     return list(found.values())

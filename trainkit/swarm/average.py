@@ -32,7 +32,7 @@ from trainkit.swarm.dht import SwarmDHT
 from trainkit.swarm.exchange import Outcome
 from trainkit.swarm.link import CODECS, Link, cuts
 from trainkit.swarm.robust import Action, Round, Verdict
-from trainkit.swarm.sync_diloco import CommonState, Given
+from trainkit.swarm.sync_diloco import Average, CommonState, Given
 
 # What a peer makes of averages that others have made. Reducers are trusted; one that lies must not be believed for
 # it.
@@ -312,7 +312,7 @@ class Averaging:
         else:
             average = given.vector
             arrived = counted = (False,) * len(given.weights)
-        common.step(average, now.next_round, given, arrived=arrived, counted=counted, trained_on=trained_on)
+        common.step(Average(average, now.next_round, arrived, counted), given, trained_on=trained_on)
         advice = self._link.learn(now.sent, said) if said is not None else ""
         self._averager.bandwidth = self._link.upload  # who reduces gets a part of the vector in proportion
         return Round(

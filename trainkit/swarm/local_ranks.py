@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,41 +35,37 @@ def ranks_of_peer(
     Raises UserError when user and launcher disagree.
     """
     known = RankEnv.from_mapping(env)
-    if number not in (None, known.world_size) and (known.world_size > 1 or not 0 < (number or 0) <= 64):
-        raise UserError(
-            f"--nproc {number} is not possible here.",
-            why=f"{known.launcher} has started {known.world_size} ranks already."
-            if known.world_size > 1
-            else "A peer has one rank for each of its GPUs, 1 to 64.",
-            fix="Leave --nproc out." if known.world_size > 1 else "Use --nproc 2 for two GPUs.",
-        )
-    if known.world_size > 1 or number in (None, 1):
+    size = known.world_size if number is None else number
+    why, fix = "A peer has one rank for each of its GPUs, 1 to 64.", "Use --nproc 2 for two GPUs."
+    if known.world_size > 1:
+        why, fix = f"{known.launcher} has started {known.world_size} ranks already.", "Leave --nproc out."
+    if size != known.world_size and (known.world_size > 1 or not 0 < size <= 64):
+        raise UserError(f"--nproc {number} is not possible here.", why=why, fix=fix)
+    if size == known.world_size:
         yield known, Secret.from_mapping(env)
         return
-    assert number is not None
-    port, secret = free_port(), Secret.generate()
+    secret = Secret.generate()
     common = {
-        "WORLD_SIZE": str(number),
-        "LOCAL_WORLD_SIZE": str(number),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "NODE_RANK": "0",
         VARIABLE: secret.text,
     }
+    variables = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(1, number):
-            variables = {**env, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-u", "-m", "trainkit", verb, *arguments],
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is rank 0's
-                    preexec_fn=end_with_parent,
-                )
+        for own in variables[1:]:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "trainkit", verb, *arguments],
+                env={**env, **own},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is rank 0's
+                preexec_fn=end_with_parent,
             )
-        yield RankEnv.from_mapping({**common, "RANK": "0", "LOCAL_RANK": "0"}), secret
+            started.append(process)
+        yield RankEnv.from_mapping(variables[0]), secret
         for process in started:
             process.wait(_LEAVE_SECONDS)
     finally:
@@ -103,9 +98,3 @@ def follow_rank_0(env: RankEnv, secret: Secret, *, use_gpu: bool, beat: Callable
 
     with distributed(env, use_gpu=use_gpu, secret=secret, collective_timeout=PATIENCE) as dist:
         follow(dist, make=make, beat=beat)
-
-
-def deaf_to_signals() -> None:
-    """Signals to all processes of a peer are rank 0's business."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)

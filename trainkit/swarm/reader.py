@@ -7,9 +7,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,7 @@ from trainkit.config.loading import Loaded, load
 from trainkit.errors import RunFailedError, TrainkitError, error_from_json
 from trainkit.swarm import address, processes
 from trainkit.swarm.admission import Entry, entry_of
+from trainkit.swarm.spec import adapted, check_own
 from trainkit.workarounds import hivemind_without_torch
 
 if TYPE_CHECKING:
@@ -42,45 +44,12 @@ class SwarmRecords:
     """By which they were invited."""
 
 
-class Reader:
-    """A node that only asks."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, node: Any, peers: Sequence[str], identity: Identity) -> None:
-        from trainkit.swarm.bans import Excluded
-
-        self._loop, self._node, self._peers, self._admission = loop, node, peers, identity.admission
-        self._excluded = Excluded(identity.own, identity.peer_id, identity.admission)
-
-    def read(self) -> SwarmRecords:
-        """Ask for everything at once.
-
-        Raises UserError when nobody answers, or there is no run; RefusedError for who is out by now.
-        """
-        from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED
-        from trainkit.swarm.messages import credits_in, manifests_in, no_run_at, progress_in
-
-        deadline = time.monotonic() + _READ_SECONDS
-        while True:
-            keys = [MANIFEST, PROGRESS, CREDITS, REVOKED, BANNED]
-            asked = self._node.get_many(keys, sufficient_expiration_time=float("inf"))
-            try:
-                found = self._loop.run_until_complete(asyncio.wait_for(asked, _READ_SECONDS))
-            except (asyncio.TimeoutError, OSError):
-                raise address.nobody_answers(self._peers[0]) from None
-            if manifests := manifests_in(found[MANIFEST]):
-                names = self._admission.names()
-                return SwarmRecords(manifests, progress_in(found[PROGRESS]), credits_in(found[CREDITS]), names)
-            for key in (REVOKED, BANNED):
-                self._excluded.take(key, found[key])
-            self._excluded.require_welcome()
-            if time.monotonic() > deadline:
-                raise no_run_at(self._peers[0])
-            time.sleep(0.3)
-
-
 @contextmanager
-def open_reader(entry: Entry) -> Iterator[Reader]:
-    """Reach the swarm that ``entry`` leads to, and leave nothing behind.
+def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
+    """Reach the swarm that ``entry`` leads to with a node that only asks, and leave nothing behind.
+
+    Each call of what is yielded asks for everything at once. It raises UserError when nobody answers, or there is no
+    run; RefusedError for who is out by now.
 
     Raises UserError when nobody answers there.
     """
@@ -90,13 +59,16 @@ def open_reader(entry: Entry) -> Iterator[Reader]:
     from hivemind.dht.validation import CompositeValidator
 
     from trainkit.swarm import access
-    from trainkit.swarm.access import bound_records
 
     loop = asyncio.new_event_loop()
+
+    def done(work: Coroutine[Any, Any, T], seconds: float) -> T:
+        return loop.run_until_complete(asyncio.wait_for(work, seconds))
+
     try:
         with access.identity(None, entry.own, entry.admission()) as identity:
             processes.subprocesses_die_with_us()
-            bound_records()
+            access.bound_records()
             created = DHTNode.create(
                 initial_peers=list(entry.addresses),
                 client_mode=True,
@@ -111,33 +83,49 @@ def open_reader(entry: Entry) -> Iterator[Reader]:
                 authorizer=identity.authorizer(),
             )
             try:
-                node = _done(loop, created, _START_SECONDS + 5.0)
+                node = done(created, _START_SECONDS + 5.0)
             except TrainkitError:
                 raise
             except Exception:  # of libp2p's daemon, in many words
-                if _done(loop, address.is_off(entry.addresses), _READ_SECONDS):
+                if done(address.is_off(entry.addresses), _READ_SECONDS):
                     raise address.wrong_clock() from None
                 raise address.nobody_answers(entry.addresses[0], invited=entry.invited) from None
             try:
-                yield Reader(loop, node, entry.addresses, identity)
+                yield partial(_read, node, done, entry.addresses[0], identity)
             finally:
                 with suppress(Exception):  # on the way out
-                    _done(loop, node.shutdown(), 3.0)
+                    done(node.shutdown(), 3.0)
     finally:
-        _cancel_all(loop)
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        with suppress(Exception):
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.close()
 
 
-def _done(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], seconds: float) -> T:
-    return loop.run_until_complete(asyncio.wait_for(work, seconds))
+def _read(node: Any, done: Callable[[Any, float], Any], peer: str, identity: Identity) -> SwarmRecords:
+    from trainkit.swarm.access import BANNED, CREDITS, MANIFEST, PROGRESS, REVOKED
+    from trainkit.swarm.bans import Excluded
+    from trainkit.swarm.messages import credits_in, manifests_in, no_run_at, progress_in
 
-
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    with suppress(Exception):
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    excluded = Excluded(identity.own, identity.peer_id, identity.admission)
+    deadline = time.monotonic() + _READ_SECONDS
+    while True:
+        keys = [MANIFEST, PROGRESS, CREDITS, REVOKED, BANNED]
+        try:
+            found = done(node.get_many(keys, sufficient_expiration_time=float("inf")), _READ_SECONDS)
+        except (asyncio.TimeoutError, OSError):
+            raise address.nobody_answers(peer) from None
+        if manifests := manifests_in(found[MANIFEST]):
+            names = identity.admission.names()
+            return SwarmRecords(manifests, progress_in(found[PROGRESS]), credits_in(found[CREDITS]), names)
+        for key in (REVOKED, BANNED):
+            excluded.take(key, found[key])
+        excluded.require_welcome()
+        if time.monotonic() > deadline:
+            raise no_run_at(peer)
+        time.sleep(0.3)
 
 
 # What a swarm's run is configured as, asked by a process of its own: the one that asks may import hivemind later.
@@ -147,17 +135,8 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 _SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Run:
-    """A collaborative run, as its creator publishes it."""
-
-    name: str
-    config: str
-    """As YAML."""
-
-
-def run_at(entry: Entry) -> Run:
-    """The run of the swarm that ``entry`` leads to.
+def run_at(entry: Entry) -> str:
+    """The configuration, as YAML, of the run that ``entry`` leads to, as its creator publishes it.
 
     Raises UserError when nobody answers.
     """
@@ -181,35 +160,33 @@ def run_at(entry: Entry) -> Run:
         ) from None
     if "error" in told:
         raise error_from_json(told["error"])
-    return Run(told["name"], told["config"])
+    return str(told["config"])
 
 
 def as_peer(
-    run: Run,
-    peers: Sequence[str],
+    entry: Entry,
     overrides: Sequence[str],
     *,
     flags: Mapping[str, tuple[Any, str]],
     env: Mapping[str, str],
     allow_code: bool,
 ) -> Loaded:
-    """The configuration of a job that joins ``run``: its creator's, with resources and data of this machine.
+    """The configuration of a job that joins by ``entry``: its creator's, with resources and data of this machine.
 
     Raises UserError for overrides of what all peers have in common, and for code of the creator's own that is not
     allowed.
     """
-    from trainkit.swarm.spec import adapted, check_own
-
     own = [text for text in overrides if not text.startswith("launch.")]
+    config = run_at(entry)
     check_own(own)
-    adapted(run.config, own, allow_code=allow_code)
+    adapted(config, own, allow_code=allow_code)
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         file = Path(folder) / "hivemind-peer.yaml"
-        fileio.write(file, run.config)
+        fileio.write(file, config)
         values, _ = yaml.read(file)
-        values = {key: value for key, value in values.items() if key != "launch"}  # of the creator's own site
+        values.pop("launch", None)  # of the creator's own site
         values["data"] = {key: value for key, value in values["data"].items() if key not in ("root", "workers")}
-        values["collaborative"] = {**values["collaborative"], "initial_peers": list(peers), "port": 0}
+        values["collaborative"] |= {"initial_peers": list(entry.addresses), "port": 0}
         fileio.write(file, yaml.dump(values))
         return load(str(file), list(overrides), flags=flags, env=env)
 
@@ -220,10 +197,10 @@ def main() -> int:
 
     try:
         entry = entry_of(sys.stdin.readline().split(), {}, name="ask")
-        with open_reader(entry) as asked:
-            _, manifest = manifest_of(asked.read().manifests, entry.addresses)
+        with open_reader(entry) as read:
+            _, manifest = manifest_of(read().manifests, entry.addresses)
         require_going_on(manifest)
-        print(json.dumps({"name": manifest.name, "config": manifest.config}))
+        print(json.dumps({"config": manifest.config}))
     except TrainkitError as error:
         print(json.dumps({"error": error.to_json()}))
     return 0

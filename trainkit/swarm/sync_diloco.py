@@ -56,6 +56,19 @@ class Given:
         return any(self.weights)
 
 
+@dataclass(frozen=True)
+class Average:
+    """What the exchange of a round has come to for a peer."""
+
+    vector: Tensor
+    """Of what the peers gave."""
+    next_round: int
+    arrived: Sequence[bool]
+    """Parts of ``vector`` that are there."""
+    counted: Sequence[bool]
+    """Parts of what this peer gave that are in an average."""
+
+
 class CommonState(ABC):
     """Weights ``theta``, ``momentum`` (what the optimizer that moves them remembers), and the number of the next round.
 
@@ -82,23 +95,11 @@ class CommonState(ABC):
         """This peer's contribution to the round that ends now, in which it has trained on ``samples``."""
 
     @abstractmethod
-    def step(
-        self,
-        average: Tensor,
-        next_round: int,
-        given: Given,
-        *,
-        arrived: Sequence[bool],
-        counted: Sequence[bool],
-        trained_on: bool = False,
-    ) -> None:
+    def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
         """The update that all peers make alike, and the model goes on from it.
 
         Args:
-            average: of what the peers gave.
             given: what this peer gave.
-            arrived: parts of the average that are there.
-            counted: parts of ``given`` that are in an average.
             trained_on: the model has been trained since it gave.
         """
 
@@ -214,35 +215,24 @@ class OuterState(CommonState):
         )
         return Given(vector, weights, moved, sound=True)
 
-    def step(
-        self,
-        average: Tensor,
-        next_round: int,
-        given: Given,
-        *,
-        arrived: Sequence[bool],
-        counted: Sequence[bool],
-        trained_on: bool = False,
-    ) -> None:
+    def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
         """The outer update, and the model goes on from it.
 
-        Args:
-            average: of what the peers gave.
-            given: what this peer gave.
-            arrived: parts of the average that are there; of the others the common weights stay as they are.
-            counted: parts of ``given`` that are in an average; the others stay in the model, for a later round.
-            trained_on: the model has been trained since it gave.
+        Of parts that have not arrived the common weights stay as they are; what was not counted stays in the model,
+        for a later round.
         """
         size, before = self.num_parameters, self.theta.clone()
         with self.lock:
-            for part, is_there in zip(cuts(self.theta.numel()), arrived, strict=True):
+            for part, is_there in zip(cuts(self.theta.numel()), average.arrived, strict=True):
                 if is_there:
-                    self._step_part(average, slice(part.start, min(part.stop, size)))
-                    buffers = slice(max(part.start, size), part.stop)
-                    self.theta[buffers] = average[buffers]
-            self.round = next_round
+                    weights, buffers = slice(part.start, min(part.stop, size)), slice(max(part.start, size), part.stop)
+                    gradient, momentum = average.vector[weights], self.momentum[weights]
+                    momentum.mul_(self.mu).add_(gradient)
+                    self.theta[weights] -= self.lr * (gradient + self.mu * momentum)
+                    self.theta[buffers] = average.vector[buffers]
+            self.round = average.next_round
         taken = given.moved.clone()
-        for number, (part, is_in) in enumerate(zip(cuts(size), counted, strict=False)):
+        for number, (part, is_in) in enumerate(zip(cuts(size), average.counted, strict=False)):
             if not is_in:
                 taken[part] = 0.0
             else:
@@ -253,13 +243,8 @@ class OuterState(CommonState):
             self._move(self.theta[:size] - before[:size] + taken)
         else:
             self.into_model()
-            if not all(counted):
+            if not all(average.counted):
                 self._move(taken - given.moved)
-
-    def _step_part(self, average: Tensor, part: slice) -> None:
-        gradient, momentum = average[part], self.momentum[part]
-        momentum.mul_(self.mu).add_(gradient)
-        self.theta[part] -= self.lr * (gradient + self.mu * momentum)
 
     @torch.no_grad()
     def _move(self, way: Tensor) -> None:

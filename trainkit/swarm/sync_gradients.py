@@ -36,7 +36,7 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.models.freezing import freeze
 from trainkit.ranks.env import RankEnv
 from trainkit.swarm.link import num_parts
-from trainkit.swarm.sync_diloco import CommonState, Given, flatten, unflattened
+from trainkit.swarm.sync_diloco import Average, CommonState, Given, flatten, unflattened
 from trainkit.training.build import TrainState
 from trainkit.training.optim import build_optimizer, set_lr
 from trainkit.training.precision import Precision
@@ -147,16 +147,7 @@ class GradientState(CommonState):
         weights = (float(samples),) * num_parts(self.theta.numel())
         return Given(torch.cat([mean, buffers]), weights, torch.zeros(0), finite)
 
-    def step(
-        self,
-        average: Tensor,
-        next_round: int,
-        given: Given,
-        *,
-        arrived: Sequence[bool],
-        counted: Sequence[bool],
-        trained_on: bool = False,
-    ) -> None:
+    def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
         """The update. Where nothing has arrived there is none: neither weights nor gathered gradients change.
 
         ``average`` has this peer's own gradients where a part has not arrived; a gradient that came too late to be
@@ -164,16 +155,16 @@ class GradientState(CommonState):
         """
         if not given.sound:
             self.gathered.clear()
-        if not any(arrived):
+        if not any(average.arrived):
             return
         with self.lock:
-            for master, part in unflattened(average, self._masters):
+            for master, part in unflattened(average.vector, self._masters):
                 master.grad = part.clone()
             set_lr(self._optimizer, self.lr)
             self._precision.step(self._optimizer, self._masters, self._clip)
-            self.theta[self.num_parameters :] = average[self.num_parameters :]
+            self.theta[self.num_parameters :] = average.vector[self.num_parameters :]
             self.momentum.copy_(_remembered(self._optimizer))
-            self.round = next_round
+            self.round = average.next_round
         self.forget()
 
     def load(self, theta: Tensor, momentum: Tensor, round_index: int) -> None:

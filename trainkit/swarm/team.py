@@ -87,7 +87,8 @@ class Team:
 
     def _order(self, what: _Do, number: int = 0, rate: float = 0.0) -> None:
         if self.size > 1:
-            _send(_ORDER.pack(what, number, rate))
+            order = bytearray(_ORDER.pack(what, number, rate))
+            c10d.broadcast(torch.frombuffer(order, dtype=torch.uint8), src=0)
 
     def dismiss(self) -> None:
         """Let the others go."""
@@ -158,10 +159,14 @@ def follow(
         parts = build(_as_ddp(config), dist, splits, model=model)
         seed, updater = data_seed(config, told["identity"]), Updater(parts, beat=beat)
         loader: Batches[Batch] | None = None
+        order = torch.empty(_ORDER.size, dtype=torch.uint8)
         try:
-            while (order := _ORDER.unpack(_receive()))[0] != _Do.LEAVE:
+            while True:
+                c10d.broadcast(order, src=0)
+                what, number, rate = _ORDER.unpack(order.numpy().tobytes())
+                if what == _Do.LEAVE:
+                    return
                 beat()
-                what, number, rate = order
                 if what == _Do.BEGIN:
                     if loader is not None:
                         loader.close()
@@ -222,13 +227,3 @@ def _share_weights(model: nn.Module, dist: Distributed) -> None:
         if not dist.is_main:
             for tensor, part in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
                 tensor.copy_(part.view_as(tensor))
-
-
-def _send(content: bytes) -> None:
-    c10d.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), src=0)
-
-
-def _receive() -> bytes:
-    content = torch.empty(_ORDER.size, dtype=torch.uint8)
-    c10d.broadcast(content, src=0)
-    return content.numpy().tobytes()

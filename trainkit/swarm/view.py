@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from trainkit import fileio, terminal
+from trainkit.config.loading import load
 from trainkit.config.task import LOSS, metrics_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.contributions import Contribution, Contributions
@@ -21,7 +22,6 @@ from trainkit.swarm.address import ADDRESS_FILE
 from trainkit.swarm.admission import (
     KEY_FILE,
     VARIABLE,
-    Entry,
     addresses_of,
     by_address,
     entry_of,
@@ -30,11 +30,8 @@ from trainkit.swarm.admission import (
     run_with,
     warned,
 )
-from trainkit.swarm.messages import RoundClock, UpdateClock
-
-if TYPE_CHECKING:
-    from trainkit.swarm.messages import Manifest, PeerProgress
-
+from trainkit.swarm.messages import RoundClock, manifest_of
+from trainkit.swarm.spec import adapted
 
 # A stranger may publish as many records as it likes, each under a key of its own.
 _MOST_PEERS = 5000
@@ -63,6 +60,10 @@ class PeerRow:
     """Bytes, for the last round."""
     received: int
     seconds_ago: float
+
+
+# What a row has as the peer has said it.
+_SAID = ("name", "group", "parts", "expected", "samples", "samples_per_sec", "loss", "sent", "received")
 
 
 @dataclass(frozen=True)
@@ -102,27 +103,28 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
     with ExitStack() as held:
         if reference == "-" or (reference is None and env.get(VARIABLE)) or _is_entry(reference or ""):
             entry = warned(entry_of([reference] if reference else [], env, name="status"))
-            asked = held.enter_context(reader.open_reader(entry))
-            yield lambda: view_of(asked.read(), entry.addresses, None)
+            read = held.enter_context(reader.open_reader(entry))
+            yield lambda: view_of(read(), entry.addresses, None)
             return
         run_dir = run_seen(reference, env)
-        file = run_dir.path / ADDRESS_FILE
-        if not file.is_file():
+        if not (run_dir.path / ADDRESS_FILE).is_file():
             raise UserError(
                 f"{run_dir.name} is not a swarm.",
                 why=f"It has no {ADDRESS_FILE}.",
                 fix="`python -m jobs.status` shows it.",
             )
-        addresses = addresses_of(run_dir)
+        entry = by_address(addresses_of(run_dir), name="status")
+        if (run_dir.path / KEY_FILE).exists():  # whoever has the run's key needs no token
+            entry = replace(entry, own=own_pass(owner_of(run_dir.path).key, "status", "volunteer"))
         try:
-            asked = held.enter_context(reader.open_reader(_owners_entry(run_dir, addresses)))
+            read = held.enter_context(reader.open_reader(entry))
         except TrainkitError:
             yield lambda: _from_records(run_dir)
             return
 
         def look() -> View:
             try:
-                return view_of(asked.read(), addresses, run_dir)
+                return view_of(read(), entry.addresses, run_dir)
             except TrainkitError:  # it has ended since
                 return _from_records(run_dir)
 
@@ -131,13 +133,6 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
 
 def _is_entry(reference: str) -> bool:
     return address.looks_like(reference) or invitations.looks_like(reference) or os.path.isfile(reference)
-
-
-def _owners_entry(run_dir: RunDir, addresses: tuple[str, ...]) -> Entry:
-    """Whoever has the run's key needs no token."""
-    if not (run_dir.path / KEY_FILE).exists():
-        return by_address(addresses, name="status")
-    return Entry(addresses, own_pass(owner_of(run_dir.path).key, "status", "volunteer"))
 
 
 def run_seen(reference: str | None, env: Mapping[str, str]) -> RunDir:
@@ -153,22 +148,36 @@ def view_of(told: reader.SwarmRecords, addresses: Sequence[str], run_dir: RunDir
 
     Raises UserError when it is not clear which run it is.
     """
-    from trainkit.swarm.messages import manifest_of
-
     creator, manifest = manifest_of(told.manifests, addresses)
-    clock, now = _clock_of(manifest, told.progress, creator), time.time()
-    told_of = list(told.progress.items())[:_MOST_PEERS]
-    rows = [_row(peer, own, creator, told.names.get(peer, ""), clock, now) for peer, own in told_of]
+    config, now = adapted(manifest.config, (), allow_code=True), time.time()
+    agreed, progress = config.collaborative, told.progress
+    if agreed.sync == "diloco":
+        done = RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds).index(now)
+    else:  # the creator knows how far they are; without it, most of the others do
+        heard = sorted(own.round for own in progress.values()) or [agreed.rounds]
+        done = min(progress[creator].round if creator in progress else heard[len(heard) // 2], agreed.rounds)
+    rows = [
+        PeerRow(
+            credited=terminal.name(invitations.credited("" if peer == creator else told.names.get(peer, ""), own.name)),
+            peer=peer,
+            role="creator" if peer == creator else "client" if own.client else "public",
+            round=min(own.round + 1, agreed.rounds),
+            seconds_ago=max(0.0, now - own.time),
+            **{key: getattr(own, key) for key in _SAID},
+        )
+        for peer, own in list(progress.items())[:_MOST_PEERS]
+    ]
     rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
-    samples = sum(row.samples for row in rows)
-    validated, metrics = told.progress.get(creator), _metrics_in(manifest)
+    samples, validated = sum(row.samples for row in rows), progress.get(creator)
+    # Of a task of ours: a stranger's file is not read for its metrics.
+    metrics = TaskMetrics("loss", {"loss": LOSS}) if ":" in config.task.name else metrics_of(config.task.name)
     headline = validated.val_headline if validated is not None else None
     fits = headline is not None and metrics.metrics[metrics.headline].fits(headline)
     return View(
         name=terminal.one_line(manifest.name, 128),
-        round=min(clock.index(now) + 1, clock.count),
-        rounds=clock.count,
-        running=not manifest.stopped and not clock.is_over(now),
+        round=min(done + 1, agreed.rounds),
+        rounds=agreed.rounds,
+        running=not manifest.stopped and done < agreed.rounds,
         peers=tuple(rows),
         loss=sum(row.loss * row.samples for row in rows) / samples if samples else None,
         val={"loss": validated and validated.val_loss, metrics.headline: headline if fits else None},
@@ -179,54 +188,11 @@ def view_of(told: reader.SwarmRecords, addresses: Sequence[str], run_dir: RunDir
     )
 
 
-def _clock_of(manifest: Manifest, told: Mapping[str, PeerProgress], creator: str) -> RoundClock:
-    from trainkit.swarm.spec import adapted
-
-    agreed = adapted(manifest.config, (), allow_code=True).collaborative
-    if agreed.sync == "diloco":
-        return RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds)
-    # The creator knows how far they are; without it, most of the others do.
-    heard = sorted(own.round for own in told.values())
-    done = told[creator].round if creator in told else heard[len(heard) // 2] if heard else agreed.rounds
-    return UpdateClock(agreed.round_seconds, manifest.first_round, agreed.rounds, lambda: done)
-
-
-def _metrics_in(manifest: Manifest) -> TaskMetrics:
-    """Of the run's task, where that is one of ours: a stranger's file is not read for them."""
-    from trainkit.swarm.spec import adapted
-
-    task = adapted(manifest.config, (), allow_code=True).task.name
-    return TaskMetrics("loss", {"loss": LOSS}) if ":" in task else metrics_of(task)
-
-
-def _row(peer: str, own: PeerProgress, creator: str, invited: str, clock: RoundClock, now: float) -> PeerRow:
-    return PeerRow(
-        name=own.name,
-        credited=terminal.name(invitations.credited("" if peer == creator else invited, own.name)),
-        peer=peer,
-        role="creator" if peer == creator else "client" if own.client else "public",
-        round=min(own.round + 1, clock.count),
-        group=own.group,
-        parts=own.parts,
-        expected=own.expected,
-        samples=own.samples,
-        samples_per_sec=own.samples_per_sec,
-        loss=own.loss,
-        sent=own.sent,
-        received=own.received,
-        seconds_ago=max(0.0, now - own.time),
-    )
-
-
 def _from_records(run_dir: RunDir) -> View:
     """What the run folder says of a swarm that does not answer any more."""
-    from trainkit.config.loading import load
-
-    records = read_metrics(run_dir, "train")
-    last = records[-1] if records else {}
-    history = _history(run_dir)
-    validated, metrics = history[-1] if history else {}, described(run_dir)
-    keys = ("loss", metrics.headline)
+    last = (read_metrics(run_dir, "train") or [{}])[-1]
+    history, metrics = _history(run_dir), described(run_dir)
+    validated = history[-1] if history else {}
     return View(
         name=run_dir.name,
         round=int(last.get("round") or 0),
@@ -234,7 +200,9 @@ def _from_records(run_dir: RunDir) -> View:
         running=False,
         peers=(),
         loss=last.get("loss"),
-        val={key: value if fileio.is_number(value := validated.get(key)) else None for key in keys},
+        val={
+            key: value if fileio.is_number(value := validated.get(key)) else None for key in ("loss", metrics.headline)
+        },
         metrics=metrics,
         contributions=tuple(Contributions.of(run_dir).best_first()),
         history=history,
@@ -264,23 +232,21 @@ _LONGEST_NAME = 24
 
 def status_lines(view: View) -> list[str]:
     """The text of ``status``."""
-    state = "running" if view.running else "not running"
+    peers, head = len(view.peers), view.metrics.headline
     words = [
-        f"{view.name}: {state}",
+        f"{view.name}: {'running' if view.running else 'not running'}",
         f"round {view.round}/{view.rounds}",
-        f"{len(view.peers)} peer{'s' * (len(view.peers) != 1)}",
+        f"{peers} peer{'s' * (peers != 1)}",
     ]
-    words += [f"{view.samples_per_sec:,.0f} samples/s"] if view.peers else []
+    words += [f"{view.samples_per_sec:,.0f} samples/s"] if peers else []
     words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
-    head = view.metrics.headline
     measured = [key for key in (head, "loss") if view.val.get(key) is not None]
     words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
     lines = terminal.wrapped(", ".join(words))
-    if view.peers:
-        rows = [_peer(row) for row in view.peers[:_MOST_SHOWN]]
-        lines += _indented(PEERS, rows, _DISPENSABLE_OF_PEERS)
-        if len(view.peers) > _MOST_SHOWN:
-            lines.append(f"  {len(view.peers) - _MOST_SHOWN} more peers are not shown; --json has them.")
+    if peers:
+        lines += _indented(PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
+        if peers > _MOST_SHOWN:
+            lines.append(f"  {peers - _MOST_SHOWN} more peers are not shown; --json has them.")
     if view.history:
         header = ("round", "peers", "train loss", "val loss", f"val {head}")
         spec = view.metrics.metrics[head].spec
@@ -302,7 +268,7 @@ def leaderboard_lines(view: View) -> list[str]:
             f"{item.samples:,.0f}",
             f"{100 * item.samples / whole:.1f} %" if whole else "-",
             str(item.rounds),
-            hours(item),
+            f"{item.seconds / 3600:,.2f}",
             terminal.size(item.bytes),
             "training" if item.name in here else "-",
         )
@@ -319,18 +285,12 @@ def as_object(view: View) -> dict[str, Any]:
     return plain
 
 
-def hours(item: Contribution) -> str:
-    """``0.25``"""
-    return f"{item.seconds / 3600:,.2f}"
-
-
-def _peer(row: PeerRow) -> tuple[str, ...]:
-    parts = f"{row.parts}/{row.expected}" if row.expected else "alone" if not row.group else f"of {row.group}"
+def _cells(row: PeerRow) -> tuple[str, ...]:
     return (
         row.name,
         row.role,
         str(row.round),
-        parts,
+        f"{row.parts}/{row.expected}" if row.expected else f"of {row.group}" if row.group else "alone",
         f"{row.samples:,}",
         _cell(row.samples_per_sec, ",.0f"),
         _cell(row.loss, ".4f"),
@@ -342,11 +302,13 @@ def _peer(row: PeerRow) -> tuple[str, ...]:
 
 
 def _indented(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
-    notes = [row[0] if sys.stdout.isatty() and len(row[0]) > _LONGEST_NAME else "" for row in rows]
-    shorter = [
-        (f"{row[0][: _LONGEST_NAME - 3]}...", *row[1:]) if note else row for row, note in zip(rows, notes, strict=True)
-    ]
-    return [f"  {line}" for line in terminal.table(header, shorter, notes, dispensable=dispensable, indent=2)]
+    """A table, in which a long name is cut on a terminal and stands below its row in full."""
+    notes, shown = [], []
+    for name, *cells in rows:
+        is_long = sys.stdout.isatty() and len(name) > _LONGEST_NAME
+        notes.append(name if is_long else "")
+        shown.append([f"{name[: _LONGEST_NAME - 3]}..." if is_long else name, *cells])
+    return [f"  {line}" for line in terminal.table(header, shown, notes, dispensable=dispensable, indent=2)]
 
 
 def _cell(value: object, spec: str) -> str:
